@@ -339,7 +339,7 @@ class Connection(_TransferVerbs, AsyncWith):
 
 
 class Peer(_TransferVerbs):
-    """Stands for whoever is at an address, or is meant by a selector.
+    """Stands for the process at an address, or for a member that a selector matches.
 
     Made by :meth:`Communicator.peer <kvwire.Communicator.peer>`. It is dialled when it
     is first used, and dialled again, with pauses, when its connection has ended. With a

@@ -136,7 +136,7 @@ class Engine:
         blocks: Blocks,
         **options: Unpack[PublishOptions],
     ) -> EngineOutgoing:
-        """Offer a transfer to whoever pulls it by its id; does not wait for a peer.
+        """Offer a transfer to the peer that pulls it by its id; does not wait for one.
 
         Arguments, options and errors are those of :meth:`kvwire.Communicator.publish`.
         """

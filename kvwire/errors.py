@@ -56,7 +56,7 @@ from kvwire.limits import LOG_CHARS_MAX, NAME_CHARS_MAX, REASON_CHARS_MAX
 
 
 class WireCode(enum.IntEnum):
-    """Names what one peer tells the other about a failure. Values are never reused."""
+    """Codes by which a peer reports a failure to the other. Values are never reused."""
 
     OK = 0
     # A whole connection.
@@ -329,14 +329,14 @@ def printable(text: str) -> str:
 
 
 def is_name(value: object) -> bool:
-    """Tell whether something is a text that a peer can be told of whole."""
+    """Tell whether something is a text that can be sent to a peer whole."""
     if not isinstance(value, str) or len(value) > NAME_CHARS_MAX:
         return False
     return value.encode(errors="replace").decode() == value
 
 
 def sayable(reason: str) -> str:
-    """Return what a peer is told of a reason: short, and no half of a character."""
+    """Return a reason as it is sent to a peer: short, cut between characters."""
     return reason[:REASON_CHARS_MAX].encode(errors="replace").decode()
 
 

@@ -103,7 +103,7 @@ LINK_CHUNKS_MAX: Final = REQUESTS_MAX
 PRIORITY_MAX: Final = 255
 # Request numbers are 32 bits and never reused within a connection.
 REQUEST_ID_MAX: Final = 2**32 - 1
-# Rows of tables: whoever has more of them open has forgotten to close some.
+# Rows of tables: a program with more of them open has forgotten to close some.
 GRANTS_MAX: Final = 65_536
 REGIONS_MAX: Final = 65_536
 # Control bytes queued towards one peer; beyond it the peer is a slow consumer. NATS
@@ -271,8 +271,8 @@ STORE_OBJECTS_KNOWN: Final = 256 * 1024
 # For so long what others may have put meanwhile is not looked for again: a put asks
 # three times whether its blocks are there.
 STORE_OBJECT_ABSENT_S: Final = 2.0
-# Blocks that were used here, of which the server has not heard yet: the rest is lost.
-# A tier that fails again this soon after it recovered is not logged again.
+# Uses of blocks not yet reported to the server: any beyond this number are lost. A tier
+# that fails again this soon after it recovered is not logged again.
 STORE_LOG_AGAIN_S: Final = 60.0
 STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
 
@@ -335,7 +335,7 @@ PROXY_WAITING_MAX: Final = 1024
 # unless it is told otherwise.
 PROXY_STOP_S: Final = 25.0
 PROXY_STOP_S_MAX: Final = 86400.0
-# What a client that was sent away is told to wait at most.
+# The longest wait that a rejected client is asked for.
 PROXY_RETRY_AFTER_S_MAX: Final = 60
 # Tries beyond each request's first: a fifth of the requests, so that a fleet that fails
 # is asked 1.2 times as much and not once for each engine; and as many in reserve, and
@@ -407,7 +407,7 @@ PING_MISSES: Final = 3
 PING_INTERVAL_MIN_S: Final = 0.2
 # With one, a silent peer would be dead before it was asked.
 PING_MISSES_MIN: Final = 2
-# Whoever wants more patience has longer intervals.
+# For more patience, set longer intervals.
 PING_MISSES_MAX: Final = 10
 # Twice what an honest peer sends at the shortest interval; gRPC disconnects a client
 # that pings too often as well.

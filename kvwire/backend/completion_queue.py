@@ -1,4 +1,4 @@
-"""What the thread of a lane has moved, told on the loop."""
+"""Reports on the loop what a lane's thread has moved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CompletionQueue(Generic[T]):
             self.on_loop(self._deliver)
 
     def leave(self, last_word: Callable[[], None]) -> None:
-        """Call this on the loop once everything before it is told."""
+        """Call this on the loop once everything before it is reported."""
         self.on_loop(lambda: self._leave(last_word))
 
     def on_loop(self, call: Callable[[], None]) -> None:

@@ -61,7 +61,7 @@ from kvwire.types import Address, MemoryKind, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneContext:
-    """Holds what a backend is told when it is asked for a lane.
+    """Holds the parameters with which a backend opens a lane.
 
     Attributes:
         role: Whether this side opened the connection.

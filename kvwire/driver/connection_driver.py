@@ -53,7 +53,8 @@ from kvwire.types import BufferId
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
-# Payload that whoever an event has woken waits for: some 50 us. More waits for them.
+# Payload up to this size goes before tasks that an event has woken: some 50 us. More
+# waits for them.
 _WOKEN_BYTES: Final = 256 * KIB
 # Events of one turn of the loop behind which payload queues up again. More of them, or
 # a task that makes one in each turn, do not keep it from being sent.

@@ -107,7 +107,7 @@ class DeviceStaging:
 
     @property
     def paused(self) -> bool:
-        """Tell whether the link waits for us, so that nothing is heard of the peer."""
+        """Tell whether the link waits for us, so the peer's silence means nothing."""
         return self._paused
 
     # --- outbound ---------------------------------------------------------------------
@@ -193,7 +193,7 @@ class DeviceStaging:
             self._resume()
 
     def link_gone(self) -> None:
-        """Note the end of the control link: nothing more is sent or told."""
+        """Note the end of the control link: nothing more is sent or reported."""
         self._ended = True
         self.waiting = None
         self.ready.clear()

@@ -1,4 +1,4 @@
-"""Who may call: the loop that an object belongs to, its thread and its process.
+"""Checks that callers are on an object's own loop, thread and process.
 
 A call from elsewhere would tear what the loop is in the middle of, and the peer would
 be blamed for what it then reads. So it is refused where it is made. What is called for

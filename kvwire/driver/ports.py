@@ -1,4 +1,4 @@
-"""What the driver needs of whoever owns its connections. Internal."""
+"""What the driver needs from the owner of its connections. Internal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inbound connections that nobody has taken yet, and whoever waits for one."""
+"""Inbound connections that nobody has taken yet, and calls that wait for one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AcceptQueue(AsyncIterator[T]):
         return len(self._waiting)
 
     def put(self, connection: T) -> None:
-        """Hand a connection to whoever asks next."""
+        """Hand a connection to the next caller that waits."""
         self._waiting.append(connection)  # bounded: CONNECTIONS_MAX, by the caller
         self._changed.set()
 

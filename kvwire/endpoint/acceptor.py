@@ -1,4 +1,4 @@
-"""Where links come in: the handshake with whoever it is, and what that may cost.
+"""Inbound links: the handshake with an unknown peer, and its limits.
 
 A stranger costs one link, one task and a deadline. Pending handshakes are bounded, and
 so are connections that nobody takes: both would otherwise grow with what strangers do.
@@ -133,7 +133,7 @@ class Acceptor:
         return logging.WARNING
 
     def _why_not(self, link: Link, backend: Backend) -> str:
-        """Say why a link is not even asked who it is; "" if it is."""
+        """Return why a link is refused before a handshake; "" if it is not."""
         remote = link.remote_address
         if self._communicator.links_ended:
             return "the communicator is closed"
@@ -145,7 +145,7 @@ class Acceptor:
         return ""
 
     def _busy(self) -> str:
-        """Say why there is no room for another connection; "" if there is."""
+        """Return why there is no room for another connection; "" if there is."""
         limit = self._communicator.config.connections_max
         if len(self._communicator.live_connections) >= limit:
             return f"connections_max={limit} are open"

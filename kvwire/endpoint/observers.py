@@ -1,4 +1,4 @@
-"""Who is told when KV transfers begin and end: traces, logs, accounting of requests.
+"""Observers of KV transfers' begin and end: traces, logs, accounting of requests.
 
 They are told in the middle of the work, so they must be quick. One that raises is
 logged and nothing else: what it watches does not depend on it.
@@ -81,7 +81,7 @@ class Observers(Generic[C]):
         return b""
 
     def remove(self, watcher: Observer[C]) -> None:
-        """Tell it nothing any more; does nothing if it was not told before."""
+        """Stop calling an observer; does nothing if it was not registered."""
         if watcher in self.watchers:
             self.watchers.remove(watcher)
 

@@ -179,7 +179,7 @@ class PeerState:
 
     @property
     def _trouble(self) -> str:
-        """Say why there is no connection."""
+        """Return why there is no connection."""
         if self._reason or self._selector is None:
             return self._reason or "it has not answered"
         return self.communicator.membership.trouble or "no member is meant by that"

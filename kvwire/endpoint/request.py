@@ -153,7 +153,7 @@ class RequestOwner(Protocol):
         """Return who may wait for its requests."""
 
     def describe(self, request: RequestState[Any]) -> str:
-        """Say of a request that is not over what it is, and what it waits for."""
+        """Return what an unfinished request is, and what it waits for."""
 
     def cancel_request(self, request: RequestState[Any]) -> None:
         """End it."""

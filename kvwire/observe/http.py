@@ -174,7 +174,7 @@ class _Server(ThreadingHTTPServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Log what failed; that whoever asked has gone is no news."""
+        """Log what failed, unless the client has simply gone away."""
         error = sys.exception()
         if not isinstance(error, OSError):
             logger.error("%s was not answered", client_address, exc_info=error)
@@ -194,4 +194,4 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Say nothing of each request."""
+        """Log nothing for each request."""

@@ -183,7 +183,7 @@ class ConnectionCore:
         return len(self._requests)
 
     def silence_s(self, now: float) -> float:
-        """Return how long nothing was heard of the peer."""
+        """Return the seconds since anything was received from the peer."""
         return self._liveness.silence_s(now)
 
     def hears_us(self, now: float) -> bool:
@@ -441,7 +441,7 @@ class ConnectionCore:
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
-        """End a request of either side with an error; the peer is told the code."""
+        """End a request of either side with an error; the code is sent to the peer."""
         self._abandon(request, error, code)
         self._settle()
 

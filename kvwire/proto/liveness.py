@@ -1,4 +1,4 @@
-"""Is the peer there, and does it hear of us? Pings, a verdict and a reminder.
+"""Whether the peer is alive and receives our bytes: pings, verdict and reminder.
 
 Any byte from the peer is a sign of life. After one interval of silence a PING goes out,
 then one more per interval; after ``misses`` intervals without a byte the peer is dead.

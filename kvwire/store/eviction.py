@@ -56,7 +56,7 @@ class EvictionQueue(ABC):
     __slots__ = ("state",)
 
     counts: ClassVar[bool] = False
-    """Whether it wants to be told of each use."""
+    """Whether it needs a call for each use."""
 
     def __init__(self, state: SlotState) -> None:
         self.state: SlotState = state
@@ -86,7 +86,7 @@ class EvictionQueue(ABC):
 
 
 class LruQueue(EvictionQueue):
-    """Lets go first what was not used for the longest time."""
+    """Evicts the least recently used block first."""
 
     __slots__ = ("_list",)
 

@@ -229,7 +229,7 @@ class Index:
         self.slabs.give(slots)
 
     def mark(self, slots: Ids, orders: Orders | int) -> None:
-        """Say in which order the images in taken slots are."""
+        """Set the order of the images in taken slots."""
         self._orders[slots] = orders
 
     def name(

@@ -92,7 +92,7 @@ class BlockStore(StoreManagement):
         )
         self._live: dict[asyncio.Future[Any], Operation] = {}
         self._calls = set()
-        # How whoever serves it to others ends.
+        # Closes the servers of this store.
         self._servers: set[Callable[[], Awaitable[None]]] = set()
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -370,13 +370,13 @@ class BlockStore(StoreManagement):
     async def close(self) -> None:
         """End the store, once what was begun is over. Any number of times.
 
-        Nothing can be begun from the call on. Who serves it is closed first.
+        Nothing can be begun from the call on. Servers of the store are closed first.
 
         Cancel safety: only the waiting is cancelled: the close goes on by itself, and
             may be called again to wait for its end.
         """
         self._thread.check("BlockStore.close")
-        # Whoever serves it may begin things until its own close.
+        # A server of this store may begin operations until it is closed itself.
         self._closed |= not self._servers
         if self._closing is None or self._closing.done():
             # Once more, for one that has failed or was cancelled with its loop.

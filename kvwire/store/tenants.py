@@ -1,4 +1,4 @@
-"""Who shares a store, and what each may have: ``acme?disk=100GiB&ttl=3600``.
+"""The tenants of a store and their quotas: ``acme?disk=100GiB&ttl=3600``.
 
 A tenant's blocks have keys of their own, into which its name goes
 (:mod:`kvwire.store.namespace`), so that none is ever found for another. What it may

@@ -57,7 +57,7 @@ class Tombstone(NamedTuple):
     """Remembers a transfer that ended before all of its peers knew.
 
     Attributes:
-        code: What a peer is told that asks too late, as one that was there was.
+        code: The code for a peer that asks too late, the same as for one in time.
         reason: Why it ended. Not the error, whose traceback has frames and caches.
         endpoint_id: Its name over all links, as peers who met it know it.
         unnotified: The peers who may still ask.

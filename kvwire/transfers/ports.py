@@ -53,14 +53,14 @@ class ConnectionPort(Protocol):
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
-        """End a request and tell the peer why."""
+        """End a request and send the reason to the peer."""
 
     def run(self) -> None:
         """Carry out what the core has decided."""
 
 
 class ObserverPort(Protocol):
-    """Hears when transfers begin and end.
+    """Is called when transfers begin and end.
 
     Attributes:
         traced: Whether some watcher traces.

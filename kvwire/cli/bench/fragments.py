@@ -83,7 +83,7 @@ def work_of(
 
 
 def why_not(transport: str) -> str:
-    """Say why a backend that is installed cannot take part here; "" if it can."""
+    """Return why an installed backend cannot take part here; "" if it can."""
     if why := why_unable(transport):
         return why
     can = registry.load(transport).capabilities

@@ -123,7 +123,7 @@ def require_able(transports: list[str]) -> list[str]:
 
 
 def why_unable(transport: str) -> str:
-    """Say why a backend that is installed cannot run here; "" if it can."""
+    """Return why an installed backend cannot run here; "" if it can."""
     found = registry.availability(transport)
     said = "; ".join(filter(None, (found.reason, found.remedy)))
     return "" if found.available else said or "it cannot run here"

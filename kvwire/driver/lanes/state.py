@@ -214,7 +214,7 @@ class LaneSet:
 
     @property
     def why(self) -> str:
-        """Say why this transport carries the data."""
+        """Return why this transport carries the data."""
         if self._last is not None:
             return self._last[1]
         if self.open:

@@ -80,7 +80,7 @@ class Announcer:
         self._keeping = engine.start(lambda one: self._keep(one, address, cache))
 
     def close(self) -> None:
-        """Say nothing new; the engine takes the record back when it is closed."""
+        """Stop announcing changes; closing the engine withdraws the record."""
         if self._keeping is not None:
             self._keeping.cancel()
 

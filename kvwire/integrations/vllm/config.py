@@ -125,7 +125,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         return _higher(first, rank) if first.port else first
 
     def advertised(self, bound: Address, rank: int = 0) -> str:
-        """Return what peers are told of the address that a rank listens on.
+        """Return the address that peers dial for the address that a rank listens on.
 
         Raises:
             UsageError: Nobody can dial it.

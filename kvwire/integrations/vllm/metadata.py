@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers in each step, and each other's addresses.
+"""The scheduler's messages to the workers in each step, and references to engines.
 
 vLLM carries these objects from its scheduler process to its workers; no peer ever sends
 one.

@@ -1,4 +1,4 @@
-"""What a worker tells vLLM's log and Prometheus about its transfers.
+"""A worker's figures about its transfers, for vLLM's log and Prometheus.
 
 vLLM collects a plain dictionary from every worker after each step, adds them up, and
 hands the sum to a logger and to Prometheus in another process. So the numbers are kept

@@ -85,7 +85,7 @@ class References:
 
 
 UNSIGNED: Final = References()
-"""Those of whoever has no key."""
+"""References of an engine without a key."""
 
 
 def _message(transfer_id: str, remote: Sequence[str]) -> bytes:

@@ -155,7 +155,7 @@ class SchedulerSide:
             self._loads.append(self._new_load(request, wanted, tables, external))
 
     def step(self, output: Any) -> WorkerStep:
-        """Return what the workers are told for a step that was scheduled."""
+        """Return the metadata that the workers get for a scheduled step."""
         preempted = getattr(output, "preempted_req_ids", None) or ()
         step = WorkerStep(fenced=self._fenced.union(preempted))
         self._fenced = set()
@@ -245,7 +245,7 @@ class SchedulerSide:
     def _moved(
         self, request: Any, wanted: TransferParams, tokens: int
     ) -> dict[str, Any]:
-        """Return what workers are told of a prompt's first tokens, either way."""
+        """Return a worker's metadata for a prompt's first tokens, either way."""
         try:
             names = self._names(request, tokens)
         except UsageError as exc:
@@ -328,7 +328,7 @@ class SchedulerSide:
         )
 
     def _new_blocks(self, prompt: _Prompt) -> Blocks:
-        """Return the blocks that the workers have not heard of, of those that move."""
+        """Return the blocks that move and were not sent to the workers yet."""
         found: Blocks = {}
         for name, shape in self._tables.items():
             needed = shape.needed(prompt.send.tokens)

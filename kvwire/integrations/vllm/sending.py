@@ -86,7 +86,7 @@ class PromptSend(PromptEnd[Outgoing]):
             self._follow(self._send)
             out = self._publish(communicator)
         except Exception as exc:  # noqa: BLE001 - it would end vLLM's engine
-            # The decode engine hears nothing, and computes when its time is over.
+            # The decode engine gets no answer, and computes after its timeout.
             said = error_text(exc)
             logger.warning("transfer %s was not begun: %s", self._route.id, said)
             return []

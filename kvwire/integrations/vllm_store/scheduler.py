@@ -89,7 +89,7 @@ class StoreScheduler:
 
     @property
     def waiting(self) -> bool:
-        """Tell whether steps are needed to hear that blocks are free."""
+        """Tell whether steps are needed to learn that blocks are free."""
         return bool(self._leaving)
 
     def begun(self, request: Any) -> None:
@@ -133,7 +133,7 @@ class StoreScheduler:
             )
 
     def step(self, output: Any) -> StoreStep:
-        """Return what the workers are told for a step that was scheduled."""
+        """Return the metadata that the workers get for a scheduled step."""
         step, self._step = self._step, StoreStep()
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             tracked = self._requests.get(request_id)

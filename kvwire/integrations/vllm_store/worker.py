@@ -124,7 +124,7 @@ class StoreWorker:
         return min(found.values())
 
     async def _forget(self) -> bool:
-        """Forget all blocks for such a cache, whoever has put them; whether it did."""
+        """Delete all blocks for such a cache; return whether that succeeded."""
         try:
             if self._cache is not None:
                 await self._store.delete_all(self._cache)

@@ -159,7 +159,7 @@ class Operation(ABC):
         return (np.arange(request.keys.size),)
 
     async def explain(self) -> None:  # noqa: B027 - one direction has nothing to say
-        """Say more of what is missing, now that all is known.
+        """Complete the reasons of missing blocks, now that all is known.
 
         Cancel safety: safe, it only looks.
         """

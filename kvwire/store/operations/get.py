@@ -94,7 +94,7 @@ class GetOperation(Operation):
         return ended[positions]
 
     async def explain(self) -> None:
-        """Say of blocks that are not there whether another namespace has them.
+        """Add to the reason of missing blocks whether another namespace has them.
 
         Cancel safety: safe, it only looks.
         """

@@ -125,7 +125,7 @@ class ServedStore:
 
 
 def _name(tier: str) -> str:
-    """Return what a client is told of the name of a tier, which has a path in it."""
+    """Return a tier's name as clients see it, without the path in it."""
     return sayable(tier)[:NAME_CHARS_MAX]
 
 

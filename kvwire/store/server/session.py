@@ -371,7 +371,7 @@ class ClientSession:
         return None if sent.over and sent.error is None else sent
 
     async def _get_many(self, request: Get, namespace: Namespace, keys: Keys) -> None:
-        """Say which blocks there are, and send those."""
+        """Report which blocks there are, and send them."""
         memory = self._tiers.memory
         nbytes = keys.size * rounded(namespace.image_bytes)
         async with self._berths.one() as berth:

@@ -204,7 +204,7 @@ def uses_of(index: Index) -> tuple[TenantUse, ...]:
 
 
 class Touches:
-    """Remembers which blocks were used here, until the one who keeps them is told.
+    """Remembers which blocks were used here, until the tier is told.
 
     What was moved was touched for that there, and so is not told of once more.
     """
@@ -232,7 +232,7 @@ class Touches:
             del self.used[next(iter(self.used))]
 
     def take(self) -> Keys:
-        """Return the blocks that are to be told of, and forget them."""
+        """Return the blocks whose use is not reported yet, and forget them."""
         used, self.used = as_keys(self.used), {}
         return used
 

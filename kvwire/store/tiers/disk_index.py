@@ -187,7 +187,7 @@ class DiskIndex:
             known[namespace.digest] = namespace
 
     def erase(self, slots: Iterable[range]) -> None:
-        """Say nothing of some slots any more."""
+        """Remove the rows of some slots."""
         self.dirty()
         with self._transaction():
             self._db.executemany(

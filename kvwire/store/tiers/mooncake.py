@@ -117,7 +117,7 @@ class MooncakeTier(ValueTier):
         return np.where(there, UNKNOWN, ABSENT).astype(np.uint8)
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """Remove every object of a namespace, whoever has put it."""
+        """Remove every object of a namespace."""
         pattern = f"^{self._prefix}{digest.hex()}/.*"
         removed = await self._ask(
             lambda native, _: native.remove_by_regex(pattern, True)

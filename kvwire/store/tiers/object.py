@@ -145,7 +145,7 @@ class ObjectTier(CodedTier):
         return orders
 
     async def delete(self, keys: Keys) -> None:
-        """Delete the objects of blocks, whoever has put them."""
+        """Delete the objects of blocks."""
         try:
             await self._delete(map(path_of, keys.tolist()))
         finally:  # what has failed may have been done
@@ -153,7 +153,7 @@ class ObjectTier(CodedTier):
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """Delete every object of a namespace, whoever has put it."""
+        """Delete every object of a namespace."""
         pages = self._obstore.list(self._bucket, f"{digest.hex()}/")
 
         async def next_page() -> Any:

@@ -108,11 +108,11 @@ class RedisTier(ValueTier):
         return np.fromiter(map(_order, keys.tolist(), heads), np.uint8, keys.size)
 
     def touch(self, keys: Keys) -> None:
-        """Note a use; the servers hear of it when something is looked for."""
+        """Note a use; the servers learn of it with the next look-up."""
         self._touches.add(keys)
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """Delete every value of a namespace, whoever has put it; looks at all keys."""
+        """Delete every value of a namespace; scans all keys of the database."""
         if self._servers.client is None:
             raise OSError(f"{self.name}: {self.error}")
         pattern = f"{as_pattern(self._prefix)}{digest.hex()}/*"

@@ -135,7 +135,7 @@ class RemoteTier(Tier):
         return orders
 
     def touch(self, keys: Keys) -> None:
-        """Note a use; the server hears of it with the next request."""
+        """Note a use; it is sent to the server with the next request."""
         self._touches.add(keys)
 
     async def delete(self, keys: Keys) -> None:

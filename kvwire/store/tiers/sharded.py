@@ -150,7 +150,7 @@ class ShardedTier(Tier):
         return orders
 
     def touch(self, keys: Keys) -> None:
-        """Note a use; each node hears of its own with the next request."""
+        """Note a use; it is sent to the block's node with the next request."""
         for tier, which in self._shards(keys):
             tier.touch(keys[which])
 

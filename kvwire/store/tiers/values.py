@@ -90,7 +90,7 @@ class ValueTier(Tier):
         return self.error if self._failing else ""
 
     async def delete(self, keys: Keys) -> None:
-        """Delete the values of blocks, whoever has put them."""
+        """Delete the values of blocks."""
         left = int((~await self._remove(keys)).sum())
         if left:
             raise OSError(f"{self.name}: {left} not deleted: {self.error}")

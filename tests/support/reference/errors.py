@@ -20,7 +20,7 @@ Retry on `RequestError`, reconnect on `ConnectionClosed`, change the call on
 `UsageError`, look for a bug (or an attacker) on `ProtocolError`. A transfer of KV
 blocks that breaks is no error but an `Outcome`, with the reason for each block.
 
-What a peer is told is the number, and one line of text that is never interpreted.
+A peer gets the number, and one line of text that is never interpreted.
 """
 
 

@@ -79,7 +79,7 @@ class Admission:
     async def turn(self) -> AsyncIterator[None]:
         """Wait for a turn, and have it until this is exited.
 
-        Cancel safety: safe, whoever does not wait any more has no turn.
+        Cancel safety: safe, a request that stops waiting gets no turn.
         """
         if self._turns.locked() and self.waiting >= self._waiting_max:
             raise self._full(f"{self.waiting} requests wait")

@@ -178,7 +178,7 @@ class ProxyApp:
     async def answered(self, asked: HttpRequest) -> AsyncIterator[HttpAnswer]:
         """Answer a request; what that takes ends with this.
 
-        Cancel safety: safe, engines are told that nobody waits.
+        Cancel safety: safe, the requests to engines end.
         """
         async with AsyncExitStack() as stack:
             try:
@@ -256,7 +256,7 @@ class _Front:
         async with self._alone(content):
             body, large = _decoded(content)
         del content  # of what is large, the fields have it
-        # Engines hear of each other from us alone.
+        # Only the proxy names engines to each other.
         body.pop("kv_transfer_params", None)
         headers, since = _passed_on(asked), self.state.fleet.clock()
         request = ClientRequest(asked.path, body, headers, since, large=large)

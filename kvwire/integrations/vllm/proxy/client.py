@@ -145,7 +145,7 @@ class EngineClient:
         A body of bytes is sent as it is, with the headers that there are, and needs the
         `method`. The path may have a query.
 
-        Cancel safety: safe, the engine is told by the end of the connection.
+        Cancel safety: safe, the connection to the engine ends.
         """
         async with AsyncExitStack() as stack:
             async with _answering(engine):
@@ -215,7 +215,7 @@ async def _answering(engine: VllmEngine) -> AsyncIterator[None]:
 
 @dataclass(slots=True)
 class _Answered(AsyncIterator[bytes]):
-    """Reads a body; whoever leaves in the middle has nothing to close, or collect."""
+    """Reads a body; a reader may stop in the middle without closing anything."""
 
     engine: VllmEngine
     parts: AsyncIterator[bytes]
@@ -237,7 +237,7 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
-    """Say why without an address, which is no business of clients."""
+    """Return the reason without an address, which clients must not see."""
     if isinstance(error, TimeoutError):
         why = f"no connection within {_CONNECT_S:g} s"
         return EngineFailed(engine, why, silent=True, reached=False)

@@ -126,7 +126,7 @@ class Dispatcher:
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
         """Have a request answered; the first part of the answer is here then.
 
-        Cancel safety: safe; both engines are told that nobody waits.
+        Cancel safety: safe; the requests to both engines end.
         """
         self.budget.deposit()
         tried: set[VllmEngine] = set()

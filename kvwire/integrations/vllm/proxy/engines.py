@@ -120,7 +120,7 @@ class VllmEngine:
         return not (self.slow or self.is_down(now))
 
     def state(self, now: float) -> str:
-        """Say in a word how it is."""
+        """Return the engine's state in one word."""
         if not self.ready:
             return "starting"
         if self.is_down(now):

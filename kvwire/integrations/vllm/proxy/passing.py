@@ -93,7 +93,7 @@ def is_form(headers: Mapping[str, str]) -> bool:
 
 
 def body_of(content: bytes, headers: Mapping[str, str]) -> bytes:
-    """Return a body as its engine gets it: engines hear of each other from us alone."""
+    """Return a body for an engine: only the proxy names engines to each other."""
     if not content or is_form(headers):
         return content
     # Engines would read UTF-16 and NaN as well. What is not read here is not passed.
