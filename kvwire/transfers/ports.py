@@ -60,7 +60,7 @@ class ConnectionPort(Protocol):
 
 
 class ObserverPort(Protocol):
-    """Is called when transfers begin and end.
+    """Observes when transfers begin and end.
 
     Attributes:
         traced: Whether some watcher traces.
