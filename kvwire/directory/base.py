@@ -244,7 +244,7 @@ class Directory(ABC):
                         yield change
                 continue  # somebody's lease is over: all is read anew
             except OSError as exc:
-                reason = shown(str(exc), 200)
+                reason = _reason(exc)
             self.trouble = f"the directory cannot be watched: {reason}"
             if members.suspend(asyncio.get_running_loop().time()):
                 logger.warning("watching directory %s: %s; tried again", self, reason)
@@ -283,7 +283,8 @@ class Directory(ABC):
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
                 await self.erase(key)
         except OSError as exc:  # a timeout is one as well
-            logger.info("directory %s: %s was not withdrawn: %s", self, key, exc)
+            said = (self, key, _reason(exc))
+            logger.info("directory %s: %s was not withdrawn: %s", *said)
         finally:
             if self._announcements.get(key) is asyncio.current_task():
                 del self._announcements[key]
@@ -313,7 +314,7 @@ class Directory(ABC):
                 if not away:
                     logger.warning(
                         "announcing %r in directory %s: %s; tried again",
-                        *(record.name, self, shown(str(exc), 200)),
+                        *(record.name, self, _reason(exc)),
                     )
                 away = True
                 await asyncio.sleep(backoff.pause_s())
@@ -379,6 +380,11 @@ class Directory(ABC):
                 "directory %s: an entry was ignored: %s", self, members.reason
             )
         return changes
+
+
+def _reason(error: OSError) -> str:
+    """Return what went wrong, for logs; a limit of time has no text of its own."""
+    return shown(str(error) or "it does not answer", 200)
 
 
 @asynccontextmanager

@@ -20,6 +20,8 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 # Letters of any language, and the underscores of Docker's names.
 _NAME = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")
+# What resolvers read as an address of IPv4, such as 0x0 for 0.0.0.0.
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)
 _PORT_MAX = 65_535
 # A healthy resolver has answered by then; a start does not wait longer.
 _LOOK_UP_S = 2.0
@@ -83,7 +85,7 @@ def _why_not(host: str) -> str:
     ip = _ip(host)
     if ip is None:
         last = host.rstrip(".").rpartition(".")[2]
-        if not _NAME.fullmatch(host) or last.isdigit():
+        if not _NAME.fullmatch(host) or _NUMBER.fullmatch(last):
             return f"{host!r} is no address and no name of a host"
         return ""
     plain = getattr(ip, "ipv4_mapped", None) or ip

@@ -14,6 +14,7 @@ from kvwire.directory import ChangeKind
 from kvwire.directory.base import Batch, ended
 from tests.directory.memory import MemoryDirectory
 from tests.directory.records import a_lease_has_ended, record
+from tests.support.logs import warned
 
 
 async def test_members_that_a_lost_directory_forgot_have_a_lease_to_come_back() -> None:
@@ -49,6 +50,27 @@ async def test_announcing_waits_for_a_directory_that_is_away() -> None:
     await announced
     assert set(here.hub.there) == {record(1).key}
     await here.close()
+
+
+async def test_a_server_that_is_silent_is_called_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The error of a limit of time has no text."""
+
+    class Silent(MemoryDirectory):
+        asked = asyncio.Event()
+
+        async def write(self, key: str, value: bytes, lease_s: float) -> None:
+            self.asked.set()
+            raise TimeoutError
+
+    here = Silent()
+    announced = asyncio.ensure_future(here.announce(record(1)))
+    await here.asked.wait()
+    await here.close()
+    await announced
+    (line,) = warned(caplog)
+    assert "'it does not answer'; tried again" in line
 
 
 async def test_a_member_that_nobody_waits_for_is_announced_all_the_same() -> None:

@@ -33,6 +33,8 @@ NOBODY = [
     ("tcp://a b:7400", "no name of a host"),
     ("tcp://1.2.3.4.5:7400", "no name of a host"),
     ("tcp://300.1.1.1:7400", "no name of a host"),
+    ("tcp://0x0:7400", "no name of a host"),
+    ("tcp://127.0.0.0X1:7400", "no name of a host"),
     (f"tcp://{'x' * 64}.test:7400", "no name of a host"),
     ("tcp://:7400", "no name of a host"),
 ]
