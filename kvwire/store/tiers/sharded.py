@@ -231,9 +231,15 @@ class ShardedTier(Tier):
         self, do: Callable[[RemoteTier], Coroutine[Any, Any, None]]
     ) -> None:
         """Have every node do something; one that cannot be asked says so."""
+        await self._dialled()
         if not self._nodes:
             raise OSError(f"{self.name}: {self.error}")
         await gather_all(*(do(node.tier) for node in self._nodes.values()))
+
+    async def _dialled(self) -> None:
+        """Wait until each node that is known has been dialled once."""
+        if opening := [node.opening for node in self._nodes.values()]:
+            await asyncio.wait(opening)
 
     # --- who is there -----------------------------------------------------------------
 
@@ -246,8 +252,7 @@ class ShardedTier(Tier):
         except OSError as exc:  # a timeout is one as well
             logger.warning("%s: %s; tried again", self.name, error_text(exc))
         self._follow()
-        if self._nodes:
-            await asyncio.wait([node.opening for node in self._nodes.values()])
+        await self._dialled()
         self._watching = start_task(self._watch())
 
     async def _watch(self) -> None:

@@ -134,3 +134,17 @@ def test_the_order_of_nodes_does_not_matter() -> None:
     seeds = np.array([seed_of(name) for name in "abc"], object)
     turned = placed(keys, seeds[::-1].tolist())
     assert (seeds[placed(keys, seeds.tolist())] == seeds[::-1][turned]).all()
+
+
+async def test_a_node_that_has_just_come_is_dialled_before_it_is_asked(
+    tmp_path: Path,
+) -> None:
+    where = f"kvwire://role=store,pool=a?directory=file:{tmp_path}?interval_s=0.01"
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(BlockStore.open([where]))
+        tier = tier_of(client, ShardedTier)
+        await served(stack, tmp_path)
+        await until(lambda: bool(tier._nodes))
+        assert not tier._asked(), "it is known, and not connected"
+        await client.flush()
+        assert nodes_of(client) == 1
