@@ -7,14 +7,17 @@ import os
 import sys
 from typing import Final
 
-# Less than this has no room for a table of options; terminals without a size say 0.
+# Less than this has no room for a table of options; terminals without a size have 0.
 _COLUMNS_MIN: Final = 20
+# Panels of help are drawn as wide as they may be, so 1e9 columns never end.
+_COLUMNS_DIGITS_MAX: Final = 4
 
 
 def prepare_output() -> None:
     """Make the output take every character, on lines of a width that can be printed."""
     columns = os.environ.get("COLUMNS", "")
-    if not columns.isdecimal() or int(columns) < _COLUMNS_MIN:
+    fits = columns.isdecimal() and len(columns) <= _COLUMNS_DIGITS_MAX
+    if not fits or int(columns) < _COLUMNS_MIN:
         os.environ.pop("COLUMNS", None)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed, as by `>&-`
