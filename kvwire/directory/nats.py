@@ -78,6 +78,10 @@ class NatsDirectory(Directory):
                 f"{_REPLICAS_MAX} of them"
             )
         credentials, _, hosts = self.url.netloc.rpartition("@")
+        if not all(hosts.split(",")):
+            raise UsageError(
+                f"directory {self}: write {self.url.scheme}://HOST:PORT,HOST:PORT"
+            )
         self._servers = [
             urlunsplit((self.url.scheme, host, "", "", "")) for host in hosts.split(",")
         ]

@@ -489,6 +489,8 @@ def _file(what: str, option: str, text: str) -> str:
 def _hosts_of(what: str, url: str) -> list[dict[str, Any]]:
     """Return a URL's hosts, each as arguments of a connection."""
     given, _, rest = url.partition(":")
+    if not rest.startswith("//"):
+        raise UsageError(f"{what}: write {given}://HOST:PORT,HOST:PORT")
     rest = rest.removeprefix("//")
     place, slash, path = rest.partition("?")[0].partition("/")
     who, at, hosts = place.rpartition("@")

@@ -250,3 +250,9 @@ async def test_a_bucket_that_is_full_takes_a_member_when_there_is_room(
                 await bucket.purge("other")
                 await announced
                 assert await watching.members() == (record(1),)
+
+
+@pytest.mark.parametrize("url", ["nats:", "nats://", "nats:host:4222", "nats://a,,b"])
+def test_a_url_without_a_host_says_what_to_write(url: str) -> None:
+    with pytest.raises(UsageError, match="write nats://HOST:PORT,HOST:PORT"):
+        open_directory(url)
