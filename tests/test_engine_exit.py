@@ -113,7 +113,8 @@ def test_exit_by_a_signal(state: str) -> None:
         "runs": "print('now', flush=True); sys.stdin.read()",
         "main waits": "print('now', flush=True); inc.wait()",
         "closing": (
-            "p._thread.at_end(lambda: print('now', flush=True) or stuck()); p.close()"
+            "p._thread.at_end(lambda: print('now', flush=True) or stuck(), 30);"
+            "p.close()"
         ),
         "closed": "p.close(), c.close(); print('now', flush=True); sys.stdin.read()",
     }[state]

@@ -195,6 +195,8 @@ async def test_a_restart_costs_no_put_for_each_connection() -> None:
             assert all(await asyncio.gather(*(put(f"c{n}") for n in range(8))))
 
 
+# uvloop asks the system in C, where no name can be made up.
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("answers", [False, True])
 async def test_a_name_whose_first_address_is_of_no_use(

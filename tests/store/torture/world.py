@@ -354,7 +354,7 @@ class World:
         if not self._server.running:
             return
         tier = f"disk:{self._base / 'server'}?{_DISK}"
-        with pytest.raises(UsageError, match="another process"):
+        with pytest.raises(UsageError, match="has this store open"):
             await BlockStore.open(["memory:64KiB", tier])
         self.counts["opened twice"] += 1
 
