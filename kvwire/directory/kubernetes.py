@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -21,6 +20,7 @@ import msgspec
 from kvwire.clock import Backoff
 from kvwire.directory.base import Batch
 from kvwire.directory.dns import DnsDirectory
+from kvwire.directory.tls import client_context
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.limits import (
@@ -200,7 +200,7 @@ class KubernetesDirectory(DnsDirectory):
                 if token.exists()
                 else {}
             ),
-            verify=ssl.create_default_context(cafile=ca if ca.exists() else None),
+            verify=client_context(str(ca) if ca.exists() else ""),
             timeout=httpx.Timeout(_CONNECT_S, read=self._interval_s + _SILENCE_S),
             trust_env=False,
         )

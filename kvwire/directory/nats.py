@@ -22,6 +22,7 @@ import msgspec
 from kvwire.clock import run_to_completion
 from kvwire.directory.base import Batch, Directory
 from kvwire.directory.record import Record
+from kvwire.directory.tls import client_context
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.limits import RECORD_BYTES_MAX
@@ -169,7 +170,7 @@ class NatsDirectory(Directory):
         if not (ca or cert or key):
             return None
         try:
-            context = ssl.create_default_context(cafile=ca or None)
+            context = client_context(ca)
             if cert or key:
                 context.load_cert_chain(cert, key or None)
         except OSError as exc:  # an SSLError is one

@@ -16,9 +16,11 @@ import asyncio
 import logging
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -201,6 +203,9 @@ class RedisServers:
         }
         # Releases of the client before 6 check no name in a certificate by default.
         self._tls: dict[str, Any] = {"ssl_check_hostname": True, **files}
+        # As in kvwire.directory.tls. Older releases of the client have no such option.
+        if "ssl_exclude_verify_flags" in signature(SSLConnection.__init__).parameters:
+            self._tls["ssl_exclude_verify_flags"] = [ssl.VERIFY_X509_STRICT]
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[RedisClient]:
