@@ -22,6 +22,7 @@ import enum
 import random
 import socket
 import struct
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Final, Self, TypeVar
 
@@ -207,14 +208,20 @@ class _Connection:
             await loop.sock_connect(self._sockets[1], (server.host, server.port))
             async with asyncio.TaskGroup() as steps:
                 for way in (self.there, self.back):
-                    steps.create_task(way.read())
-                    steps.create_task(way.write())
+                    steps.create_task(_in_a_later_turn(way.read()))
+                    steps.create_task(_in_a_later_turn(way.write()))
         except* (OSError, _ResetError):
             for sock in self._sockets:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         finally:
             for sock in self._sockets:
                 sock.close()
+
+
+async def _in_a_later_turn(step: Awaitable[None]) -> None:
+    """Begin when all are there: an eager task that fails at once ends its group."""
+    await asyncio.sleep(0)
+    await step
 
 
 class _Way:
