@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from kvwire.clock import Backoff
+from kvwire.config import local_path
 from kvwire.directory.base import Batch
 from kvwire.directory.dns import DnsDirectory
 from kvwire.directory.tls import client_context
@@ -191,7 +192,7 @@ class KubernetesDirectory(DnsDirectory):
 
     def _client(self) -> httpx.AsyncClient:
         """Make a client with what the service account's folder has now."""
-        account = Path(self.given["account"])
+        account = Path(local_path(self.given["account"]))
         token, ca = account / "token", account / "ca.crt"
         return httpx.AsyncClient(
             base_url=self._api,

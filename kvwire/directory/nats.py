@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlunsplit
 import msgspec
 
 from kvwire.clock import run_to_completion
+from kvwire.config import local_path
 from kvwire.directory.base import Batch, Directory
 from kvwire.directory.record import Record
 from kvwire.directory.tls import client_context
@@ -166,7 +167,9 @@ class NatsDirectory(Directory):
         )
 
     def _tls_context(self) -> ssl.SSLContext | None:
-        ca, cert, key = (self.given[f"tls_{part}_file"] for part in _TLS_FILES)
+        ca, cert, key = (
+            local_path(self.given[f"tls_{part}_file"]) for part in _TLS_FILES
+        )
         if not (ca or cert or key):
             return None
         try:

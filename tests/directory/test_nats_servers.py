@@ -201,6 +201,8 @@ async def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
         async with opened(other) as (directory,):
             with pytest.raises(ConnectError, match="certificate"):
                 await directory.members()
+    with pytest.raises(UsageError, match="no environment variable KV_NO_SUCH"):
+        open_directory("tls://localhost?tls_ca_file=$KV_NO_SUCH/ca.pem")
     with pytest.raises(UsageError, match="tls_ca_file, tls_cert_file or tls_key_file"):
         open_directory("tls://localhost?tls_ca_file=/none")
 
