@@ -28,6 +28,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
 from pathlib import Path
@@ -259,14 +260,17 @@ class IOThread:
         if self._closing:
             self._stopping.set()
         self._made.set()
+        workers: set[threading.Thread] = set()  # bounded: by the executor
         executor = concurrent.futures.ThreadPoolExecutor(
-            thread_name_prefix=self._thread.name
+            thread_name_prefix=self._thread.name,
+            initializer=lambda: workers.add(threading.current_thread()),
         )
         self._loop.set_default_executor(executor)
         try:
             self._loop.run_until_complete(self._live())
         finally:
-            _end_threads(executor)
+            executor.shutdown(wait=False, cancel_futures=True)
+            _join(workers, CLOSE_TIMEOUT_S)
             self._loop.close()
             for call in list(self._calls):
                 call.abandon()
@@ -369,13 +373,14 @@ async def _ended(within_s: float) -> None:
         await asyncio.wait(others, timeout=within_s)
 
 
-def _end_threads(executor: concurrent.futures.ThreadPoolExecutor) -> None:
-    """Wait a bounded time for work in the loop's executor threads."""
-    waiting = threading.Thread(
-        target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True
-    )
-    waiting.start()
-    waiting.join(CLOSE_TIMEOUT_S)
+def _join(threads: Collection[threading.Thread], timeout_s: float) -> None:
+    """Wait for all of them for a bounded time altogether.
+
+    No further thread does the waiting: an interpreter that exits can start none.
+    """
+    deadline = time.monotonic() + timeout_s
+    for thread in list(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _where(thread: threading.Thread) -> str:
