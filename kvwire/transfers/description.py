@@ -36,7 +36,6 @@ Pairs = Annotated[
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 ENDPOINT_ID_BYTES = 8
 TRACE_BYTES = 25
-_NO_TRACE = msgspec.msgpack.encode(b"")
 # Arrays shorter than this have their count in their first byte.
 _FIXARRAY = 16
 
@@ -56,8 +55,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
         settled: Consumer, after a lost link: it has all it was sent, and only its last
             word may be missing. Nothing is sent again.
         trace: The trace it is a part of: 16 bytes of its id, 8 of the caller's span and
-            the flags of W3C's traceparent. Left out where nobody traces; older versions
-            skip it.
+            the flags of W3C's traceparent. Empty where nobody traces.
     """
 
     geometry: Annotated[
@@ -83,9 +81,6 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def encode(self) -> bytes:
         """Return the bytes that travel."""
         data = msgspec.msgpack.encode(self)
-        if not self.trace:
-            # What older versions say: an array that is shorter by its last element.
-            data = bytes((data[0] - 1,)) + data[1 : -len(_NO_TRACE)]
         to_come = LANDED_BOX_BYTES * (LANDED_BOXES_MAX - len(self.landed))
         if len(self.landed) < _FIXARRAY:
             to_come += 2  # the count of a longer array has 3 bytes and not 1

@@ -297,14 +297,14 @@ class Side:
         fields = (
             *([self.cache.share.encoded], self.end, self.met),
             *(hashes_digest(self.hashes), self.packed_have, landed),
-            *(plan, self.settled),
+            *(plan, self.settled, b""),
         )
         return msgspec.msgpack.encode(fields)
 
     def meet(self, description: bytes) -> bytes:
         """Reads the other side's description, and plans; returns its plan."""
         given = msgspec.msgpack.decode(description)
-        fields = [*given, *(b"", b"", b"", [], [], b"", False)[len(given) - 1 :]]
+        fields = [*given, *(b"", b"", b"", [], [], b"", False, b"")[len(given) - 1 :]]
         geometry, end, _, hashes, have, landed, plan, _ = fields[:8]
         mine = hashes_digest(self.hashes)
         if (mine and hashes and mine != hashes) or self.met not in (b"", end):
