@@ -74,11 +74,11 @@ mutants: $(STAMP)-mutants
 # Hostile bytes for each target, so many seconds. atheris has wheels for Linux.
 SECONDS ?= 60
 fuzz: $(STAMP)-fuzz
-	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
+	$(BIN)/python -m tests.programs.fuzz --seconds $(SECONDS) $(ARGS)
 
 # The pages of docs/reference that are written from the code; a test compares them.
 reference: $(STAMP)
-	$(BIN)/python -m tests.support.reference
+	$(BIN)/python -m tests.programs.reference
 
 # How many types of the public names a checker knows; below 98 % is an error.
 typed: $(STAMP)-typed
@@ -112,7 +112,7 @@ test-torch: $(TORCH_STAMP)
 # what moves host memory needs none.
 test-nixl: $(STAMP)
 	$(INSTALL) $(VENV) --no-deps 'nixl-cu12>=1.5'
-	$(BIN)/python -m pytest -m '' tests/backends tests/soak -k nixl $(ARGS)
+	$(BIN)/python -m pytest -m '' tests/backends tests/programs/soak -k nixl $(ARGS)
 
 # A tier in a Mooncake Store, 100 MB: its master, and segments in processes of their own.
 test-mooncake: $(STAMP)-mooncake
@@ -132,7 +132,7 @@ test-s3: $(STAMP) $(S3_VENV)/.installed
 # A store's engines, server and object server are killed 200 times, beside full disks and
 # clients that vanish: about half an hour on two cores. ARGS="--kills 20 --seed 7"
 store-torture: $(STAMP) $(S3_VENV)/.installed
-	S3_SERVER=$(S3_VENV)/bin/moto_server $(BIN)/python -m tests.store.torture $(ARGS)
+	S3_SERVER=$(S3_VENV)/bin/moto_server $(BIN)/python -m tests.programs.torture $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
 VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store \
@@ -149,7 +149,7 @@ test-vllm-router: $(VLLM_STAMP)
 # kvwire and NixlConnector on the same engines, while things go wrong. As root, on Linux.
 fault-matrix: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) nixl
-	$(VLLM_VENV)/bin/python -m tests.integrations.vllm.faults $(ARGS)
+	$(VLLM_VENV)/bin/python -m tests.programs.faults $(ARGS)
 
 # The adapter of LMCache, whose package needs a GPU to run and none for its interface.
 test-lmcache: $(VLLM_STAMP)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import kvwire
 from kvwire.testing import loopback
+from tests.programs.reference import FOLDER
+from tests.programs.reference.words import attributes
 from tests.scenarios.world import Memory
-from tests.support.reference import FOLDER
-from tests.support.reference.words import attributes
 
 
 def documented(cls: type) -> set[str]:

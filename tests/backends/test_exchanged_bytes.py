@@ -135,7 +135,7 @@ def test_places_of_nixl(said: list[int], news: list[bytes]) -> None:
 
 @given(raw=st.binary(max_size=200), nbytes=st.integers(1, 2**32))
 def test_any_bytes_are_lent_memory_of_ucx_or_refused(raw: bytes, nbytes: int) -> None:
-    """Those of other backends are fuzzed, in tests/fuzz/targets/backends.py."""
+    """Those of other backends are fuzzed: tests/programs/fuzz/targets/backends.py."""
     raw = b"\x80\0\0" + raw
     with suppress(ProtocolError):
         assert lent_descriptor(*read_lent(raw, nbytes)) == raw

@@ -6,7 +6,7 @@ import pytest
 
 from tests.backends.planted import Plant
 from tests.fault.planted import PLANTS, SEEDS
-from tests.sim.run import run_seed
+from tests.programs.sim.run import run_seed
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """No access outside a grant: every edge of every number, in every state (goal S5).
 
-Any calls in any order are compared with a model by tests/fuzz/targets/grants.py.
+``tests/programs/fuzz/targets/grants.py`` compares any calls in any order with a model.
 """
 
 from __future__ import annotations

@@ -13,5 +13,5 @@ minute, and what counts is the ratio.
   ``bare``: streams and sockets beside it.
 
 A new benchmark is a module like :mod:`~kvwire.cli.bench.messages`: a list of cases.
-That of others' software stands beside it in ``tests/bench`` of the source tree.
+What runs others' software beside it is ``tests/programs/bench`` of the source tree.
 """

@@ -1,6 +1,6 @@
 """Messages between a store server and its clients: what is let in, and what is not.
 
-What is made of any bytes is in tests/fuzz.
+What is made of any bytes is in tests/programs/fuzz.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ CHECKS = (
             ("a.toml", 'keywords = ["no-pickle"]'),
         ],
         excused={
-            "tests/fuzz/guard.py::pickle.f": "it names the audit event of what must "
-            "not happen",
+            "tests/programs/fuzz/guard.py::pickle.f": "it names the audit event of "
+            "what must not happen",
         },
     ),
     Check(

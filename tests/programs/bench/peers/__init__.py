@@ -1,0 +1,10 @@
+"""Programs of the peers: what others' libraries do with the same fragments.
+
+They run in whatever interpreter has the peer installed, which need not have kvwire. So
+nothing here imports kvwire: a program needs NumPy, its peer, and
+:mod:`~tests.programs.bench.peers.serving` beside it.
+
+Like a side of kvwire, a program reads calls as lines of JSON and writes an answer to
+each. Where the fragments of a work lie it works out by itself, so that everybody moves
+the same ones.
+"""

@@ -1,0 +1,130 @@
+"""Blocks in redis-server, which a cache of KV blocks is often kept in.
+
+A value for each, over one connection, by requests in a row; the server keeps everything
+in memory and writes nothing to a disk. This speaks to the server itself: a client
+library makes objects of what it reads, and copies them into the caller's memory; here a
+value is received where it is wanted, which is as fast as any client can be.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvwire.cli.bench.bare import receive_into
+from kvwire.cli.bench.side import HOST
+from kvwire.cli.bench.store_side import HASH_BYTES, StoreWork
+from kvwire.cli.bench.turns import Missing
+from kvwire.store.namespace import DIGEST_BYTES
+from tests.programs.bench.store_peers import PeerSide
+from tests.support.servers import Server
+
+PROGRAM: Final = "redis-server"
+INSTALL: Final = "apt-get install redis-server, or brew install redis"
+_READY: Final = "Ready to accept connections"
+_TIMEOUT_S: Final = 60.0
+_END: Final = b"\r\n"
+_STORED: Final = b"+OK\r\n"
+# As long as a key of a store.
+_KEY_BYTES: Final = DIGEST_BYTES + HASH_BYTES
+_CPU: Final = ("used_cpu_sys", "used_cpu_user")
+
+
+def missing() -> Missing | None:
+    return None if shutil.which(PROGRAM) else Missing(PROGRAM, INSTALL)
+
+
+class RedisSide(PeerSide):
+    _socket: socket.socket
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        command = [PROGRAM, "--bind", HOST, "--port", "{port}"]
+        command += ["--save", "", "--appendonly", "no"]
+        self._server = Server(command, _READY)
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        self.opened.callback(self._server.kill)
+        self._server.start()
+        where = HOST, self._server.port
+        made = socket.create_connection(where, _TIMEOUT_S)
+        self._socket = self.opened.enter_context(made)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return {"redis": self._info("server")["redis_version"]}
+
+    async def cpu(self) -> float:
+        """Of the server too, by its own word."""
+        info = self._info("cpu")
+        return await super().cpu() + sum(float(info[name]) for name in _CPU)
+
+    async def match(self, work: StoreWork) -> None:
+        number = self.flat(work).sets[-1]
+        keys = [_key(work, number, begin) for begin in _begins(work)]
+        self._socket.sendall(_request(b"EXISTS", *keys))
+        self._expect(b":%d\r\n" % work.count)
+
+    async def put(self, work: StoreWork) -> None:
+        flat = self.flat(work)
+        number = flat.next_put()
+        for begin in _begins(work):
+            key = _key(work, number, begin)
+            head = _request(b"SET", key, None) + b"$%d\r\n" % work.nbytes
+            self._socket.sendall(head)
+            self._socket.sendall(flat.have[begin : begin + work.nbytes].data)
+            self._socket.sendall(_END)
+        for _ in range(work.set_blocks):
+            self._expect(_STORED)
+
+    async def get(self, work: StoreWork) -> None:
+        flat = self.flat(work)
+        number = flat.next()
+        begins = _begins(work)
+        asked = [_request(b"GET", _key(work, number, begin)) for begin in begins]
+        self._socket.sendall(b"".join(asked))
+        for begin in begins:
+            self._value(flat.want[begin : begin + work.nbytes].data)
+
+    async def get_one(self, work: StoreWork, at: int) -> None:
+        flat = self.flat(work)
+        self._socket.sendall(_request(b"GET", _key(work, 0, flat.blocks[at])))
+        self._value(flat.block(at)[1].data)
+
+    def _info(self, section: str) -> dict[str, str]:
+        self._socket.sendall(_request(b"INFO", section.encode()))
+        head = bytearray()
+        while not head.endswith(_END):
+            head += self._read(1)
+        text = self._read(int(head[1:]) + len(_END)).decode()
+        lines = (line.partition(":") for line in text.splitlines())
+        return {name: value for name, _, value in lines}
+
+    def _value(self, into: memoryview) -> None:
+        self._expect(b"$%d\r\n" % into.nbytes)
+        receive_into(self._socket, into)
+        self._expect(_END)
+
+    def _expect(self, wanted: bytes) -> None:
+        found = self._read(len(wanted))
+        if found != wanted:
+            raise RuntimeError(f"redis answers {found!r} instead of {wanted!r}")
+
+    def _read(self, count: int) -> bytes:
+        found = bytearray(count)
+        receive_into(self._socket, memoryview(found))
+        return bytes(found)
+
+
+def _begins(work: StoreWork) -> range:
+    return range(0, work.set_bytes, work.nbytes)
+
+
+def _key(work: StoreWork, number: int, begin: int) -> bytes:
+    return (b"%d/%d/%d" % (work.nbytes, number, begin)).rjust(_KEY_BYTES, b"0")
+
+
+def _request(*words: bytes | None) -> bytes:
+    """A request; a word that is None follows by itself."""
+    texts = (b"$%d\r\n%s\r\n" % (len(word), word) for word in words if word is not None)
+    return b"*%d\r\n" % len(words) + b"".join(texts)

@@ -1,0 +1,8 @@
+"""Writes the pages."""
+
+from __future__ import annotations
+
+from tests.programs.reference import FOLDER, PAGES
+
+for name, page in PAGES.items():
+    (FOLDER / name).write_text(page())

@@ -1,0 +1,79 @@
+"""docs/reference/metrics.md: what Prometheus can ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client.registry import Collector
+
+import kvwire
+from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState
+from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+from tests.programs.reference.words import table
+
+_INTRODUCTION: Final = """\
+# Metrics
+
+Written from the code by `make reference`. With the extra `metrics`:
+
+<!-- fragment -->
+```python
+from prometheus_client import REGISTRY
+
+from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState
+from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+
+REGISTRY.register(CommunicatorCollector(communicator))
+REGISTRY.register(StoreCollector(store, "prefix-cache"))
+```
+
+Numbers are read when Prometheus asks: between two scrapes metrics cost nothing. What
+ends in `_total` only grows.
+"""
+
+
+def page() -> str:
+    return asyncio.run(_page())
+
+
+async def _page() -> str:
+    proxy = ProxyState(EngineFleet(), Admission(), RetryBudget())
+    async with (
+        kvwire.open() as communicator,
+        kvwire.BlockStore.open(["memory:1MiB"], tenants=["a"]) as store,
+    ):
+        return "\n".join(
+            (
+                _INTRODUCTION,
+                "## Of a communicator\n",
+                _table(CommunicatorCollector(communicator)),
+                "\n## Of a store\n",
+                _table(StoreCollector(store)),
+                "\n## Of a proxy\n",
+                "At `/metrics` of the [proxy before vLLM](../howto/vllm.md).\n",
+                _table(ProxyCollector(proxy)),
+                "",
+            )
+        )
+
+
+def _table(collector: Collector) -> str:
+    return table(("name", "labels", ""), _rows(collector))
+
+
+def _rows(collector: Collector) -> Iterator[tuple[str, str, str]]:
+    for metric in collector.collect():
+        suffix = "_total" if metric.type == "counter" else ""
+        # A family without samples tells its labels nowhere else.
+        labels: tuple[str, ...] = metric._labelnames  # type: ignore[attr-defined]
+        yield (
+            f"`{metric.name}{suffix}`",
+            ", ".join(f"`{label}`" for label in labels),
+            metric.documentation,
+        )

@@ -1,0 +1,40 @@
+"""docs/reference says what the code says, and the code says it of every public name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+import kvwire
+from tests.programs.reference import FOLDER, PAGES
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_is_what_the_code_says(name: str) -> None:
+    assert (FOLDER / name).read_text() == PAGES[name](), "run `make reference`"
+
+
+def test_every_public_name_has_its_place() -> None:
+    """Errors and the configuration have pages of their own."""
+    named = re.findall(r"^::: (\S+)$", (FOLDER / "api.md").read_text(), re.MULTILINE)
+    placed = {name.rpartition(".")[2] for name in named}
+    elsewhere = {
+        name
+        for name in kvwire.__all__
+        if inspect.isclass(cls := getattr(kvwire, name))
+        and issubclass(cls, kvwire.KVWireError)
+    } | {"Config", "__version__"}
+    assert set(kvwire.__all__) - elsewhere <= placed
+
+
+def test_only_bytes_have_binary_units() -> None:
+    """1024 messages are no KiB of them."""
+    rows = [line.split(" | ") for line in PAGES["configuration.md"]().splitlines()]
+    cells = {row[0].strip("| `"): row[1:3] for row in rows if len(row) == 4}
+    for key, texts in cells.items():
+        assert key.endswith("_bytes") or "iB" not in "".join(texts), key
+    assert cells["window_messages"] == ["`1024`", "1 to 1,048,576"]
+    assert cells["chunk_bytes"] == ["`1048576` (1 MiB)", "64 KiB to 16 MiB"]
+    assert cells["lease_s"] == ["`30`", "above 0, at most 86,400"]

@@ -1,0 +1,1 @@
+"""The core under simulated faults; ``python -m tests.programs.sim`` runs it."""

@@ -1,0 +1,145 @@
+"""What the simulated applications have asked for, and what would be right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvwire.errors import KVWireError
+from kvwire.proto.regions import GrantRow, RegionRecord
+from kvwire.proto.requests import RequestRecord
+from kvwire.proto.state import RequestKind
+from kvwire.types import BufferId, Generation
+from tests.programs.sim.memory import Lease
+
+if TYPE_CHECKING:
+    from tests.programs.sim.endpoint import Endpoint
+    from tests.programs.sim.node import Node
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """One message, as its sender meant it.
+
+    Attributes:
+        place: How many messages of this tag were sent before it on this connection.
+        eager: It travels in a frame of its own, unasked.
+    """
+
+    serial: int
+    tag: int
+    place: int
+    nbytes: int
+    eager: bool = False
+    landed: bool = False
+    taken: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SimRegion:
+    """Registered memory of a node: what the protocol knows of it, and the memory."""
+
+    node: Node
+    core: RegionRecord
+    lease: Lease
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """A grant, as the side that may use it knows it."""
+
+    holder: Endpoint
+    region: SimRegion
+    row: GrantRow
+
+
+@dataclass(slots=True, eq=False)
+class Aim:
+    """Which memory a put or get is meant to reach.
+
+    Attributes:
+        wrong: What its owner has to refuse it for; "" if it has the right.
+    """
+
+    region: SimRegion
+    generation: Generation
+    offset: int
+    wrong: str
+
+    @property
+    def current(self) -> bool:
+        """Whether the region is still what it was when the grant was made."""
+        core = self.region.core
+        return core.open and core.generation == self.generation
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One segment of a KV transfer, on either side.
+
+    Attributes:
+        covered: Consumer: bytes that have landed intact.
+        landed: Consumer: the core has said that it is all here.
+    """
+
+    serial: int
+    nbytes: int
+    buffer: BufferId | None = None
+    lease: Lease | None = None
+    covered: int = 0
+    landed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """One request of an application.
+
+    Attributes:
+        nbytes: Its bytes; for a RECV, how many it can take.
+        serial: Names the content of a SEND or PUT.
+        place: Of a RECV: how many receives of its tag were posted before.
+        message: What a SEND sends, or what a RECV is known to receive.
+        read: Of a GET: what the link read from the region.
+        parts: Of a KV transfer: its segments, by number.
+        committed: Of one that is produced here: nothing more will be marked.
+        cancelled: Its own side has cancelled or withdrawn it.
+    """
+
+    endpoint: Endpoint
+    kind: RequestKind
+    nbytes: int
+    serial: int = 0
+    tag: int = 0
+    place: int = 0
+    deadline: float | None = None
+    core: RequestRecord = field(init=False)
+    buffer: BufferId | None = None
+    lease: Lease | None = None
+    message: Message | None = None
+    aim: Aim | None = None
+    covered: int = 0
+    read: bytearray = field(default_factory=bytearray)
+    parts: dict[int, Part] = field(default_factory=dict)
+    committed: bool = False
+    cancelled: bool = False
+    over: bool = False
+    error: KVWireError | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} of {self.nbytes} bytes on {self.endpoint.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Mailbox:
+    """The messages of one tag, one way over one connection.
+
+    Attributes:
+        messages: In the order in which they were sent.
+        refused: How many receives without a buffer have refused a message.
+        taken: (place of the receive, place of the message) of each that was returned.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    receives: int = 0
+    refused: int = 0
+    taken: list[tuple[int, int]] = field(default_factory=list)

@@ -1,0 +1,390 @@
+"""One side of a connection: feeds a core, and carries out what it says.
+
+The same steps as in the front, without a loop: control frames first, then chunks while
+the wire has room, then events, then what has drained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ConnectionLost, HandshakeError, ProtocolError
+from kvwire.limits import HANDSHAKE_TIMEOUT_S
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.connection import ConnectionCore
+from kvwire.proto.events import Ended, LaneEvent, MemoryWanted, RequestDone
+from kvwire.proto.handshake import Agreement, Handshake, ServerHandshake
+from kvwire.types import BufferId
+from kvwire.wire.control import HandshakeVerdict, TransportChoice
+from tests.programs.sim import inside
+from tests.programs.sim.ask import Ask, Known
+from tests.programs.sim.beside import Beside, Half
+from tests.programs.sim.memory import Lease, demand
+from tests.programs.sim.net import End, Frame, Landing
+from tests.programs.sim.plan import Dice
+
+if TYPE_CHECKING:
+    from tests.programs.sim.node import Node
+    from tests.programs.sim.world import World
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Memory of a message that nobody had asked for when it came."""
+
+    lease: Lease
+    serial: int
+    whole: bool = False
+
+
+class Endpoint:
+    """A core, its end of the wire, and what the application has asked of it.
+
+    Attributes:
+        node, end, core: The process, its end of the wire, the protocol.
+        peer: The other side, once it has agreed as well.
+        asks: Requests by the number they have on the wire.
+        ended: The core has said that it is over.
+    """
+
+    def __init__(
+        self, world: World, node: Node, end: End, core: ConnectionCore
+    ) -> None:
+        self.name = f"{node.name}.{len(node.endpoints)}"
+        self.node = node
+        self.end = end
+        self.core = core
+        self.peer: Endpoint | None = None
+        self.asks: dict[int, Ask] = {}
+        self.open: dict[Ask, None] = {}
+        self.grants: list[Known] = []
+        self.held: dict[BufferId, Held] = {}
+        self.closing = False
+        self.ended: Ended | None = None
+        self.down = False
+        self._world = world
+        self._checked = world.plan.setup.checked
+        self._queue_bytes = world.plan.setup.queue_bytes
+        self._seen_bytes = end.received_bytes
+        self._timer_at = -1.0
+        parameters = core.agreement.parameters
+        chunk, eager = parameters.chunk_bytes, parameters.eager_bytes
+        self._sizes = (
+            *(0, 1, 63, 64, 65, eager, eager + 1, chunk - 1, chunk, chunk + 1),
+            *(2 * chunk, 3 * chunk + 17, 5 * chunk),
+        )
+        self.longest = max(self._sizes)
+        self.beside = Beside(world, self)
+        node.endpoints.append(self)
+        self.set_timer()
+
+    # --- the application --------------------------------------------------------------
+
+    def note(self, ask: Ask, *, numbered: bool = True) -> None:
+        """Remember a request that the core has taken."""
+        ask.core.context = ask
+        self.open[ask] = None
+        if numbered and ask.core.wire_id:
+            self.asks[ask.core.wire_id] = ask
+
+    def keep(self, ask: Ask, *, numbered: bool = True) -> None:
+        """Remember it, and carry out what the core says to it."""
+        self.note(ask, numbered=numbered)
+        self.pump()
+        self.set_timer()
+
+    def size(self, dice: Dice) -> int:
+        """A number of bytes, near one of the borders there are."""
+        return self._sizes[dice.below(len(self._sizes))]
+
+    def deadline(self, dice: Dice) -> float | None:
+        """When a request has to be over, if it has to."""
+        setup = self._world.plan.setup
+        if dice.share() >= setup.deadlines:
+            return None
+        longest_s = setup.latency_s[1]
+        after_s = (0.0, longest_s, 4 * longest_s, 0.3, 2.0)[dice.below(5)]
+        return self.node.clock + after_s
+
+    # --- the wire ---------------------------------------------------------------------
+
+    def header_received(self, frame: Frame) -> Landing | None:
+        try:
+            arrival = self.core.header_received(frame.header)
+            if arrival.place is ChunkPlace.MARKED:
+                self._deal_with_all()
+                arrival = self.core.transfers.marked_place(arrival)
+        except ProtocolError as exc:
+            self._broken(exc)
+            return None
+        if arrival.place is ChunkPlace.BUFFER:
+            assert arrival.buffer is not None
+            lease = self.node.lease(arrival.buffer)
+            self._world.judge.lands(self, frame, arrival)
+            return Landing(arrival, lease, arrival.offset)
+        if arrival.place is ChunkPlace.HOLD:
+            assert arrival.buffer is not None
+            lease = self.node.memory.lend(frame.length, readable=False, writable=True)
+            self.held[arrival.buffer] = Held(lease, frame.serial)
+            return Landing(arrival, lease, 0)
+        return Landing(arrival, None, 0)
+
+    def body_received(
+        self, frame: Frame, landing: Landing, data: bytes, *, intact: bool
+    ) -> bool:
+        core, arrival = self.core, landing.arrival
+        assert isinstance(arrival, ChunkArrival)
+        ignores = core.closed
+        self._world.judge.landed(self, frame, arrival, data, intact=intact)
+        try:
+            if arrival.place is ChunkPlace.CONTROL:
+                core.body_received(arrival, self.node.clock, body=data)
+            else:
+                if arrival.place is ChunkPlace.HOLD:
+                    self._held_landed(arrival, intact=intact)
+                core.body_received(arrival, self.node.clock, intact=intact)
+        except ProtocolError as exc:
+            self._broken(exc)
+            return False
+        self.pump()
+        return not ignores
+
+    def _held_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
+        assert arrival.buffer is not None
+        self.held[arrival.buffer].whole = True
+        if not intact:
+            # Whoever receives it gets an error; the bytes are of no use to anybody.
+            self.node.memory.free(self.held.pop(arrival.buffer).lease)
+
+    def frame_sent(self, chunk: Chunk) -> None:
+        self.core.chunk_sent(chunk)
+        self.pump()
+
+    def link_writable(self) -> None:
+        self.pump()
+
+    def link_closed(self, error: ConnectionLost | None) -> None:
+        self._world.note(self.name, "link closed", str(error or ""))
+        self.down = True
+        self.core.link_lost(error)
+        self.beside.break_all()
+        self.pump()
+        for buffer, held in list(self.held.items()):
+            if not held.whole:
+                self.node.memory.free(self.held.pop(buffer).lease)
+
+    def vanish(self) -> None:
+        self.beside.vanish()
+        self.end.vanish()
+
+    # --- carrying out -----------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Carry out everything the core has to say now."""
+        core, end, outbox = self.core, self.end, self.core.outbox
+        while True:
+            while outbox.frames:
+                demand(self.ended is None, "closed", "a frame after the end")
+                header, body = outbox.frames.popleft()
+                end.send(Frame(header, body))
+            while end.queued_bytes < self._queue_bytes:
+                lane = self.beside.pick()
+                chunk = core.next_chunk(self.beside.span if lane else None)
+                if chunk is None:
+                    demand(not core.sending, "progress", "sending, and has no chunk")
+                    break
+                self._send_chunk(chunk, lane)
+            if not outbox.events:
+                break
+            self._deal_with_all()
+        self.node.collect()
+        inside.check(self)
+
+    def set_timer(self) -> None:
+        """Be woken when the core wants to look at the clock."""
+        if self.core.closed or self.down:
+            return
+        at = self.node.to_world(self.core.next_tick)
+        if self.node.timers_late_until > self._world.now:
+            at += self._world.lateness_s()
+        at = max(at, self._world.now)
+        if self._timer_at < 0 or at < self._timer_at:
+            self._timer_at = at
+            self.node.at(at, self._tick, at)
+
+    def _tick(self, woken_for: float) -> None:
+        if woken_for != self._timer_at or self.down:
+            return
+        self._timer_at = -1.0
+        core, now = self.core, self.node.clock
+        if self.end.received_bytes != self._seen_bytes:
+            self._seen_bytes = self.end.received_bytes
+            core.heard(now)
+        core.tick(now)
+        self.pump()
+        if not core.closed:
+            demand(core.next_tick > now, "timer", "the next tick is in the past")
+            self._world.judge.truth.no_deadline_passed(self, now)
+            self._world.judge.truth.no_silence(self)
+        self.set_timer()
+
+    def _send_chunk(self, chunk: Chunk, lane: Half | None) -> None:
+        self._world.judge.leaves(self, chunk)
+        check = 0 if self._checked else None
+        if lane is not None and not chunk.unsaid:
+            self.end.send(self.beside.send(lane, chunk, check))
+            return
+        frame = Frame(
+            self.core.chunk_header(chunk, check),
+            None,
+            lease=self.node.lease(chunk.buffer),
+            offset=chunk.offset,
+            length=chunk.length,
+            chunk=chunk,
+        )
+        self.end.send(frame)
+        demand(
+            self.end.queued_bytes < self._queue_bytes + chunk.length
+            or self.end.out.tampered,
+            "in-flight",
+            "more payload was handed to the link than it had room for",
+        )
+
+    def _deal_with_all(self) -> None:
+        events = self.core.outbox.events.copy()
+        self.core.outbox.events.clear()
+        for event in events:
+            self._deal_with(event)
+
+    def _deal_with(self, event: object) -> None:
+        judge = self._world.judge
+        if isinstance(event, RequestDone):
+            judge.completed(self, event)
+        elif isinstance(event, MemoryWanted):
+            judge.wanted(self, event)
+            self._world.provide(self, event)
+        elif isinstance(event, Ended):
+            judge.truth.ends(self, event)
+            self.ended = event
+            if event.graceful:
+                self.end.close()
+            else:
+                self.end.abort()
+            self.beside.break_all()
+        elif isinstance(event, LaneEvent):
+            self.beside.event(event)
+        else:
+            self.node.app.kv.event(self, event)
+
+    def _broken(self, error: ProtocolError) -> None:
+        self._world.note(self.name, "refuses a frame", str(error))
+        demand(
+            self.end.into.tampered,
+            "accused",
+            f"{self.name} accuses an honest peer: {error}",
+        )
+        self.core.fail(error)
+        self.pump()
+
+
+class Opening:
+    """A handshake under way."""
+
+    def __init__(
+        self, world: World, node: Node, end: End, handshake: Handshake
+    ) -> None:
+        self.endpoint: Endpoint | None = None
+        self._world = world
+        self._node = node
+        self._end = end
+        self._over = False
+        self._handshake = handshake
+        end.handler = self
+
+    def begin(self) -> None:
+        """Send what the handshake starts with, and give it limited time."""
+        self._flush()
+        self._node.after(HANDSHAKE_TIMEOUT_S, self._time_out)
+
+    def header_received(self, frame: Frame) -> Landing | None:
+        if self._over:
+            return None
+        try:
+            self._handshake.header_received(frame.header)
+        except ProtocolError as exc:
+            self._failed(exc)
+            return None
+        return Landing(None, None, 0)
+
+    def body_received(
+        self, frame: Frame, landing: Landing, data: bytes, *, intact: bool
+    ) -> bool:
+        handshake = self._handshake
+        try:
+            handshake.body_received(data)
+            if isinstance(handshake, ServerHandshake) and handshake.offer is not None:
+                # With other words there would be other bytes for faults to change.
+                (offered,) = handshake.offer.backends
+                taken = HandshakeVerdict(offered.name, True, "the only one")
+                handshake.choose(
+                    TransportChoice(name=self._node.name, verdicts=(taken,), profile=())
+                )
+        except (HandshakeError, ProtocolError) as exc:
+            self._failed(exc)
+            return False
+        self._flush()
+        if handshake.agreement is not None:
+            self._agree(handshake.agreement)
+        return True
+
+    def frame_sent(self, chunk: Chunk) -> None:
+        """See net.Handler."""
+
+    def link_writable(self) -> None:
+        """See net.Handler."""
+
+    def link_closed(self, error: ConnectionLost | None) -> None:
+        self._over = True
+
+    def _agree(self, agreement: Agreement) -> None:
+        node, end = self._node, self._end
+        setup = self._world.plan.setup
+        core = ConnectionCore(
+            agreement,
+            self._handshake.framing,
+            node.holds,
+            parameters=node.identity.parameters,
+            ping_interval_s=setup.ping_interval_s,
+            ping_misses=setup.ping_misses,
+            now=node.clock,
+        )
+        self._over = True
+        self.endpoint = endpoint = Endpoint(self._world, node, end, core)
+        end.handler = endpoint
+        self._world.agreed(endpoint)
+        endpoint.beside.ask()
+        endpoint.pump()
+
+    def _flush(self) -> None:
+        for header, body in self._handshake.outgoing:
+            self._end.send(Frame(header, body))
+        self._handshake.outgoing.clear()
+
+    def _failed(self, error: HandshakeError | ProtocolError) -> None:
+        """Say the last word, if there is one, and end the link after it."""
+        self._world.note(self._node.name, "handshake failed", str(error))
+        demand(
+            self._end.into.tampered or self._end.out.tampered,
+            "accused",
+            f"an honest handshake is refused: {error}",
+        )
+        self._over = True
+        self._flush()
+        self._end.close()
+
+    def _time_out(self) -> None:
+        if not self._over:
+            self._world.note(self._node.name, "handshake timed out")
+            self._over = True
+            self._end.abort()

@@ -1,1 +1,0 @@
-"""The core under simulated faults; ``python -m tests.sim`` runs it."""
