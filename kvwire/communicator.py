@@ -6,13 +6,19 @@ import os
 from collections.abc import AsyncIterator, Generator, Iterable, Mapping
 from typing import Any, Self, Unpack
 
-from kvwire.clock import run_to_completion, yields_before_raising
+from kvwire.aio import (
+    FORKED,
+    AsyncWith,
+    Opening,
+    run_to_completion,
+    yields_before_raising,
+)
 from kvwire.config import Config, ConfigOptions
 from kvwire.connection import Connection, Peer
 from kvwire.directory import Record
+from kvwire.directory.limits import MEMBER_LEASE_S
 from kvwire.directory.selector import FIELDS
 from kvwire.driver.counters import Counters
-from kvwire.driver.loop_thread import FORKED, AsyncWith, Opening
 from kvwire.endpoint.communicator import CommunicatorState
 from kvwire.endpoint.membership import spec_digests
 from kvwire.endpoint.observers import Observers
@@ -20,7 +26,6 @@ from kvwire.endpoint.snapshot import Snapshot, TransferSnapshot
 from kvwire.errors import UsageError, wrong_type
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
-from kvwire.limits import MEMBER_LEASE_S
 from kvwire.memory.buffers import Memory
 from kvwire.region import Region
 from kvwire.transfer import Incoming, Outgoing

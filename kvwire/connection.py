@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any, Self, Unpack, overload
 
-from kvwire.driver.loop_thread import FORKED, AsyncWith, LoopThread
+from kvwire.aio import FORKED, AsyncWith, LoopThread
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.peer import PeerState
 from kvwire.endpoint.request import RequestState

@@ -370,6 +370,20 @@ _REMEDIES: Final = {
 }
 
 
+def error_text(error: BaseException) -> str:
+    """Return an error's text; drop the frames that it went through.
+
+    An error of a connection is kept by each of its requests, and its frames keep what
+    was to be moved: all the memory of a store.
+    """
+    text = str(error) or type(error).__name__
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__context__
+    return text
+
+
 def with_remedy(error: BaseException) -> str:
     """Return the text of a system error with its remedy."""
     said = (getattr(error, "strerror", None) or str(error)).rstrip(".")

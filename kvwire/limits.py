@@ -1,8 +1,9 @@
-"""Every bound of kvwire in one place, each with its reason, related by assertions.
+"""The bounds that several rooms share, each with its reason, related by assertions.
 
-A number from a peer is compared with one of these before it is used for anything. Units
-are in the names. Those a user may change are defaults of :class:`kvwire.Config`; the
-``_MAX`` beside them is as far as they go.
+A number from a peer is compared with a bound before it is used for anything. A bound
+that concerns one room stands in the room's own ``limits.py``. Units are in the names.
+What a user may change is a default of :class:`kvwire.Config`, and the ``_MAX`` beside
+it is the largest value that Config accepts.
 """
 
 from __future__ import annotations
@@ -79,19 +80,6 @@ SPAN_BYTES_MAX: Final = 8 * MIB
 SPAN_PIECES_MAX: Final = 1024
 # How long a lane may take to come up before the next transport is tried.
 LANE_TIMEOUT_S: Final = 2.0
-# The same where no other transport is left, and on the side that answers. A first look
-# at the devices of a large or busy host takes UCX seconds.
-LANE_TIMEOUT_LAST_S: Final = 4.0
-# A lane that broke is raised again after a pause, doubling with jitter. What broke has
-# hardly recovered within a second, and a try makes a half on both sides: threads and
-# registered memory. A minute is a small part of an outage that has lasted one already.
-RERAISE_S: Final = 1.0
-RERAISE_S_MAX: Final = 60.0
-
-# --- staging --------------------------------------------------------------------------
-# Chunks of a device's memory in pinned host memory, per connection and direction: one
-# is copied, one moves on the wire, and one waits, so that neither waits for the other.
-STAGING_SLOTS: Final = 3
 
 # --- tables ---------------------------------------------------------------------------
 # Requests open at once per connection and side.
@@ -109,10 +97,8 @@ REGIONS_MAX: Final = 65_536
 # Control bytes queued towards one peer; beyond it the peer is a slow consumer. NATS
 # allows 64 MiB, but that is payload.
 CONTROL_QUEUE_BYTES_MAX: Final = 4 * MIB
-# Connections per listener, and handshakes that may be pending on it. At 32 KiB each
-# (tests/fault/test_strangers.py), strangers pin at most 8 MiB together.
+# Connections per listener.
 CONNECTIONS_MAX: Final = 4096
-PENDING_HANDSHAKES_MAX: Final = 256
 # Six are here; the others are room for those of other distributions.
 BACKENDS_MAX: Final = 32
 # What CPU_SETSIZE of glibc has room for, and with it os.sched_setaffinity.
@@ -184,207 +170,6 @@ LAST_WORDS_MAX: Final = 64
 # way by themselves, before those behind them go together.
 SEGMENTS_TOGETHER: Final = 8
 
-# --- stores ---------------------------------------------------------------------------
-# A tier's room is cut into slabs, each of blocks of one size: a sixteenth, so that a
-# small tier has some for several sizes, up to what holds a dozen blocks of a large
-# model.
-STORE_SLABS: Final = 16
-STORE_SLAB_BYTES: Final = 64 * MIB
-STORE_SLAB_BYTES_MIN: Final = 64 * KIB
-STORE_SLAB_BYTES_MAX: Final = 16 * GIB
-# Slots of one slab, so that tables by slot stay short: 64 KiB each in one of 64 MiB.
-STORE_SLOTS_MAX: Final = 1024
-STORE_TIER_BYTES_MAX: Final = 1024 * TIB
-# SHA-256 has 32; engines put the number of the cache group behind it.
-STORE_HASH_BYTES_MAX: Final = 64
-# Moved between two looks at what else is to be done: enough to pay for a thread's
-# wake-up, and little enough that a get and a put beside it take turns.
-STORE_BATCH_BYTES: Final = 16 * MIB
-# Of a device's cache through one pinned slot: over PCIe it takes a fifth of a
-# millisecond, many times as long as to queue it. Each store pins four of them.
-STORE_PIECE_BYTES: Final = 4 * MIB
-# Kept free of blocks that no other tier has, so that a put rarely waits for a disk.
-STORE_HEADROOM_BYTES: Final = 64 * MIB
-# Up to here a get reads from a store server, and a put writes to it, without asking
-# first what is there. In vain, room for so much is made, or so much is sent.
-STORE_UNASKED_BYTES: Final = 2 * MIB
-# Of models, shards and groups that a disk has descriptions of.
-STORE_NAMESPACES_MAX: Final = 4096
-# Tenants of a store: each is a label's value in metrics, and a byte for each slot.
-STORE_TENANTS_MAX: Final = 64
-# The share of a tier that may be pinned, of all tenants together: what is pinned makes
-# no room, so most of a tier must not be.
-STORE_PINNED_SHARE: Final = 4
-STORE_TTL_S_MAX: Final = 10 * 365 * 24 * 3600.0
-
-# --- store servers --------------------------------------------------------------------
-# Blocks that one request names: 64 KiB blocks fill a berth with 256, and what is looked
-# up for a prompt of 64 thousand tokens at 16 a block still fits.
-STORE_KEYS_MAX: Final = 4096
-# With keys of 80 bytes each, a description, numbers, and images:
-STORE_REQUEST_BYTES_MAX: Final = 512 * KIB
-# Up to here images are in the request or the answer itself. Not less than what goes at
-# once: a put that is refused would leave such a message behind, and the credit for it.
-STORE_INLINE_BYTES: Final = EAGER_BYTES_MAX
-# Requests of one client at once: they are small, and its transfers wait for a berth.
-STORE_REQUESTS_MAX: Final = 64
-# Memory of a server for one client's transfers, in berths of as much as a store moves
-# at once: one is copied while the other one is on the wire.
-STORE_BERTH_BYTES: Final = STORE_BATCH_BYTES
-STORE_BERTHS: Final = 2
-STORE_BERTHS_MAX: Final = 64
-STORE_CLIENTS_MAX: Final = 256
-# For the requests of all clients of a server, and the answers that they have not read:
-# 256 KiB per client on average, a few small blocks each.
-STORE_HELD_BYTES: Final = 64 * MIB
-# And of their berths: as many transfers at once as a machine's links can carry.
-STORE_BERTHS_BYTES: Final = 1024 * MIB
-# The share of a server's memory that may be pinned while it is sent: with a quarter,
-# what slow clients do not take costs the others no more than that.
-STORE_LENT_SHARE: Final = 4
-# Namespaces that a server describes to a new client, for its error messages.
-STORE_NAMESPACES_TOLD: Final = 64
-# A berth's bytes take 10 s at 1.6 MB/s; who is slower than that does not gain from it.
-STORE_TIMEOUT_S: Final = 10.0
-STORE_TIMEOUT_S_MAX: Final = 600.0
-# Between the end of a transfer and the word that its memory is free, before the link
-# that keeps it is ended; likewise for an answer, after its deadline.
-STORE_GRACE_S: Final = 1.0
-# A server that is gone is asked for again after a pause that doubles. Ten seconds of a
-# cold cache after its return are little beside the minutes of its restart.
-STORE_REDIAL_S: Final = 0.1
-STORE_REDIAL_S_MAX: Final = 10.0
-# Servers of one sharded tier: each is a connection, and a round trip of every match.
-STORE_NODES_MAX: Final = 256
-# A node of many that is slower than that costs a prompt more than its blocks are worth.
-STORE_NODE_TIMEOUT_S: Final = 2.0
-# What one pipeline to a Redis moves: its answers are in memory twice for a moment.
-STORE_PIPELINE_BYTES: Final = 4 * MIB
-# Requests of one object tier at once: at 20 ms each, 32 of 2 MiB are 3 GB/s.
-STORE_OBJECT_REQUESTS: Final = 32
-STORE_OBJECT_REQUESTS_MAX: Final = 1024
-# A larger object goes in parts of so much, several at once, as S3's guidelines advise.
-STORE_OBJECT_PART_BYTES: Final = 16 * MIB
-STORE_OBJECT_PARTS: Final = 4
-# Keys of which an object tier remembers whether they are there: 100 bytes each.
-STORE_OBJECTS_KNOWN: Final = 256 * 1024
-# For so long what others may have put meanwhile is not looked for again: a put asks
-# three times whether its blocks are there.
-STORE_OBJECT_ABSENT_S: Final = 2.0
-# Uses of blocks not yet reported to the server: any beyond this number are lost. A tier
-# that fails again this soon after it recovered is not logged again.
-STORE_LOG_AGAIN_S: Final = 60.0
-STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
-
-# --- migration ------------------------------------------------------------------------
-# What an engine says of a request besides its KV: a million tokens of 4 bytes.
-MIGRATION_STATE_BYTES_MAX: Final = 4 * MIB
-# Rounds of copying while the request goes on. A round takes a fraction of the one
-# before, so four leave a block or less, unless the wire is slower than the engine.
-MIGRATION_ROUNDS: Final = 8
-MIGRATION_ROUNDS_MAX: Final = 64
-# Requests that one connection brings at once; each may hold blocks of the engine.
-MIGRATIONS_MAX: Final = 256
-# A prompt of 10 GB takes 10 s at 1 GB/s.
-MIGRATION_TIMEOUT_S: Final = 30.0
-
-# --- directories ----------------------------------------------------------------------
-# What a member says of itself: names, digests and labels, as JSON. A TXT record, a key
-# of NATS and an annotation of Kubernetes have room for more.
-RECORD_BYTES_MAX: Final = 4 * KIB
-# Labels, cache groups, and terms of a selector.
-RECORD_FIELDS_MAX: Final = 64
-ADDRESS_CHARS_MAX: Final = 256
-SELECTOR_CHARS_MAX: Final = 1024
-# Members that one watcher knows: 4 KiB each at most.
-MEMBERS_MAX: Final = 4096
-# A member that gives no sign of life for so long has left; it gives three in that time.
-MEMBER_LEASE_S: Final = 10.0
-MEMBER_LEASE_S_MIN: Final = 0.5
-MEMBER_LEASE_S_MAX: Final = 3600.0
-# A directory that has not listed its members within this time is away.
-DIRECTORY_LIST_S: Final = 10.0
-# A directory that is gone is asked for again after a pause that doubles.
-DIRECTORY_RETRY_S: Final = 0.1
-DIRECTORY_RETRY_S_MAX: Final = 5.0
-# How long a close waits for a directory to take its members' records out.
-WITHDRAW_TIMEOUT_S: Final = 1.0
-# A task of a library that has swallowed its cancellation is cancelled again.
-CANCEL_AGAIN_S: Final = 0.2
-# How often a directory that cannot push is looked at: a folder costs one system call a
-# member, and a resolver a round trip.
-FILE_INTERVAL_S: Final = 0.5
-DNS_INTERVAL_S: Final = 5.0
-# How often the endpoints of Kubernetes are listed anew; changes come at once.
-KUBERNETES_INTERVAL_S: Final = 30.0
-# What its API server may say at once: 1,000 endpoints have half a megabyte.
-KUBERNETES_ANSWER_BYTES_MAX: Final = 16 * MIB
-
-# Peers that one communicator knows by name; each may hold a connection.
-PEERS_MAX: Final = 4096
-# Members that are tried in one round, and the longest pause between two rounds. So a
-# directory full of forged records costs 16 attempts a second and no more.
-PEER_ATTEMPTS_MAX: Final = 16
-PEER_REDIAL_S_MAX: Final = 1.0
-
-# --- the proxy before engines ---------------------------------------------------------
-# Requests that have an engine, and that wait for one: 10 KiB each, and what they say.
-PROXY_RUNNING_MAX: Final = 1024
-PROXY_WAITING_MAX: Final = 1024
-# What is under way has so long to end after SIGTERM. Kubernetes kills 30 s after that,
-# unless it is told otherwise.
-PROXY_STOP_S: Final = 25.0
-PROXY_STOP_S_MAX: Final = 86400.0
-# The longest wait that a rejected client is asked for.
-PROXY_RETRY_AFTER_S_MAX: Final = 60
-# Tries beyond each request's first: a fifth of the requests, so that a fleet that fails
-# is asked 1.2 times as much and not once for each engine; and as many in reserve, and
-# one more a second, so that few requests have some as well.
-PROXY_RETRY_SHARE: Final = 0.2
-PROXY_RETRY_RESERVE: Final = 20.0
-PROXY_RETRY_MAX: Final = 200.0
-# Engines that a request may fail on: it may be why they die, and one more would cost a
-# fleet half as much again.
-PROXY_FAILED_ON_MAX: Final = 2
-# Of a client's request: a prompt of a million tokens has 7 MB, pictures are some more.
-PROXY_BODY_BYTES_MAX: Final = 64 * MIB
-# Of the bodies of all requests under way: each is kept until its answer ends, as bytes
-# and decoded, and encoded for two engines while it is sent.
-PROXY_BODIES_BYTES_MAX: Final = 512 * MIB
-# Values in a body: a number counts 1, an object or a list 8, since each costs 64 bytes
-# and more. A prompt of a million tokens uses 1/4 of it.
-PROXY_BODY_VALUES_MAX: Final = 4_194_304
-# Time for a body to arrive, and a second more for each 64 KiB received.
-PROXY_BODY_S: Final = 20.0
-PROXY_BODY_BYTES_PER_S: Final = 64 * KIB
-# The body of an operator's request: a name or two.
-PROXY_ORDER_BYTES_MAX: Final = 64 * KIB
-# A request's line, each of its headers, and how many of them: as much as nginx takes.
-PROXY_HEADER_BYTES_MAX: Final = 8 * KIB
-PROXY_HEADERS_MAX: Final = 100
-# A connection that has no request under way is closed after so long, also one that has
-# sent half a head. Balancers keep them for 60 s.
-PROXY_IDLE_S: Final = 75.0
-# Connections beyond those with a request; above it, the oldest idle one is closed.
-PROXY_IDLE_MAX: Final = 1024
-# A client that reads nothing of its answer for this long is cut.
-PROXY_UNREAD_S: Final = 60.0
-# Ranks of one engine, as records of a directory say.
-PROXY_RANKS_MAX: Final = 64
-# What an engine may say at /health: vLLM says nothing but the status.
-PROXY_HEALTH_BYTES_MAX: Final = 64 * KIB
-# Of a stream's event; the first one lists the prompt's tokens, of which a million are
-# 7 MB.
-PROXY_EVENT_BYTES_MAX: Final = 16 * MIB
-# A request that moves has no token for so long at most; then its engine keeps it.
-PROXY_MOVE_S: Final = 10.0
-# At once, of one engine that is drained: each costs its target the KV of a prompt.
-PROXY_MOVES_MAX: Final = 8
-# Blocks of one engine's cache that the proxy knows of, of 200 bytes there: the 141 GB
-# of a GPU have some 100,000 of 16 tokens. And one message of them.
-KV_EVENT_BLOCKS_MAX: Final = 1_000_000
-KV_EVENT_BYTES_MAX: Final = 16 * MIB
-
 # --- strings --------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16
@@ -425,25 +210,10 @@ LEASE_S: Final = 30.0
 RESTART_GRACE_S: Final = 1.0
 # A transfer that is open for so long is named in the log, once, with what it waits for.
 WAITING_LOG_S: Final = 10.0
-# How often a host refused for its key is a WARNING; refusals in between are INFO.
-REFUSED_LOG_S: Final = 60.0
-REFUSED_HOSTS_MAX: Final = 256
-# Connections and transfers in a snapshot: a megabyte of JSON at most.
-SNAPSHOT_ROWS_MAX: Final = 1000
-# Events that `kvwire trace` sees of a process: 400 transfers of 32 layers, 4 MB.
-TRACE_EVENTS_MAX: Final = 16_384
-# Those who watch one process at a time, and what they may ask in a line.
-INSPECT_CLIENTS_MAX: Final = 8
-INSPECT_LINE_BYTES_MAX: Final = 4096
-# What the process answers in a line: a snapshot or a trace, several times over.
-INSPECT_ANSWER_BYTES_MAX: Final = 64 * MIB
 # The kernel's sun_path, with its final zero, on every system that kvwire runs on.
 SOCKET_PATH_BYTES: Final = 103
 # Memory that may wait to be let go of before new transfers are refused.
 QUARANTINE_BYTES: Final = 4 * GIB
-# Redialling after a lost connection: the first try at once, then doubling with jitter.
-REDIAL_S: Final = 0.05
-REDIAL_S_MAX: Final = 0.5
 # An address of a name has so long to answer before the next is dialled beside it: the
 # default of RFC 8305, 5.
 DIAL_DELAY_S: Final = 0.25
@@ -464,21 +234,6 @@ assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
 assert SPAN_PIECES_MAX * 8 < DESCRIPTOR_BYTES_MAX - KIB
 assert DESCRIPTOR_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert BOOTSTRAP_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
-assert LANE_TIMEOUT_S < LANE_TIMEOUT_LAST_S < HANDSHAKE_TIMEOUT_S
 assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"
 assert PING_MISSES_MIN <= PING_MISSES <= PING_MISSES_MAX
 assert PING_INTERVAL_MIN_S * PINGS_PER_SECOND_MAX >= 2
-assert STORE_KEYS_MAX * (16 + STORE_HASH_BYTES_MAX) < (
-    STORE_REQUEST_BYTES_MAX - STORE_INLINE_BYTES - 16 * KIB
-)
-assert STORE_SLAB_BYTES_MAX < 10_000 * STORE_OBJECT_PART_BYTES, "S3 takes no more parts"
-assert STORE_REQUEST_BYTES_MAX <= EAGER_WINDOW_BYTES
-
-# --- benchmarks against a peer --------------------------------------------------------
-# A call and its answer: the report of a doctor is the largest, some 20 KiB a host.
-BENCH_CALL_BYTES_MAX: Final = 1 * MIB
-# Of one work: 4 GiB in fragments of 4 KiB, which are some 32 MiB of addresses.
-BENCH_FRAGMENTS_MAX: Final = 1024 * 1024
-BENCH_IN_FLIGHT_MAX: Final = 64
-# Connections that are served at a time, each with memory of its own.
-BENCH_PEERS_MAX: Final = 8

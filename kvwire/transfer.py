@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvwire.driver.loop_thread import FORKED, AsyncWith
+from kvwire.aio import FORKED, AsyncWith
 from kvwire.errors import UsageError, shown, wrong_type
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome, join_outcomes

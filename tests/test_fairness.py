@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.clock import yields_before_raising
+from kvwire.aio import yields_before_raising
 from kvwire.wire.control import Announce, Fail, decode_body
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import dial

@@ -18,7 +18,7 @@ import kvwire
 from kvwire import Config, KVWireError, UsageError
 from kvwire.directory import Selector
 from kvwire.errors import without_password
-from kvwire.limits import STORE_BERTH_BYTES
+from kvwire.store.limits import STORE_BERTH_BYTES
 from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import StatsReport, TenantRow, TierRow
 from kvwire.store.tiers.base import TenantUse

@@ -24,10 +24,16 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from kvwire.clock import Backoff, run_to_completion, start_task
+from kvwire.aio import Backoff, end_task, run_to_completion, start_task
+from kvwire.directory.limits import (
+    DIRECTORY_LIST_S,
+    DIRECTORY_RETRY_S,
+    DIRECTORY_RETRY_S_MAX,
+    WITHDRAW_TIMEOUT_S,
+)
 from kvwire.directory.members import Change, Members
 from kvwire.directory.record import Record
 from kvwire.directory.selector import Selector
@@ -38,13 +44,6 @@ from kvwire.errors import (
     check_credentials,
     nearest,
     shown,
-)
-from kvwire.limits import (
-    CANCEL_AGAIN_S,
-    DIRECTORY_LIST_S,
-    DIRECTORY_RETRY_S,
-    DIRECTORY_RETRY_S_MAX,
-    WITHDRAW_TIMEOUT_S,
 )
 
 logger: logging.Logger = logging.getLogger("kvwire.directory")
@@ -279,7 +278,7 @@ class Directory(ABC):
 
     async def _withdraw(self, key: str, keeper: asyncio.Task[None]) -> None:
         try:
-            await ended(keeper)
+            await end_task(keeper)
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
                 await self.erase(key)
         except OSError as exc:  # a timeout is one as well
@@ -301,7 +300,7 @@ class Directory(ABC):
         It looks whether it was: a library may swallow the cancellation of a write.
         """
         if old is not None:
-            await ended(old)
+            await end_task(old)
         pause_s = record.lease_s / 3
         backoff = Backoff(DIRECTORY_RETRY_S, pause_s)
         away = False
@@ -362,7 +361,7 @@ class Directory(ABC):
                     for change in members.expire(loop.time()):
                         yield change
             finally:
-                await run_to_completion(ended(pending))
+                await run_to_completion(end_task(pending))
 
     def _take(self, members: Members, batch: Batch) -> list[Change]:
         """Apply a batch to a table; count what was no record."""
@@ -394,18 +393,3 @@ async def _closing(changes: AsyncGenerator[T, None]) -> AsyncIterator[AsyncItera
         yield changes
     finally:
         await run_to_completion(changes.aclose())
-
-
-async def ended(task: asyncio.Future[Any]) -> None:
-    """Cancel a task until it has ended; whatever it says is forgotten.
-
-    Libraries swallow a cancellation now and then, as ``asyncio.wait_for`` of Python
-    3.11 does where what it waits for is done in the same turn.
-
-    Cancel safety: the task may go on for a while.
-    """
-    while not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
-    if not task.cancelled():
-        task.exception()

@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import ClassVar, Final
 
 from kvwire.directory.base import Batch, Directory
+from kvwire.directory.limits import DNS_INTERVAL_S
 from kvwire.directory.record import Record
 from kvwire.errors import UsageError
-from kvwire.limits import DNS_INTERVAL_S
 from kvwire.types import Address
 
 # There is no such name, or no address of it: nobody is there.

@@ -24,10 +24,10 @@ from urllib.parse import quote, unquote
 
 from kvwire.config import local_path
 from kvwire.directory.base import Batch, Directory
+from kvwire.directory.limits import FILE_INTERVAL_S, MEMBERS_MAX, RECORD_BYTES_MAX
 from kvwire.directory.own_folder import own_folder, user_folder
 from kvwire.directory.record import Record
 from kvwire.errors import UsageError
-from kvwire.limits import FILE_INTERVAL_S, MEMBERS_MAX, RECORD_BYTES_MAX
 
 _ENDING: Final = ".json"
 

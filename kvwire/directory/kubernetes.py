@@ -17,18 +17,18 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from kvwire.clock import Backoff
+from kvwire.aio import Backoff
 from kvwire.config import local_path
 from kvwire.directory.base import Batch
 from kvwire.directory.dns import DnsDirectory
-from kvwire.directory.tls import client_context
-from kvwire.errors import UsageError
-from kvwire.extras import needed_by
-from kvwire.limits import (
+from kvwire.directory.limits import (
     DIRECTORY_RETRY_S,
     KUBERNETES_ANSWER_BYTES_MAX,
     KUBERNETES_INTERVAL_S,
 )
+from kvwire.directory.tls import client_context
+from kvwire.errors import UsageError
+from kvwire.extras import needed_by
 
 with needed_by("a directory in Kubernetes", extra="kubernetes"):
     import httpx

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.directory.record import Record
 from kvwire.directory.selector import Selector
 from kvwire.errors import UsageError
-from kvwire.limits import MEMBERS_MAX
 
 
 class ChangeKind(enum.StrEnum):

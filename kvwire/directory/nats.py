@@ -19,14 +19,14 @@ from urllib.parse import unquote, urlunsplit
 
 import msgspec
 
-from kvwire.clock import run_to_completion
+from kvwire.aio import run_to_completion
 from kvwire.config import local_path
 from kvwire.directory.base import Batch, Directory
+from kvwire.directory.limits import RECORD_BYTES_MAX
 from kvwire.directory.record import Record
 from kvwire.directory.tls import client_context
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire.limits import RECORD_BYTES_MAX
 
 with needed_by("a directory in NATS", extra="nats"):
     import nats

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, Final
 
 from kvwire.directory.base import Batch, Directory
+from kvwire.directory.limits import MEMBERS_MAX, RECORD_BYTES_MAX
 from kvwire.errors import ConnectError, UsageError
 from kvwire.extras import needed_by
-from kvwire.limits import MEMBERS_MAX, RECORD_BYTES_MAX
 
 with needed_by("a directory on Ray", extra="ray"):
     import ray

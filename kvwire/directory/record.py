@@ -13,13 +13,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvwire import limits
+from kvwire.directory import limits
 from kvwire.directory.dialable import check_dialable
 from kvwire.errors import UsageError, shown, wrong_type
+from kvwire.limits import BACKENDS_MAX, NAME_CHARS_MAX
 from kvwire.types import Address
 
-Name = Annotated[str, Meta(min_length=1, max_length=limits.NAME_CHARS_MAX)]
-Text = Annotated[str, Meta(max_length=limits.NAME_CHARS_MAX)]
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+Text = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Table = Annotated[dict[Name, Text], Meta(max_length=limits.RECORD_FIELDS_MAX)]
 
 
@@ -46,7 +47,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Text = ""
     model: Text = ""
     specs: Table = {}
-    transports: Annotated[tuple[Name, ...], Meta(max_length=limits.BACKENDS_MAX)] = ()
+    transports: Annotated[tuple[Name, ...], Meta(max_length=BACKENDS_MAX)] = ()
     load: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     labels: Table = {}
     lease_s: Annotated[

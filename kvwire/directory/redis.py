@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Final
 
 from kvwire.directory.base import Batch, Directory
+from kvwire.directory.limits import MEMBERS_MAX, RECORD_BYTES_MAX
 from kvwire.directory.redis_servers import (
     FAULTS,
     TLS_OPTIONS,
@@ -28,7 +29,6 @@ from kvwire.directory.redis_servers import (
 )
 from kvwire.errors import ConnectError, printable
 from kvwire.extras import needed_by
-from kvwire.limits import MEMBERS_MAX, RECORD_BYTES_MAX
 
 with needed_by("a directory in Redis", extra="redis"):
     from redis.asyncio.client import PubSub

@@ -24,9 +24,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvwire.clock import run_to_completion, start_task
+from kvwire.aio import end_task, run_to_completion, start_task
 from kvwire.config import local_path
-from kvwire.directory.base import ended
 from kvwire.errors import UsageError, printable
 from kvwire.extras import needed_by
 from kvwire.limits import DIAL_DELAY_S
@@ -465,7 +464,7 @@ async def _given_up(
 ) -> None:
     """End all attempts, and close the clients that nobody will use."""
     for task in trying:
-        await ended(task)
+        await end_task(task)
         if not task.cancelled() and task.exception() is None:
             client = task.result()
             if client is not found:

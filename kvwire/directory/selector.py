@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from kvwire.directory.limits import RECORD_FIELDS_MAX, SELECTOR_CHARS_MAX
 from kvwire.directory.record import Record
 from kvwire.errors import UsageError
-from kvwire.limits import RECORD_FIELDS_MAX, SELECTOR_CHARS_MAX
 
 _TEXTS: Final = ("name", "role", "model", "address", "incarnation")
 FIELDS: Final = frozenset((*_TEXTS, "transport", "spec"))

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvwire.backend import Link, Payload
 from kvwire.driver.buffers import BufferTable
+from kvwire.driver.limits import STAGING_SLOTS
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import SPAN_BYTES_MAX, STAGING_SLOTS
+from kvwire.limits import SPAN_BYTES_MAX
 from kvwire.memory.device.copy_engine import CopyEngine, Done
 from kvwire.proto.chunks import Chunk, ChunkArrival
 from kvwire.proto.connection import ConnectionCore

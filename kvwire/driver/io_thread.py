@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, cast
 
-from kvwire.clock import start_task
+from kvwire.aio import start_task
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.limits import CLOSE_SLACK_S, CLOSE_TIMEOUT_S
 

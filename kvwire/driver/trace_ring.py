@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from time import time_ns
 
-from kvwire.limits import TRACE_EVENTS_MAX
+from kvwire.driver.limits import TRACE_EVENTS_MAX
 
 # When (ns since 1970), what, of which, and more about it.
 TraceEvent = tuple[int, str, str, tuple[str | int, ...]]

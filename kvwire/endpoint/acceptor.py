@@ -11,16 +11,16 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, Any, Final
 
+from kvwire.aio import start_task
 from kvwire.backend import Backend, Link
-from kvwire.clock import start_task
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.endpoint.accept_queue import AcceptQueue
-from kvwire.errors import AuthenticationFailed, KVWireError
-from kvwire.limits import (
+from kvwire.endpoint.limits import (
     PENDING_HANDSHAKES_MAX,
     REFUSED_HOSTS_MAX,
     REFUSED_LOG_S,
 )
+from kvwire.errors import AuthenticationFailed, KVWireError
 from kvwire.proto.handshake import ServerHandshake
 from kvwire.security.keys import crosses_hosts
 from kvwire.types import Address, TrustMode, is_loopback

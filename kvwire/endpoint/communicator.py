@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from kvwire.aio import LoopThread, at_most, seconds_of, yields_before_raising
 from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
 from kvwire.backend.selection import (
     apply_overrides,
@@ -20,7 +21,6 @@ from kvwire.backend.selection import (
     control_rejection,
     offered,
 )
-from kvwire.clock import at_most, seconds_of, yields_before_raising
 from kvwire.config import Config
 from kvwire.directory import Record, Selector
 from kvwire.directory.dialable import check_dialable
@@ -30,12 +30,12 @@ from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
 from kvwire.driver.handshake import HandshakeDriver, report_of
-from kvwire.driver.loop_thread import LoopThread
 from kvwire.driver.trace_ring import TraceRing
 from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import ConnectionState, Dialled
 from kvwire.endpoint.dialling import Dialling, listen_on_all
 from kvwire.endpoint.inspector import Inspector
+from kvwire.endpoint.limits import PEERS_MAX
 from kvwire.endpoint.membership import Membership
 from kvwire.endpoint.observers import Observers, TransferLog, transfers_logger
 from kvwire.endpoint.peer import PeerState
@@ -59,7 +59,7 @@ from kvwire.errors import (
     UsageError,
     wrong_type,
 )
-from kvwire.limits import CLOSE_SLACK_S, PEERS_MAX, SPAN_BYTES_MAX
+from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.handshake import (

@@ -9,11 +9,10 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvwire.aio import LoopThread, absolute
 from kvwire.backend import Link, Payload
-from kvwire.clock import absolute
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneSet
-from kvwire.driver.loop_thread import LoopThread
 from kvwire.endpoint.request import RequestState
 from kvwire.errors import (
     ConnectionClosed,

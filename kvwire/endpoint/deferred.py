@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Callable, Generator
 from time import monotonic
 from typing import Any, Final
 
-from kvwire.clock import start_task
-from kvwire.driver.loop_thread import LoopThread
+from kvwire.aio import LoopThread, start_task
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.request import RequestState
 from kvwire.errors import DeadlineExceeded, KVWireError, RequestCancelled

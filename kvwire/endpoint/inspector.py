@@ -20,9 +20,10 @@ import msgspec
 from kvwire.backend import keep_from_children
 from kvwire.directory.own_folder import own_folder
 from kvwire.driver.trace_ring import close_ring, open_ring
+from kvwire.endpoint.limits import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX
 from kvwire.endpoint.snapshot import snapshot_of
 from kvwire.errors import UsageError
-from kvwire.limits import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX, SOCKET_PATH_BYTES
+from kvwire.limits import SOCKET_PATH_BYTES
 
 if TYPE_CHECKING:
     from kvwire.endpoint.communicator import CommunicatorState

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from hashlib import sha256
 from typing import Final
 
-from kvwire.clock import start_task
+from kvwire.aio import end_task, start_task
 from kvwire.directory import (
     Change,
     ChangeKind,
@@ -23,7 +23,6 @@ from kvwire.directory import (
     Selector,
     open_directory,
 )
-from kvwire.directory.base import ended
 from kvwire.kv.paged import PagedCache
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
@@ -113,7 +112,7 @@ class Membership:
         """
         for task in (self._watching, self._announcing):
             if task is not None:
-                await ended(task)
+                await end_task(task)
         if self._directory is not None:
             await self._directory.close()
 

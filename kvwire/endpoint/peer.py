@@ -20,11 +20,11 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvwire.clock import Backoff, absolute, start_task
+from kvwire.aio import Backoff, LoopThread, absolute, start_task
 from kvwire.directory import Change, ChangeKind, Record, Selector
-from kvwire.driver.loop_thread import LoopThread
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.deferred import DeferredRequest
+from kvwire.endpoint.limits import PEER_ATTEMPTS_MAX, PEER_REDIAL_S_MAX, REDIAL_S
 from kvwire.endpoint.request import RequestState
 from kvwire.errors import (
     AuthenticationFailed,
@@ -36,7 +36,6 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.limits import PEER_ATTEMPTS_MAX, PEER_REDIAL_S_MAX, REDIAL_S
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Address, Deadline, Instant

@@ -13,14 +13,15 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from kvwire.clock import Backoff, start_task
+from kvwire.aio import Backoff, start_task
+from kvwire.endpoint.limits import REDIAL_S, REDIAL_S_MAX
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
     KVWireError,
     PeerUnresponsive,
 )
-from kvwire.limits import REDIAL_S, REDIAL_S_MAX, STALL_TOLERANCE_S
+from kvwire.limits import STALL_TOLERANCE_S
 from kvwire.proto.state import CloseState
 
 if TYPE_CHECKING:

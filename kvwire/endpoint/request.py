@@ -18,8 +18,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from kvwire.aio import LoopThread
 from kvwire.backend import Payload
-from kvwire.driver.loop_thread import LoopThread
 from kvwire.errors import KVWireError
 from kvwire.proto.requests import RequestRecord
 
@@ -133,7 +133,7 @@ class RequestState(msgspec.Struct, Generic[T], eq=False):
                         self.neglect_if_alone()
                     raise
         if self.error is not None:
-            yield  # one turn of the loop: see kvwire.clock
+            yield  # one turn of the loop: see kvwire.aio
             raise self.error
         return self.value  # type: ignore[return-value]
 

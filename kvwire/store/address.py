@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 
 from kvwire.config import local_path
 from kvwire.errors import UsageError, check_credentials, shown, without_password
-from kvwire.limits import (
+from kvwire.store.limits import (
     STORE_SLAB_BYTES,
     STORE_SLAB_BYTES_MAX,
     STORE_SLAB_BYTES_MIN,

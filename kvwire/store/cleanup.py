@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from kvwire.clock import start_task
-from kvwire.limits import STORE_GRACE_S
+from kvwire.store.limits import STORE_GRACE_S
 
 if TYPE_CHECKING:
     from kvwire import Connection, Request
@@ -30,37 +28,3 @@ async def drain_or_abort(request: Request[int], connection: Connection) -> None:
         await request.released()
     finally:
         stuck.cancel()
-
-
-def error_text(error: BaseException) -> str:
-    """Return an error's text; drop the frames that it went through.
-
-    An error of a connection is kept by each of its requests, and its frames keep what
-    was to be moved: all the memory of a store.
-    """
-    text = str(error) or type(error).__name__
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__context__
-    return text
-
-
-async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
-    """Run several things at once, and return what each of them returns.
-
-    If one raises, the others go on to their ends before the first error is raised: so
-    nothing goes on unowned, and nothing that touches memory is stopped in the middle.
-
-    Cancel safety: each is cancelled, and raised is when all have ended.
-    """
-    ended = await asyncio.gather(*map(start_task, works), return_exceptions=True)
-    errors = [one for one in ended if isinstance(one, BaseException)]
-    try:
-        if errors:
-            raise errors[0]
-        return [one for one in ended if not isinstance(one, BaseException)]
-    finally:
-        # An error holds this frame, and with it itself, in a cycle.
-        ended.clear()
-        errors.clear()

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from kvwire.clock import run_to_completion, yields_before_raising
-from kvwire.driver.loop_thread import AsyncWith, LoopThread
+from kvwire.aio import AsyncWith, LoopThread, run_to_completion, yields_before_raising
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.blocks import Bits
 from kvwire.kv.paged import PagedCache, computed_once

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Generator
 from typing import Any
 
-from kvwire.driver.loop_thread import LoopThread
+from kvwire.aio import LoopThread
 from kvwire.kv.outcome import Outcome
 from kvwire.store.operations.base import Operation
 

@@ -19,14 +19,14 @@ import numpy.typing as npt
 
 from kvwire.config import local_path
 from kvwire.errors import UsageError, shown
-from kvwire.limits import (
-    NAME_CHARS_MAX,
+from kvwire.limits import NAME_CHARS_MAX
+from kvwire.store.address import TierAddress
+from kvwire.store.limits import (
     STORE_PINNED_SHARE,
     STORE_TENANTS_MAX,
     STORE_TIER_BYTES_MAX,
     STORE_TTL_S_MAX,
 )
-from kvwire.store.address import TierAddress
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _QUOTAS: Final = ("memory", "disk")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from kvwire.clock import run_to_completion
+from kvwire.aio import run_to_completion
 from kvwire.limits import MIB
 from kvwire.memory.device.device_copies import DeviceCopies
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvwire.aio import gather_all
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
-from kvwire.store.cleanup import gather_all
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Index, IndexedSlots, Keys, Orders
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace

@@ -15,9 +15,8 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvwire.aio import LoopThread, absolute, seconds_of
 from kvwire.backend import Payload
-from kvwire.clock import absolute, seconds_of
-from kvwire.driver.loop_thread import LoopThread
 from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import (
     ConnectionLost,
@@ -330,7 +329,7 @@ class KVTransfer:
                     self._waiters = tuple(w for w in self._waiters if w is not waiter)
             assert self.outcome is not None
         elif not self.outcome.complete:
-            yield  # one turn of the loop: see kvwire.clock
+            yield  # one turn of the loop: see kvwire.aio
         return self.outcome
 
     async def drained(self) -> None:

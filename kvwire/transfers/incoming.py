@@ -107,7 +107,7 @@ class IncomingState(KVTransfer):
             if self.layer_landed(layer, group):
                 return
         except UsageError:
-            await asyncio.sleep(0)  # one turn of the loop: see kvwire.clock
+            await asyncio.sleep(0)  # one turn of the loop: see kvwire.aio
             raise
         if self.outcome is None:
             gate: asyncio.Future[None] = self.loop.create_future()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from kvwire.aio import LoopThread
 from kvwire.driver.device_staging import DeviceStaging
-from kvwire.driver.loop_thread import LoopThread
 from kvwire.driver.ports import DriverOwner
 from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import KVWireError, WireCode

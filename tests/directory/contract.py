@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
-from kvwire.limits import MEMBER_LEASE_S_MIN, RECORD_BYTES_MAX
+from kvwire.directory.limits import MEMBER_LEASE_S_MIN, RECORD_BYTES_MAX
 
 # How long anything may take: a directory that cannot push is looked at now and then.
 TIMEOUT_S: Final = 60.0

@@ -10,8 +10,9 @@ from contextlib import aclosing
 import pytest
 
 from kvwire import ClosedOK, UsageError
+from kvwire.aio import end_task
 from kvwire.directory import ChangeKind
-from kvwire.directory.base import Batch, ended
+from kvwire.directory.base import Batch
 from tests.directory.memory import MemoryDirectory
 from tests.directory.records import a_lease_has_ended, record
 from tests.support.logs import warned
@@ -199,7 +200,7 @@ async def test_nobody_leaves_because_a_watch_receives_nothing() -> None:
         assert not pending.done(), "it is in each list"
         # One list for the first leases, one for the next: not one for each look.
         assert 2 <= deaf.lists <= 4
-        await ended(pending)
+        await end_task(pending)
     await announcing.close()
 
 

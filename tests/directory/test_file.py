@@ -17,7 +17,7 @@ import kvwire
 from kvwire import UsageError
 from kvwire.directory import ChangeKind
 from kvwire.directory.file import FileDirectory
-from kvwire.limits import RECORD_BYTES_MAX
+from kvwire.directory.limits import RECORD_BYTES_MAX
 from tests.directory.records import record
 
 

@@ -14,9 +14,9 @@ import pytest
 
 import kvwire
 from kvwire import UsageError
-from kvwire.clock import Backoff
+from kvwire.aio import Backoff
 from kvwire.directory import Change, Directory, open_directory
-from kvwire.limits import KUBERNETES_ANSWER_BYTES_MAX
+from kvwire.directory.limits import KUBERNETES_ANSWER_BYTES_MAX
 from tests.directory.records import found_by
 from tests.support.pairs import until
 

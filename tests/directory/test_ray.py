@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from kvwire import UsageError
-from kvwire.limits import MEMBERS_MAX, RECORD_BYTES_MAX
+from kvwire.directory.limits import MEMBERS_MAX, RECORD_BYTES_MAX
 
 pytest.importorskip("ray", reason="ray is not installed: `make test-ray`")
 

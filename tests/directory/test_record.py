@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvwire import UsageError
 from kvwire.directory import Record
-from kvwire.limits import RECORD_BYTES_MAX, RECORD_FIELDS_MAX
+from kvwire.directory.limits import RECORD_BYTES_MAX, RECORD_FIELDS_MAX
 from tests.directory.records import record
 
 TEXT = st.text(st.characters(categories=("L", "N", "P")), max_size=20)

@@ -14,7 +14,7 @@ import pytest
 
 import kvwire
 from kvwire import UsageError
-from kvwire.driver.loop_thread import LoopThread
+from kvwire.aio import LoopThread
 from kvwire.testing import Loopback, loopback
 from tests.scenarios.world import Memory
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from kvwire.driver.limits import TRACE_EVENTS_MAX
 from kvwire.driver.trace_ring import RINGS, close_ring, open_ring
-from kvwire.limits import TRACE_EVENTS_MAX
 
 
 async def test_the_oldest_makes_room() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvwire import KVWireError, Request
-from kvwire.driver.loop_thread import LoopThread
+from kvwire.aio import LoopThread
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.deferred import DeferredRequest
 from kvwire.endpoint.request import RequestState

@@ -15,7 +15,7 @@ import pytest
 
 import kvwire
 from kvwire.driver.trace_ring import RINGS
-from kvwire.limits import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX
+from kvwire.endpoint.limits import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX
 
 
 @pytest.fixture(name="folder")

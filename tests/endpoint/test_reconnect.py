@@ -12,8 +12,8 @@ import pytest
 import kvwire
 from kvwire import ConnectionLost
 from kvwire.endpoint.connection import ConnectionState
+from kvwire.endpoint.limits import REDIAL_S_MAX
 from kvwire.endpoint.reconnect import _was_reset
-from kvwire.limits import REDIAL_S_MAX
 from kvwire_inproc import FaultPlan, injected
 from tests.scenarios.world import LIST, World, play, scenario
 from tests.support import virtual_time

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvwire
-from kvwire.clock import run_to_completion
+from kvwire.aio import run_to_completion
 from kvwire.directory import open_directory
 from kvwire.testing.conformance.rig import open_descriptors
 from tests.directory.records import record

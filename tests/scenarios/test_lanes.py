@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.clock import Backoff
+from kvwire.aio import Backoff
 from kvwire.limits import KIB
 from kvwire_tcp.lane import LaneSocket
 from kvwire_tcp.options import reset_on_close

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, ConnectionLost
-from kvwire.clock import run_to_completion
-from kvwire.store.cleanup import error_text, gather_all
+from kvwire.aio import gather_all, run_to_completion
+from kvwire.errors import error_text
 from tests.store.caches import Filled, chain
 
 

@@ -51,7 +51,7 @@ def _bits(layers: list[Any]) -> Any:
 @pytest.fixture(autouse=True)
 def _many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies take many pieces, cut in the middle of a block."""
-    monkeypatch.setattr(device_copies, "STORE_PIECE_BYTES", 40 * KIB)
+    monkeypatch.setattr(device_copies, "PIECE_BYTES", 40 * KIB)
 
 
 @pytest.mark.parametrize("into", ["NHD", "HND"])

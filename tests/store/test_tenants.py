@@ -9,8 +9,8 @@ import pytest
 
 from kvwire import UsageError
 from kvwire.kv.blocks import Bits, Ids
-from kvwire.limits import STORE_TENANTS_MAX
 from kvwire.store.index import NO_SLOT, Index, as_keys
+from kvwire.store.limits import STORE_TENANTS_MAX
 from kvwire.store.tenants import Shares, Tenant, Tenants
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import pytest
 
 import kvwire
+from kvwire.aio import Backoff
 from kvwire.backend.lane import Lane, LaneContext
-from kvwire.clock import Backoff
 from kvwire.limits import KIB, MIB
 from kvwire.types import TransportReport
 from kvwire_inproc import InprocBackend

@@ -25,17 +25,17 @@ from rich.console import Console
 
 import kvwire
 from kvwire import Address, Communicator, Connection, ConnectionClosed
+from kvwire.cli.bench.limits import (
+    BENCH_CALL_BYTES_MAX,
+    BENCH_FRAGMENTS_MAX,
+    BENCH_PEERS_MAX,
+)
 from kvwire.cli.bench.operations import OpsSide, OpsWork
 from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, BenchError, Contender
 from kvwire.cli.bench.report import Loop, within
 from kvwire.cli.bench.side import answer, asked, require_same, run
 from kvwire.config import Config
-from kvwire.limits import (
-    BENCH_CALL_BYTES_MAX,
-    BENCH_FRAGMENTS_MAX,
-    BENCH_PEERS_MAX,
-    MIB,
-)
+from kvwire.limits import MIB
 
 logger: logging.Logger = logging.getLogger("kvwire")
 

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.limits import BENCH_IN_FLIGHT_MAX
+from kvwire.cli.bench.limits import BENCH_IN_FLIGHT_MAX
 
 HOST: Final = "127.0.0.1"
 _DIGEST_BYTES: Final = 16

@@ -34,7 +34,8 @@ from kvwire.cli.bench.operations import (
     require_complete,
 )
 from kvwire.cli.bench.side import HOST, BenchSide, Work, each_timed, fill
-from kvwire.limits import KIB, MIB, STORE_SLOTS_MAX
+from kvwire.limits import KIB, MIB
+from kvwire.store.limits import STORE_SLOTS_MAX
 
 MEMORY: Final = "memory"
 DISK: Final = "disk"

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from kvwire.clock import Backoff, start_task
+from kvwire.aio import Backoff, start_task
+from kvwire.driver.limits import RERAISE_S, RERAISE_S_MAX
 from kvwire.errors import BackendUnavailable, KVWireError
-from kvwire.limits import RERAISE_S, RERAISE_S_MAX
 
 
 class LaneReconnector:

@@ -13,14 +13,15 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from kvwire.aio import start_task
 from kvwire.backend.lane import LaneContext, LaneHandler
-from kvwire.clock import start_task
 from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
+from kvwire.driver.limits import LANE_TIMEOUT_LAST_S
 from kvwire.driver.ports import DriverOwner
 from kvwire.errors import BackendUnavailable, KVWireError
-from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_LAST_S, LANE_TIMEOUT_S
+from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_S
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpened
 from kvwire.proto.state import CloseState

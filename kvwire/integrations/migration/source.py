@@ -20,6 +20,12 @@ from typing import Any, Final, Literal, Protocol
 
 from kvwire.connection import Connection
 from kvwire.errors import KVWireError, UsageError, shown
+from kvwire.integrations.migration.limits import (
+    MIGRATION_ROUNDS,
+    MIGRATION_ROUNDS_MAX,
+    MIGRATION_STATE_BYTES_MAX,
+    MIGRATION_TIMEOUT_S,
+)
 from kvwire.integrations.migration.messages import (
     MIGRATION_TAG,
     MOVE_BYTES,
@@ -31,12 +37,6 @@ from kvwire.integrations.migration.messages import (
     transfer_id,
 )
 from kvwire.kv.paged import PagedCache
-from kvwire.limits import (
-    MIGRATION_ROUNDS,
-    MIGRATION_ROUNDS_MAX,
-    MIGRATION_STATE_BYTES_MAX,
-    MIGRATION_TIMEOUT_S,
-)
 from kvwire.transfer import Outgoing
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvwire.clock import start_task
+from kvwire.aio import start_task
 from kvwire.communicator import Communicator
 from kvwire.connection import Connection
 from kvwire.errors import ConnectionClosed, UsageError, shown
+from kvwire.integrations.migration.limits import MIGRATIONS_MAX
 from kvwire.integrations.migration.messages import (
     MIGRATION_TAG,
     Handover,
@@ -24,7 +25,6 @@ from kvwire.integrations.migration.messages import (
     transfer_id,
 )
 from kvwire.kv.paged import PagedCache
-from kvwire.limits import MIGRATIONS_MAX
 from kvwire.transfer import Incoming
 
 logger = logging.getLogger("kvwire.migration")

@@ -20,7 +20,7 @@ from kvwire import Communicator, Engine
 from kvwire.directory.dialable import check_dialable
 from kvwire.errors import ClosedOK, UsageError, shown, without_password
 from kvwire.kv.paged import PagedCache
-from kvwire.limits import NAME_CHARS_MAX, PROXY_RANKS_MAX
+from kvwire.limits import NAME_CHARS_MAX
 from kvwire.types import Address
 
 PREFILL: Final = "prefill"
@@ -34,6 +34,8 @@ _SLOTS_MAX: Final = 1_000_000
 _PAUSE_S: Final = 1.0
 # Less of a change in load is not worth a record.
 _STEPS: Final = 20
+# Ranks of one engine, as records of a directory name them.
+_RANKS_MAX: Final = 64
 
 
 class EngineLabels(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +43,7 @@ class EngineLabels(msgspec.Struct, frozen=True, kw_only=True):
 
     http: str  # where the engine serves
     rank: Annotated[int, Meta(ge=0)] = 0  # which of its ranks this is
-    ranks: Annotated[int, Meta(ge=1, le=PROXY_RANKS_MAX)] = 1  # how many it has
+    ranks: Annotated[int, Meta(ge=1, le=_RANKS_MAX)] = 1  # how many it has
     stages: Annotated[int, Meta(ge=1)] = 1  # how many pipeline stages they are
     # Requests that it computes at once; 0 if it does not say.
     slots: Annotated[int, Meta(ge=0, le=_SLOTS_MAX)] = 0

@@ -13,12 +13,11 @@ from typing import Final
 import numpy as np
 
 from kvwire import Communicator, Engine, Incoming, Outcome, PagedCache
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, error_text
 from kvwire.integrations.vllm.metadata import LoadPrompt
 from kvwire.integrations.vllm.peers import Peers, PromptEnd
 from kvwire.integrations.vllm.topology import RankRoute, lacking
 from kvwire.kv.blocks import Ids
-from kvwire.store.cleanup import error_text
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 

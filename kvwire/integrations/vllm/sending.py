@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvwire import Communicator, Engine, Outcome, Outgoing, PagedCache
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, error_text
 from kvwire.integrations.vllm.metadata import Blocks, SendPrompt
 from kvwire.integrations.vllm.peers import PromptEnd
 from kvwire.integrations.vllm.topology import RankRoute
 from kvwire.kv.spec import KVSpec
-from kvwire.store.cleanup import error_text
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 

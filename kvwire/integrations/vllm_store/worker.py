@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvwire import Communicator, PagedCache
-from kvwire.errors import KVWireError
+from kvwire.errors import KVWireError, error_text
 from kvwire.integrations.pages import Unsaved, open_store, require_room
 from kvwire.integrations.vllm.caches import CacheShape, layer_caches
 from kvwire.integrations.vllm.worker import IDLE_WAIT_S
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import answer
 from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
-from kvwire.store.cleanup import error_text
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 T = TypeVar("T")

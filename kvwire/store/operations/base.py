@@ -11,17 +11,18 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from kvwire.aio import gather_all
+from kvwire.errors import error_text
 from kvwire.kv.blocks import Bits, BlockLists, Codes, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, Timings, outcome_of, outcome_of_all
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, PlanTemplate, TransferPlan
-from kvwire.limits import STORE_BATCH_BYTES
 from kvwire.memory.copy import copy
 from kvwire.memory.device.device_copies import DeviceFailed
-from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.counters import StoreCounters
+from kvwire.store.limits import STORE_BATCH_BYTES
 from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.threads import TURN_BYTES
 from kvwire.store.tier_stack import TierStack

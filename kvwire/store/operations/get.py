@@ -11,9 +11,9 @@ import numpy as np
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.plan import PlanSide
-from kvwire.limits import STORE_UNASKED_BYTES
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Keys, as_keys, once
+from kvwire.store.limits import STORE_UNASKED_BYTES
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.group_request import BlockRequest

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 import kvwire
-from kvwire.clock import Backoff, run_to_completion, start_task
+from kvwire.aio import Backoff, run_to_completion, start_task
 from kvwire.config import Config
 from kvwire.errors import (
     ConnectError,
@@ -28,15 +28,15 @@ from kvwire.errors import (
     RequestError,
     UsageError,
     VersionMismatch,
+    error_text,
 )
-from kvwire.limits import (
+from kvwire.store.limits import (
     STORE_GRACE_S,
     STORE_REDIAL_S,
     STORE_REDIAL_S_MAX,
     STORE_REQUEST_BYTES_MAX,
     STORE_TIMEOUT_S,
 )
-from kvwire.store.cleanup import error_text
 from kvwire.store.server.messages import (
     TAG,
     VERSION,

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.limits import STORE_BERTHS_BYTES, STORE_HELD_BYTES, STORE_TIMEOUT_S
+from kvwire.store.limits import STORE_BERTHS_BYTES, STORE_HELD_BYTES, STORE_TIMEOUT_S
 from kvwire.types import in_bytes
 
 Berth = npt.NDArray[np.uint8]

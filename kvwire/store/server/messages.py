@@ -39,10 +39,10 @@ from msgspec import Meta
 from kvwire.errors import UsageError, sayable, shown
 from kvwire.kv.blocks import all_of
 from kvwire.kv.spec import KVSpec
-from kvwire.limits import (
-    NAME_CHARS_MAX,
-    REASON_CHARS_MAX,
-    REQUEST_BYTES_MAX,
+from kvwire.limits import NAME_CHARS_MAX, REASON_CHARS_MAX, REQUEST_BYTES_MAX
+from kvwire.store.counters import StoreCounters
+from kvwire.store.index import Keys, Orders, as_keys
+from kvwire.store.limits import (
     STORE_BERTHS_MAX,
     STORE_CLIENTS_MAX,
     STORE_HASH_BYTES_MAX,
@@ -53,8 +53,6 @@ from kvwire.limits import (
     STORE_TENANTS_MAX,
     STORE_TIMEOUT_S_MAX,
 )
-from kvwire.store.counters import StoreCounters
-from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.namespace import (
     ABSENT,
     DIGEST_BYTES,

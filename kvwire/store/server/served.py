@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvwire.errors import sayable
-from kvwire.limits import (
-    NAME_CHARS_MAX,
+from kvwire.limits import NAME_CHARS_MAX
+from kvwire.store.limits import (
     STORE_CLIENTS_MAX,
     STORE_LENT_SHARE,
     STORE_NAMESPACES_TOLD,

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Self, Unpack
 
 import kvwire
-from kvwire.clock import run_to_completion, start_task
+from kvwire.aio import run_to_completion, start_task
 from kvwire.config import Config, ConfigOptions
 from kvwire.directory.dialable import (
     check_dialable,
@@ -35,17 +35,16 @@ from kvwire.directory.dialable import (
     warn_of_unknown_name,
 )
 from kvwire.errors import ClosedOK, UsageError
-from kvwire.limits import (
-    EAGER_BYTES_MAX,
-    REQUEST_BYTES_MAX,
+from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
+from kvwire.proto.auth import key_id
+from kvwire.security.keys import read_key_file
+from kvwire.store.limits import (
     STORE_BERTH_BYTES,
     STORE_BERTHS,
     STORE_BERTHS_MAX,
     STORE_CLIENTS_MAX,
     STORE_REQUEST_BYTES_MAX,
 )
-from kvwire.proto.auth import key_id
-from kvwire.security.keys import read_key_file
 from kvwire.store.server.messages import (
     ClientRow,
 )

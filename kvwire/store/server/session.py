@@ -24,28 +24,29 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvwire.clock import start_task
+from kvwire.aio import start_task
 from kvwire.endpoint.request import RequestState
 from kvwire.errors import (
     ConnectionClosed,
     KVWireError,
     RequestError,
     UsageError,
+    error_text,
     sayable,
     shown,
 )
 from kvwire.kv.blocks import Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import (
-    NAME_CHARS_MAX,
+from kvwire.limits import NAME_CHARS_MAX
+from kvwire.store.cleanup import drain_or_abort
+from kvwire.store.images import images_in, line_of, payload_of
+from kvwire.store.index import NO_SLOT, Keys, Orders, once
+from kvwire.store.limits import (
     STORE_INLINE_BYTES,
     STORE_NAMESPACES_MAX,
     STORE_REQUESTS_MAX,
     STORE_TIMEOUT_S,
 )
-from kvwire.store.cleanup import drain_or_abort, error_text
-from kvwire.store.images import images_in, line_of, payload_of
-from kvwire.store.index import NO_SLOT, Keys, Orders, once
 from kvwire.store.namespace import Namespace, of_tenant
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import ImageRequest

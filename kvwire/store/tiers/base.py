@@ -41,13 +41,17 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from kvwire.clock import run_to_completion
+from kvwire.aio import run_to_completion
 from kvwire.errors import sayable
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import STORE_LOG_AGAIN_S, STORE_TIER_BYTES_MAX, STORE_TOUCHES_MAX
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Index, Key, Keys, Orders, Times, as_keys
+from kvwire.store.limits import (
+    STORE_LOG_AGAIN_S,
+    STORE_TIER_BYTES_MAX,
+    STORE_TOUCHES_MAX,
+)
 from kvwire.store.namespace import ABSENT, Namespace
 
 logger: logging.Logger = logging.getLogger("kvwire.store")

@@ -23,6 +23,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from kvwire.aio import gather_all
 from kvwire.errors import IntegrityError, UsageError
 from kvwire.kv.blocks import Ids
 from kvwire.kv.codecs.base import BlockCodec, Bytes, form_of
@@ -30,7 +31,6 @@ from kvwire.kv.codecs.entry import decode_entry, encode_entry
 from kvwire.kv.codecs.registry import codec_named
 from kvwire.kv.fragments import Fragments
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import gather_all
 from kvwire.store.images import views_of
 from kvwire.store.namespace import ORDERS, Namespace
 from kvwire.store.threads import Threads

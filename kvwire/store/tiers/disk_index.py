@@ -24,14 +24,14 @@ import numpy as np
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.spec import KVSpec
-from kvwire.limits import (
-    NAME_CHARS_MAX,
+from kvwire.limits import NAME_CHARS_MAX
+from kvwire.store.images import Sums
+from kvwire.store.index import Keys, Orders, as_keys
+from kvwire.store.limits import (
     STORE_HASH_BYTES_MAX,
     STORE_NAMESPACES_MAX,
     STORE_SLAB_BYTES_MAX,
 )
-from kvwire.store.images import Sums
-from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.tiers.slabs import GRAIN_BYTES
 from kvwire.wire.control import DECODE_ERRORS

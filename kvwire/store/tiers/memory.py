@@ -30,19 +30,19 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.clock import start_task
+from kvwire.aio import start_task
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import (
+from kvwire.memory.arena import Arena
+from kvwire.store.images import line_of, rows
+from kvwire.store.index import Index, IndexedSlots, Key, Keys, as_keys, once
+from kvwire.store.limits import (
     STORE_BATCH_BYTES,
     STORE_HEADROOM_BYTES,
     STORE_NAMESPACES_TOLD,
     STORE_SLABS,
 )
-from kvwire.memory.arena import Arena
-from kvwire.store.images import line_of, rows
-from kvwire.store.index import Index, IndexedSlots, Key, Keys, as_keys, once
 from kvwire.store.tiers.base import TierStats
 from kvwire.store.tiers.slabs import rounded
 

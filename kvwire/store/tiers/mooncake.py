@@ -27,7 +27,7 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.clock import run_to_completion
+from kvwire.aio import run_to_completion
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits

@@ -29,10 +29,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from kvwire.clock import Backoff
+from kvwire.aio import Backoff, gather_all
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire.limits import (
+from kvwire.store.address import TierAddress
+from kvwire.store.index import Key, Keys, Orders
+from kvwire.store.limits import (
     STORE_OBJECT_ABSENT_S,
     STORE_OBJECT_PART_BYTES,
     STORE_OBJECT_PARTS,
@@ -44,9 +46,6 @@ from kvwire.limits import (
     STORE_TIMEOUT_S,
     STORE_TIMEOUT_S_MAX,
 )
-from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import gather_all
-from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
 from kvwire.store.tiers.coded import CodedTier

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
+from kvwire.aio import gather_all
 from kvwire.directory.redis_servers import (
     FAULTS,
     TLS_OPTIONS,
@@ -29,13 +30,12 @@ from kvwire.directory.redis_servers import (
     as_pattern,
     of_server,
 )
-from kvwire.errors import UsageError, printable
+from kvwire.errors import UsageError, error_text, printable
 from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
-from kvwire.limits import STORE_PIPELINE_BYTES, STORE_TTL_S_MAX
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.index import Key, Keys, Orders
+from kvwire.store.limits import STORE_PIPELINE_BYTES, STORE_TTL_S_MAX
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers.base import (
     DAMAGED,

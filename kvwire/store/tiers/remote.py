@@ -16,24 +16,24 @@ from typing import Any, Final
 import numpy as np
 
 import kvwire
-from kvwire.clock import run_to_completion
+from kvwire.aio import run_to_completion
 from kvwire.config import Config
-from kvwire.errors import ConnectionLost, KVWireError, UsageError
+from kvwire.errors import ConnectionLost, KVWireError, UsageError, error_text
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import (
-    EAGER_BYTES_MAX,
+from kvwire.limits import EAGER_BYTES_MAX
+from kvwire.memory.copy import copy
+from kvwire.store.address import TierAddress
+from kvwire.store.cleanup import drain_or_abort
+from kvwire.store.images import line_of, payload_of
+from kvwire.store.index import Keys, Orders
+from kvwire.store.limits import (
     STORE_INLINE_BYTES,
     STORE_KEYS_MAX,
     STORE_REQUEST_BYTES_MAX,
     STORE_TIMEOUT_S,
     STORE_TIMEOUT_S_MAX,
 )
-from kvwire.memory.copy import copy
-from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import drain_or_abort, error_text
-from kvwire.store.images import line_of, payload_of
-from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
 from kvwire.store.server.client import ActiveConnection, StoreClient
 from kvwire.store.server.messages import (

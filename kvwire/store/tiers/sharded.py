@@ -28,16 +28,18 @@ import numpy as np
 import xxhash
 
 import kvwire
-from kvwire.clock import run_to_completion, start_task
+from kvwire.aio import end_task, gather_all, run_to_completion, start_task
 from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
-from kvwire.directory.base import ended
 from kvwire.directory.registry import open_directory
-from kvwire.errors import KVWireError, UsageError, without_password
+from kvwire.errors import KVWireError, UsageError, error_text, without_password
 from kvwire.kv.blocks import Bits, Ids
-from kvwire.limits import STORE_NODE_TIMEOUT_S, STORE_NODES_MAX, STORE_TIMEOUT_S_MAX
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.index import Keys, Orders
+from kvwire.store.limits import (
+    STORE_NODE_TIMEOUT_S,
+    STORE_NODES_MAX,
+    STORE_TIMEOUT_S_MAX,
+)
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 from kvwire.store.tiers.remote import OPTIONS, RemoteTier, client_config
@@ -178,7 +180,7 @@ class ShardedTier(Tier):
     async def close(self) -> None:
         try:
             if self._watching is not None:
-                await ended(self._watching)
+                await end_task(self._watching)
             self._records.clear()
             self._follow()
             if self._leaving:
@@ -300,7 +302,7 @@ async def _open(tier: RemoteTier) -> None:
 
 
 async def _leave(node: _Node) -> None:
-    await ended(node.opening)
+    await end_task(node.opening)
     await node.tier.hang_up()
 
 

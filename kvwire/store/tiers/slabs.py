@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.kv.blocks import Ids
-from kvwire.limits import KIB, STORE_SLOTS_MAX
+from kvwire.limits import KIB
+from kvwire.store.limits import STORE_SLOTS_MAX
 
 # Of a disk's sectors and of memory's pages: what is aligned to it is aligned to both.
 GRAIN_BYTES: Final = 4 * KIB

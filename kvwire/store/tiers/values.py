@@ -16,19 +16,17 @@ from abc import abstractmethod
 from functools import partial
 from typing import ClassVar, Self
 
-from kvwire.clock import Backoff, run_to_completion, start_task
-from kvwire.directory.base import ended
-from kvwire.errors import UsageError, printable
+from kvwire.aio import Backoff, end_task, run_to_completion, start_task
+from kvwire.errors import UsageError, error_text, printable
 from kvwire.kv.blocks import Bits, Ids
-from kvwire.limits import (
+from kvwire.store.address import TierAddress
+from kvwire.store.index import Key, Keys
+from kvwire.store.limits import (
     STORE_NODE_TIMEOUT_S,
     STORE_REDIAL_S,
     STORE_REDIAL_S_MAX,
     STORE_TIMEOUT_S_MAX,
 )
-from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import error_text
-from kvwire.store.index import Key, Keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import DAMAGED, MISSING, Batch, BlockResults, Tier
@@ -97,7 +95,7 @@ class ValueTier(Tier):
 
     async def close(self) -> None:
         if self._healing is not None:
-            await ended(self._healing)
+            await end_task(self._healing)
         self._threads.close()
         await self._disconnect()
 

@@ -21,19 +21,17 @@ import pytest
 import kvwire
 from kvwire import Address
 from kvwire.cli.bench import ops, peer
+from kvwire.cli.bench.limits import (
+    BENCH_CALL_BYTES_MAX,
+    BENCH_FRAGMENTS_MAX,
+    BENCH_IN_FLIGHT_MAX,
+)
 from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.pair import BenchError
 from kvwire.cli.bench.peer import PROFILE, PeerSide, ServedSide, attend
 from kvwire.cli.keygen import keygen
 from kvwire.cli.main import CALLED_WRONG, INTERRUPTED, main
-from kvwire.limits import (
-    BENCH_CALL_BYTES_MAX,
-    BENCH_FRAGMENTS_MAX,
-    BENCH_IN_FLIGHT_MAX,
-    KIB,
-    KV_LAYERS_MAX,
-    MIB,
-)
+from kvwire.limits import KIB, KV_LAYERS_MAX, MIB
 
 PUSH = OpsWork(verb="push", nbytes=MIB, count=1, layers=4, blocks=16)
 

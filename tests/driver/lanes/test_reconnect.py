@@ -11,8 +11,8 @@ import itertools
 import pytest
 
 from kvwire.driver.lanes.reconnect import LaneReconnector
+from kvwire.driver.limits import RERAISE_S, RERAISE_S_MAX
 from kvwire.errors import BackendUnavailable
-from kvwire.limits import RERAISE_S, RERAISE_S_MAX
 from tests.support.virtual_time import pass_time
 
 pytestmark = pytest.mark.asyncio(loop_factories=["virtual"])

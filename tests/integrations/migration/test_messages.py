@@ -8,6 +8,10 @@ import msgspec
 import pytest
 
 from kvwire import limits
+from kvwire.integrations.migration.limits import (
+    MIGRATION_ROUNDS_MAX,
+    MIGRATION_STATE_BYTES_MAX,
+)
 from kvwire.integrations.migration.messages import (
     Handover,
     Message,
@@ -43,7 +47,7 @@ def test_they_come_back(message: Message) -> None:
         ("move", MOVE[1:]),
         ("request", "x" * (limits.NAME_CHARS_MAX + 1)),
         ("reply", -1),
-        ("index", limits.MIGRATION_ROUNDS_MAX),
+        ("index", MIGRATION_ROUNDS_MAX),
         ("blocks", 0),
         ("blocks", limits.KV_BLOCKS_MAX + 1),
         ("tokens", 0),
@@ -57,9 +61,9 @@ def test_what_is_out_of_range_is_none(field: str, value: Any) -> None:
 
 def test_a_state_is_bounded() -> None:
     with pytest.raises(msgspec.ValidationError):
-        decode(encode(Handover(MOVE, bytes(limits.MIGRATION_STATE_BYTES_MAX + 1))))
+        decode(encode(Handover(MOVE, bytes(MIGRATION_STATE_BYTES_MAX + 1))))
 
 
 def test_each_round_has_a_transfer_of_its_own() -> None:
-    names = {transfer_id(MOVE, index) for index in range(limits.MIGRATION_ROUNDS_MAX)}
-    assert len(names) == limits.MIGRATION_ROUNDS_MAX
+    names = {transfer_id(MOVE, index) for index in range(MIGRATION_ROUNDS_MAX)}
+    assert len(names) == MIGRATION_ROUNDS_MAX

@@ -11,6 +11,7 @@ import pytest
 
 import kvwire
 from kvwire.integrations.migration import MigrationTarget, migrate
+from kvwire.integrations.migration.limits import MIGRATIONS_MAX
 from kvwire.integrations.migration.messages import (
     MIGRATION_TAG,
     Handover,
@@ -19,7 +20,6 @@ from kvwire.integrations.migration.messages import (
     Withdrawal,
     encode,
 )
-from kvwire.limits import MIGRATIONS_MAX
 from tests.integrations.migration.engines import SIZE, Host, Request, engines
 from tests.scenarios.world import SPEC, Memory
 from tests.support.pairs import Pair, connected, until

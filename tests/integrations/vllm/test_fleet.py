@@ -21,15 +21,15 @@ from kvwire.integrations.vllm.proxy.discovery import (
 )
 from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.limits import (
+    PROXY_RETRY_AFTER_S_MAX,
+    PROXY_RETRY_RESERVE,
+    PROXY_RETRY_SHARE,
+)
 from kvwire.integrations.vllm.proxy.policy import (
     LEAST_LOADED,
     Policy,
     make_policy,
-)
-from kvwire.limits import (
-    PROXY_RETRY_AFTER_S_MAX,
-    PROXY_RETRY_RESERVE,
-    PROXY_RETRY_SHARE,
 )
 from tests.integrations.vllm.fake_engine import record
 from tests.integrations.vllm.test_proxy import (

@@ -10,8 +10,8 @@ import pytest
 from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
-from kvwire.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
 from tests.integrations.vllm.test_fleet import member
 from tests.integrations.vllm.test_proxy import (
     D1,

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvwire.clock import start_task
+from kvwire.aio import start_task
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE

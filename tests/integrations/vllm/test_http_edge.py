@@ -18,7 +18,11 @@ from kvwire.integrations.vllm.proxy import admission as proxy_admission
 from kvwire.integrations.vllm.proxy import app as proxy_app
 from kvwire.integrations.vllm.proxy import server as proxy_server
 from kvwire.integrations.vllm.proxy.admission import Admission
-from kvwire.limits import MIB, PROXY_BODY_VALUES_MAX, PROXY_HEADERS_MAX
+from kvwire.integrations.vllm.proxy.limits import (
+    PROXY_BODY_VALUES_MAX,
+    PROXY_HEADERS_MAX,
+)
+from kvwire.limits import MIB
 from tests.integrations.vllm.test_proxy import (
     ASK,
     D1,

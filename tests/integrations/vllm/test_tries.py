@@ -16,13 +16,13 @@ from unittest.mock import Mock
 import aiohttp
 import pytest
 
-from kvwire.directory.base import ended
+from kvwire.aio import end_task
 from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
 from kvwire.integrations.vllm.proxy.client import EngineFailed, Prober
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmServer
+from kvwire.integrations.vllm.proxy.limits import PROXY_RETRY_RESERVE
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
-from kvwire.limits import PROXY_RETRY_RESERVE
 from tests.integrations.vllm.test_moving import Client, Decoder
 from tests.integrations.vllm.test_proxy import (
     ASK,
@@ -148,7 +148,7 @@ async def test_without_descriptors_no_engine_is_taken_for_down() -> None:
     prober = Prober(fleet, engines)
     probing = asyncio.ensure_future(prober.run())
     await turns_until(lambda: len(engines.asked) == 1 + len(DECODE))
-    await ended(probing)
+    await end_task(probing)
     assert {one.state(fleet.clock()) for one in fleet.engines} == {"up"}
 
 

@@ -24,8 +24,12 @@ from kvwire.cli.bench.store_side import (
     StoreWork,
     drop,
 )
-from kvwire.limits import STORE_BATCH_BYTES, STORE_OBJECT_REQUESTS, STORE_TIMEOUT_S
 from kvwire.store.address import TierAddress
+from kvwire.store.limits import (
+    STORE_BATCH_BYTES,
+    STORE_OBJECT_REQUESTS,
+    STORE_TIMEOUT_S,
+)
 from kvwire.store.tiers.object import bucket_of
 
 

@@ -37,8 +37,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvwire.aio import end_task
 from kvwire.directory import Record
-from kvwire.directory.base import ended
 from kvwire.integrations.vllm import announce
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, Discovery
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
@@ -229,7 +229,7 @@ class World:
         for node in self.nodes.values():
             await node.directory.close()
         for proxy in self.proxies:
-            await ended(proxy.watching)
+            await end_task(proxy.watching)
 
 
 async def phase(

@@ -8,9 +8,10 @@ import math
 
 import pytest
 
-from kvwire import ConnectionClosed, limits
+from kvwire import ConnectionClosed
 from kvwire.limits import MIB
 from kvwire.store.index import as_keys
+from kvwire.store.limits import STORE_REQUESTS_MAX
 from kvwire.store.namespace import Namespace
 from kvwire.store.server import client_memory, messages
 from kvwire.store.server.client_memory import ClientMemory, MemoryHolder
@@ -113,7 +114,7 @@ async def test_clients_that_take_nothing_hold_no_more_than_the_bound(
 
     async def ask_for_more(one: Client) -> None:
         with contextlib.suppress(ConnectionClosed):
-            for number in range(1, limits.STORE_REQUESTS_MAX + 1):
+            for number in range(1, STORE_REQUESTS_MAX + 1):
                 await one.say(messages.Get(number, text, names, 60_000))
 
     async with serving("memory:1MiB") as (store, server):

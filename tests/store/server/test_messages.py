@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from kvwire import UsageError
-from kvwire.limits import (
+from kvwire.store.index import as_keys
+from kvwire.store.limits import (
     STORE_HASH_BYTES_MAX,
     STORE_KEYS_MAX,
     STORE_REQUEST_BYTES_MAX,
 )
-from kvwire.store.index import as_keys
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.server import messages
 from tests.store.caches import SPEC, chain

@@ -8,6 +8,17 @@ import pytest
 from msgspec import inspect
 
 from kvwire import limits
+from kvwire.store.limits import (
+    STORE_HASH_BYTES_MAX,
+    STORE_HELD_BYTES,
+    STORE_INLINE_BYTES,
+    STORE_KEYS_MAX,
+    STORE_NAMESPACES_MAX,
+    STORE_NAMESPACES_TOLD,
+    STORE_REQUEST_BYTES_MAX,
+    STORE_REQUESTS_MAX,
+    STORE_TIMEOUT_S_MAX,
+)
 from kvwire.store.namespace import ABSENT, ORDERS, Namespace
 from kvwire.store.server import messages
 from kvwire.store.tiers.base import BlockResult
@@ -69,15 +80,15 @@ def test_orders_are_numbered_as_it_says() -> None:
 def test_limits_in_the_text() -> None:
     text = " ".join(PAGE.split())
     for said in (
-        f"at most {limits.STORE_REQUEST_BYTES_MAX:,} bytes",
-        f"1 to {limits.STORE_HASH_BYTES_MAX} bytes of a hash",
-        f"1 to {limits.STORE_KEYS_MAX:,} of them",
-        f"{limits.STORE_INLINE_BYTES:,} bytes or less",
-        f"1 to {int(limits.STORE_TIMEOUT_S_MAX * 1000):,}: after",
-        f"At most {limits.STORE_REQUESTS_MAX} requests",
-        f"({limits.STORE_NAMESPACES_TOLD} at most, for",
-        f"the {limits.STORE_NAMESPACES_MAX:,} that it keeps",
+        f"at most {STORE_REQUEST_BYTES_MAX:,} bytes",
+        f"1 to {STORE_HASH_BYTES_MAX} bytes of a hash",
+        f"1 to {STORE_KEYS_MAX:,} of them",
+        f"{STORE_INLINE_BYTES:,} bytes or less",
+        f"1 to {int(STORE_TIMEOUT_S_MAX * 1000):,}: after",
+        f"At most {STORE_REQUESTS_MAX} requests",
+        f"({STORE_NAMESPACES_TOLD} at most, for",
+        f"the {STORE_NAMESPACES_MAX:,} that it keeps",
         f"text of at most {limits.REASON_CHARS_MAX} characters",
-        f"beyond {limits.STORE_HELD_BYTES // limits.MIB} MiB",
+        f"beyond {STORE_HELD_BYTES // limits.MIB} MiB",
     ):
         assert said in text, said

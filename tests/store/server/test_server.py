@@ -17,6 +17,13 @@ import kvwire.store.server.session
 from kvwire import BlockStore, Communicator, Connection, StoreServer, UsageError, limits
 from kvwire.security.keys import write_key_file
 from kvwire.store.index import as_keys
+from kvwire.store.limits import (
+    STORE_INLINE_BYTES,
+    STORE_KEYS_MAX,
+    STORE_LENT_SHARE,
+    STORE_REQUEST_BYTES_MAX,
+    STORE_REQUESTS_MAX,
+)
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.operations import base
 from kvwire.store.server import messages
@@ -97,7 +104,7 @@ def moving(
     if kind is messages.Put:
         nbytes = len(hashes) * of.image_bytes
         fields["order"] = 0
-        fields["images"] = bytes(nbytes) if nbytes <= limits.STORE_INLINE_BYTES else b""
+        fields["images"] = bytes(nbytes) if nbytes <= STORE_INLINE_BYTES else b""
     return kind(**fields | changes)
 
 
@@ -180,7 +187,7 @@ async def test_a_bug_of_ours_costs_one_client(
                 namespace=messages.NamespaceText("kv", (("layers", "0"),)),
             )
         ),
-        bytes(limits.STORE_REQUEST_BYTES_MAX + 1),
+        bytes(STORE_REQUEST_BYTES_MAX + 1),
     ],
     ids=["cut", "hello again", "no end", "no spec", "too long"],
 )
@@ -199,7 +206,7 @@ async def test_who_breaks_a_rule_later_is_dropped(message: bytes) -> None:
 
 async def test_more_requests_than_allowed_end_the_connection() -> None:
     async with serving() as (_, server), client(server) as liar:
-        for number in range(limits.STORE_REQUESTS_MAX + 1):
+        for number in range(STORE_REQUESTS_MAX + 1):
             # Nobody sends these, so they stay open.
             put = moving(messages.Put, chain(2), APART, number=number)
             await liar.say(put)
@@ -357,7 +364,7 @@ async def test_a_client_of_the_first_version_is_told_and_dropped() -> None:
 async def test_slow_clients_pin_a_part_of_memory_and_no_more() -> None:
     """What is beyond it is copied to them: the rest of memory stays usable."""
     hashes, source = chain(64), Filled(64, LARGE, seed=3)
-    namespace, share = Namespace("kv", LARGE), 64 // limits.STORE_LENT_SHARE
+    namespace, share = Namespace("kv", LARGE), 64 // STORE_LENT_SHARE
     async with serving("memory:4MiB") as (store, server), client(server) as idle:
         assert (await store.put(hashes, source.cache, range(64))).complete
         # More than goes at once, and nobody receives it.
@@ -398,7 +405,7 @@ def _damage(path: Path, part: bytes) -> None:
 
 async def test_touches_of_what_is_not_there_do_nothing() -> None:
     async with serving() as (_, server), client(server) as one:
-        await one.say(messages.Touch(names(chain(limits.STORE_KEYS_MAX))))
+        await one.say(messages.Touch(names(chain(STORE_KEYS_MAX))))
         found = await one.ask(messages.Find(1, names(chain(1))))
         assert isinstance(found, messages.Found)
         assert await works(server)
@@ -427,8 +434,8 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
 async def test_a_client_that_takes_no_answers_is_one_of_many() -> None:
     async with serving() as (_, server), client(server) as deaf:
         # As much as the server may send unasked, and more.
-        find = messages.encode(messages.Find(1, names(chain(limits.STORE_KEYS_MAX))))
-        for _ in range(limits.STORE_REQUESTS_MAX):
+        find = messages.encode(messages.Find(1, names(chain(STORE_KEYS_MAX))))
+        for _ in range(STORE_REQUESTS_MAX):
             await deaf.say(find)
         assert await works(server)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire import BlockStore, StoreServer, UsageError, limits
+from kvwire import BlockStore, StoreServer, UsageError
+from kvwire.store.limits import STORE_REQUESTS_MAX
 from kvwire.store.server import messages
 from tests.store.caches import LARGE, SPEC, Filled, chain
 from tests.store.server.test_server import (
@@ -48,7 +49,7 @@ async def test_a_get_that_is_answered_is_open_no_more() -> None:
         await store.put(chain(2), Filled(2, LARGE, seed=1).cache, [0, 1])
         async with client(server) as one:
             await one.ask(moving(messages.Get, chain(2), APART, number=1))
-            asked = range(2, limits.STORE_REQUESTS_MAX + 2)
+            asked = range(2, STORE_REQUESTS_MAX + 2)
             for number in asked:
                 await one.say(messages.Find(number, names(chain(1))))
             for _ in asked:

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvwire import UsageError
-from kvwire.limits import KIB, NAME_CHARS_MAX, STORE_NAMESPACES_MAX
+from kvwire.limits import KIB, NAME_CHARS_MAX
+from kvwire.store.limits import STORE_NAMESPACES_MAX
 from kvwire.store.namespace import ORDERS, Namespace
 from kvwire.store.tiers.disk_index import FORMAT, DiskIndex, DiskRows
 from tests.store.caches import SPEC

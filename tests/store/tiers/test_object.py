@@ -18,7 +18,7 @@ pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 import obstore.store
 
 from kvwire import BackendUnavailable, BlockStore, UsageError
-from kvwire.clock import Backoff
+from kvwire.aio import Backoff
 from kvwire.extras import install_command
 from kvwire.store.images import images_in
 from kvwire.store.index import as_keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.limits import STORE_HASH_BYTES_MAX
+from kvwire.store.limits import STORE_HASH_BYTES_MAX
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS
 from kvwire.store.tiers.object_format import HEAD_BYTES, ObjectHead, path_of
 

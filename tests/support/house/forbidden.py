@@ -101,7 +101,7 @@ CHECKS = (
         suffixes=(".py",),
         find=_matches(
             _STARTS,
-            "clock.start_task(...) begins later under eager task factories too "
+            "aio.start_task(...) begins later under eager task factories too "
             "(asyncio.Task(..., loop=...) in a backend)",
         ),
         bad=[

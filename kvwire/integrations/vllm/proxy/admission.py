@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from kvwire.limits import (
+from kvwire.integrations.vllm.proxy.limits import (
     PROXY_BODIES_BYTES_MAX,
     PROXY_RETRY_AFTER_S_MAX,
     PROXY_RETRY_MAX,

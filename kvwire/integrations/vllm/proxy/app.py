@@ -24,8 +24,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvwire.clock import start_task
-from kvwire.directory.base import ended
+from kvwire.aio import end_task, start_task
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy import asgi
@@ -48,6 +47,13 @@ from kvwire.integrations.vllm.proxy.exchange import (
     as_json,
 )
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.limits import (
+    PROXY_BODY_BYTES_MAX,
+    PROXY_BODY_BYTES_PER_S,
+    PROXY_BODY_S,
+    PROXY_BODY_VALUES_MAX,
+    PROXY_ORDER_BYTES_MAX,
+)
 from kvwire.integrations.vllm.proxy.moving import STAYED, Moves
 from kvwire.integrations.vllm.proxy.passing import (
     body_of,
@@ -60,14 +66,7 @@ from kvwire.integrations.vllm.proxy.passing import (
 from kvwire.integrations.vllm.proxy.stopping import Ending
 from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
 from kvwire.integrations.vllm.references import UNSIGNED, References
-from kvwire.limits import (
-    KIB,
-    PROXY_BODY_BYTES_MAX,
-    PROXY_BODY_BYTES_PER_S,
-    PROXY_BODY_S,
-    PROXY_BODY_VALUES_MAX,
-    PROXY_ORDER_BYTES_MAX,
-)
+from kvwire.limits import KIB
 from kvwire.types import in_bytes, is_loopback
 from kvwire.wire.control import DECODE_ERRORS
 
@@ -137,7 +136,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
             if discovery is not None:
                 stack.push_async_callback(discovery.close)
             for work in running:
-                stack.push_async_callback(ended, _started(work()))
+                stack.push_async_callback(end_task, _started(work()))
             yield
 
     return ProxyApp(front, run)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Protocol, TypeAlias
 
-from kvwire.directory.base import ended
+from kvwire.aio import end_task
 from kvwire.integrations.vllm.proxy.client import EngineFailed
 from kvwire.integrations.vllm.proxy.exchange import (
     CLIENT_CLOSED,
@@ -85,7 +85,7 @@ class _Exchange:
             await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (gone, answering):
-                await ended(task)
+                await end_task(task)
         if not answering.cancelled():
             answering.result()
         elif not self._begun:

@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvwire.clock import start_task
-from kvwire.directory.base import ended
+from kvwire.aio import end_task, start_task
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.exchange import headers_of
-from kvwire.limits import PROXY_HEALTH_BYTES_MAX
+from kvwire.integrations.vllm.proxy.limits import PROXY_HEALTH_BYTES_MAX
 
 with needed_by("the proxy", extra="vllm"):
     import aiohttp
@@ -290,7 +289,7 @@ class Prober:
                 self._woken.clear()
         finally:
             for _, task in self._asked.values():
-                await ended(task)
+                await end_task(task)
 
     def _sweep(self) -> None:
         now = self._fleet.clock()

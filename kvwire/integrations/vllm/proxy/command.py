@@ -7,21 +7,21 @@ import sys
 from collections.abc import Sequence
 
 from kvwire.directory import Selector, open_directory
+from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, Discovery
 from kvwire.integrations.vllm.proxy.engines import parse_engine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE, LEAST_LOADED
-from kvwire.integrations.vllm.references import References
-from kvwire.limits import (
-    MEMBERS_MAX,
+from kvwire.integrations.vllm.proxy.limits import (
     PROXY_IDLE_MAX,
     PROXY_RUNNING_MAX,
     PROXY_STOP_S,
     PROXY_STOP_S_MAX,
     PROXY_WAITING_MAX,
 )
+from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE, LEAST_LOADED
+from kvwire.integrations.vllm.references import References
 from kvwire.security.keys import read_key_file
 
 

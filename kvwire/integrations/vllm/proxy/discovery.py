@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
+from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.errors import UsageError, shown
 from kvwire.integrations.vllm.announce import ROLES, EngineLabels, http_url
-from kvwire.limits import MEMBERS_MAX
 from kvwire.types import Address, is_loopback
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvwire.directory.base import ended
+from kvwire.aio import end_task
 from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.metadata import answer as kv_params
 from kvwire.integrations.vllm.proxy.admission import RetryBudget
@@ -47,14 +47,14 @@ from kvwire.integrations.vllm.proxy.client import (
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.policy import IN_SEQUENCE
-from kvwire.integrations.vllm.references import UNSIGNED, References
-from kvwire.limits import (
+from kvwire.integrations.vllm.proxy.limits import (
     PROXY_BODY_BYTES_MAX,
     PROXY_EVENT_BYTES_MAX,
     PROXY_FAILED_ON_MAX,
     PROXY_HEALTH_BYTES_MAX,
 )
+from kvwire.integrations.vllm.proxy.policy import IN_SEQUENCE
+from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
@@ -230,7 +230,7 @@ class Dispatcher:
         body = for_prefill(asked.body, to.server, *named)
         computed = asyncio.ensure_future(self._compute(source, asked, body))
         # Its answer comes about when decode's does; it is not cut off for that.
-        attempt.push_async_callback(ended, computed)
+        attempt.push_async_callback(end_task, computed)
         body = for_decode(asked.body, source.server, *named)
         asked.engines = (source.url, to.url)
         params: Any = None
@@ -272,7 +272,7 @@ class Dispatcher:
                 self.budget.spend()  # as any other try of one engine alone
                 return None
             finally:
-                await ended(answer)
+                await end_task(answer)
             if found is not None and found.engine is engine:
                 attempt.push_async_exit(waiting.pop_all())
             return found

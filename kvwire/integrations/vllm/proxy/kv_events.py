@@ -18,12 +18,14 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from kvwire.clock import start_task
-from kvwire.directory.base import ended
+from kvwire.aio import end_task, start_task
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
+from kvwire.integrations.vllm.proxy.limits import (
+    KV_EVENT_BLOCKS_MAX,
+    KV_EVENT_BYTES_MAX,
+)
 from kvwire.integrations.vllm.proxy.policy import LeastLoaded, Policy
-from kvwire.limits import KV_EVENT_BLOCKS_MAX, KV_EVENT_BYTES_MAX
 from kvwire.wire.control import DECODE_ERRORS
 
 with needed_by("--route kv-events", extra="kv-events"):
@@ -127,7 +129,7 @@ class ByKvEvents(Policy):
         Cancel safety: call it again.
         """
         for _, task in self._known.values():
-            await ended(task)
+            await end_task(task)
         self._known.clear()
         self._context.term()
 

@@ -39,17 +39,17 @@ from kvwire.integrations.vllm.proxy.dispatch import (
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.limits import (
+    PROXY_EVENT_BYTES_MAX,
+    PROXY_FAILED_ON_MAX,
+    PROXY_MOVE_S,
+    PROXY_MOVES_MAX,
+)
 from kvwire.integrations.vllm.proxy.whole import (
     AS_STREAM,
     Event,
     in_one_piece,
     reading,
-)
-from kvwire.limits import (
-    PROXY_EVENT_BYTES_MAX,
-    PROXY_FAILED_ON_MAX,
-    PROXY_MOVE_S,
-    PROXY_MOVES_MAX,
 )
 from kvwire.wire.control import DECODE_ERRORS
 

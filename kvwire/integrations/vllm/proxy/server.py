@@ -30,8 +30,7 @@ from kvwire.integrations.vllm.proxy.exchange import (
     Refused,
     headers_of,
 )
-from kvwire.integrations.vllm.proxy.stopping import Ending
-from kvwire.limits import (
+from kvwire.integrations.vllm.proxy.limits import (
     PROXY_HEADER_BYTES_MAX,
     PROXY_HEADERS_MAX,
     PROXY_IDLE_MAX,
@@ -40,6 +39,7 @@ from kvwire.limits import (
     PROXY_UNREAD_S,
     PROXY_WAITING_MAX,
 )
+from kvwire.integrations.vllm.proxy.stopping import Ending
 
 with needed_by("the proxy", extra="vllm"):
     import aiohttp

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from kvwire.clock import start_task
+from kvwire.aio import start_task
 from kvwire.limits import HEADER_BYTES, KIB, LANE_WAKEUP_BYTES, MIB
 from kvwire.testing.conformance.check import Group, require
 from kvwire.testing.conformance.content import CUTS, Head, poison

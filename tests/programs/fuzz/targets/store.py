@@ -6,7 +6,7 @@ The first byte says who reads; the rest is the message.
 from __future__ import annotations
 
 from kvwire.errors import UsageError
-from kvwire.limits import STORE_KEYS_MAX
+from kvwire.store.limits import STORE_KEYS_MAX
 from kvwire.store.namespace import ORDERS
 from kvwire.store.server import messages
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire import Instant, UsageError, clock
-from kvwire.clock import Backoff, run_to_completion
+from kvwire import Instant, UsageError, aio
+from kvwire.aio import Backoff, run_to_completion
 from tests.support.scopes import in_scope
 
 
@@ -23,12 +23,12 @@ def now() -> float:
 
 
 async def test_none_is_no_deadline() -> None:
-    assert clock.absolute(None) is None
+    assert aio.absolute(None) is None
 
 
 async def test_an_instant_of_the_loop_stays_what_it_is() -> None:
     at = now() + 2
-    assert clock.absolute(Instant(at)) == at
+    assert aio.absolute(Instant(at)) == at
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ async def test_a_number_counts_from_now(deadline: float | timedelta) -> None:
     """However long the host has been up: 215 is above the clock of a young one."""
     seconds = deadline.total_seconds() if isinstance(deadline, timedelta) else deadline
     before = now()
-    found = clock.absolute(deadline)
+    found = aio.absolute(deadline)
     assert found is not None
     assert before + seconds <= found <= now() + seconds
 
@@ -46,7 +46,7 @@ async def test_a_number_counts_from_now(deadline: float | timedelta) -> None:
 @pytest.mark.parametrize("deadline", [np.float32(2), np.int64(2)])
 async def test_numbers_of_any_type(deadline: float) -> None:
     before = now()
-    found = clock.absolute(deadline)
+    found = aio.absolute(deadline)
     assert found is not None
     assert before + 2 <= found <= now() + 2
 
@@ -55,7 +55,7 @@ async def test_numbers_of_any_type(deadline: float) -> None:
 async def test_what_is_no_number_is_refused(deadline: Any) -> None:
     """Though ``float`` takes most of these."""
     with pytest.raises(UsageError, match=r"seconds from now \(2.0\), a timedelta, or"):
-        clock.absolute(deadline)
+        aio.absolute(deadline)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ async def test_what_is_no_time_is_refused(
     deadline: float | timedelta | Instant,
 ) -> None:
     with pytest.raises(UsageError, match="deadline="):
-        clock.absolute(deadline)
+        aio.absolute(deadline)
 
 
 @pytest.mark.parametrize("seconds", [2, 0.5, np.float32(0.5), np.int64(2)])
 def test_seconds_of_any_type(seconds: Any) -> None:
-    found = clock.seconds_of("lease_s", seconds)
+    found = aio.seconds_of("lease_s", seconds)
     assert (found, type(found)) == (float(seconds), float)
 
 
@@ -82,7 +82,7 @@ def test_seconds_of_any_type(seconds: Any) -> None:
 def test_what_is_no_number_of_seconds(seconds: Any) -> None:
     said = f"lease_s={seconds!r}: a number of seconds above 0"
     with pytest.raises(UsageError, match=said):
-        clock.seconds_of("lease_s", seconds)
+        aio.seconds_of("lease_s", seconds)
 
 
 @given(st.integers(0, 2**32), st.floats(0.01, 10), st.integers(0, 12))

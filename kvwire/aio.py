@@ -1,0 +1,359 @@
+"""Asyncio as all rooms of kvwire use it: tasks, sure ends, pauses, its own thread.
+
+An operation that fails at once lets the loop run before it raises. Programs try again
+in a loop: ``while True: try: await connection.recv(tag) except RequestError:
+continue``. An ``await`` that fails without suspending its task would keep such a loop
+running and nothing else, no timer and no other connection, for as long as the reason
+lasts. So every awaitable of the public API that can fail gives the event loop one turn
+before it raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import numbers
+import os
+import random
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from datetime import timedelta
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+)
+
+from kvwire.errors import UsageError
+from kvwire.types import Deadline, Instant
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# No thread has this number.
+FORKED: Final = -1
+_WAY_OUT: Final = (
+    "from other threads use loop.call_soon_threadsafe(...) or "
+    "asyncio.run_coroutine_threadsafe(...) with that loop, or a kvwire.Engine, which "
+    "any thread may call"
+)
+# A task of a library that has swallowed its cancellation is cancelled again.
+_CANCEL_AGAIN_S: Final = 0.2
+
+
+def absolute(deadline: Deadline) -> float | None:
+    """Return the deadline as a time of the running loop's clock.
+
+    Raises:
+        UsageError: It is neither seconds from now nor an instant, or below 0.
+    """
+    if deadline is None:
+        return None
+    now = 0.0
+    if isinstance(deadline, Instant):
+        seconds = _number(deadline.time)
+    else:
+        now = asyncio.get_running_loop().time()
+        if isinstance(deadline, timedelta):
+            seconds = deadline.total_seconds()
+        else:
+            seconds = _number(deadline)
+    if not math.isfinite(seconds) or seconds < 0:
+        raise UsageError(
+            f"deadline={deadline!r}: pass a number of seconds from now (2.0), a "
+            f"timedelta, or kvwire.Instant(loop.time() + 2)"
+        )
+    return now + seconds
+
+
+def seconds_of(name: str, value: object) -> float:
+    """Return a duration that a caller gives, of any type of number.
+
+    Raises:
+        UsageError: It is no number, or not above 0.
+    """
+    seconds = _number(value)
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{name}={value!r}: a number of seconds above 0")
+    return seconds
+
+
+def _number(value: object) -> float:
+    """Return a number of any type as a float; ``float`` itself reads texts and bools.
+
+    A value that is not a number becomes NaN.
+    """
+    if type(value) is float:  # nearly always, and a check of ``Real`` is four calls
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+async def at_most(
+    timeout_s: float, coroutines: Iterable[Coroutine[Any, Any, None]]
+) -> None:
+    """Run coroutines side by side; what is not through in time is cancelled.
+
+    Cancel safety: all of them are cancelled as well.
+    """
+    tasks = [start_task(coroutine) for coroutine in coroutines]
+    if not tasks:
+        return
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+    for task in done:
+        task.result()
+
+
+def start_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a task that begins in a later turn of the running loop, never in this one.
+
+    ``loop.create_task`` asks the application's task factory, and that of
+    ``asyncio.eager_task_factory`` (Python 3.12) takes the first step at once: before
+    the caller has noted the task, or has done what the task relies on. Every task of
+    kvwire is started here, so all code can rely on it.
+    """
+    return asyncio.Task(coroutine, loop=asyncio.get_running_loop())
+
+
+async def run_to_completion(work: Awaitable[T]) -> T:
+    """Run something to its end, whether its caller is cancelled meanwhile or not.
+
+    A coroutine gets a task of its own, so no cancellation of the caller reaches it.
+    asyncio cancels a task once. A cancel scope of anyio, so of Starlette and FastAPI,
+    cancels it again at every ``await`` until the scope is left: a clean-up that awaits
+    in the caller's task ends at its first ``await`` there. So each ``__aexit__``, and
+    each ``except BaseException`` that has to await, closes things by way of this.
+
+    Cancel safety: it is finished first; then the cancellation is raised.
+    """
+    if isinstance(work, Coroutine):
+        future: asyncio.Future[T] = start_task(work)
+    else:
+        future = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait((future,))
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    try:
+        if cancelled is not None:
+            future.exception()  # seen: nobody is left to be told
+            raise cancelled
+        return future.result()
+    finally:
+        # An exception holds this frame, and with it what was moved, in a cycle.
+        del future, work, cancelled
+
+
+class Backoff:
+    """Draws a random part of a limit that doubles, up to a last one.
+
+    So many that have lost the same thing at once do not come back at once, and what
+    stays away is asked for less and less often. Never less than half of the limit: a
+    pause of nothing is none.
+    """
+
+    def __init__(self, first_s: float, last_s: float) -> None:
+        self._first_s = self._limit_s = first_s
+        self._last_s = last_s
+
+    def pause_s(self) -> float:
+        """Return how long to wait; the next wait may be twice as long."""
+        limit_s, self._limit_s = self._limit_s, min(2 * self._limit_s, self._last_s)
+        return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
+
+    def reset(self) -> None:
+        """Begin with the first pause again: it has worked for long enough."""
+        self._limit_s = self._first_s
+
+
+def yields_before_raising(
+    function: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorate a coroutine function: it raises after one turn of the event loop."""
+
+    @functools.wraps(function)
+    async def run(*args: P.args, **keywords: P.kwargs) -> T:
+        try:
+            return await function(*args, **keywords)
+        except Exception:
+            await asyncio.sleep(0)
+            raise
+
+    return run
+
+
+async def end_task(task: asyncio.Future[Any]) -> None:
+    """Cancel a task until it has ended; its result or error is dropped.
+
+    Libraries swallow a cancellation now and then, as ``asyncio.wait_for`` of Python
+    3.11 does where what it waits for is done in the same turn.
+
+    Cancel safety: the task may go on for a while.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.exception()
+
+
+async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
+    """Run several things at once, and return what each of them returns.
+
+    If one raises, the others go on to their ends before the first error is raised: so
+    nothing goes on unowned, and nothing that touches memory is stopped in the middle.
+
+    Cancel safety: each is cancelled, and raised is when all have ended.
+    """
+    ended = await asyncio.gather(*map(start_task, works), return_exceptions=True)
+    errors = [one for one in ended if isinstance(one, BaseException)]
+    try:
+        if errors:
+            raise errors[0]
+        return [one for one in ended if not isinstance(one, BaseException)]
+    finally:
+        # An error holds this frame, and with it itself, in a cycle.
+        ended.clear()
+        errors.clear()
+
+
+class LoopThread:
+    """Knows the running loop, and which thread of which process runs it.
+
+    A call from another thread would tear what the loop is in the middle of, and the
+    peer would be blamed for what it then reads, so it is refused where it is made. Code
+    that runs for every message compares ``ident`` itself, one integer with another; a
+    fork changes it.
+
+    Attributes:
+        ident: ``threading.get_ident()`` of its thread; ``FORKED`` in a child process.
+    """
+
+    __slots__ = ("__weakref__", "_pid", "ident", "loop")
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self.ident: int = threading.get_ident()
+        self._pid = os.getpid()
+        _made.add(self)  # weak: it ends with its communicator
+
+    async def leave(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Close at the end of an ``async with`` block.
+
+        Whole, also in a cancel scope that cancels at each ``await``. A child that was
+        forked in the block, and leaves it, as by ``sys.exit``, closes nothing.
+
+        Cancel safety: it is closed first; then the cancellation is raised.
+        """
+        if self.ident != FORKED:
+            await run_to_completion(close())
+
+    def check(self, call: str) -> None:
+        """Refuse a call from another thread, loop or process than the object's own."""
+        if self.ident == FORKED:
+            self.check_process(call)
+        running = asyncio._get_running_loop()  # noqa: SLF001 - None where none runs
+        if running is self.loop:
+            self.ident = threading.get_ident()  # the loop may have moved
+            return
+        here = threading.get_ident()
+        if here != self.ident:
+            owner = _thread_name(self.ident)
+            raise UsageError(
+                f"{call}: called from thread {_thread_name(here)}, and what it is "
+                f"called on belongs to the event loop of thread {owner}: {_WAY_OUT}"
+            )
+        if running is not None or self.loop.is_closed():
+            state = "is closed" if self.loop.is_closed() else "is not running"
+            raise UsageError(
+                f"{call}: what it is called on belongs to another event loop, which "
+                f"{state}: open a communicator in each asyncio.run, or keep one loop"
+            )
+
+    def check_process(self, call: str) -> None:
+        """Refuse a call in a child that was forked from the object's own process."""
+        if self.ident == FORKED:
+            raise UsageError(
+                f"{call}: what it is called on belongs to process {self._pid}, and "
+                f"this is process {os.getpid()}, forked from it: open a communicator "
+                f"or an Engine after the fork, or start processes with "
+                f'multiprocessing.get_context("spawn")'
+            )
+
+
+def _thread_name(ident: int) -> str:
+    for thread in threading.enumerate():
+        if thread.ident == ident:
+            return repr(thread.name)
+    return f"{ident} (ended)"
+
+
+_made: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for each in _made:
+        each.ident = FORKED
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+class AsyncWith:
+    """Teaches ``async with`` to those who write ``with``."""
+
+    __slots__ = ()
+    # What is called to get one, where that is not its class.
+    _call: ClassVar[str] = ""
+
+    def __enter__(self) -> NoReturn:
+        """Refuse a plain ``with``."""
+        raise UsageError(
+            f"with {self._call or type(self).__name__}: write `async with`, in a "
+            f"coroutine; synchronous code uses kvwire.Engine"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Exist beside ``__enter__``, which Python looks up first."""
+
+
+class Opening(AsyncWith):
+    """Teaches ``await`` to those who use what is not open yet."""
+
+    _opens: ClassVar[type]
+    _begun: bool = False
+
+    def _begin(self) -> None:
+        """Refuse a second use: a block's end closes what one use has opened."""
+        if self._begun:
+            raise UsageError(
+                f"{self._call}: it was opened already; keep what it gave, or call it "
+                f"once more for another"
+            )
+        self._begun = True
+
+    if not TYPE_CHECKING:  # which would otherwise believe in every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or not hasattr(self._opens, name):
+                raise AttributeError(f"{self._call} has no {name!r}")
+            raise UsageError(
+                f"{name}: it is not open yet: `it = await {self._call}(...)`, or "
+                f"`async with {self._call}(...) as it`"
+            )
