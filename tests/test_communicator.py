@@ -28,6 +28,7 @@ from kvwire.backend import Availability, registry
 from kvwire.security.keys import write_key_file
 from kvwire.testing.conformance.rig import open_descriptors
 from tests.security.test_keys import MALFORMED
+from tests.support import inside
 from tests.support.pairs import SCHEMES, anywhere, communicators, connected, until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/net is Linux's")
@@ -259,7 +260,7 @@ async def test_a_peer_that_says_nothing(deaf: Address, configured: bool) -> None
     async with kvwire.open(**config) as comm:
         with pytest.raises(HandshakeTimeout, match=r"0\.05 s; it waited for ACCEPT"):
             await comm.connect(deaf, timeout_s=None if configured else 0.05)
-        await until(lambda: not comm._state.drivers)
+        await until(lambda: not inside.drivers(comm))
 
 
 @pytest.mark.parametrize("turns", range(4))
@@ -271,7 +272,7 @@ async def test_close_while_connecting(deaf: Address, turns: int) -> None:
     await comm.close()
     with pytest.raises(ClosedOK, match="the communicator is closed"):
         await connecting
-    await until(lambda: not comm._state.drivers)
+    await until(lambda: not inside.drivers(comm))
     assert not comm.live_connections
 
 
@@ -307,14 +308,14 @@ async def test_two_iterators_share_the_connections() -> None:
         taken: list[bytes] = []
 
         async def take() -> None:
-            taken.extend([c._state.digest async for c in far.connections()])
+            taken.extend([inside.state(c).digest async for c in far.connections()])
 
         takers = [asyncio.create_task(take()) for _ in range(2)]
         ends = [await near.connect(address) for _ in range(6)]
         await until(lambda: len(far.live_connections) == 6)
         await far.close()
         await asyncio.gather(*takers)
-        assert sorted(taken) == sorted(end._state.digest for end in ends)
+        assert sorted(taken) == sorted(inside.state(end).digest for end in ends)
 
 
 async def test_nothing_comes_after_close() -> None:
@@ -372,7 +373,7 @@ async def test_unread_messages_go_with_their_connection() -> None:
             await connection.send(tag, b"never asked for")
         other = await far.accept()
         await other.recv(2)
-        assert len(far._state.buffers) == 0
+        assert len(inside.buffers(far)) == 0
         assert bytes(await other.recv(1)) == b"never asked for"
         await connection.close()
         await other.wait_closed()
@@ -381,7 +382,7 @@ async def test_unread_messages_go_with_their_connection() -> None:
         await asyncio.sleep(0)
         gc.collect()
         assert gone() is None
-        assert len(far._state.buffers) == len(far._state.buffers.holds) == 0
+        assert len(inside.buffers(far)) == len(inside.buffers(far).holds) == 0
 
 
 # --- the end --------------------------------------------------------------------------
@@ -434,4 +435,4 @@ async def test_cancelling_close_and_closing_again() -> None:
         again = asyncio.create_task(pair.far.close())
         assert len(await pair.left.recv(1)) == 1 << 20
         await again
-        assert not pair.far._state.drivers
+        assert not inside.drivers(pair.far)

@@ -14,6 +14,7 @@ import pytest
 import kvwire
 from kvwire.errors import WireCode
 from kvwire.limits import CHUNK_BYTES, EAGER_BYTES
+from tests.support import inside
 from tests.support.pairs import Pair, connected
 
 # Either side of each border between the ways a message can travel.
@@ -74,7 +75,7 @@ async def test_what_nobody_wants_is_counted_and_discarded(
                 kvwire.PeerCancelled, match="discards messages of tag 1"
             ):
                 await request
-    assert not pair.right._state.driver.held
+    assert not inside.driver(pair.right).held
     received = pair.right.recv(1)
     request = pair.left.send(1, content(nbytes))
     assert await received == content(nbytes)
@@ -179,7 +180,7 @@ async def test_a_connection_knows_its_peer_and_its_transport(pair: Pair) -> None
     assert pair.left.transport == pair.right.transport == scheme
     assert pair.left.transport_report == pair.right.transport_report
     assert pair.left.transport_report.taken == scheme
-    assert pair.left._state.digest == pair.right._state.digest
+    assert inside.state(pair.left).digest == inside.state(pair.right).digest
     assert repr(pair.left).startswith("<Connection to ")
     assert f"to 'far' ({pair.far.incarnation.hex()[:8]})" in repr(pair.left)
     assert repr(pair.left).partition(f" over {scheme}, open for ")[2]
@@ -222,9 +223,9 @@ async def test_use_after_close_is_an_error_that_says_so(pair: Pair) -> None:
                 await call(*arguments)
     with pytest.raises(kvwire.ClosedOK):
         region.grant(pair.left)
-    assert len(pair.near._state.buffers) == 1
+    assert len(inside.buffers(pair.near)) == 1
     await region.close()
-    assert len(pair.near._state.buffers) == len(pair.far._state.buffers) == 0
+    assert len(inside.buffers(pair.near)) == len(inside.buffers(pair.far)) == 0
 
 
 async def test_a_block_closes_its_connection(pair: Pair) -> None:
@@ -262,7 +263,7 @@ async def test_abort_fails_everything_on_both_sides(pair: Pair) -> None:
             await end.send(1, b"x")
     for request in requests:
         await request.released()
-    assert len(pair.near._state.buffers) == len(pair.far._state.buffers) == 0
+    assert len(inside.buffers(pair.near)) == len(inside.buffers(pair.far)) == 0
 
 
 async def test_a_block_left_by_an_exception_aborts(pair: Pair) -> None:
@@ -336,4 +337,4 @@ async def test_every_request_has_exactly_one_completion(pair: Pair, end: str) ->
     assert completions == [1] * len(requests)
     for request in requests:
         await request.released()
-    assert len(pair.near._state.buffers) == len(pair.far._state.buffers) == 0
+    assert len(inside.buffers(pair.near)) == len(inside.buffers(pair.far)) == 0

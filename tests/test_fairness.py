@@ -16,6 +16,7 @@ from kvwire.wire.control import Announce, Fail, decode_body
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import dial
 from tests.store.caches import Filled, chain
+from tests.support import inside
 from tests.support.pairs import connected
 
 TRIES = 20
@@ -54,7 +55,7 @@ async def test_calls_on_a_closed_connection() -> None:
             lambda: left.get(grant, bytearray(10)),
         ):
             await expect_turns(attempt)
-        assert not len(pair.near._state.buffers)
+        assert not len(inside.buffers(pair.near))
 
 
 async def test_a_request_that_has_failed() -> None:
@@ -179,5 +180,5 @@ async def test_small_messages_over_the_limit_give_their_credit_back() -> None:
                 await pair.right.recv(1)
         await pair.left.send(1, b"small")
         assert await pair.right.recv(1) == b"small"
-        assert not pair.right._state.driver.held
-        assert not len(pair.far._state.buffers)
+        assert not inside.driver(pair.right).held
+        assert not len(inside.buffers(pair.far))

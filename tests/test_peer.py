@@ -17,6 +17,7 @@ from kvwire.directory import Record
 from kvwire.directory.file import FileDirectory
 from kvwire.security.keys import write_key_file
 from tests.directory.records import record
+from tests.support import inside
 from tests.support.logs import warned
 from tests.support.pairs import communicators, until
 from tests.support.servers import free_port
@@ -134,7 +135,7 @@ async def test_a_peer_that_comes_late_is_found() -> None:
         port = free_port()
         peer = near.peer(f"127.0.0.1:{port}")
         waiting = asyncio.ensure_future(peer.connect())
-        await until(lambda: "refused" in peer._state._reason)
+        await until(lambda: "refused" in inside.state(peer)._reason)
         await far.listen(f"127.0.0.1:{port}")
         assert (await waiting).peer.name == "far"
 
@@ -184,7 +185,7 @@ async def test_what_names_no_peer(where: str) -> None:
     async with kvwire.open() as comm:
         with pytest.raises(kvwire.UsageError):
             comm.peer(where)
-        assert comm._state.peers == {}
+        assert inside.state(comm).peers == {}
 
 
 async def test_who_does_not_know_the_key_is_told_at_once(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ async def test_a_closed_peer_and_a_closed_communicator() -> None:
     comm = await kvwire.open()
     peer = comm.peer(f"127.0.0.1:{free_port()}")
     sent, incoming = peer.send(1, b"x"), peer.pull("a", cache(), [0])
-    await until(lambda: peer._state._reason)
+    await until(lambda: inside.state(peer)._reason)
     await peer.close()
     with pytest.raises(kvwire.ClosedOK):
         await sent
@@ -338,7 +339,7 @@ async def test_a_transfer_that_is_aborted_before_its_peer_is_there() -> None:
         await incoming.drained()
         await far.listen(f"127.0.0.1:{port}")
         await peer.connect()
-        assert far._state.registry._asked == {}
+        assert inside.registry(far)._asked == {}
 
 
 # --- by what it does ------------------------------------------------------------------
@@ -377,7 +378,7 @@ async def test_the_least_busy_is_taken(tmp_path: Path) -> None:
         for member, load in zip(members, (0.9, 0.1, 0.5), strict=True):
             member.announce(role="decode", load=load, labels={"told": "yes"})
         peer = seeker.peer("role=decode,told=yes")
-        await until(lambda: len(peer._state._candidates()) == 3)
+        await until(lambda: len(inside.state(peer)._candidates()) == 3)
         assert await name_of(peer) == "b"
 
 
@@ -389,7 +390,7 @@ async def test_a_peer_stays_with_the_member_that_it_has_dialled(tmp_path: Path) 
         peer = seeker.peer("role=decode")
         assert await name_of(peer) == "a"
         members[0].announce(role="decode", load=1.0)
-        known = seeker._state.membership.members
+        known = inside.state(seeker).membership.members
         await until(lambda: min(known.values(), key=lambda one: one.load).name == "b")
         assert (await seeker.members("role=decode"))[0].name == "b"
         assert await name_of(peer) == "a"
@@ -455,7 +456,7 @@ async def test_a_record_has_what_others_choose_by(tmp_path: Path) -> None:
 async def test_a_member_that_is_withdrawn_is_replaced(tmp_path: Path) -> None:
     async with fleet(tmp_path, "ab", lease_s=0.1) as (seeker, members):
         peer = seeker.peer("role=decode")
-        await until(lambda: len(peer._state._candidates()) == 2)
+        await until(lambda: len(inside.state(peer)._candidates()) == 2)
         first = await peer.connect()
         going = next(m for m in members if m.name == first.peer.name)
         await going.withdraw()
@@ -470,11 +471,11 @@ async def test_a_lost_record_does_not_end_a_connection(tmp_path: Path) -> None:
         peer = seeker.peer("role=decode")
         first = await peer.connect()
         await members[0].withdraw()
-        await until(lambda: not peer._state._candidates())
+        await until(lambda: not inside.state(peer)._candidates())
         assert peer.connection is first
         await peer.send(1, b"still there")
         members[0].announce(role="decode")
-        await until(lambda: peer._state._record is not None)
+        await until(lambda: inside.state(peer)._record is not None)
         assert peer.connection is first
 
 
@@ -515,7 +516,7 @@ async def test_forged_records_cost_attempts_and_no_more(tmp_path: Path) -> None:
         for number, address in enumerate(where):
             await forged.announce(record(number, role="decode", address=address))
         peer = seeker.peer("role=decode")
-        await until(lambda: len(peer._state._candidates()) == 5)
+        await until(lambda: len(inside.state(peer)._candidates()) == 5)
         sent = peer.send(1, b"for a")
         inbound = await members[0].accept()
         assert await inbound.recv(1) == b"for a"
@@ -547,12 +548,12 @@ async def test_attempts_of_a_round_are_bounded(tmp_path: Path) -> None:
         for number in range(1, 40):
             await forged.announce(record(number, role="decode"))
         peer = seeker.peer("role=decode")
-        await until(lambda: len(seeker._state.membership.members) == 39)
-        assert len(peer._state._candidates()) == 16
+        await until(lambda: len(inside.state(seeker).membership.members) == 39)
+        assert len(inside.state(peer)._candidates()) == 16
         with pytest.raises(kvwire.ConnectError, match="refused"):
             await peer.connect()
         # Who has failed comes last, so that everybody's turn comes.
-        failures = peer._state._failures
+        failures = inside.state(peer)._failures
         counts = [failures.get(record(n).key, 0) for n in range(1, 40)]
         assert max(counts) - min(counts) <= 1
         await forged.close()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import kvwire
 from kvwire.limits import CHUNK_BYTES
+from tests.support import inside
 from tests.support.pairs import Pair, connected, until
 
 SIZE = 2 * CHUNK_BYTES + 1000
@@ -69,7 +70,7 @@ async def test_a_region_says_what_it_is(pair: Pair) -> None:
     assert "open" in repr(region)
     await region.close()
     assert "closed" in repr(region)
-    assert len(pair.far._state.buffers) == 0
+    assert len(inside.buffers(pair.far)) == 0
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ async def test_close_waits_for_what_is_under_way() -> None:
         memory = bytearray(HUGE)
         region = pair.far.register(memory, "write")
         put = pair.left.put(bytes(len(memory)), region.grant(pair.right))
-        holds = pair.far._state.buffers.holds
+        holds = inside.buffers(pair.far).holds
         await until(lambda: holds.held(region._core.buffer))
         closing = asyncio.create_task(region.close())
         await asyncio.sleep(0)
@@ -173,22 +174,22 @@ async def test_close_waits_for_what_is_under_way() -> None:
             await put
         await closing
         assert not holds.held(region._core.buffer)
-        assert len(pair.far._state.buffers) == 0
+        assert len(inside.buffers(pair.far)) == 0
         await put.released()
-        assert len(pair.near._state.buffers) == 0
+        assert len(inside.buffers(pair.near)) == 0
 
 
 async def test_a_lost_connection_gives_the_memory_back(pair: Pair) -> None:
     region = pair.far.register(bytearray(HUGE), "write")
     put = pair.left.put(bytes(HUGE), region.grant(pair.right))
     await asyncio.sleep(0)
-    assert pair.left._state.core.sending
+    assert inside.core(pair.left).sending
     pair.left.abort()
     with pytest.raises(kvwire.ConnectionLost):
         await put
     await put.released()
     await region.close()
-    assert len(pair.near._state.buffers) == len(pair.far._state.buffers) == 0
+    assert len(inside.buffers(pair.near)) == len(inside.buffers(pair.far)) == 0
 
 
 GRANT = kvwire.Grant(

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 
 from kvwire import DeadlineExceeded, Instant, PeerCancelled, RequestCancelled
+from tests.support import inside
 from tests.support.pairs import Pair, until
 
 LARGE = bytes(range(256)) * 1024
@@ -179,7 +180,7 @@ async def test_cancel_tells_the_other_side(pair: Pair) -> None:
     whole = bytes(64 << 20)
     sending = pair.left.send(1, whole)
     receiving = pair.right.recv(1, bytearray(len(whole)))
-    await until(lambda: pair.left._state.core.sending)
+    await until(lambda: inside.core(pair.left).sending)
     receiving.cancel()
     with pytest.raises(RequestCancelled):
         await receiving

@@ -9,7 +9,7 @@ import pytest
 
 import kvwire
 from tests.scenarios.world import LAYERS, RANKS, World, scenario
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 
 BLOCKS = [10, 11, 12]
 BOTH = pytest.mark.parametrize("transport", ["inproc", "tcp"])
@@ -122,7 +122,7 @@ async def test_a_gate_does_not_wait_for_the_others_once_one_has_failed(
     shards = Shards(w)
     joined = kvwire.join(*shards.incs)
     gate = asyncio.create_task(joined.layer(0))
-    await w.until(lambda: all(inc._state.planned for inc in shards.incs))
+    await w.until(lambda: all(inside.planned(inc) for inc in shards.incs))
     shards.outs[1].abort("gone")
     with pytest.raises(kvwire.RequestError, match="gone"):
         await gate

@@ -20,6 +20,7 @@ import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
 from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx import support as ucx
+from tests.support import inside
 from tests.support.child import GRANTED_BYTES, Child, child
 from tests.support.pairs import until
 
@@ -101,7 +102,7 @@ async def all_end(
     assert all(isinstance(end, expected) for end in ends if end is not None)
     for request in requests:
         await request.released()
-    assert len(comm._state.buffers) == 0
+    assert len(inside.buffers(comm)) == 0
 
 
 @pytest.mark.parametrize("what", WORK)
@@ -156,12 +157,12 @@ async def test_memory_in_quarantine_is_free_when_the_stopped_peer_dies(
     """It may be reading ours, of which UCX tells nothing; or we are reading its own."""
     async with child(comm) as there:
         requests = begun(there, what)
-        lane: Any = there.connection._state.driver.lanes.open[0].lane
+        lane: Any = inside.lanes(there.connection).open[0].lane
         await until(lambda: lane.received_bytes or getattr(lane, "_sends", 0))
         there.signal(signal.SIGSTOP)
         await until(lambda: "stays in quarantine" in caplog.text)
         assert there.connection.closed
-        assert len(comm._state.buffers)
+        assert len(inside.buffers(comm))
         there.signal(signal.SIGKILL)
         await there.connection.wait_closed()
         await all_end(comm, requests, (PeerUnresponsive,))
@@ -176,7 +177,7 @@ async def test_a_peer_that_comes_back_is_served_again(comm: Communicator) -> Non
             assert (there.connection.transport,) == comm.config.require
             there.signal(ending)
             await there.connection.wait_closed()
-    assert len(comm._state.buffers) == 0
+    assert len(inside.buffers(comm)) == 0
 
 
 # --- processes of their own -----------------------------------------------------------

@@ -20,6 +20,7 @@ from kvwire.proto.events import Event, RequestDone, SegmentLanded, TransferAgree
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from tests.scenarios.world import LAYERS, Memory
+from tests.support import inside
 from tests.support.pairs import Pair, connected, until
 
 LARGE = bytes(16 << 20)
@@ -34,10 +35,10 @@ class FakeRoom:
     """
 
     def __init__(self, pair: Pair, stuck_bytes: int) -> None:
-        self._link = pair.left._state.driver.link
+        self._link = inside.driver(pair.left).link
         self.queued_bytes = self.stuck_bytes = stuck_bytes
         self.sent: list[int] = []
-        pair.left._state.driver.link = self  # type: ignore[assignment]
+        inside.driver(pair.left).link = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
@@ -60,9 +61,9 @@ class CountedLink:
     """A link that counts the payload bytes handed to it."""
 
     def __init__(self, pair: Pair) -> None:
-        self._link = pair.left._state.driver.link
+        self._link = inside.driver(pair.left).link
         self.sent_bytes = 0
-        pair.left._state.driver.link = self  # type: ignore[assignment]
+        inside.driver(pair.left).link = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
@@ -85,7 +86,7 @@ async def moving(pair: Pair) -> None:
     """Begin a large message, and wait until chunks of it may leave."""
     pair.left.send(1, LARGE)
     pair.right.recv(1, bytearray(len(LARGE)))
-    await until(lambda: pair.left._state.core.sending)
+    await until(lambda: inside.core(pair.left).sending)
 
 
 async def test_a_wake_up_is_spent_and_the_rest_comes_in_the_next() -> None:
@@ -113,7 +114,7 @@ async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent(
 
     async with connected(prefer=("tcp",), checksum="off") as pair:
         link = CountedLink(pair)
-        outbox = pair.left._state.core.outbox
+        outbox = inside.core(pair.left).outbox
         report = outbox.report
         monkeypatch.setattr(outbox, "report", spy)
         out = pair.far.publish("one", source.cache, [0])
@@ -124,7 +125,7 @@ async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent(
             out.ready(layers=layer)
             await inc.layer(layer)
             assert landed.pop() == link.sent_bytes
-            assert pair.left._state.core.sending
+            assert inside.core(pair.left).sending
         assert not landed
         assert link.sent_bytes > WAKEUP_BYTES, "payload was sent all the while"
         pair.left.abort()
@@ -139,10 +140,10 @@ async def test_only_much_payload_waits_behind_those_whom_an_event_has_woken(
         link = FakeRoom(pair, LINK_QUEUE_BYTES)
         pair.left.send(1, LARGE[:nbytes])
         pair.right.recv(1, bytearray(nbytes))
-        await until(lambda: pair.left._state.core.sending)
+        await until(lambda: inside.core(pair.left).sending)
         link.queued_bytes = link.stuck_bytes = 0
-        pair.left._state.core.outbox.report(_nothing_new())
-        pair.left._state.run()
+        inside.core(pair.left).outbox.report(_nothing_new())
+        inside.run(pair.left)
         assert sum(link.sent) == (nbytes if nbytes < len(LARGE) else 0)
         await until(lambda: sum(link.sent) == nbytes)
         pair.left.abort()
@@ -159,8 +160,8 @@ async def test_events_in_every_turn_do_not_keep_payload_from_being_sent() -> Non
             """Be ahead of the payload, which queues up behind what an event wakes."""
             if sum(link.sent) == before:
                 loop.call_soon(step)
-            pair.left._state.core.outbox.report(event)
-            pair.left._state.run()
+            inside.core(pair.left).outbox.report(event)
+            inside.run(pair.left)
 
         step()
         for _ in range(100):
@@ -176,7 +177,7 @@ async def test_the_end_stops_a_driver_with_chunks_left_and_room_for_them() -> No
         await moving(pair)
         pair.left.abort()
         assert pair.left.closed
-        assert not pair.left._state.core.sending
+        assert not inside.core(pair.left).sending
 
 
 async def test_no_chunk_goes_to_a_full_link() -> None:
@@ -185,7 +186,7 @@ async def test_no_chunk_goes_to_a_full_link() -> None:
         await moving(pair)
         assert sum(link.sent) == 0
         link.queued_bytes = link.stuck_bytes = 0
-        pair.left._state.driver.link_writable(link)  # type: ignore[arg-type]
+        inside.driver(pair.left).link_writable(link)  # type: ignore[arg-type]
         assert sum(link.sent) > 0
         pair.left.abort()
 
@@ -221,7 +222,7 @@ async def test_messages_sent_from_within_an_event_keep_their_order(
 ) -> None:
     """A large one is announced by a frame that waits; the small one is behind it."""
     async with connected() as pair:
-        driver, sent = pair.left._state.driver, []
+        driver, sent = inside.driver(pair.left), []
         on_done = driver._acts[RequestDone]
 
         def send_two(event: RequestDone) -> None:
@@ -269,7 +270,7 @@ async def test_a_bug_ends_its_own_connection_only(
         def bug(*_: Any) -> None:
             raise ZeroDivisionError("planted")
 
-        monkeypatch.setattr(pair.left._state.core, where, bug)
+        monkeypatch.setattr(inside.core(pair.left), where, bug)
         await pair.left.wait_closed()
         assert pair.left.closed
         assert "a bug of kvwire" in caplog.text
@@ -284,7 +285,7 @@ async def test_a_bug_in_one_event_loses_none_of_those_behind_it(
     """Each of them is the only word on a request, or on memory."""
     async with connected() as pair:
         first, second = (pair.left.recv(tag) for tag in (1, 2))
-        acts = pair.left._state.driver._acts
+        acts = inside.driver(pair.left)._acts
         done = acts[RequestDone]
         seen: list[RequestDone] = []
 

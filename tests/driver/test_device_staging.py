@@ -27,6 +27,7 @@ from kvwire import (
 from kvwire.kv.layout import AxisOrder
 from kvwire.limits import KIB
 from kvwire.memory import LayerCounter
+from tests.support import inside
 from tests.support.pairs import Pair, connected, until
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 
@@ -170,7 +171,7 @@ async def test_blocks_that_a_kernel_still_reads(
     used = compute.record()
 
     async def pull() -> Incoming:
-        await pair.right._state.communicator.fired(used)
+        await inside.state(pair.right).communicator.fired(used)
         return pair.right.pull("t", target.paged, TARGET)
 
     pulling = asyncio.ensure_future(pull())
@@ -216,7 +217,7 @@ async def test_slots_are_all_that_waits_for_a_slow_device(
     source, target = Cache(None), Cache(near, seed=None)
     near.hold()
     out, inc = begin(pair, source, target)
-    staged = pair.right._state.staging
+    staged = inside.staging(pair.right)
     await until(lambda: staged.paused)
     # Whatever else comes waits in the wire: a message behind it as well.
     sent = pair.left.send(7, b"behind")
@@ -242,7 +243,7 @@ async def test_a_slow_device_is_given_no_more_than_its_slots(
     source, target = Cache(near), Cache(None, seed=None)
     near.hold()
     out, inc = begin(pair, source, target)
-    staged = pair.left._state.staging
+    staged = inside.staging(pair.left)
     await until(lambda: staged.waiting is not None)
     assert not staged.quiet
     # Host memory is not held up by that: a message overtakes all of it.
@@ -266,7 +267,7 @@ async def test_memory_has_not_drained_while_a_device_copies(
     out, inc = begin(pair, source, target)
     end = out if device_side == "producer" else inc
     mine = pair.left if device_side == "producer" else pair.right
-    await until(lambda: not mine._state.staging.quiet)
+    await until(lambda: not inside.staging(mine).quiet)
     if how == "abort":
         end.abort("enough")
     else:
@@ -276,10 +277,10 @@ async def test_memory_has_not_drained_while_a_device_copies(
     for _ in range(50):
         await asyncio.sleep(0)
     assert not end.is_drained
-    assert mine._state.communicator.quarantined_bytes > 0
+    assert inside.state(mine).communicator.quarantined_bytes > 0
     near.release()
     await end.drained()
-    assert mine._state.communicator.quarantined_bytes == 0
+    assert inside.state(mine).communicator.quarantined_bytes == 0
     other = inc if device_side == "producer" else out
     other.abort()
     await other.drained()
@@ -292,7 +293,7 @@ async def test_a_failed_device_keeps_its_memory(
     source, target = Cache(near), Cache(None, seed=None)
     near.hold()
     out, inc = begin(pair, source, target)
-    await until(lambda: not pair.left._state.staging.quiet)
+    await until(lambda: not inside.staging(pair.left).quiet)
     near.fail("it fell off the bus")
     near.release()
     # No other link would help, so the lease is not waited for.
@@ -314,7 +315,7 @@ async def test_a_bug_behind_a_copy_ends_its_own_connection_only(
     other = await pair.near.connect(pair.address)
     there = await pair.far.accept()
     out, inc = begin(pair, Cache(near), Cache(far, seed=None))
-    monkeypatch.setattr(pair.right._state.driver, "_in_place", _bug)
+    monkeypatch.setattr(inside.driver(pair.right), "_in_place", _bug)
     await pair.right.wait_closed()
     for end in (out, inc):
         end.abort()
@@ -341,7 +342,7 @@ async def test_a_lane_that_breaks_gives_its_slots_back(near: SimulatedDevice) ->
         out = pair.left.push("t", source.paged, SOURCE)
         out.ready(layers=0)
         await inc.layer(0)
-        for endpoint in list(pair.left._state.driver.lanes.open):
+        for endpoint in list(inside.lanes(pair.left).open):
             endpoint.lane.abort()
         out.ready(layers=slice(1, None))
         out.finish()
@@ -375,9 +376,9 @@ async def test_a_device_that_is_gone_is_said_by_the_call(
 async def test_a_link_that_cannot_be_paused_is_refused(
     pair: Pair, near: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(pair.left._state.driver.link), "pausable", False)
+    monkeypatch.setattr(type(inside.driver(pair.left).link), "pausable", False)
     with pytest.raises(BackendUnavailable, match="cannot be paused"):
-        pair.left._state.staging.open(near.device)
+        inside.staging(pair.left).open(near.device)
 
 
 async def test_the_event_of_a_layer(pair: Pair, near: SimulatedDevice) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvwire import KVSpec, Outgoing, PagedCache
 from kvwire.limits import KIB, MIB
+from tests.support import inside
 from tests.support.pairs import Pair, connected, until
 from tests.support.simulated_device import SimulatedDevice, SimulatedStream
 
@@ -44,7 +45,7 @@ async def test_whatever_happens_memory_drains_and_bytes_are_right(
             device.release()
         assert any(outcomes), "every transfer was aborted: the seed shows nothing"
         await until(
-            lambda: not len(pair.near._state.buffers) + len(pair.far._state.buffers)
+            lambda: not len(inside.buffers(pair.near)) + len(inside.buffers(pair.far))
         )
         assert pair.near.quarantined_bytes == pair.far.quarantined_bytes == 0
 
@@ -58,7 +59,7 @@ async def disturb(
         device.hold()
         await turns(rng, 100)
         device.release()
-        up = pair.left._state.driver.lanes.open
+        up = inside.lanes(pair.left).open
         if up and rng.random() < 0.1:
             rng.choice(up).lane.abort()
         await turns(rng, 100)

@@ -11,6 +11,7 @@ from kvwire.driver.handshake import HandshakeDriver, report_of
 from kvwire.wire.control import HandshakeVerdict, TransportChoice
 from kvwire.wire.header import Flag, FrameType, encode_header
 from tests.fault.stranger import Stranger, dial
+from tests.support import inside
 from tests.support.core_pair.handshakes import receive
 from tests.support.pairs import until
 
@@ -73,10 +74,10 @@ async def test_a_loop_that_ends_in_a_handshake_leaves_no_exception_to_be_logged(
     async with kvwire.open(name="server") as server:
         address = await server.listen("127.0.0.1:0")
         async with dial(address, shake=False):
-            await until(lambda: server._state.drivers)
-            for task in server._state._reception._tasks:
+            await until(lambda: inside.drivers(server))
+            for task in inside.reception(server)._tasks:
                 task.cancel()
-            (opening,) = server._state.drivers
+            (opening,) = inside.drivers(server)
         await opening.ended
     assert isinstance(opening, HandshakeDriver)
     assert not opening.done._log_traceback

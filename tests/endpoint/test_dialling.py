@@ -23,6 +23,7 @@ from kvwire.security.keys import write_key_file
 from kvwire.store.server.client import ask_report
 from kvwire.types import TrustMode
 from tests.scenarios.world import Memory
+from tests.support import inside
 from tests.support.pairs import communicators, until
 
 LOCAL, LOCAL_6, SILENT = "127.0.0.1", "::1", "127.0.0.2"
@@ -185,7 +186,7 @@ async def finished(out: kvwire.Outgoing, inc: kvwire.Incoming) -> bool:
 
 def cut_off(near: kvwire.Communicator, host: str, times: int) -> None:
     """Make an address unreachable for so many attempts."""
-    backend = near._state._backends["tcp"]
+    backend = inside.state(near)._backends["tcp"]
     connect, left = backend.connect, [times]
 
     async def unreachable(address: Address) -> Link:

@@ -16,7 +16,7 @@ from kvwire.endpoint.limits import REDIAL_S_MAX
 from kvwire.endpoint.reconnect import _was_reset
 from kvwire_inproc import FaultPlan, injected
 from tests.scenarios.world import LIST, World, play, scenario
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 
 LEASE_S = 5.0
 
@@ -31,9 +31,9 @@ async def half_way(w: World) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
 
 async def cut_and_resumed(w: World, inc: kvwire.Incoming) -> None:
     """Lose the link, and wait until the transfer is on the next one."""
-    before = inc._state.attempt
+    before = inside.attempt(inc)
     w.cut()
-    await w.until(lambda: inc._state.attempt is not before)
+    await w.until(lambda: inside.attempt(inc) is not before)
 
 
 @pytest.fixture
@@ -50,20 +50,20 @@ async def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lea
 ) -> None:
     """It makes no progress, so nothing renews the lease."""
     dialled = Counter[str]()
-    redial = w.d._state.redial
+    redial = inside.state(w.d).redial
 
     async def counted(lost: ConnectionState) -> ConnectionState:
         dialled["times"] += 1
         return await redial(lost)
 
-    w.d._state.redial = counted  # type: ignore[method-assign]
+    inside.state(w.d).redial = counted  # type: ignore[method-assign]
     out, inc = w.begin()
     out.ready()
     out.finish()
-    began = w.d._state.loop.time()
+    began = inside.now()
     assert not (await inc).complete
     assert not (await out).complete
-    assert w.d._state.loop.time() - began < 2 * LEASE_S
+    assert inside.now() - began < 2 * LEASE_S
     assert 0 < dialled["times"] < 2 * LEASE_S / REDIAL_S_MAX
 
 
@@ -75,10 +75,10 @@ async def test_a_peer_that_stays_away_is_dialled_less_and_less_often(
     dialled_at: list[float] = []
 
     async def nobody_listens(lost: ConnectionState) -> ConnectionState:
-        dialled_at.append(w.d._state.loop.time())
+        dialled_at.append(inside.now())
         raise kvwire.ConnectError("nobody listens")
 
-    w.d._state.redial = nobody_listens  # type: ignore[method-assign]
+    inside.state(w.d).redial = nobody_listens  # type: ignore[method-assign]
     _, inc = await half_way(w)
     w.cut()
     assert not (await inc).complete
@@ -164,11 +164,11 @@ def test_a_peer_whose_port_is_refused_has_a_moment_and_not_a_lease(
 ) -> None:
     async def run(w: World) -> None:
         _, inc = await half_way(w)
-        began = w.d._state.loop.time()
+        began = inside.now()
         w.p.abort()
         await w.p.close()
         outcome = await inc
-        assert w.d._state.loop.time() - began == pytest.approx(grace_s, abs=0.1)
+        assert inside.now() - began == pytest.approx(grace_s, abs=0.1)
         assert "the peer has ended: cannot connect to" in str(outcome.missing)
         assert outcome.missing
 
@@ -179,10 +179,10 @@ def test_a_peer_whose_port_is_refused_has_a_moment_and_not_a_lease(
 def test_a_peer_that_dials_has_the_same_moment(grace_s: float) -> None:
     async def run(w: World) -> None:
         out, _ = await half_way(w)
-        began = w.p._state.loop.time()
+        began = inside.now()
         w.d.abort()
         outcome = await out
-        assert w.p._state.loop.time() - began == pytest.approx(grace_s, abs=0.1)
+        assert inside.now() - began == pytest.approx(grace_s, abs=0.1)
         assert "was reset, and it was not back within" in str(outcome.missing)
 
     play(run, "inproc", restart_grace_s=grace_s)
@@ -216,5 +216,5 @@ async def test_a_redial_asks_for_the_transports_that_were_named() -> None:
     async with kvwire.open(name="near") as near, kvwire.open(name="far") as far:
         where = await far.listen("tcp://127.0.0.1:0")
         first = await near.connect(where, transport=iter(["tcp"]))
-        again = await near._state.redial(first._state)
+        again = await inside.state(near).redial(inside.state(first))
         assert first.transport == again.transport == "tcp"

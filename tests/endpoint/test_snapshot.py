@@ -10,7 +10,7 @@ import kvwire
 from kvwire.endpoint.limits import SNAPSHOT_ROWS_MAX
 from kvwire.endpoint.snapshot import SILENCE_S
 from tests.scenarios.world import LAYERS, Memory, World, scenario
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
 
@@ -49,7 +49,7 @@ async def test_what_a_transfer_waits_for_at_each_step(w: World) -> None:
 
 @scenario("inproc")
 async def test_a_producer_says_who_has_not_taken_it(w: World) -> None:
-    gate = w.p._state.loop.create_future()
+    gate = inside.state(w.p).loop.create_future()
     out = w.p.publish("t", w.source.cache, LIST)
     assert w.p.transfers()[0].waits_for == "0 of 1 consumers have pulled it"
     inc = w.pull_side.pull("t", w.target.cache, DEST)

@@ -18,6 +18,7 @@ import pytest
 from kvwire import Communicator, Connection, ConnectionClosed, KVWireError, Region
 from kvwire.limits import EAGER_BYTES
 from kvwire.types import AccessName
+from tests.support import inside
 from tests.support.pairs import Pair, connected, until
 
 LARGE = bytes(range(256)) * (EAGER_BYTES // 64)
@@ -171,9 +172,9 @@ async def interrupt(name: str, at: int, how: How, *, death: bool) -> bool:
         await scene.end()
         await expect_usable_or_closed(pair)
     for comm in (pair.near, pair.far):
-        await until(lambda comm=comm: not comm._state.drivers)  # type: ignore[misc]
+        await until(lambda comm=comm: not inside.drivers(comm))  # type: ignore[misc]
         # Regions are still registered: their owner has not closed them.
-        assert len(comm._state.buffers) == len(comm._state._regions)
+        assert len(inside.buffers(comm)) == len(inside.state(comm)._regions)
     return interrupted.hit
 
 

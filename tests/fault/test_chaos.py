@@ -14,6 +14,7 @@ from datetime import timedelta
 import pytest
 
 from kvwire import Connection, KVWireError, Request
+from tests.support import inside
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, registered, until
 from tests.support.proxy import Proxy, schedule
@@ -100,9 +101,9 @@ async def test_a_bad_network(seed: int) -> None:
                 right = await far.accept()
             await work(left, right, random.Random(seed))
             await asyncio.gather(left.close(), right.close())
-        await until(lambda: not near._state.drivers)
+        await until(lambda: not inside.drivers(near))
         near.abort()
         far.abort()
     for comm in (near, far):
-        await until(lambda comm=comm: not comm._state.drivers)  # type: ignore[misc]
-        assert len(comm._state.buffers) == 0
+        await until(lambda comm=comm: not inside.drivers(comm))  # type: ignore[misc]
+        assert len(inside.buffers(comm)) == 0

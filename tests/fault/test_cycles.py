@@ -19,6 +19,7 @@ from kvwire.driver.handshake import HandshakeDriver
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.requests import RequestRecord
 from kvwire.testing.conformance.rig import open_descriptors
+from tests.support import inside
 from tests.support.pairs import Pair, communicators, until
 
 # On each of two loops.
@@ -127,8 +128,8 @@ async def test_nothing_is_left_of_a_thousand_failures() -> None:
                 left, right = await near.connect(address), await far.accept()
                 pair = Pair(near, far, left, right, address)
                 await cycle(pair, rng.choice(FAILURES))
-            await until(lambda: not near._state.drivers and not far._state.drivers)
-            await until(lambda: not far._state._reception._tasks)
+            await until(lambda: not inside.drivers(near) and not inside.drivers(far))
+            await until(lambda: not inside.reception(far)._tasks)
 
         await run(len(FAILURES))
         objects, descriptors = counted(), open_descriptors()
@@ -136,9 +137,9 @@ async def test_nothing_is_left_of_a_thousand_failures() -> None:
         await run(CYCLES)
 
         assert counted() == objects
-        assert len(near._state.buffers) == len(far._state.buffers) == 0
-        assert len(near._state.buffers.holds) == len(far._state.buffers.holds) == 0
-        assert not near._state.registry.live
+        assert len(inside.buffers(near)) == len(inside.buffers(far)) == 0
+        assert len(inside.buffers(near).holds) == len(inside.buffers(far).holds) == 0
+        assert not inside.registry(near).live
         assert len(open_descriptors()) == len(descriptors)
         assert asyncio.all_tasks() == tasks
         assert threading.active_count() == threads

@@ -19,6 +19,7 @@ import pytest
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
 from tests.scenarios.world import Memory
+from tests.support import inside
 from tests.support.child import Child, child
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, until
@@ -54,7 +55,7 @@ async def under_way(there: Child, what: str) -> list[Request[int]]:
     if what == "idle":
         return []
     request = there.connection.send(1, bytes(HUGE))
-    await until(lambda: there.connection._state.core.sending)
+    await until(lambda: inside.core(there.connection).sending)
     return [request]
 
 
@@ -76,7 +77,7 @@ async def test_a_killed_peer_is_known_at_once(comm: Communicator, what: str) -> 
             with pytest.raises(ConnectionLost):
                 await request
             await request.released()
-    assert len(comm._state.buffers) == 0
+    assert len(inside.buffers(comm)) == 0
 
 
 @one_loop

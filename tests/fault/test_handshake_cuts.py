@@ -18,6 +18,7 @@ import kvwire
 from kvwire import Address, Communicator, ConnectionLost, HandshakeError
 from kvwire.backend import Backend, Link
 from kvwire.security.keys import write_key_file
+from tests.support import inside
 from tests.support.certificates import FAR, NEAR, Authority
 from tests.support.depth import sample
 from tests.support.pairs import until
@@ -98,13 +99,13 @@ async def test_every_byte(
     assert length > 256
 
     accepted: list[Link] = []
-    accept = far._state._reception.accept
+    accept = inside.reception(far).accept
 
     def counted(link: Link, backend: Backend) -> None:
         accepted.append(link)
         accept(link, backend)
 
-    monkeypatch.setattr(far._state._reception, "accept", counted)
+    monkeypatch.setattr(inside.reception(far), "accept", counted)
     caplog.set_level(logging.INFO, "kvwire")
     places = list(sample(range(length), every=7))
     if near.config.trust == "mtls":
@@ -113,15 +114,15 @@ async def test_every_byte(
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE[ending]):
             group.create_task(attempts(near, address, cuts))
-    await until(lambda: not near._state.drivers and not far._state.drivers)
-    await until(lambda: not far._state._reception._tasks)
+    await until(lambda: not inside.drivers(near) and not inside.drivers(far))
+    await until(lambda: not inside.reception(far)._tasks)
 
     # Of a cut before the first byte the server may hear nothing.
     assert len(accepted) >= len(places) - 1
     assert len(caplog.records) == len(accepted)
     for comm in sides:
         assert not comm.live_connections
-        assert len(comm._state.buffers) == 0
+        assert len(inside.buffers(comm)) == 0
     # Where only the server's last words were cut, it had a connection; it has ended.
-    while len(far._state._reception.inbound):
+    while len(inside.reception(far).inbound):
         assert (await far.accept()).closed

@@ -16,6 +16,7 @@ from kvwire import Connection, ConnectionClosed, ConnectionLost, IntegrityError,
 from kvwire.wire.control import Ping
 from kvwire.wire.header import FrameType, encode_header
 from tests.fault.stranger import TERMS, Stranger, answering, dial, expect_ended_by
+from tests.support import inside
 from tests.support.pairs import Pair
 
 Speech = Callable[[Stranger], bytes]
@@ -27,7 +28,7 @@ async def expect_rule(
     """That connection has ended because of the rule; the pair has noticed nothing."""
     await stranger.expect_gone()
     await expect_ended_by(rule, there)
-    assert len(pair.far._state.buffers) == 0
+    assert len(inside.buffers(pair.far)) == 0
     await expect_fine(pair)
 
 
@@ -146,7 +147,7 @@ async def test_a_frame_that_is_cut_off(pair: Pair, kept: int) -> None:
         with pytest.raises(ConnectionLost):
             await there.recv(7)
     await expect_fine(pair)
-    assert len(pair.far._state.buffers) == 0
+    assert len(inside.buffers(pair.far)) == 0
 
 
 # --- a hostile listener ---------------------------------------------------------------

@@ -29,6 +29,7 @@ from tests.protocol.world import (
     stamps,
     world,
 )
+from tests.support import inside
 
 REQUEST = 1
 BEYOND = 2**31 - 1
@@ -98,7 +99,7 @@ def layer(p: Liar) -> None:
 async def expect_rule(w: World, rule: str) -> None:
     """The connection has ended by a rule, and nothing of it is left."""
     await expect_ended_by(rule, w.connection)
-    assert not len(w.ours._state.buffers)
+    assert not len(inside.buffers(w.ours))
 
 
 async def expect_fine(w: World) -> None:

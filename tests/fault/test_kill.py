@@ -30,6 +30,7 @@ from tests.fault.kill_victim import (
     take_part,
 )
 from tests.scenarios.world import Memory, same
+from tests.support import inside
 from tests.support.depth import parameters
 
 # The survivor is told at once; on a busy machine that, and two processes, take a while.
@@ -139,14 +140,14 @@ async def run(nursery: Nursery, order: Order) -> Child:
                 heir = await nursery.bear(again)
             end = await playing
             await conn.close()
-            assert not len(comm._state.buffers)
+            assert not len(inside.buffers(comm))
             if isinstance(end, kvwire.Incoming):
                 survivor.check_landed(end, SALT)
         status = await victim.ended()
         assert status == (-signal.SIGKILL if victim.frames is None else 0)
         await survivor.play_again(again, heir)
-    assert not comm._state.registry.live
-    assert not len(comm._state.buffers)
+    assert not inside.registry(comm).live
+    assert not len(inside.buffers(comm))
     return victim
 
 

@@ -23,6 +23,7 @@ from kvwire.limits import CHUNK_BYTES, MESSAGE_BYTES, MIB
 from kvwire.wire.control import Announce
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import dial
+from tests.support import inside
 from tests.support.pairs import Pair, until
 
 pytestmark = pytest.mark.skipif(
@@ -80,11 +81,13 @@ async def test_memory_comes_with_bytes_and_not_with_a_number(pair: Pair) -> None
                 FrameType.DATA, b"x" * CHUNK_BYTES, request=number, offset=CHUNK_BYTES
             )
             await stranger.say(chunk)
-        await until(lambda: all((c := r._state.core) and c.moved for r in receives))
+        await until(
+            lambda: all((c := inside.state(r).core) and c.moved for r in receives)
+        )
         grown = memory_bytes()[1] - before
         assert COUNT * CHUNK_BYTES <= grown < 8 * MIB + 2 * COUNT * CHUNK_BYTES
     await there.wait_closed()
-    assert not len(pair.far._state.buffers)
+    assert not len(inside.buffers(pair.far))
 
 
 async def test_a_message_that_there_is_no_memory_for(pair: Pair) -> None:
@@ -103,4 +106,4 @@ async def test_a_message_that_there_is_no_memory_for(pair: Pair) -> None:
     asked = pair.right.recv(1)
     await asyncio.gather(pair.left.send(1, bytes(MIB)), asked)
     assert asked.result() == bytes(MIB)
-    assert not len(pair.far._state.buffers)
+    assert not len(inside.buffers(pair.far))

@@ -16,6 +16,7 @@ from kvwire.limits import CHUNK_BYTES, HEADER_BYTES
 from kvwire.wire.control import AccessBody, Announce, Ready
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import Stranger, dial
+from tests.support import inside
 from tests.support.pairs import Pair, until
 
 TAG = 7
@@ -91,7 +92,7 @@ async def test_memory_that_is_received_into(pair: Pair, ends: Ends, then: str) -
             assert into != MESSAGE
         assert pair.far.quarantined_bytes == 0
     await there.wait_closed()
-    assert len(pair.far._state.buffers) == 0
+    assert len(inside.buffers(pair.far)) == 0
 
 
 @pytest.mark.parametrize("ends", [by_deadline, by_cancel])
@@ -106,7 +107,7 @@ async def test_memory_that_is_sent_from(pair: Pair, ends: Ends) -> None:
         number = announced.header.request
         ready = stranger.control(FrameType.READY, Ready(len(whole)), request=number)
         await stranger.say(ready)
-        await until(lambda: there._state.driver.link.queued_bytes)
+        await until(lambda: inside.driver(there).link.queued_bytes)
         await ends(request)
 
         released = asyncio.create_task(request.released())
@@ -132,4 +133,4 @@ async def test_memory_of_a_region_that_is_put_into(pair: Pair) -> None:
         await stranger.say(rest)
         await closing
     await there.wait_closed()
-    assert len(pair.far._state.buffers) == 0
+    assert len(inside.buffers(pair.far)) == 0

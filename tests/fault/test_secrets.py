@@ -25,6 +25,7 @@ from kvwire.proto.handshake import Agreement, Identity
 from kvwire.proto.regions import GrantRow
 from kvwire.security.keys import read_key_file, write_key_file
 from tests.fault.stranger import TERMS, dial
+from tests.support import inside
 from tests.support.core_pair.handshakes import identity
 from tests.support.pairs import connected, registered
 
@@ -112,7 +113,7 @@ async def test_nothing_secret_is_written_down(
         await misuse(pair.left, pair.right, notes)
         holders = (Connection, ConnectionDriver, Identity, Agreement, Keys)
         notes.show(*(i for i in gc.get_objects() if isinstance(i, holders)))
-        notes.show(pair, pair.near.config, pair.near._state.identity)
+        notes.show(pair, pair.near.config, inside.state(pair.near).identity)
         secrets = [CANARY, read_key_file(path), grant.token, *keys_alive()]
         assert len(secrets) > 6
     notes.show(*(record.__dict__ for record in caplog.records))

@@ -30,6 +30,7 @@ from kvwire.limits import CHUNK_BYTES, HEADER_BYTES, KIB, LINK_QUEUE_BYTES, MIB
 from kvwire.wire.control import AccessBody, Ready
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import Stranger, dial
+from tests.support import inside
 from tests.support.certificates import FAR, Authority
 from tests.support.pairs import Pair, connected, until
 
@@ -160,13 +161,13 @@ async def test_a_stranger_pins_little_memory(
         Crowd(await comm.listen("127.0.0.1:0")) as crowd,
     ):
         await crowd.grow(50, data)  # warms up what is only paid once
-        await until(lambda: len(comm._state._reception._pending) == 50)
+        await until(lambda: len(inside.reception(comm)._pending) == 50)
         gc.collect()
         # Or what others have freed would be reused and not be seen.
         ctypes.CDLL(None).malloc_trim(0)
         before = resident_bytes()
         await crowd.grow(count, data)
-        await until(lambda: len(comm._state._reception._pending) == 50 + count)
+        await until(lambda: len(inside.reception(comm)._pending) == 50 + count)
         for _ in range(100):
             await asyncio.sleep(0)
         gc.collect()
@@ -185,7 +186,7 @@ async def test_pending_handshakes_are_bounded_and_the_oldest_give_way(
     ):
         await crowd.grow(PENDING_HANDSHAKES_MAX)
         await until(
-            lambda: len(far._state._reception._pending) == PENDING_HANDSHAKES_MAX
+            lambda: len(inside.reception(far)._pending) == PENDING_HANDSHAKES_MAX
         )
         address = Address("tcp", *crowd._target)
         for _ in range(20):
@@ -193,7 +194,7 @@ async def test_pending_handshakes_are_bounded_and_the_oldest_give_way(
             await connection.close()
         await crowd.grow(50)
         await until(
-            lambda: len(far._state._reception._pending) == PENDING_HANDSHAKES_MAX
+            lambda: len(inside.reception(far)._pending) == PENDING_HANDSHAKES_MAX
         )
         oldest = crowd.sockets[0]
         with pytest.raises(ConnectionError):
@@ -212,7 +213,7 @@ async def test_handshakes_that_fail_leave_nothing(tmp_path: Path) -> None:
             async with Crowd(address) as crowd:
                 await crowd.grow(count, HELLO[:100] + bytes(100) + HELLO[200:])
                 await crowd.expect_gone()
-            await until(lambda: not comm._state.drivers)
+            await until(lambda: not inside.drivers(comm))
 
         gc.collect()
         gc.disable()
@@ -257,7 +258,7 @@ async def test_slow_strangers_are_gone_by_the_deadline(
         await going
         stop.set()
         worst_s = max(await healthy)
-        assert not pair.far._state._reception._pending
+        assert not inside.reception(pair.far)._pending
     print(f"gone after {took_s:.2f} s; slowest round trip {worst_s * 1e3:.0f} ms")
     assert took_s < HANDSHAKE_S + SLACK_S
     assert worst_s < SLACK_S
@@ -295,8 +296,8 @@ async def test_nonsense_costs_its_own_connection(
                 await crowd.expect_gone()
             except ConnectionError:
                 pass
-    await until(lambda: len(far._state.drivers) == 1)
-    await until(lambda: not far._state._reception._tasks)
+    await until(lambda: len(inside.drivers(far)) == 1)
+    await until(lambda: not inside.reception(far)._tasks)
     assert len(caplog.records) == len(said)
     assert {record.levelno for record in caplog.records} == {logging.INFO}
     connection = await tls_pair.near.connect(address)
@@ -352,13 +353,13 @@ async def test_a_message_for_a_deaf_peer_waits_in_its_own_memory() -> None:
             await stranger.say(
                 stranger.control(FrameType.READY, Ready(64 << 20), request=number)
             )
-            await until(lambda: there._state.driver.link.queued_bytes)
+            await until(lambda: inside.driver(there).link.queued_bytes)
             longest = 0
             while not there.closed:
-                longest = max(longest, there._state.driver.link.queued_bytes)
+                longest = max(longest, inside.driver(there).link.queued_bytes)
                 await asyncio.sleep(0)
             assert longest <= LINK_QUEUE_BYTES + CHUNK_BYTES
             with pytest.raises(PeerUnresponsive):
                 await request
             await request.released()
-        assert len(pair.far._state.buffers) == 0
+        assert len(inside.buffers(pair.far)) == 0

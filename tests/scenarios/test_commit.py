@@ -10,6 +10,7 @@ import pytest
 import kvwire
 from kvwire.limits import TRANSFERS_WAITING_MAX
 from tests.scenarios.world import DEST, LAYERS, LIST, World, same, scenario
+from tests.support import inside
 
 
 @scenario()
@@ -30,12 +31,12 @@ async def test_r22_a_layer_without_a_hook(w: World) -> None:
 @scenario()
 async def test_r25_a_commit_that_overtakes_the_data(w: World) -> None:
     out, inc = w.begin_large(8)
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     out.ready()
     out.finish()
 
     def committed() -> bool:
-        receipt = inc._state.attempt
+        receipt = inside.attempt(inc)
         assert receipt is not None
         if receipt.core is None:
             return True
@@ -125,7 +126,7 @@ async def test_r45_a_layer_fails_and_the_last_one_succeeds(w: World) -> None:
     out.ready(layers=2, after=kernel)
     await inc.layer(3)
     # SEGMENT_ACK may come later than the layer.
-    await w.until(lambda: out._state.progress.landed == LAYERS - 1)
+    await w.until(lambda: inside.state(out).progress.landed == LAYERS - 1)
     out.finish()
     kernel.set_exception(ValueError("the kernel failed"))
     for end, blocks in ((inc, DEST), (out, LIST)):

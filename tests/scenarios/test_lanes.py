@@ -20,6 +20,7 @@ from kvwire.limits import KIB
 from kvwire_tcp.lane import LaneSocket
 from kvwire_tcp.options import reset_on_close
 from tests.scenarios.world import LARGE, Memory, World, held, same, world
+from tests.support import inside
 from tests.support.proxy import Direction, Latency, Proxy, Slice
 
 LANES = 3
@@ -48,9 +49,7 @@ async def w() -> AsyncIterator[World]:
 
 def lanes_of(connection: kvwire.Connection) -> list[LaneSocket]:
     """The sockets of the lanes that are up beside the control link."""
-    found: list[Any] = [
-        endpoint.lane for endpoint in connection._state.driver.lanes.open
-    ]
+    found: list[Any] = [endpoint.lane for endpoint in inside.lanes(connection).open]
     return [lane._socket for lane in found]
 
 
@@ -151,8 +150,8 @@ async def test_a_lane_that_stalls_holds_its_own_chunks_only(w: World) -> None:
 
 def settled(w: World) -> bool:
     """Whether nothing is queued any more but on lanes."""
-    link: Any = w.push_side._state.link
-    return not w.push_side._state.core.sending and not link.queued_bytes
+    link: Any = inside.link(w.push_side)
+    return not inside.core(w.push_side).sending and not link.queued_bytes
 
 
 @pytest.mark.parametrize("ends", ["resume", "abort"])

@@ -9,13 +9,15 @@ import pytest
 
 import kvwire
 from tests.scenarios.world import DEST, LAYERS, LIST, World, play, same, scenario
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 
 
 @scenario()
 async def test_r40_a_completion_that_nobody_waits_for_any_more(w: World) -> None:
     errors: list[object] = []
-    w.d._state.loop.set_exception_handler(lambda _, context: errors.append(context))
+    inside.state(w.d).loop.set_exception_handler(
+        lambda _, context: errors.append(context)
+    )
     out, inc = w.begin()
 
     async def all_of_it() -> kvwire.Outcome:
@@ -26,7 +28,7 @@ async def test_r40_a_completion_that_nobody_waits_for_any_more(w: World) -> None
         asyncio.create_task(inc.layer(0)),
         asyncio.create_task(inc.drained()),
     ]
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     # In the very turn in which they would be resolved.
     out.ready()
     out.finish()
@@ -55,8 +57,8 @@ async def test_r40_a_call_that_fails_leaves_nothing(w: World) -> None:
             await end.drained()
     w.p.publish("t", w.source.cache, LIST).abort()
     for side in (w.p, w.d):
-        assert not side._state.registry.live
-        assert not len(side._state.buffers)
+        assert not inside.registry(side).live
+        assert not len(inside.buffers(side))
     w.pull_side = await w.d.connect(w.address)
     assert await w.moves("t", LIST, DEST)
 

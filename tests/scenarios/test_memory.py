@@ -22,6 +22,7 @@ from tests.scenarios.world import (
     same,
     scenario,
 )
+from tests.support import inside
 
 SLOT = kvwire.KVSpec(layers=1, kv_heads=2, head_dim=16, block_tokens=4, dtype="float32")
 
@@ -29,7 +30,7 @@ SLOT = kvwire.KVSpec(layers=1, kv_heads=2, head_dim=16, block_tokens=4, dtype="f
 @scenario()
 async def test_r17_preemption_while_a_send_reads_the_blocks(w: World) -> None:
     out, inc = w.begin_large(12)
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     thaw = w.freeze(w.pull_side)
     out.ready(layers=0)
     await w.until(lambda: held(w.p))
@@ -130,7 +131,7 @@ async def test_r47_every_delayed_free_has_an_owner_and_an_end(w: World) -> None:
     back = w.push_side.push("gone", w.source.cache, [3])
     back.ready(layers=0)
     await gone.layer(0)
-    w.d._state.config = w.d.config.replace(resume=False)
+    inside.state(w.d).config = w.d.config.replace(resume=False)
     w.cut()
     for end in (alone, half, gone, back):
         outcome = await end
@@ -141,8 +142,8 @@ async def test_r47_every_delayed_free_has_an_owner_and_an_end(w: World) -> None:
     # The counters of what is still owed are at zero.
     for side in (w.p, w.d):
         assert not side.quarantined_bytes
-        assert not side._state.registry.live
-        assert not len(side._state.buffers)
+        assert not inside.registry(side).live
+        assert not len(inside.buffers(side))
 
 
 @scenario()
@@ -156,7 +157,7 @@ async def test_r49_the_producer_frees_while_its_last_layers_are_queued(
     w.target = Memory(LARGE, 8)
     out = w.p.publish("t", source.cache, range(8))
     inc = w.pull_side.pull("t", w.target.cache, range(8))
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     thaw = w.freeze(w.pull_side)
     alive = weakref.ref(source.tensors[-1])
     out.ready()
@@ -168,7 +169,7 @@ async def test_r49_the_producer_frees_while_its_last_layers_are_queued(
     thaw()
     assert (await inc).complete
     assert same(kept, range(8), w.target, range(8))
-    await w.until(lambda: not w.p._state.registry.live)
+    await w.until(lambda: not inside.registry(w.p).live)
     gc.collect()
     assert alive() is None, "and are held no longer than that"
 
@@ -210,7 +211,7 @@ async def expect_freed(
         assert (await inc).complete == (await out).complete == (gives_up == "nobody")
         await asyncio.gather(out.drained(), inc.drained())
         ends: list[weakref.ref[object]]
-        ends = [weakref.ref(out._state), weakref.ref(inc._state)]
+        ends = [weakref.ref(inside.state(out)), weakref.ref(inside.state(inc))]
         del out, inc
         await w.until(lambda: not any(end() for end in ends))
     finally:

@@ -14,7 +14,7 @@ import pytest
 import kvwire
 from kvwire.endpoint.connection import ConnectionState
 from tests.scenarios.world import World
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 
 SILENCE_S, OUTAGE_S, LEASE_S = 3.0, 8.0, 20.0
 CONFIG: dict[str, Any] = {
@@ -42,14 +42,14 @@ async def outage(
         out.ready(layers=0)
         await inc.layer(0)
 
-        over, redial = w.p._state.loop.time() + outage_s, dialler._state.redial
+        over, redial = inside.now() + outage_s, inside.state(dialler).redial
 
         async def unreachable(lost: ConnectionState) -> ConnectionState:
-            if dialler._state.loop.time() < over:
+            if inside.now() < over:
                 raise kvwire.ConnectError("no answer") from TimeoutError()
             return await redial(lost)
 
-        dialler._state.redial = unreachable  # type: ignore[method-assign]
+        inside.state(dialler).redial = unreachable  # type: ignore[method-assign]
         w.freeze(near if dialler_is_deaf else far)
         await virtual_time.pass_time(outage_s)
         if inc.done():

@@ -9,6 +9,7 @@ import numpy as np
 
 import kvwire
 from tests.scenarios.world import SPEC, Memory, World, same, scenario
+from tests.support import inside
 
 BLOCK_TOKENS = SPEC.block_tokens
 
@@ -72,7 +73,7 @@ async def test_r29_failed_blocks_that_two_requests_share(w: World) -> None:
 async def test_r30_a_failure_wakes_an_idle_engine(w: World) -> None:
     out = w.p.publish("t", w.source.cache, [1, 2])
     inc = w.pull_side.pull("t", w.target.cache, [10, 11])
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
 
     async def layer() -> str:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import kvwire
 from tests.scenarios.world import DEST, LARGE, LIST, Memory, World, held, same, scenario
+from tests.support import inside
 
 
 @scenario()
@@ -41,9 +42,9 @@ async def test_r12_peer_leaves_while_transfers_run(w: World) -> None:
     thaw = w.freeze(w.pull_side)
     out.ready()
     out.finish()
-    await w.until(lambda: out._state.attempts)
-    leaving = w.p._state.loop.create_task(w.push_side.close())
-    await w.until(lambda: w.push_side._state.core.phase.value != "open")
+    await w.until(lambda: inside.attempts(out))
+    leaving = inside.state(w.p).loop.create_task(w.push_side.close())
+    await w.until(lambda: inside.core(w.push_side).phase.value != "open")
     assert not leaving.done(), "what is in flight is waited for"
     thaw()
     await leaving
@@ -58,7 +59,7 @@ async def test_r12_peer_leaves_while_transfers_run(w: World) -> None:
 @scenario()
 async def test_r13_completion_arrives_after_an_abort(w: World) -> None:
     out, inc = w.begin()
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     thaw = w.freeze(w.push_side)
     out.ready()
     out.finish()
@@ -134,7 +135,7 @@ async def test_r16_an_id_is_used_again_after_a_failure(w: World) -> None:
 async def test_r16_an_old_consumer_does_not_meet_a_new_producer(w: World) -> None:
     old = w.p.publish("t", w.source.cache, LIST)
     inc = w.pull_side.pull("t", w.target.cache, DEST)
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     w.cut()
     old.abort("prefill failed")
     new = w.p.publish("t", w.source.cache, [6, 7, 8, 2, 0])

@@ -21,7 +21,7 @@ import pytest
 import uvloop
 
 import kvwire
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 from tests.support.waiting import PATIENCE_S
 
 LAYERS, BLOCKS = 4, 32
@@ -79,7 +79,7 @@ class Memory:
 
 def held(communicator: kvwire.Communicator) -> bool:
     """Whether some transport may touch memory of a communicator's users now."""
-    return any(communicator._state.buffers.holds._counts.values())
+    return any(inside.buffers(communicator).holds._counts.values())
 
 
 def same(
@@ -144,7 +144,7 @@ class World:
 
     def freeze(self, connection: kvwire.Connection) -> Callable[[], None]:
         """Stop one end from reading; call the result to let it go on."""
-        link: Any = connection._state.link
+        link: Any = inside.link(connection)
         if connection.transport == "tcp":
             link._loop.remove_reader(link._sock)
             return lambda: link._loop.add_reader(link._sock, link._on_readable)
@@ -232,10 +232,10 @@ async def world(transport: str, **config: Any) -> AsyncIterator[World]:
         pull_side = await d.connect(address)
         push_side = await p.accept()
         yield World(p, d, pull_side, push_side, address)
-    assert not p._state.registry.live
-    assert not d._state.registry.live
-    assert not len(p._state.buffers)
-    assert not len(d._state.buffers)
+    assert not inside.registry(p).live
+    assert not inside.registry(d).live
+    assert not len(inside.buffers(p))
+    assert not len(inside.buffers(d))
 
 
 def play(scenario: Scenario, transport: str, **config: Any) -> None:

@@ -24,6 +24,7 @@ from kvwire_tcp.lane import LaneSocket, TcpLane
 from kvwire_tcp.tls_wire import TlsWire
 from kvwire_tcp.wire import PlainWire, Wire
 from tests.scenarios.world import Memory, same
+from tests.support import inside
 from tests.support.certificates import FAR, NEAR, Authority, issue
 from tests.support.lanes import expect_moves
 from tests.support.logs import warned
@@ -116,7 +117,7 @@ async def transfer(pair: Pair, *, pull: bool) -> None:
 
 @pytest.mark.parametrize("pull", [True, False])
 async def test_kv_transfers_over_lanes(pair: Pair, pull: bool) -> None:
-    assert len(pair.left._state.driver.lanes.open) == 1
+    assert len(inside.lanes(pair.left).open) == 1
     await transfer(pair, pull=pull)
 
 
@@ -222,7 +223,7 @@ async def test_a_cancelled_connect_leaves_nothing(authority: Authority) -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await (await task).close()
-        await until(lambda: not a._state.drivers)
+        await until(lambda: not inside.drivers(a))
         assert not a.live_connections
 
 
@@ -413,7 +414,7 @@ async def test_a_lane_is_tied_to_its_own_tls_connection(
             monkeypatch.setattr(TcpLane, "_connect", misled)
             left = await a.connect(address)
             await b.accept()
-            assert not left._state.driver.lanes.open
+            assert not inside.lanes(left).open
 
 
 # --- transports -----------------------------------------------------------------------

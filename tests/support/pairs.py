@@ -12,6 +12,7 @@ from typing import Any, Final
 import kvwire
 from kvwire import Address, Communicator, Connection, Region
 from kvwire.types import AccessName
+from tests.support import inside
 from tests.support.waiting import PATIENCE_S
 
 SCHEMES: Final = ("tcp", "inproc")
@@ -61,7 +62,7 @@ async def connected(scheme: str = "tcp", **config: Any) -> AsyncIterator[Pair]:
 
 def registered(end: Connection, memory: bytearray, access: AccessName) -> Region:
     """Memory registered with the communicator that a connection is of."""
-    state = end._state.communicator
+    state = inside.state(end).communicator
     return Region(state, state.register(memory, access))
 
 

@@ -12,12 +12,12 @@ from kvwire.kv.plan import Segment
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
 from tests.scenarios.world import DEST, LAYERS, LIST, World, scenario
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 
 
 @scenario("inproc", lease_s=4.0)
 async def test_a_lease_runs_while_the_peer_is_missing(w: World) -> None:
-    began = w.p._state.loop.time()
+    began = inside.now()
     ends = {
         "offered": w.p.publish("a", w.source.cache, [1], lease_s=1.0),
         "expected": w.d.expect("b", w.target.cache, [1], lease_s=2.0),
@@ -25,7 +25,7 @@ async def test_a_lease_runs_while_the_peer_is_missing(w: World) -> None:
     }
     for end, seconds in zip(ends.values(), (1.0, 2.0, 4.0), strict=True):
         outcome = await end
-        assert w.p._state.loop.time() - began == pytest.approx(seconds, abs=0.01)
+        assert inside.now() - began == pytest.approx(seconds, abs=0.01)
         (reason,) = set(outcome.missing.values())
         began_as = f"the lease of {seconds:g} s ended while a peer was missing: "
         assert reason.startswith(began_as)
@@ -73,11 +73,11 @@ async def test_closing_a_connection_ends_what_waits_on_it(w: World, verb: str) -
     else:
         asked = w.push_side.push("t", w.source.cache, LIST)
         ends = [w.push_side, w.pull_side]
-    began = w.d._state.loop.time()
+    began = inside.now()
     await ends[1].close()
     outcome = await asked
     assert not outcome.landed
-    assert w.d._state.loop.time() - began < 0.1
+    assert inside.now() - began < 0.1
     await asked.drained()
     assert ends[0].closed
 
@@ -99,7 +99,7 @@ async def test_drained_waits_for_the_outcome(w: World) -> None:
 async def test_half_a_character_does_not_keep_a_reason_from_its_peer(w: World) -> None:
     """Python reads one of each byte of a file's name that is no UTF-8."""
     out, inc = w.begin()
-    await w.until(lambda: out._state.attempts)
+    await w.until(lambda: inside.attempts(out))
     inc.abort("cannot read /tmp/\udcff")
     assert "cannot read /tmp/?" in (await out).missing["kv", LIST[0]]
     assert "/tmp/\udcff" in (await inc).missing["kv", DEST[0]]
@@ -125,7 +125,7 @@ async def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
     monkeypatch.setattr(side, "end_now", short)
     within = 0.2 if end == "deadline" else None
     out, inc = w.begin({"deadline": within})
-    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
     out.ready(layers=slice(0, LAYERS - (end != "settled")))
     if end == "settled":
         out.finish()
@@ -146,12 +146,12 @@ async def test_without_memory_to_note_what_has_landed_a_transfer_ends(
 ) -> None:
     """The last word of a consumer ends it even so; what was not noted is missing."""
     out, inc = w.begin()
-    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
 
     def short(segment: Segment) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(out._state.attempts[0].landed, "mark", short)
+    monkeypatch.setattr(inside.attempts(out)[0].landed, "mark", short)
     out.ready()
     out.finish()
     assert (await inc).complete

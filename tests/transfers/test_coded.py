@@ -25,6 +25,7 @@ from tests.scenarios.world import (
     World,
     scenario,
 )
+from tests.support import inside
 from tests.support.simulated_device import SimulatedDevice
 
 INT8: dict[str, Any] = {"codec": "int8"}
@@ -214,7 +215,7 @@ async def test_an_outcome_waits_for_a_thread_that_writes_blocks(
         if end == "abort":
             inc.abort("the user left")
         if end == "deadline":
-            inc._state._expired()
+            inside.state(inc)._expired()
         assert await w.stays_open(inc, 0.05)
         assert not inc.is_drained
         gate.open()
@@ -223,7 +224,7 @@ async def test_an_outcome_waits_for_a_thread_that_writes_blocks(
         await inc.drained()
         if closing is not None:
             await closing
-        await w.d._state.codec_threads.close()  # nothing runs there any more
+        await inside.state(w.d).codec_threads.close()  # nothing runs there any more
         assert all(map(np.array_equal, after, w.target.tensors))
     for position, block in enumerate(DEST):
         here = slice(position, position + 1)

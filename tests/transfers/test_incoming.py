@@ -24,6 +24,7 @@ from tests.scenarios.world import (
     scenario,
     world,
 )
+from tests.support import inside
 from tests.support.proxy import Direction, Proxy
 
 HASHES = [b"%d" % n for n in range(len(LIST))]
@@ -111,11 +112,11 @@ def lose_link(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
 
 
 def close_here(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
-    w.d._state.registry.closing()
+    inside.registry(w.d).closing()
 
 
 def damage(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
-    core: Any = w.pull_side._state.core
+    core: Any = inside.core(w.pull_side)
     received = core.body_received
 
     def damaging(arrival: Any, now: float, **more: Any) -> None:
@@ -147,9 +148,9 @@ async def test_a_gate_raises_what_ended_the_transfer(
 ) -> None:
     """Whoever waits for a layer when it ends, and whoever asks afterwards."""
     out, inc = w.begin(theirs={"deadline": 9.0})
-    await w.turns_until(lambda: inc._state.planned)
+    await w.turns_until(lambda: inside.planned(inc))
     gate = asyncio.create_task(inc.layer(0))
-    await w.turns_until(lambda: bool(inc._state._gates))
+    await w.turns_until(lambda: bool(inside.state(inc)._gates))
     end(w, inc, out)
     for waiting in (gate, inc.layer(1)):
         with pytest.raises(error, match=f"did not land: .*{reason}") as caught:
@@ -219,5 +220,5 @@ async def test_a_list_too_long_to_say_what_is_here(w: World) -> None:
     for verb in (w.d.expect, w.pull_side.pull):
         with pytest.raises(kvwire.UsageError, match="or leave out have="):
             verb("t", cache, range(count), hashes=names, have={b"h"})
-    assert not w.d._state.registry.live
+    assert not inside.registry(w.d).live
     w.d.expect("t", cache, range(count), hashes=names).abort()

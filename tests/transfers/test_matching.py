@@ -12,7 +12,7 @@ import kvwire
 from kvwire.transfers import matching as module
 from kvwire.transfers.description import TransferOffer
 from tests.scenarios.world import World, same, scenario
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 from tests.support.waiting import PATIENCE_S
 
 LIST = [3, 1, 4]
@@ -55,7 +55,7 @@ async def test_a_reason_that_is_lost_with_its_link_is_said_again(w: World) -> No
     # From here the consumer hears nothing but the end of its link.
     w.freeze(w.pull_side)
     inc = w.pull_side.pull("t", w.target.cache, DEST)
-    await w.until(lambda: not w.p._state.registry._tombstones)
+    await w.until(lambda: not inside.registry(w.p)._tombstones)
     w.cut()
     async with asyncio.timeout(PATIENCE_S):
         outcome = await inc
@@ -102,23 +102,23 @@ async def test_what_is_remembered_is_bounded(
     monkeypatch.setattr(module, "TOMBSTONES_MAX", 3)
     for number in range(10):
         w.p.publish(number, w.source.cache, LIST).abort(f"reason {number}")
-    assert len(w.p._state.registry._tombstones) == 3
+    assert len(inside.registry(w.p)._tombstones) == 3
     for number in (9, 8, 7):
         inc = w.pull_side.pull(number, w.target.cache, DEST)
         assert f"reason {number}" in (await inc).missing["kv", DEST[0]]
-    assert not w.p._state.registry._tombstones
+    assert not inside.registry(w.p)._tombstones
 
 
 @scenario("inproc")
 async def test_a_question_that_is_taken_back_is_forgotten(w: World) -> None:
     kept = w.pull_side.pull("t", w.target.cache, DEST)
     other = w.pull_side.pull("t", w.target.cache, DEST)
-    await w.until(lambda: len(w.p._state.registry._stashed) == 2)
+    await w.until(lambda: len(inside.registry(w.p)._stashed) == 2)
     other.abort()
-    await w.until(lambda: len(w.p._state.registry._stashed) == 1)
+    await w.until(lambda: len(inside.registry(w.p)._stashed) == 1)
     kept.abort()
-    await w.until(lambda: not w.p._state.registry._stashed)
-    assert not w.p._state.registry._asked
+    await w.until(lambda: not inside.registry(w.p)._stashed)
+    assert not inside.registry(w.p)._asked
 
 
 @pytest.mark.parametrize("all_peers", [True, False])
@@ -157,7 +157,7 @@ async def test_what_waits_for_an_answer_is_bounded_in_bytes(
     for inc in (*waiting, *again):
         inc.abort("not wanted")
     await virtual_time.pass_time(0.1)
-    registry = w.p._state.registry
+    registry = inside.registry(w.p)
     assert not registry._stashed
     assert not registry._stashed_bytes
 
@@ -165,12 +165,12 @@ async def test_what_waits_for_an_answer_is_bounded_in_bytes(
 @scenario("inproc", resume=False)
 async def test_questions_of_a_lost_connection_are_forgotten(w: World) -> None:
     asked = [w.pull_side.pull(n, w.target.cache, DEST) for n in range(50)]
-    await w.until(lambda: len(w.p._state.registry._stashed) == 50)
+    await w.until(lambda: len(inside.registry(w.p)._stashed) == 50)
     w.cut()
     for inc in asked:
         assert not (await inc).landed
-    assert not w.p._state.registry._stashed
-    assert not w.p._state.registry._asked
+    assert not inside.registry(w.p)._stashed
+    assert not inside.registry(w.p)._asked
 
 
 @pytest.mark.parametrize("agreed", [True, False], ids=["agreed", "asked only"])
@@ -185,10 +185,10 @@ async def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_lost(
         out.ready(layers=0)
         await inc.layer(0)
     # Only the consumer sees the loss; its producer's end hears nothing of it.
-    link: Any = w.push_side._state.link
+    link: Any = inside.link(w.push_side)
     link._into.outcome = lambda: None
     w.pull_side.abort("seen by one side")
-    state, lost = inc._state, w.pull_side._state
+    state, lost = inside.state(inc), inside.state(w.pull_side)
     await w.until(lambda: state.attempt and state.attempt.connection is not lost)
     if not agreed:
         out = w.p.publish("t", w.source.cache, LIST)
@@ -206,7 +206,7 @@ async def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_lost(
 async def test_ending_by_name(w: World) -> None:
     out = w.p.publish("t", w.source.cache, LIST)
     other = w.p.publish("u", w.source.cache, LIST)
-    w.p._state.registry.end("t", "the engine says so")
+    inside.registry(w.p).end("t", "the engine says so")
     assert (await out).missing["kv", LIST[0]] == "the engine says so"
     assert not other.done()
     other.abort()
@@ -230,7 +230,7 @@ async def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
     """A peer may leave a thousand questions and drop other links at any rate."""
     for number in range(5):
         w.pull_side.pull(f"unknown {number}", w.target.cache, DEST)
-    await w.until(lambda: len(w.p._state.registry._stashed) == 5)
+    await w.until(lambda: len(inside.registry(w.p)._stashed) == 5)
     read = TransferOffer.decode
     said: list[bytes] = []
 
@@ -246,7 +246,7 @@ async def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
     await w.until(lambda: theirs not in w.p.live_connections)
     await virtual_time.pass_time(1.0)
     assert said == []
-    assert len(w.p._state.registry._stashed) == 5
+    assert len(inside.registry(w.p)._stashed) == 5
     assert await w.moves("named", [6, 7], [20, 21])
 
 

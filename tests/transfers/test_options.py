@@ -12,6 +12,7 @@ import pytest
 
 import kvwire
 from tests.scenarios.world import BLOCKS, LAYERS, SPEC, Memory, World, same, scenario
+from tests.support import inside
 
 LIST = [3, 1, 4]
 DEST = [10, 11, 12]
@@ -35,7 +36,7 @@ def nothing_sent(w: World) -> Iterator[None]:
     """Neither side may say a word, or keep anything."""
     frames: list[object] = []
     for connection in (w.pull_side, w.push_side):
-        link: Any = connection._state.link
+        link: Any = inside.link(connection)
         send = link.send
 
         def noted(*args: Any, send: Any = send) -> None:
@@ -46,8 +47,8 @@ def nothing_sent(w: World) -> Iterator[None]:
     yield
     assert not frames
     for side in (w.p, w.d):
-        assert not side._state.registry.live
-        assert not len(side._state.buffers)
+        assert not inside.registry(side).live
+        assert not len(inside.buffers(side))
 
 
 EACH = {"full": LIST, "window": LIST}
@@ -126,7 +127,7 @@ async def test_an_id_that_is_in_use(w: World, verb: str) -> None:
 @pytest.mark.parametrize("form", ["number", "instant", "timedelta"])
 @scenario("inproc")
 async def test_deadlines_in_every_form(w: World, verb: str, form: str) -> None:
-    began = w.d._state.loop.time()
+    began = inside.now()
     deadline: Any = {
         "number": 5.0,
         "instant": kvwire.Instant(began + 5.0),
@@ -134,7 +135,7 @@ async def test_deadlines_in_every_form(w: World, verb: str, form: str) -> None:
     }[form]
     end = verbs(w)[verb]("t", w.source.cache, LIST, deadline=deadline)
     outcome = await end
-    assert w.d._state.loop.time() - began == pytest.approx(5.0, abs=0.1)
+    assert inside.now() - began == pytest.approx(5.0, abs=0.1)
     assert "deadline" in outcome.missing["kv", LIST[0]]
     await end.drained()
 
@@ -170,7 +171,7 @@ async def test_on_what_is_closed(w: World, verb: str) -> None:
         assert "clos" in str((await end).missing)
         await end.drained()
     for side in (w.p, w.d):
-        assert not side._state.registry.live
+        assert not inside.registry(side).live
 
 
 @VERBS

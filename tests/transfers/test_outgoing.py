@@ -20,6 +20,7 @@ from tests.scenarios.world import (
     same,
     scenario,
 )
+from tests.support import inside
 
 
 @scenario()
@@ -98,7 +99,7 @@ async def test_consumers_that_want_other_tokens(w: World) -> None:
     """What one of them takes for a prompt is not what the other one does."""
     out = w.p.publish("t", w.source.cache, LIST, consumers=2)
     first = w.pull_side.pull("t", w.target.cache, DEST, tokens=18)
-    await w.until(lambda: first._state.planned)
+    await w.until(lambda: inside.planned(first))
     second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24], tokens=19)
     for end in (first, second, out):
         assert not (await end).complete
@@ -132,7 +133,7 @@ async def test_closing_one_consumer_s_connection_after_it_was_served(w: World) -
     out = w.p.publish("t", w.source.cache, LIST, consumers=2)
     first = other.pull("t", small.cache, DEST, have=hashes(), hashes=hashes())
     second = w.pull_side.pull("t", w.target.cache, DEST)
-    await w.until(lambda: first._state.planned and second._state.planned)
+    await w.until(lambda: inside.planned(first) and inside.planned(second))
     out.ready()
     out.finish()
     assert (await first).complete
@@ -184,7 +185,7 @@ async def test_a_growing_transfer_that_ends_after_a_plan(w: World) -> None:
         have=names[2:],
     )
     out.ready(blocks=0)
-    await w.until(lambda: first._state.planned and second._state.planned)
+    await w.until(lambda: inside.planned(first) and inside.planned(second))
     out.abort("enough")
     outcome = await out
     assert not outcome.complete

@@ -16,6 +16,7 @@ from kvwire.transfers.receiver import missing_chunks
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
 from tests.scenarios.world import DEST, LAYERS, LIST, SPEC, World, play, same, scenario
+from tests.support import inside
 
 LAYER_BYTES = len(LIST) * SPEC.layer_block_bytes
 
@@ -29,11 +30,11 @@ class Hostile:
     @classmethod
     async def of(cls, w: World) -> Hostile:
         out, inc = w.begin()
-        await w.until(lambda: inc._state.planned)
+        await w.until(lambda: inside.planned(inc))
         return cls(w, out, inc)
 
     def say(self, frame_type: FrameType, body: Any, *, producer: bool = True) -> None:
-        end = self.out._state.attempts[0] if producer else self.inc._state.attempt
+        end = inside.attempts(self.out)[0] if producer else inside.attempt(self.inc)
         assert end is not None
         assert end.core is not None
         connection: Any = end.connection
@@ -44,8 +45,8 @@ class Hostile:
     async def broken(self, rule: str, by: kvwire.Connection) -> None:
         """The connection ends, naming the rule, and the process lives."""
         await by.wait_closed()
-        assert by._state.core.error is not None
-        assert rule in str(by._state.core.error)
+        assert inside.core(by).error is not None
+        assert rule in str(inside.core(by).error)
         self.inc.abort()
         self.out.abort()
         assert not (await self.inc).landed
@@ -88,7 +89,7 @@ async def test_one_granule_may_be_marked_however_long_it_is(
     monkeypatch.setattr(receipt_module, "SEGMENT_BYTES_MAX", 1)
     hostile = await Hostile.of(w)
     hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 4, 2, 1), SPEC.block_bytes))
-    receipt = hostile.inc._state.attempt
+    receipt = inside.attempt(hostile.inc)
     assert receipt is not None
     await w.until(lambda: bool(receipt._segments))
     assert not w.pull_side.closed
@@ -103,16 +104,18 @@ async def test_a_mark_of_what_landed_on_an_earlier_link(w: World) -> None:
     hostile = await Hostile.of(w)
     hostile.out.ready(layers=0)
     await hostile.inc.layer(0)
-    before = hostile.inc._state.attempt
+    before = inside.attempt(hostile.inc)
     w.cut()
     await w.until(
         lambda: (
-            hostile.inc._state.attempt is not before
-            and hostile.out._state.attempts[0].core is not None
+            inside.attempt(hostile.inc) is not before
+            and inside.attempts(hostile.out)[0].core is not None
         )
     )
-    await w.until(lambda: hostile.inc._state.reported and hostile.inc._state.planned)
-    resumed = hostile.inc._state.attempt
+    await w.until(
+        lambda: inside.state(hostile.inc).reported and inside.planned(hostile.inc)
+    )
+    resumed = inside.attempt(hostile.inc)
     assert resumed is not None
     await w.until(lambda: hasattr(resumed, "_promised"))
     hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
@@ -133,13 +136,13 @@ async def test_a_description_that_is_none(
     """It fails its own transfer, by name, and the connection goes on."""
     waits = w.p.publish("t", w.source.cache, LIST)
     expects = w.p.expect("t", w.source.cache, LIST)
-    request = w.pull_side._state.core.open_transfer(
-        TransferRecord(id=waits._state.key),
+    request = inside.core(w.pull_side).open_transfer(
+        TransferRecord(id=inside.state(waits).key),
         description,
         pull=kind is RequestKind.INCOMING,
         deadline=None,
     )
-    w.pull_side._state.run()
+    inside.run(w.pull_side)
     await w.until(lambda: request.over)
     assert not waits.done()
     assert not expects.done()

@@ -32,6 +32,7 @@ from tests.scenarios.world import (
     same,
     scenario,
 )
+from tests.support import inside
 from tests.support.depth import examples
 
 
@@ -39,7 +40,7 @@ from tests.support.depth import examples
 def chunks_of(connection: kvwire.Connection) -> Iterator[list[Chunk]]:
     """The chunks that one end of a connection sends, in their order."""
     sent: list[Chunk] = []
-    core: Any = connection._state.core
+    core: Any = inside.core(connection)
     following: Callable[[], Chunk | None] = core.next_chunk
 
     def noted() -> Chunk | None:
@@ -54,11 +55,11 @@ def chunks_of(connection: kvwire.Connection) -> Iterator[list[Chunk]]:
 
 
 async def on_another_link(w: World, inc: kvwire.Incoming, before: object) -> None:
-    await w.until(lambda: inc._state.attempt is not before)
+    await w.until(lambda: inside.attempt(inc) is not before)
 
 
 def sent_boxes(out: kvwire.Outgoing) -> list[Segment]:
-    return list(out._state.attempts[0]._sent.values())
+    return list(inside.attempts(out)[0]._sent.values())
 
 
 @scenario()
@@ -73,7 +74,7 @@ async def test_a_long_transfer_does_not_delay_a_short_one(w: World) -> None:
     short = w.p.publish("short", short_source.cache, [0])
     received = w.pull_side.pull("long", w.target.cache, range(64))
     quick = w.pull_side.pull("short", short_target.cache, [0])
-    await w.until(lambda: received._state.planned and quick._state.planned)
+    await w.until(lambda: inside.planned(received) and inside.planned(quick))
     with chunks_of(w.push_side) as sent:
         long.ready()
         await w.turns_until(lambda: len(sent) >= 4)
@@ -81,7 +82,7 @@ async def test_a_long_transfer_does_not_delay_a_short_one(w: World) -> None:
         short.ready()
         await quick.layer(LAYERS - 1)
         behind = sent[marked_at:]
-        mine = short._state.attempts[0].core
+        mine = inside.attempts(short)[0].core
         places = [n for n, chunk in enumerate(behind) if chunk.request is mine]
         assert len(places) == LARGE.block_bytes // CHUNK_BYTES == 4
         # Each takes its turn: one chunk of the long one between two of the short.
@@ -102,8 +103,8 @@ async def test_a_higher_priority_goes_first(w: World) -> None:
         w.pull_side.pull("low", w.target.cache, range(8)),
         w.pull_side.pull("high", w.target.cache, range(8, 16)),
     ]
-    await w.until(lambda: all(inc._state.planned for inc in incoming))
-    urgent = high._state.attempts[0].core
+    await w.until(lambda: all(inside.planned(inc) for inc in incoming))
+    urgent = inside.attempts(high)[0].core
     with chunks_of(w.push_side) as sent:
         low.ready()
         high.ready()
@@ -140,7 +141,7 @@ async def test_a_large_transfer_goes_to_the_link_in_parts(
     await inc.layer(0)
     assert len(sending) < w.source.nbytes // SEGMENT_BYTES
     if cut:
-        before = inc._state.attempt
+        before = inside.attempt(inc)
         w.cut()
         await on_another_link(w, inc, before)
     assert (await inc).complete
@@ -155,7 +156,7 @@ async def test_segments_of_one_transfer_land_in_the_order_of_their_marks(
 ) -> None:
     """So the first layer can be read while the others come."""
     out, inc = w.begin_large(16)
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     out.ready()
     out.finish()
     for layer in range(LAYERS):
@@ -169,7 +170,7 @@ async def test_segments_of_one_transfer_land_in_the_order_of_their_marks(
 @scenario("inproc")
 async def test_small_layers_are_grouped_behind_one_under_way(w: World) -> None:
     out, inc = w.begin()
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     for layer in range(LAYERS):
         out.ready(layers=layer)
     out.finish()
@@ -182,7 +183,7 @@ async def test_small_layers_are_grouped_behind_one_under_way(w: World) -> None:
     for layer in range(LAYERS):
         out.ready(layers=layer)
         await inc.layer(layer)
-        await w.until(lambda: not out._state.attempts[0]._under_way)
+        await w.until(lambda: not inside.attempts(out)[0]._under_way)
     out.finish()
     assert (await inc).layers_grouped == 1
 
@@ -190,7 +191,7 @@ async def test_small_layers_are_grouped_behind_one_under_way(w: World) -> None:
 @scenario()
 async def test_group_bytes_of_one_is_layer_by_layer(w: World) -> None:
     out, inc = w.begin({"group_bytes": 1})
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     for layer in range(LAYERS):
         out.ready(layers=layer)
     out.finish()
@@ -205,7 +206,7 @@ async def test_group_bytes_of_one_is_layer_by_layer(w: World) -> None:
 async def test_marks_are_grouped_only_with_their_neighbours(w: World) -> None:
     """Of the same blocks, and one layer after the other."""
     out, inc = w.begin()
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     for layers, blocks in (
         (3, slice(0, 2)),
         (0, slice(0, 2)),
@@ -291,8 +292,8 @@ async def test_what_has_landed_is_not_sent_again(
     for layer in range(cuts):
         out.ready(layers=layer)
         await inc.layer(layer)
-        await w.until(lambda: not out._state.attempts[0]._under_way)
-        before = inc._state.attempt
+        await w.until(lambda: not inside.attempts(out)[0]._under_way)
+        before = inside.attempt(inc)
         w.cut()
         await on_another_link(w, inc, before)
     out.ready(layers=slice(cuts, None))
@@ -308,11 +309,11 @@ async def test_what_has_landed_is_not_sent_again(
 async def test_chunks_of_a_segment_that_was_cut_are_not_sent_again(w: World) -> None:
     """Half of a segment of 8 MiB was here when its link was lost."""
     out, inc = w.begin_large(8)
-    await w.until(lambda: inc._state.planned)
+    await w.until(lambda: inside.planned(inc))
     out.ready(layers=0)
 
     def half() -> bool:
-        receipt = inc._state.attempt
+        receipt = inside.attempt(inc)
         assert receipt is not None
         if receipt.core is None:
             return False
@@ -321,11 +322,13 @@ async def test_chunks_of_a_segment_that_was_cut_are_not_sent_again(w: World) -> 
         return bool(segments) and segments[0].moved >= 4 * MIB
 
     await w.turns_until(half)
-    before = inc._state.attempt
+    before = inside.attempt(inc)
     w.cut()
-    await w.until(lambda: inc._state.attempt is not before and inc._state.reported)
+    await w.until(
+        lambda: inside.attempt(inc) is not before and inside.state(inc).reported
+    )
     await inc.layer(0)
-    again = sum(out._state.attempts[0].plan.nbytes_of(s) for s in sent_boxes(out))
+    again = sum(inside.attempts(out)[0].plan.nbytes_of(s) for s in sent_boxes(out))
     assert again <= 4 * MIB
     assert same(w.source, range(8), w.target, range(8), layers=[0])
     out.abort()
@@ -353,8 +356,8 @@ async def test_more_segments_than_a_transfer_may_have(
 async def test_damage_is_named_on_both_sides(w: World) -> None:
     """Blocks that came damaged say so; those that were not marked say that."""
     out, inc = w.begin({"group_bytes": 1})
-    await w.until(lambda: inc._state.planned)
-    core: Any = w.pull_side._state.core
+    await w.until(lambda: inside.planned(inc))
+    core: Any = inside.core(w.pull_side)
     received = core.body_received
 
     def damaging(arrival: Any, now: float, **more: Any) -> None:
@@ -390,11 +393,11 @@ async def test_what_the_consumer_had_counts_once_it_knows_of_us(
     if not agreed:
         w.freeze(w.pull_side)
     inc = w.pull_side.pull("t", w.target.cache, DEST, hashes=hashes, have=hashes[:2])
-    await w.until(lambda: out._state.attempts and out._state.attempts[0].planned)
+    await w.until(lambda: inside.attempts(out) and inside.attempts(out)[0].planned)
     if agreed:
         out.ready(layers=0)
         await inc.layer(0)
-        await w.until(lambda: not out._state.attempts[0]._under_way)
+        await w.until(lambda: not inside.attempts(out)[0]._under_way)
     w.cut()
     produced, consumed = await out, await inc
     assert not produced.complete

@@ -16,7 +16,7 @@ from kvwire.transfers.state import AttemptState
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
 from tests.scenarios.world import DEST, LAYERS, LIST, Ends, World, same, scenario
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 
 PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 
@@ -24,7 +24,7 @@ PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 async def settled_unheard(w: World, push: bool = False) -> Ends:
     """A transfer that is complete for its consumer; the producer does not know yet."""
     out, inc = w.begin(push=push)
-    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
     w.freeze(w.push_side)
     out.ready()
     out.finish()
@@ -41,11 +41,11 @@ async def test_the_producer_has_not_heard_that_all_is_settled(
 ) -> None:
     out, inc = w.begin(push=push)
     marked = slice(0, LAYERS - partial)
-    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
     if heard == "what has landed":
         out.ready(layers=marked)
         await w.until(lambda: inc.layer_landed(marked.stop - 1))
-        await w.until(lambda: not out._state.attempts[0]._under_way)
+        await w.until(lambda: not inside.attempts(out)[0]._under_way)
         w.freeze(w.push_side)
     else:
         w.freeze(w.push_side)
@@ -79,7 +79,7 @@ async def test_the_consumer_has_not_heard_that_it_was_heard(
     assert (await out).complete
     w.cut()
     await virtual_time.pass_time(2 * w.d.config.lease_s)
-    assert not w.d._state.registry._settle_retries
+    assert not inside.registry(w.d)._settle_retries
     assert (await inc).complete
     w.pull_side = await w.d.connect(w.address)
     assert await w.moves("t", [6, 7], [20, 21])
@@ -91,8 +91,8 @@ async def test_a_producer_that_is_gone_is_not_told_for_ever(w: World) -> None:
     w.p.abort()
     await w.p.close()
     await virtual_time.pass_time(2 * w.d.config.lease_s)
-    assert not w.d._state.registry._settle_retries
-    assert not w.d._state.registry.interrupted(w.p.incarnation)
+    assert not inside.registry(w.d)._settle_retries
+    assert not inside.registry(w.d).interrupted(w.p.incarnation)
 
 
 @pytest.fixture(name="forge")
@@ -124,13 +124,13 @@ async def test_a_mark_for_a_transfer_that_is_settled(w: World, push: bool) -> No
     for tensor in w.target.tensors:
         tensor[DEST] = 7.0
     broken: list[str] = []
-    fail = w.d._state.connection_ended
+    fail = inside.state(w.d).connection_ended
 
     def ended(connection: ConnectionState, error: Any) -> None:
         broken.append(str(error))
         fail(connection, error)
 
-    w.d._state.connection_ended = ended  # type: ignore[method-assign]
+    inside.state(w.d).connection_ended = ended  # type: ignore[method-assign]
     w.cut()
     await w.until(lambda: any("KVW-TR-10" in error for error in broken))
     assert all((t[DEST] == 7.0).all() for t in w.target.tensors)
@@ -147,7 +147,7 @@ async def test_nothing_is_marked_for_a_transfer_that_is_settled(
     assert same(w.source, LIST, w.target, DEST)
     w.cut()
     assert (await out).complete
-    assert not out._state.attempts[0]._sent
+    assert not inside.attempts(out)[0]._sent
 
 
 @scenario("inproc")
@@ -161,7 +161,7 @@ async def test_a_last_word_is_no_answer_to_another_transfer_of_the_name(
     new = w.p.publish("t", w.source.cache, [6, 7])
     await virtual_time.pass_time(2.0)
     assert not new.done()
-    assert not new._state.attempts
+    assert not inside.attempts(new)
     new.ready()
     new.finish()
     w.pull_side = await w.d.connect(w.address)
@@ -176,20 +176,20 @@ async def test_going_on_with_an_end_that_is_over_is_refused(w: World) -> None:
     out.finish()
     await inc
     await out
-    request = w.pull_side._state.core.open_transfer(
-        TransferRecord(id=inc._state.key),
-        inc._state.description(inc._state.peer_id).encode(),
+    request = inside.core(w.pull_side).open_transfer(
+        TransferRecord(id=inside.state(inc).key),
+        inside.state(inc).description(inside.state(inc).peer_id).encode(),
         pull=True,
         deadline=None,
     )
-    w.pull_side._state.run()
+    inside.run(w.pull_side)
     await w.until(lambda: request.over)
-    assert not w.p._state.registry.live
+    assert not inside.registry(w.p).live
 
 
 def deafen(connection: kvwire.Connection) -> None:
     """Its link hears nothing any more, not even its own end."""
-    link: Any = connection._state.link
+    link: Any = inside.link(connection)
     link._turn = link.wake = lambda *_: None
 
 
@@ -213,26 +213,26 @@ async def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_los
         pull_side, push_side = w.pull_side, w.push_side
         out, _ = await settled_unheard(w, push=True)
         deafen(pull_side)
-        push_side._state.dialled = None
+        inside.state(push_side).dialled = None
         push_side.abort("a broken cable")
         await push_side.wait_closed()
         await p.connect(address)
-        await w.until(lambda: d._state.registry._stashed)
+        await w.until(lambda: inside.registry(d)._stashed)
         assert not out.done()
         if ends == "is lost":
-            pull_side._state.core.fail(kvwire.ConnectionLost("silence"))
+            inside.core(pull_side).fail(kvwire.ConnectionLost("silence"))
         else:
-            pull_side._state.core.fail(kvwire.ClosedOK("this side has closed"))
-        pull_side._state.run()
+            inside.core(pull_side).fail(kvwire.ClosedOK("this side has closed"))
+        inside.run(pull_side)
         produced = await out
         if ends == "is lost":
             assert produced.complete
         else:
             (reason,) = produced.missing.reasons
             assert "nothing is known of it" in reason
-        assert not d._state.registry._settling
-        assert not d._state.registry._asked
-        link: Any = pull_side._state.link
+        assert not inside.registry(d)._settling
+        assert not inside.registry(d)._asked
+        link: Any = inside.link(pull_side)
         del link._turn, link.wake
         link.wake()
 
@@ -244,9 +244,9 @@ async def test_a_producer_that_is_back_while_its_last_link_says_the_last_word() 
         p, d, address = w.p, w.d, w.address
         push_side = w.push_side
         out, _ = await settled_unheard(w, push=True)
-        push_side._state.dialled = None
+        inside.state(push_side).dialled = None
         push_side.abort("a broken cable")
-        exchange = d._state.registry
+        exchange = inside.registry(d)
         await w.until(lambda: exchange._settle_retries)
         (word,) = exchange._settle_retries.values()
         second = await p.connect(address)
@@ -254,18 +254,18 @@ async def test_a_producer_that_is_back_while_its_last_link_says_the_last_word() 
         its_end = await d.accept()
         await w.until(lambda: word.state is AttemptState.SETTLED)
         deafen(its_end)
-        second._state.dialled = None
+        inside.state(second).dialled = None
         second.abort("another broken cable")
         await second.wait_closed()
         await p.connect(address)
         await w.until(lambda: exchange._stashed)
         assert not out.done()
-        its_end._state.core.fail(kvwire.ConnectionLost("silence"))
-        its_end._state.run()
+        inside.core(its_end).fail(kvwire.ConnectionLost("silence"))
+        inside.run(its_end)
         assert (await out).complete
         await w.until(lambda: not exchange._settle_retries)
         assert not exchange._asked
-        link: Any = its_end._state.link
+        link: Any = inside.link(its_end)
         del link._turn, link.wake
         link.wake()
 
@@ -283,12 +283,12 @@ async def test_a_consumer_that_closes_says_its_last_word_first(
     out, _ = await settled_unheard(w, push)
     w.cut()
     if noticed:
-        await w.turns_until(lambda: w.d._state.registry._settle_retries)
+        await w.turns_until(lambda: inside.registry(w.d)._settle_retries)
     await w.d.close()
     assert out.done()
     assert (await out).complete
     assert out.is_drained
-    assert not w.d._state.registry.unsettled
+    assert not inside.registry(w.d).unsettled
     assert not w.p.live_connections
 
 
@@ -304,7 +304,7 @@ async def test_nor_does_one_that_waits_for_its_producer_to_come_back(
     w.pull_side, w.push_side = taken, dialled
     out, _ = await settled_unheard(w, push)
     w.cut()
-    closing = w.d._state.loop.create_task(w.d.close())
+    closing = inside.state(w.d).loop.create_task(w.d.close())
     await w.until(lambda: w.d.closed)
     with pytest.raises(kvwire.ClosedOK):
         await w.d.connect(w.address)
@@ -319,9 +319,9 @@ async def test_nor_is_a_close_held_up_by_a_producer_that_is_gone(w: World) -> No
     await settled_unheard(w)
     w.p.abort()
     await w.p.close()
-    begun = w.d._state.loop.time()
+    begun = inside.now()
     await w.d.close()
-    assert w.d._state.loop.time() - begun < w.d.config.close_timeout_s + 3
+    assert inside.now() - begun < w.d.config.close_timeout_s + 3
 
 
 # --- an abort while the link is lost --------------------------------------------------
@@ -335,22 +335,22 @@ async def test_an_abort_while_the_link_is_lost_is_told_on_the_next(
     """Nobody holds blocks for the whole lease for a peer that has given up."""
     out, inc = w.begin(push=push)
     asks, other = (out, inc) if push else (inc, out)
-    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
     out.ready(layers=0)
     await inc.layer(0)
     peer = w.d.incarnation if push else w.p.incarnation
-    w.pull_side._state.dialled = None
+    inside.state(w.pull_side).dialled = None
     w.cut()
-    await w.turns_until(lambda: asks._state.interrupted(peer))
+    await w.turns_until(lambda: inside.state(asks).interrupted(peer))
     asks.abort("given up")
     assert "given up" in next(iter((await asks).missing.values()))
     w.pull_side, w.push_side = await w.d.connect(w.address), await w.p.accept()
-    begun = w.d._state.loop.time()
+    begun = inside.now()
     assert "given up" in next(iter((await other).missing.values()))
     await other.drained()
-    assert w.d._state.loop.time() - begun < w.d.config.lease_s / 2
-    assert not w.p._state.registry._settle_retries
-    assert not w.d._state.registry._settle_retries
+    assert inside.now() - begun < w.d.config.lease_s / 2
+    assert not inside.registry(w.p)._settle_retries
+    assert not inside.registry(w.d)._settle_retries
     assert await w.moves("t", [6, 7], [20, 21])
 
 
@@ -359,11 +359,11 @@ async def test_an_abort_while_the_link_is_lost_is_told_on_the_next(
 async def test_nor_is_a_close_held_up_by_what_was_aborted(w: World, push: bool) -> None:
     out, inc = w.begin(push=push)
     asks = out if push else inc
-    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
     near, far = (w.p, w.d) if push else (w.d, w.p)
     far.abort()
-    await w.until(lambda: asks._state.asks(far.incarnation))
+    await w.until(lambda: inside.state(asks).asks(far.incarnation))
     asks.abort("given up")
-    begun = near._state.loop.time()
+    begun = inside.now()
     await near.close()
-    assert near._state.loop.time() - begun < near.config.close_timeout_s
+    assert inside.now() - begun < near.config.close_timeout_s

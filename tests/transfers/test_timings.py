@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvwire.transfers import timings as module
 from kvwire.transfers.timings import Phase, PhaseTimer
 from tests.scenarios.world import LAYERS, Memory, World, play, scenario
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
 # What the loop adds: the last word may wait for a frame to ride on.
@@ -156,15 +156,15 @@ async def test_a_consumer_that_was_served_has_nothing_on_the_wire(w: World) -> N
     other = await w.d.connect(w.address)
     out = w.p.publish("t", w.source.cache, LIST, consumers=2)
     served = w.pull_side.pull("t", w.target.cache, DEST)
-    await w.until(lambda: served._state.planned)
+    await w.until(lambda: inside.planned(served))
     late = other.pull("t", Memory().cache, DEST)
-    await w.until(lambda: late._state.planned)
+    await w.until(lambda: inside.planned(late))
     thaw = w.freeze(other)
     out.ready()
     out.finish()
     assert (await served).complete
     assert await w.stays_open(out, 1)
-    times = [attempt._phases.timings() for attempt in out._state.attempts]
+    times = [attempt._phases.timings() for attempt in inside.attempts(out)]
     thaw()
     assert (await out).complete
     assert times[0].wire_s < SLACK_S

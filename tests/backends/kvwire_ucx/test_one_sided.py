@@ -27,6 +27,7 @@ from kvwire_ucx.pieces import LentFragment, is_lent, lent_descriptor
 from kvwire_ucx.worker import UcxEndpoint
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
 from tests.backends.transfers import pair
+from tests.support import inside
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = needs_reading
@@ -72,7 +73,7 @@ async def test_every_byte_of_a_put_or_get_is_read_where_it_lies(
 async def test_one_side_alone_is_not_one_sided() -> None:
     async with pair("ucx", settings(), settings(one_sided="no")) as both:
         assert "one-sided" not in str(both.ab.transport_report)
-        lane = both.ab._state.driver.lanes.open[0].lane
+        lane = inside.lanes(both.ab).open[0].lane
         assert not lane.intact
         request = both.ab.send(1, bytes(MIB))
         assert await both.ba.recv(1) == bytes(MIB)

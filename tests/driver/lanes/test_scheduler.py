@@ -17,6 +17,7 @@ from kvwire.backend import Landing, Link, Payload
 from kvwire.errors import ConnectionClosed
 from kvwire.limits import KIB, MIB, SPAN_BYTES_MAX
 from kvwire_inproc.lane import InprocLane
+from tests.support import inside
 from tests.support.lanes import (
     BESIDE,
     CHUNK,
@@ -93,7 +94,7 @@ async def test_a_required_lane_that_breaks_ends_the_connection(
         with pytest.raises(ConnectionClosed):
             await pair.left.recv(7)
         await region.close()
-        assert not len(pair.near._state.buffers.holds)
+        assert not len(inside.buffers(pair.near).holds)
 
 
 async def test_the_log_has_a_line_for_each_life(
@@ -119,7 +120,7 @@ async def test_the_end_of_a_connection_is_no_broken_lane(
             pair.left.abort("enough")
             for end in (pair.left, pair.right):
                 await end.wait_closed()
-                assert not end._state.driver.active.pending
+                assert not inside.driver(end).active.pending
     assert not warned(caplog)
 
 

@@ -24,6 +24,7 @@ from kvwire.errors import ConnectionClosed
 from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_S, LANES_MAX
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
+from tests.support import inside
 from tests.support.lanes import (
     BESIDE,
     DATA,
@@ -50,7 +51,7 @@ def on_lanes(pair: Pair) -> int:
     return sum(
         endpoint.lane.received_bytes
         for end in (pair.left, pair.right)
-        for endpoint in end._state.driver.lanes.open
+        for endpoint in inside.lanes(end).open
     )
 
 
@@ -178,7 +179,7 @@ async def test_a_connection_that_ends_while_a_lane_comes_up_is_not_that_lane_s_f
 
 def _is_joining(near: kvwire.Communicator) -> bool:
     """Whether a lane is known that is not up."""
-    return any(not c._state.driver.lanes.quiet for c in near.live_connections)
+    return any(not inside.lanes(c).quiet for c in near.live_connections)
 
 
 @pytest.mark.parametrize("role", ["client", "server"])
@@ -236,7 +237,7 @@ async def endless_lanes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
         assert stuck
         for lane in stuck:
             abort(lane)
-        ends = pair.near._state, pair.far._state
+        ends = inside.state(pair.near), inside.state(pair.far)
         await until(lambda: not any(end.drivers for end in ends))
 
 
@@ -255,12 +256,12 @@ async def test_nor_does_a_client_that_has_come_back_meanwhile(
 ) -> None:
     """Its transfers wait until the lane that it has lost is quiet: never, here."""
     async with endless_lanes(monkeypatch) as pair:
-        await pair.near._state.redial(pair.left._state)
+        await inside.state(pair.near).redial(inside.state(pair.left))
         await until(lambda: pair.right.closed)
         async with asyncio.timeout(60.0):
             await pair.near.close()
             await pair.far.close()
-        assert pair.near._state.drivers, "the lane's memory is not given up for that"
+        assert inside.drivers(pair.near), "the lane's memory is not given up for that"
 
 
 # --- what comes back ------------------------------------------------------------------
@@ -268,7 +269,7 @@ async def test_nor_does_a_client_that_has_come_back_meanwhile(
 
 def break_lanes(end: kvwire.Connection) -> None:
     """As when its device is reset: our halves of all lanes are gone at once."""
-    for endpoint in list(end._state.driver.lanes.open):
+    for endpoint in list(inside.lanes(end).open):
         endpoint.lane.abort()
 
 
@@ -302,7 +303,7 @@ async def test_a_lane_that_broke_comes_back_and_carries_the_data(
             taken = next(c for c in end.transport_report if c.taken)
             assert taken.reason == "a copy within the process"
             assert reasons(end.transport_report)["tcp"] == "another was preferred"
-            counters = end._state.communicator.counters
+            counters = inside.state(end).communicator.counters
             assert counters.lanes_raised == 2
             assert counters.lanes_failed == 1
             assert counters.transport_fallbacks == 1, "coming back is none"
@@ -327,23 +328,23 @@ async def test_it_comes_back_however_often_it_breaks() -> None:
             await restored(pair, count)
         assert pair.left.transport == pair.right.transport == "inproc"
         await region.close()
-        assert not len(pair.near._state.buffers.holds)
-        assert not len(pair.far._state.buffers.holds)
+        assert not len(inside.buffers(pair.near).holds)
+        assert not len(inside.buffers(pair.far).holds)
 
 
 async def test_transports_that_a_client_makes_up_are_not_remembered() -> None:
     """It may ask for another one each time, for as long as the connection lives."""
     async with connected(**BESIDE) as pair:
-        lanes = pair.left._state.core.lanes
+        lanes = inside.core(pair.left).lanes
         for turn in range(2 * LANES_MAX):
             number = lanes.next_number()
             assert number is not None
             lanes.open(number, f"made up {turn}", b"")
-            pair.left._state.run()
+            inside.run(pair.left)
             await until(lambda: lanes._lanes[number].peer_closed)  # noqa: B023
-            pair.left._state.core.lane_gone(number, "neither do I")
-            pair.left._state.run()
-        assert not pair.right._state.driver.lanes.failed
+            inside.core(pair.left).lane_gone(number, "neither do I")
+            inside.run(pair.left)
+        assert not inside.lanes(pair.right).failed
         await expect_moves(pair)
 
 
@@ -356,7 +357,7 @@ async def test_a_peer_that_refuses_is_not_asked_for_ever(
         use(monkeypatch, _Refusing, "server")
         break_lanes(pair.left)
         await until(lambda: pair.near.counters.lanes_failed == 1 + REFUSALS_MAX)
-        await until(lambda: not pair.left._state.driver.lane_setup.busy)
+        await until(lambda: not inside.driver(pair.left).lane_setup.busy)
         await expect_moves(pair)
         assert pair.left.transport == pair.right.transport == "tcp"
         assert pair.near.counters.lanes_failed == 1 + REFUSALS_MAX
@@ -388,7 +389,7 @@ async def test_what_never_came_up_is_not_opened_again(
     use(monkeypatch, _Refusing, "server")
     async with connected(**BESIDE) as pair:
         await expect_moves(pair)
-        assert not pair.left._state.driver.lane_setup.busy
+        assert not inside.driver(pair.left).lane_setup.busy
         assert pair.near.counters.lanes_failed == 1
 
 
@@ -403,9 +404,9 @@ async def test_the_end_of_a_connection_ends_the_setup_of_lanes(
             raise_again_after(monkeypatch, 0.0)
             use(monkeypatch, _Hanging, "client")
         break_lanes(pair.left)
-        await until(lambda: pair.left._state.driver.lane_setup.busy)
+        await until(lambda: inside.driver(pair.left).lane_setup.busy)
         if stage == "joining":
-            await until(lambda: not pair.left._state.driver.lanes.quiet)
+            await until(lambda: not inside.lanes(pair.left).quiet)
         async with asyncio.timeout(LANE_TIMEOUT_S / 2):
             if how == "close":
                 await pair.left.close()
@@ -413,4 +414,4 @@ async def test_the_end_of_a_connection_ends_the_setup_of_lanes(
                 pair.left.abort("enough")
                 await pair.left.wait_closed()
             await pair.right.wait_closed()
-        assert not pair.left._state.driver.lane_setup.busy
+        assert not inside.driver(pair.left).lane_setup.busy

@@ -19,6 +19,7 @@ from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.limits import MIB
 from tests.integrations.vllm import steps
 from tests.integrations.vllm.fakes import FREE, NAMES, Worker
+from tests.support import inside
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import eventually
 
@@ -89,7 +90,7 @@ def void(_: object) -> None:
 
 def copying(worker: Worker) -> bool:
     async def look(communicator: Communicator) -> bool:
-        return any(not c._state.staging.quiet for c in communicator.live_connections)
+        return any(not inside.staging(c).quiet for c in communicator.live_connections)
 
     return worker.side._engine.start(look).result()
 
@@ -256,7 +257,7 @@ def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
     assert eventually(
         lambda: (
             len(departure._parts) == 1
-            and len(departure._parts[0]._state.ready_log.log) == len(NAMES)
+            and len(inside.state(departure._parts[0]).ready_log.log) == len(NAMES)
         )
     )
     gpus.of(p).hold()

@@ -1,0 +1,124 @@
+"""The one way of tests into objects that users hold.
+
+A test uses public names. Where it must look behind them, or change what is there, it
+goes through here, so that only this file knows how the objects are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, overload
+
+import kvwire
+from kvwire.backend import Link
+from kvwire.driver.buffers import BufferTable
+from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.driver.device_staging import DeviceStaging
+from kvwire.driver.lanes.state import LaneSet
+from kvwire.endpoint.acceptor import Acceptor
+from kvwire.endpoint.communicator import CommunicatorState, Driver
+from kvwire.endpoint.connection import ConnectionState
+from kvwire.endpoint.peer import PeerState
+from kvwire.endpoint.request import RequestState
+from kvwire.proto.connection import ConnectionCore
+from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.matching import TransferRegistry
+from kvwire.transfers.outgoing import OutgoingState
+from kvwire.transfers.receiver import ReceiveAttempt
+from kvwire.transfers.sender import SendAttempt
+
+
+@overload
+def state(of: kvwire.Communicator) -> CommunicatorState: ...
+@overload
+def state(of: kvwire.Connection) -> ConnectionState: ...
+@overload
+def state(of: kvwire.Peer) -> PeerState: ...
+@overload
+def state(of: kvwire.Request[Any]) -> RequestState[Any]: ...
+@overload
+def state(of: kvwire.Outgoing) -> OutgoingState: ...
+@overload
+def state(of: kvwire.Incoming) -> IncomingState: ...
+def state(of: Any) -> Any:
+    """What is behind an object that users hold."""
+    return of._state
+
+
+# --- a communicator -------------------------------------------------------------------
+
+
+def buffers(of: kvwire.Communicator) -> BufferTable:
+    """The memory that its users have lent it."""
+    return of._state.buffers
+
+
+def drivers(of: kvwire.Communicator) -> dict[Driver, None]:
+    """Those of its links, also in a handshake."""
+    return of._state.drivers
+
+
+def reception(of: kvwire.Communicator) -> Acceptor:
+    """Its connections from others that are not accepted yet."""
+    return of._state._reception
+
+
+def registry(of: kvwire.Communicator) -> TransferRegistry:
+    """Its transfers, and questions for some."""
+    return of._state.registry
+
+
+# --- a connection ---------------------------------------------------------------------
+
+
+def core(of: kvwire.Connection) -> ConnectionCore:
+    """What decides."""
+    return of._state.core
+
+
+def driver(of: kvwire.Connection) -> ConnectionDriver:
+    """What moves bytes for the core."""
+    return of._state.driver
+
+
+def lanes(of: kvwire.Connection) -> LaneSet:
+    """Its lanes."""
+    return of._state.driver.lanes
+
+
+def link(of: kvwire.Connection) -> Link:
+    """Its control link."""
+    return of._state.link
+
+
+def run(of: kvwire.Connection) -> None:
+    """Act on what the core has to do now."""
+    of._state.run()
+
+
+def staging(of: kvwire.Connection) -> DeviceStaging:
+    """Its copies between devices and staging memory."""
+    return of._state.staging
+
+
+# --- a transfer -----------------------------------------------------------------------
+
+
+def attempt(of: kvwire.Incoming) -> ReceiveAttempt | None:
+    """Its way over one connection, if there is one."""
+    return of._state.attempt
+
+
+def attempts(of: kvwire.Outgoing) -> list[SendAttempt]:
+    """Its ways to its consumers."""
+    return of._state.attempts
+
+
+def planned(of: kvwire.Incoming) -> bool:
+    """Whether a producer has met it, over this link or an earlier one."""
+    return of._state.planned
+
+
+def now() -> float:
+    """The time on the clock of the loop, in seconds."""
+    return asyncio.get_running_loop().time()
