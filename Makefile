@@ -51,6 +51,7 @@ check: $(STAMP)-dev
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.programs.structure
 	$(BIN)/python -m pytest --quiet -m '' tests/test_tidy.py tests/test_rules.py
 
 format: $(STAMP)-dev

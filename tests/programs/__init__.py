@@ -11,6 +11,7 @@ model      compares a store on a disk with a model of it, through kills
 torture    kills what a store is made of
 faults     breaks real engines of vLLM, with kvwire and with NixlConnector
 reference  writes the pages of docs/reference that come from the code
+structure  counts rooms, arrows, rings and idioms of kvwire, and holds their ceilings
 ========== =====================================================================
 
 The ``test_*.py`` of a folder run a small round of its program, so that it stays alive.

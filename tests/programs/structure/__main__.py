@@ -1,0 +1,65 @@
+"""Prints the numbers; the exit status is 1 when one is above its ceiling."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import chain
+from pathlib import PurePath
+from typing import Final
+
+from tests.programs.structure import idioms, imports
+from tests.support import tree
+
+# What makes a number smaller lowers its ceiling. One that becomes larger needs a reason
+# that a reviewer can disagree with.
+CEILINGS: Final = {
+    "rooms": 30,
+    "floors": 18,
+    "arrows": 200,
+    "rings": 9,
+    "files of the biggest ring": 9,
+    "forwarders": 196,
+    "callbacks": 156,
+    "backoffs": 10,
+}
+
+
+def measured() -> dict[str, list[str]]:
+    """What there is of each, one place in a line."""
+    packages = [PurePath(path).name for path in tree.packages()]
+    graph = imports.of_tree(name for name in packages if name != imports.ROOT)
+    rings = imports.rings(graph)
+    files = tree.python("kvwire/", "backends/")
+    return {
+        "rooms": sorted({imports.room(module) for module in graph}),
+        "floors": imports.chain(graph),
+        "arrows": [f"{one} -> {other}" for one, other in sorted(imports.arrows(graph))],
+        "rings": [f"{len(ring)}: {', '.join(ring)}" for ring in rings],
+        "files of the biggest ring": rings[0] if rings else [],
+        "forwarders": list(chain.from_iterable(map(idioms.forwarders, files))),
+        "callbacks": list(chain.from_iterable(map(idioms.callbacks, files))),
+        "backoffs": list(chain.from_iterable(map(idioms.backoffs, files))),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the shape of kvwire in numbers")
+    parser.add_argument("--list", choices=CEILINGS, help="every place of one number")
+    listed: str | None = parser.parse_args().list
+    found = measured()
+    if listed:
+        print("\n".join(found[listed]))
+        return
+    above = [name for name, places in found.items() if len(places) > CEILINGS[name]]
+    for name, places in found.items():
+        verdict = "ABOVE ITS CEILING" if name in above else ""
+        print(f"{name:27}{len(places):4} of at most {CEILINGS[name]:4}  {verdict}")
+    print("\n".join(f"  ring of {ring}" for ring in found["rings"]))
+    for name in above:
+        print(f"{name}: python -m tests.programs.structure --list {name!r}")
+    sys.exit(1 if above else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Functions that only pass a call on, callbacks as parameters, loops of attempts."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.support.house.check import AnyFunction, dotted, functions
+from tests.support.tree import Source
+
+_SIMPLE = ast.Name | ast.Attribute | ast.Constant
+
+
+def forwarders(source: Source) -> Iterator[str]:
+    """Functions that are one call of another with all their own parameters.
+
+    What is passed beside those is a name, an attribute or a constant.
+    """
+    for name, function in functions(source.syntax):
+        dunder = function.name.startswith("__")
+        if not dunder and (call := _only_call(function)) and _passes_on(function, call):
+            yield f"{source.path}:{function.lineno}: {name}: {ast.unparse(call)}"
+
+
+def _only_call(function: AnyFunction) -> ast.Call | None:
+    body = function.body
+    if ast.get_docstring(function) is not None:
+        body = body[1:]
+    match body:
+        case [ast.Return(value=value) | ast.Expr(value=value)]:
+            called = value.value if isinstance(value, ast.Await) else value
+            return called if isinstance(called, ast.Call) else None
+        case _:
+            return None
+
+
+def _passes_on(function: AnyFunction, call: ast.Call) -> bool:
+    given = [a.value if isinstance(a, ast.Starred) else a for a in call.args]
+    given += [keyword.value for keyword in call.keywords]
+    if not all(isinstance(one, _SIMPLE) for one in given):
+        return False
+    own = [parameter.arg for parameter in _parameters(function)]
+    if own and own[0] in {"self", "cls"}:
+        own = own[1:]
+    return set(own) <= {one.id for one in given if isinstance(one, ast.Name)}
+
+
+def callbacks(source: Source) -> Iterator[str]:
+    """Parameters that are annotated as something to call."""
+    for name, function in functions(source.syntax):
+        for parameter in _parameters(function):
+            annotation = parameter.annotation
+            if annotation and any(
+                dotted(node).rpartition(".")[2] == "Callable"
+                for node in ast.walk(annotation)
+            ):
+                yield f"{source.path}:{parameter.lineno}: {name}: {parameter.arg}"
+
+
+def _parameters(function: AnyFunction) -> list[ast.arg]:
+    listed = function.args
+    rest = [one for one in (listed.vararg, listed.kwarg) if one is not None]
+    return [*listed.posonlyargs, *listed.args, *listed.kwonlyargs, *rest]
+
+
+def backoffs(source: Source) -> Iterator[str]:
+    """Places that make a ``Backoff`` to wait between attempts of their own."""
+    for node in ast.walk(source.syntax):
+        if isinstance(node, ast.Call) and dotted(node.func).endswith("Backoff"):
+            yield f"{source.path}:{node.lineno}"
