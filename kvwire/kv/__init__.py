@@ -1,1 +1,1 @@
-"""What is moved: cache specs, layouts, block lists, plans and outcomes. Pure NumPy."""
+"""Cache specs, layouts, block lists, transfer plans and outcomes, in pure NumPy."""

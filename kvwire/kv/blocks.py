@@ -1,12 +1,12 @@
 """Block lists: which blocks a transfer moves, and in which order.
 
-A transfer's list says where the request's tokens lie: the block at position 0 holds
-the first ``block_tokens`` of them, and so on. Positions count within the list, ids
-within the pool. Hybrid models have a list for each cache group, so a block is named by
+The list is in token order: its block at position 0 holds the request's first
+``block_tokens`` tokens, and so on. A *position* counts within the list, a block *id*
+within the pool. A hybrid model has one list per cache group, so a block's full name is
 (group, id).
 
-What of a transfer landed is a set of such names, and what did not a mapping of them to
-reasons. Both are arrays underneath.
+An outcome has the landed blocks as a set of such names, and the missing ones as a
+mapping from name to reason. Both are backed by arrays.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvwire.errors import UsageError
 from kvwire.kv.tensors import refuse_masked
 
 DEFAULT_GROUP: Final = "kv"
-"""The one group of a cache that has no groups."""
+"""The group of a cache that was described without groups."""
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Bits: TypeAlias = npt.NDArray[np.bool_]
 Codes: TypeAlias = npt.NDArray[np.uint16]
 BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 Blocks: TypeAlias = "BlockIds | Mapping[str, BlockIds]"
-"""What callers pass: the ids of the only group, or {group: ids}."""
+"""Block ids as callers pass them: those of the only group, or {group: ids}."""
 
-# As methods of an array both run a function in Python first.
+# The methods of the same name on an array run a Python function first.
 any_of: Final = np.logical_or.reduce
 all_of: Final = np.logical_and.reduce
 
@@ -43,10 +43,13 @@ UNNAMED: Final = -1
 
 
 class BlockLists(dict[str, Ids]):
-    """Holds checked block ids: an array for each group, in the cache's order."""
+    """Checked block ids: one array per group, in the cache's order."""
 
     def padded(self, blocks: Mapping[str, int]) -> BlockLists:
-        """Return the same with room for so many more blocks in each group."""
+        """Return a copy in which each group has ``blocks[group]`` positions.
+
+        The added positions at the end are :data:`UNNAMED`.
+        """
         return BlockLists(
             (name, np.pad(ids, (0, blocks[name] - ids.size), constant_values=UNNAMED))
             for name, ids in self.items()
@@ -54,8 +57,13 @@ class BlockLists(dict[str, Ids]):
 
 
 def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
-    """Check block ids and put them in one array for each group."""
-    # An abstract class is asked last: that takes several times as long.
+    """Check block ids and return them as one array per group.
+
+    Raises:
+        UsageError: A group is unknown or missing, an id is out of range or listed
+            twice, or the lists are too long in total.
+    """
+    # The abstract class comes last: asking it takes several times as long.
     if isinstance(blocks, list | np.ndarray) or not isinstance(blocks, Mapping):
         if len(pools) != 1:
             raise UsageError(
@@ -85,7 +93,7 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
 
 
 class BlockSet(AbstractSet[tuple[str, int]]):
-    """Holds blocks by (group, id), whose members are made only when asked for.
+    """A set of blocks, each a (group, id) tuple that is made only when iterated over.
 
     Args:
         ids: The ids of each group.
@@ -109,14 +117,14 @@ class BlockSet(AbstractSet[tuple[str, int]]):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Return the groups, with blocks here or without."""
+        """Return the names of all groups, also of those without blocks in this set."""
         return tuple(self._ids)
 
     def __contains__(self, block: object) -> bool:
         return self.position(block) >= 0
 
     def position(self, block: object) -> int:
-        """Return where ``(group, id)`` stands among its group's ids here, or -1."""
+        """Return the index of ``(group, id)`` among its group's ids, or -1."""
         if not isinstance(block, tuple) or len(block) != 2 or block[0] not in self._ids:
             return -1
         group, block_id = block
@@ -153,9 +161,10 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class MissingOfGroup:
-    """Lists what one group misses: ids, which of the reasons each has, lost layers.
+    """The missing blocks of one group.
 
-    ``lost`` has the shape (layers, ids): which of the layers did not land.
+    ``ids[i]`` is missing for the reason number ``codes[i]``. ``lost``, shape (layers,
+    ids), marks the layers that did not land.
     """
 
     ids: Ids
@@ -164,19 +173,19 @@ class MissingOfGroup:
     lost: Bits
 
     def only(self, these: Bits) -> MissingOfGroup:
-        """Return some of the ids."""
+        """Return the same for a selection of the ids."""
         return MissingOfGroup(
             self.ids[these], self.codes[these], self.layers, self.lost[:, these]
         )
 
 
 class MissingBlocks(Mapping[tuple[str, int], str]):
-    """Says why blocks did not land, by (group, block id).
+    """Why blocks did not land, by (group, block id).
 
     Args:
-        groups: What each group of the transfer misses.
-        reasons: What the codes mean; not each of them need have a block.
-        beside: Why positions that no block was named for did not land.
+        groups: The missing blocks of each group of the transfer.
+        reasons: The text of each code; a reason may have no block.
+        beside: Reasons for positions that never got a block.
     """
 
     __slots__ = ("_blocks", "beside", "groups", "meanings")
@@ -202,18 +211,14 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Return each reason that a missing block has, or one never named, once."""
+        """Return every distinct reason, of missing blocks and of unnamed positions."""
         codes = [group.codes for group in self.groups.values()]
         used = distinct(np.concatenate(codes)).tolist() if codes else []
         said = [self.meanings[code] for code in used]
         return tuple(dict.fromkeys((*said, *self.beside)))
 
     def layers(self, block: tuple[str, int]) -> tuple[int, ...]:
-        """Return the layers of a block that did not land, by the model's index.
-
-        Raises:
-            KeyError: The block is not missing.
-        """
+        """Return the missing layers of a missing block, by the model's index."""
         group = self.groups[block[0]]
         lost = np.flatnonzero(group.lost[:, self._position(block)])
         return tuple(group.layers[row] for row in lost.tolist())
@@ -240,8 +245,9 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
 
 
 def named_of(lists: Mapping[str, Ids]) -> Mapping[str, Ids]:
-    """Return the lists without positions that no block was named for, their ends."""
-    # Of each transfer that is over, so the end alone is looked at.
+    """Return the lists without their unnamed positions."""
+    # This runs for every transfer that ends. Unnamed positions are always last, so
+    # looking at the end is enough.
     for ids in lists.values():
         if ids.size and ids.item(-1) == UNNAMED:
             break
@@ -251,7 +257,7 @@ def named_of(lists: Mapping[str, Ids]) -> Mapping[str, Ids]:
 
 
 def nothing_missing(groups: Mapping[str, range]) -> MissingBlocks:
-    """Return that no block is missing, of groups with the layers that were to come."""
+    """Return an empty mapping for a transfer with these groups and their layers."""
     return MissingBlocks(
         {
             name: MissingOfGroup(
@@ -269,7 +275,7 @@ def nothing_missing(groups: Mapping[str, range]) -> MissingBlocks:
 def missing_blocks(
     groups: Mapping[str, MissingOfGroup], reasons: Sequence[str]
 ) -> MissingBlocks:
-    """Return what is missing; positions that no block was named for are not."""
+    """Return the missing blocks; unnamed positions contribute their reasons only."""
     named = {name: group.ids != UNNAMED for name, group in groups.items()}
     if all(all_of(bits) for bits in named.values()):
         return MissingBlocks(groups, reasons)
@@ -282,12 +288,12 @@ def missing_blocks(
 
 
 def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
-    """Return what any of several shares of the same blocks misses.
+    """Merge the missing blocks of several shares of the same block list.
 
-    The reason is that of the first share that misses the block; its layers are those
-    that any share misses.
+    A block that several shares miss has the reason of the first of them, and the
+    missing layers of all.
     """
-    # Where each share's reasons begin among those of all.
+    # Reasons are concatenated; share i's begin at offsets[i].
     *offsets, _ = accumulate((len(share.meanings) for share in shares), initial=0)
     groups = {
         name: _join_group([share.groups[name] for share in shares], offsets)
@@ -300,12 +306,12 @@ def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
     )
 
 
-# NumPy has both, but there the first call imports a package, `numpy.ma`. That stops an
-# event loop for 50 ms, and fails in a process that may not read files any more.
+# NumPy has both, but its versions import the package `numpy.ma` on first use. That
+# blocks an event loop for 50 ms, and fails in a process that may no longer open files.
 
 
 def distinct(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
-    """Return each value once, in order, as ``np.unique``."""
+    """Return the distinct values in ascending order, as ``np.unique`` does."""
     ordered = values.copy()
     ordered.sort()
     first = np.empty(ordered.size, np.bool_)
@@ -315,7 +321,7 @@ def distinct(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
 
 
 def among(values: npt.NDArray[Number], others: npt.NDArray[Number]) -> Bits:
-    """Return which values are among others, as ``np.isin``."""
+    """Return which values occur in ``others``, as ``np.isin`` does."""
     if not others.size:
         return np.zeros(values.size, np.bool_)
     ordered = np.sort(others)
@@ -332,7 +338,7 @@ def _join_group(
     layers = range(first, max(part.layers.stop for part in parts))
     codes = np.zeros(ids.size, np.uint16)
     lost = np.zeros((len(layers), ids.size), np.bool_)
-    # Backwards, so that the first share has the last word.
+    # Backwards, so that the first share overwrites the others.
     for part, offset in zip(reversed(parts), reversed(offsets), strict=True):
         at = np.searchsorted(ids, part.ids)
         codes[at] = part.codes + np.uint16(offset)

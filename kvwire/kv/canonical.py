@@ -2,17 +2,18 @@
 
 Theory
 ------
-A transfer moves the elements that both sides have, so it is a box in six dimensions:
-model layers that both hold, the request's tokens, components, model heads that both
-hold, elements of a head. The byte order walks that box; each side then maps a step of
-the walk onto its own memory. Nothing but the walk has to be agreed.
+A transfer moves the elements that both sides have. They form a box with six axes: model
+layers that both hold, the request's tokens, components, model heads that both hold,
+elements of a head. The byte order is a walk through that box; each side maps the steps
+of the walk onto its own memory. The two sides need to agree on the walk and nothing
+else.
 
 *Granules.* Blocks of the two sides may differ in size, so the token axis is cut into
 granules of ``gcd(block_tokens, block_tokens)`` tokens: the largest runs of tokens that
 no block boundary of either side divides. With equal blocks a granule is a block.
-Granule g is tokens ``[g * granule_tokens, ...)`` of the request, which is one place on
-either side. A partly filled last granule is moved whole; the bytes behind the last
-token belong to the same blocks and mean nothing.
+Granule g begins at token ``g * granule_tokens`` of the request, and lies within one
+block on either side. A partly filled last granule is moved whole; the bytes after the
+last token belong to the same blocks and have no meaning.
 
 *Axis order.* The walk nests the axes (layer, granule, component, token, head, dim) in
 some order, where the granule axis stands where ``block`` stands in a memory order. Any
@@ -45,10 +46,10 @@ from kvwire.kv.spec import overlap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canonical:
-    """Describes what a transfer carries of one cache group, and in which order.
+    """The elements of one cache group that a transfer carries, and their order.
 
-    Layers and heads are the model's indices of those that both sides hold. In the order
-    ``block`` is the granule axis.
+    ``layers`` and ``heads`` are the model's indices that both sides hold. In ``order``
+    the name ``block`` stands for the granule axis.
     """
 
     group: str
@@ -69,7 +70,7 @@ class Canonical:
         return elements * self.head_dim * self.item_bytes
 
     def fields(self) -> tuple[str | int, ...]:
-        """Everything that decides the walk, for a digest that both sides compare."""
+        """Return the values that decide the walk, for a digest both sides compare."""
         return (
             self.group,
             " ".join(self.order),
@@ -80,7 +81,7 @@ class Canonical:
         )
 
     def extents(self, layers: int, granules: int) -> dict[str, int]:
-        """Steps along each axis of a part of the walk."""
+        """Return the number of steps along each axis, for a part of the walk."""
         return {
             "layer": layers,
             "block": granules,
@@ -92,9 +93,13 @@ class Canonical:
 
 
 def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
-    """Return what a transfer between two sides carries, group by group.
+    """Return the elements that a transfer between two sides carries, for each group.
 
-    A pure function of both descriptions: either side gets the same answer.
+    Both sides get the same answer, because it depends on the two descriptions only.
+
+    Raises:
+        ProfileMismatch: The sides differ in groups, model or tokens, or have no layer
+            or head in common.
     """
     names = [group.name for group in producer.groups]
     others = [group.name for group in consumer.groups]
@@ -110,7 +115,7 @@ def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
 
 
 def pieces(walk: Canonical, side: GroupGeometry) -> int:
-    """Return in how many pieces a walk lies on one side."""
+    """Return the number of contiguous pieces that a walk has in one side's memory."""
     extents = walk.extents(len(walk.layers), walk.granules)
     return math.prod(extents.values()) // _run(walk.order, extents, side)
 
@@ -149,7 +154,11 @@ def _negotiate_group(producer: GroupGeometry, consumer: GroupGeometry) -> Canoni
 
 
 def _common_tokens(producer: GroupGeometry, consumer: GroupGeometry, where: str) -> int:
-    """Return how many tokens both lists are for; each block has a part."""
+    """Return the number of tokens that the two block lists stand for.
+
+    Raises:
+        ProfileMismatch: The lists are not for the same tokens.
+    """
     tokens = min(producer.capacity, consumer.capacity)
     both = producer.tokens is not None and consumer.tokens is not None
     if both and producer.tokens != consumer.tokens:
@@ -176,7 +185,7 @@ def _list_of(side: GroupGeometry) -> str:
 def _choose_order(
     parts: Canonical, producer: GroupGeometry, consumer: GroupGeometry
 ) -> tuple[str, ...]:
-    """Return the memory order that makes fewer fragments on both sides."""
+    """Return the side's memory order with which both make fewer fragments."""
     extents = parts.extents(len(parts.layers), parts.granules)
     elements = math.prod(extents.values())
 
@@ -188,9 +197,9 @@ def _choose_order(
 
 
 def _run(order: tuple[str, ...], extents: dict[str, int], side: GroupGeometry) -> int:
-    """Return the elements of the walk that lie together here without gaps.
+    """Return how many elements of the walk lie together on one side, without gaps.
 
-    Blocks count as never adjacent, since nobody knows the peer's block ids.
+    Blocks count as never adjacent, since neither side knows the other's block ids.
     """
     strides = _gapless_strides(side)
     run = 1
@@ -204,7 +213,7 @@ def _run(order: tuple[str, ...], extents: dict[str, int], side: GroupGeometry) -
 
 
 def _gapless_strides(side: GroupGeometry) -> dict[str, int]:
-    """Return the elements between steps inside ``block``, if nothing is padded."""
+    """Return the strides within a block, in elements, as if nothing were padded."""
     extents = extents_of(side.spec)
     strides: dict[str, int] = {}
     stride = 1

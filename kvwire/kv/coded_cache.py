@@ -1,18 +1,17 @@
-"""A cache of encoded rows, which a transfer with ``codec=`` moves in a cache's place.
+"""A cache of encoded rows, which a transfer with ``codec=`` moves instead of the cache.
 
 The blocks that a transfer lists have a *shadow*: a cache in host memory with the same
 layers, heads and tokens, whose rows are the encoded ones, as ``uint8``. Block i of the
 shadow belongs to position i of the list. The transfer moves the shadow like any other
-cache, so what it promises (parts, other block sizes and shards, resuming, exact
-outcomes) holds for encoded rows without another word of protocol. The producer encodes
-a part before it counts as marked; the consumer decodes a part that has landed before it
-counts as landed.
+cache, so partial transfers, other block sizes and shards, resuming and exact outcomes
+work for encoded rows with no change to the protocol. The producer encodes a part before
+it counts as marked; the consumer decodes a landed part before it counts as landed.
 
-That both ends mean the same shows in the description that they compare: the shadow's
-fingerprint names codec and element type.
+The shadow's fingerprint names codec and element type. Peers compare fingerprints, so
+both ends are sure to use the same codec.
 
-Groups that hold no tokens of floating point (recurrent states, a cache of fp8) have a
-shadow too, with their bytes as they are.
+Groups without tokens in floating point (recurrent states, a cache of fp8) have a shadow
+too, which holds their bytes unchanged.
 """
 
 from __future__ import annotations
@@ -36,19 +35,23 @@ from kvwire.kv.paged import GroupSource, PagedCache
 from kvwire.kv.spec import KVSpec
 
 Move: TypeAlias = Callable[["Fragments | memoryview", "Fragments | memoryview"], None]
-"""Copies between two lists of one length; one of them may lie on a device."""
+"""Copies fragments to others of the same total length; either may be on a device."""
 
-# Encoded at once: with fewer, threads wait for the interpreter between steps of NumPy.
+# How much is encoded at once. With smaller pieces, threads wait for the interpreter's
+# lock between the NumPy steps.
 _PIECE_ELEMENTS: Final = 512 * 1024
 _LAYOUT: Final = AxisOrder(" ".join(AXES))
 
 
 class CodedCache:
-    """Keeps the encoded rows of the listed blocks of a cache.
+    """The encoded rows of the listed blocks of a cache.
 
     Attributes:
         cache: The shadow.
-        lists: Its block lists: each block at its own position.
+        lists: The shadow's block lists: block i at position i.
+
+    Raises:
+        UsageError: The cache has no tokens in floating point.
     """
 
     def __init__(self, cache: PagedCache, lists: BlockLists, codec: RowCodec) -> None:
@@ -62,7 +65,7 @@ class CodedCache:
             spec = _shadow_spec(group.spec, codec)
             extents = extents_of(spec) | {"block": max(1, lists[name].size)}
             shape = tuple(extents[axis] for axis in AXES)
-            # Of one byte; types that NumPy lacks come as uint8.
+            # One byte per element; NumPy has no float8, so those are uint8.
             dtype = np.int8 if spec.dtype == "int8" else np.uint8
             sources[name] = (spec, np.empty(shape, dtype), _LAYOUT)
         self.cache: PagedCache = PagedCache.grouped(sources)
@@ -71,11 +74,11 @@ class CodedCache:
         )
         self._real = cache
         self._codec = codec
-        # Those of a growing transfer are named as it goes.
+        # A growing transfer fills in its ids as it goes.
         self._ids = lists
 
     def encode(self, group: str, layers: range, blocks: range, move: Move) -> None:
-        """Encode some layers, counted within the group, of positions of its list."""
+        """Encode some layers, counted from 0 in the group, of some list positions."""
         spec, ids = self._real.groups[group].spec, self._ids[group]
         walk = Canonical(
             group=group,
@@ -106,7 +109,7 @@ class CodedCache:
     def decode(
         self, walk: Canonical, layers: range, granules: slice, wanted: Bits, move: Move
     ) -> None:
-        """Decode what has landed: of a transfer's walk some layers and granules."""
+        """Decode some layers and granules of a transfer's walk, which have landed."""
         spec = self._real.groups[walk.group].spec
         for real, shadow in self._pieces(walk, layers, granules, wanted):
             if not _is_coded(spec):
@@ -123,7 +126,7 @@ class CodedCache:
     def _pieces(
         self, walk: Canonical, layers: range, granules: slice, wanted: Bits
     ) -> Iterator[tuple[Fragments, Fragments]]:
-        """Yield the same rows of the cache and of its shadow, a few at a time."""
+        """Yield pieces of the cache, each with the same rows of the shadow."""
         ends = [
             GroupMap(Steps(_walked(walk, memory.spec), memory), ids, wanted)
             for memory, ids in (
@@ -159,5 +162,5 @@ def _shadow_spec(spec: KVSpec, codec: RowCodec) -> KVSpec:
 
 
 def _walked(walk: Canonical, spec: KVSpec) -> Canonical:
-    """Return a walk with the rows of one end, in the order of both."""
+    """Return the walk with axes in the common order and the rows of one cache."""
     return replace(walk, order=AXES, head_dim=spec.head_dim, item_bytes=spec.item_bytes)

@@ -1,8 +1,8 @@
-"""Which layers of which blocks were named, such as marked or landed: bits of integers.
+"""Which layers of which blocks were marked, or have landed, as bits of integers.
 
-One mark is a few operations on integers, since it is made in the middle of a forward
-pass: a bit for each layer that is named in whole, and for the others an integer with a
-bit for each block. On arrays of booleans the same takes five times as long.
+Marks are made in the middle of a forward pass, so one mark must cost only a few integer
+operations. Layers added for all blocks are bits of one integer; each other layer has an
+integer with one bit per block. Boolean arrays take five times as long.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from kvwire.kv.blocks import Bits
 
 ANY: Final = -1
-"""All blocks, as a mask."""
+"""A mask of all blocks."""
 
 
 class Coverage:
-    """Records which cells, layers times blocks, of one group were added.
+    """The cells (layer, block) of one group that were added so far.
 
     Attributes:
-        whole_layers: A bit for each layer of which every block was added.
+        whole_layers: One bit per layer, set once all its blocks were added.
         complete: Every cell was added.
     """
 
@@ -44,15 +44,18 @@ class Coverage:
         # Without blocks there is nothing to add.
         self.whole_layers: int = 0 if blocks else self._all_layers
         self.complete: bool = not blocks
-        # Layers of which some blocks were added, and which blocks those are.
+        # Layers with some blocks but not all: one bit per layer, and the blocks of
+        # each.
         self._begun = 0
         self._bits: dict[int, int] = {}
 
     def claim(self, layers: range, blocks: range, among: int = ANY) -> bool:
-        """Add cells; False, and none, if one in a mask of blocks was added before.
+        """Add cells unless one was added before; return whether they were added.
+
+        Only blocks in the mask ``among`` count as added before.
 
         Raises:
-            IndexError, ValueError: There are no such cells.
+            IndexError, ValueError: Cells are outside the group.
         """
         rows = (1 << layers.stop) - (1 << layers.start)
         if rows > self._all_layers or blocks.stop > self._blocks:
@@ -70,7 +73,7 @@ class Coverage:
         return True
 
     def overlaps(self, layers: range, blocks: range, among: int = ANY) -> bool:
-        """Tell whether any of these cells that is in a mask of blocks was added."""
+        """Return whether any of these cells in the mask ``among`` was added before."""
         rows = (1 << layers.stop) - (1 << layers.start)
         mask = _mask(blocks) & among
         if rows & self.whole_layers and mask:
@@ -80,7 +83,7 @@ class Coverage:
         return any(self._bits.get(layer, 0) & mask for layer in layers)
 
     def add_blocks(self, layer: int, mask: int) -> None:
-        """Add the blocks of a mask to one layer, whether they were added before."""
+        """Add a mask of blocks to one layer; blocks added before stay added."""
         row = 1 << layer
         if row & self.whole_layers:
             return
@@ -95,13 +98,13 @@ class Coverage:
             self._bits[layer] = bits
 
     def blocks_of(self, layer: int) -> int:
-        """Return the blocks of one layer that were added, as a mask."""
+        """Return a mask of the blocks that were added to one layer."""
         if self.whole_layers >> layer & 1:
             return self._all_blocks
         return self._bits.get(layer, 0)
 
     def cells(self, layers: range) -> Bits:
-        """Return what was added of some layers as an array: (layers, blocks)."""
+        """Return some layers' cells as booleans, True where added: (layers, blocks)."""
         nbytes = -(-self._blocks // 8)
         rows = [self.blocks_of(layer).to_bytes(nbytes, "little") for layer in layers]
         bits = np.frombuffer(bytearray().join(rows), np.uint8)
@@ -115,24 +118,24 @@ class Coverage:
 
     @property
     def left(self) -> int:
-        """Return how many cells were not added."""
+        """Return how many cells are yet to be added."""
         layers = self._layers - self.whole_layers.bit_count()
         return layers * self._blocks - sum(map(int.bit_count, self._bits.values()))
 
     @property
     def untouched(self) -> int:
-        """Return how many layers have no block that was added."""
+        """Return how many layers have no added block."""
         return (self._all_layers & ~self.whole_layers & ~self._begun).bit_count()
 
     def first_gap(self) -> tuple[int, int]:
-        """Return the first (layer, block) that was not added; there must be one."""
+        """Return the first (layer, block) yet to be added; there must be one."""
         assert not self.complete
         layer = _lowest(self._all_layers & ~self.whole_layers)
         return layer, _lowest(self._all_blocks & ~self._bits.get(layer, 0))
 
 
 def mask_of(blocks: Bits) -> int:
-    """Return booleans, one for each block, as a mask."""
+    """Return one boolean per block as a mask."""
     return int.from_bytes(np.packbits(blocks, bitorder="little").tobytes(), "little")
 
 

@@ -1,9 +1,9 @@
-"""A byte stream as the contiguous pieces of memory it lies in.
+"""A byte stream as the list of contiguous memory pieces that hold it.
 
-A transfer is one canonical byte order; each side maps that order onto its own memory
-with a list of fragments. The two lists need not agree: only their total length does. A
-list is a pair of NumPy arrays, so 100,000 fragments cost two arrays and not 100,000
-objects.
+A transfer has one canonical byte order; each side maps it onto its own memory with a
+list of fragments. The two lists may be cut differently and need only have the same
+total length. A list is a pair of NumPy arrays, so 100,000 fragments cost two arrays and
+not 100,000 objects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _new: Final = object.__new__
 
 
 class Fragments:
-    """Lists contiguous pieces of one side's memory, in canonical order.
+    """Contiguous pieces of one side's memory, in canonical order.
 
     Attributes:
         addresses: Shape (n,), uint64: the first byte of each fragment.
@@ -31,11 +31,11 @@ class Fragments:
         starts: Shape (n + 1,), uint64: where each fragment begins in the stream; the
             last entry is the total.
         nbytes: Total bytes.
-        piece_bytes: The length of each fragment, where all are known to have one; or 0.
-        owner: Whatever must stay alive while the addresses are used.
+        piece_bytes: The length of every fragment if they are known to be equal, else 0.
+        owner: An object that keeps the memory alive.
         writable: Whether the memory may be written to.
-        device: What the addresses belong to; None for host memory. No host code may
-            touch the addresses of a device.
+        device: The device that has the addresses; None for host memory. Host code must
+            not touch a device's addresses.
     """
 
     __slots__ = (
@@ -60,7 +60,7 @@ class Fragments:
         starts: Array | None = None,
         piece_bytes: int = 0,
     ) -> None:
-        """Check both arrays; not if ``starts`` says that they are known to be right."""
+        """Check the arrays, unless ``starts`` is given, which vouches for them."""
         if starts is None:
             _check(addresses, lengths)
             starts = np.zeros(lengths.size + 1, np.uint64)
@@ -84,7 +84,7 @@ class Fragments:
         writable: bool,
         device: Device | None = None,
     ) -> Fragments:
-        """Return fragments of one length, at least 1; those that touch are joined."""
+        """Return fragments of one length, at least 1, joining those that touch."""
         count = addresses.size
         lengths = np.empty(count, np.uint64)
         lengths.fill(length)
@@ -118,7 +118,7 @@ class Fragments:
         if length == 0:
             empty = np.empty(0, np.uint64)
             return self._part(empty, empty)
-        # Once for each chunk that moves: no check is made again, nothing is added up.
+        # This runs once per chunk: the checks and the running sum are not repeated.
         starts = self.starts
         first = int(starts.searchsorted(np.uint64(offset), "right")) - 1
         last = int(starts.searchsorted(np.uint64(offset + length), "left"))
@@ -137,8 +137,8 @@ class Fragments:
         return self._part(addresses, lengths, starts, self.piece_bytes)
 
     def shifted(self, distance: int) -> Fragments:
-        """Return the same fragments ``distance`` bytes on; shares lengths."""
-        # Once for each layer that moves, so without the detour of `_part`.
+        """Return the same fragments, each ``distance`` bytes further on."""
+        # This runs once per layer, so it does without the call of `_part`.
         part = _new(Fragments)
         part.addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
         part.lengths, part.starts = self.lengths, self.starts
@@ -147,7 +147,7 @@ class Fragments:
         return part
 
     def selected(self, which: Ids | Bits) -> Fragments:
-        """Return the fragments by position or by a mask, as a stream of their own."""
+        """Return some fragments, by position or mask, as a stream of their own."""
         return self._part(self.addresses[which], self.lengths[which])
 
     def merged(self) -> Fragments:
@@ -167,7 +167,7 @@ class Fragments:
         starts: Array | None = None,
         piece_bytes: int = 0,
     ) -> Fragments:
-        """Return other fragments of the same memory."""
+        """Return other fragments of the same owner and device."""
         if starts is None:
             starts = np.zeros(lengths.size + 1, np.uint64)
             lengths.cumsum(out=starts[1:])

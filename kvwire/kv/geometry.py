@@ -1,7 +1,7 @@
-"""What one side tells the other about its cache and block lists before a transfer.
+"""The descriptions of cache and block lists that two sides exchange before a transfer.
 
-Both sides compute the canonical order from the two descriptions, so this holds all that
-the order depends on, and nothing that only its owner needs: no address, no block id.
+Both sides compute the canonical order from the two descriptions. So a description holds
+everything that the order depends on, and no addresses or block ids.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from kvwire.kv.spec import KVSpec
 from kvwire.types import whole
 
 Tokens: TypeAlias = "int | Mapping[str, int] | None"
-"""Valid tokens in the block lists: of every group, of each, or None for full blocks."""
+"""Valid tokens in the block lists: of all groups, {group: tokens}, or None.
+
+None means that every block is full.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupGeometry:
-    """Describes one side's part of a transfer in one cache group."""
+    """One side's part of a transfer in one cache group."""
 
     name: str
     spec: KVSpec
@@ -52,7 +55,7 @@ class GroupGeometry:
 
     @property
     def capacity(self) -> int:
-        """Return how many tokens are valid, as far as this side knows."""
+        """Return how many tokens are valid: by default, all that the blocks hold."""
         if self.tokens is not None:
             return self.tokens
         return self.blocks * self.spec.block_tokens
@@ -60,17 +63,17 @@ class GroupGeometry:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Describes one side's part of a transfer, group by group.
+    """One side's part of a transfer, for all groups.
 
-    One that is described or decoded again is the same object, so that what follows from
-    it is computed once.
+    Describing or decoding the same thing again returns the same object, so that values
+    derived from it are computed once.
     """
 
     groups: tuple[GroupGeometry, ...]
 
     @cached_property
     def encoded(self) -> tuple[object, ...]:
-        """Return nested tuples of texts and numbers, for any codec."""
+        """Return the description as nested tuples of texts and numbers."""
         return tuple(
             (g.name, g.spec.to_pairs(), " ".join(g.order), g.blocks, g.tokens)
             for g in self.groups
@@ -78,7 +81,11 @@ class Geometry:
 
     @classmethod
     def decode(cls, fields: object) -> Geometry:
-        """Read what a peer's :attr:`encoded` wrote."""
+        """Read a description that a peer made with :attr:`encoded`.
+
+        Raises:
+            UsageError: It is malformed, or a value is out of range.
+        """
         if not isinstance(fields, tuple | list):
             raise UsageError("geometry: not a list of groups")
         if not 1 <= len(fields) <= limits.KV_GROUPS_MAX:
@@ -118,10 +125,10 @@ def describe(
 def checked_tokens(
     tokens: int | Mapping[str, int], cache: PagedCache
 ) -> int | dict[str, int]:
-    """Return tokens as plain numbers: 4, 4.0 and NumPy's 4 are one key of a table.
+    """Return ``tokens`` as plain integers: 4, 4.0 and NumPy's 4 are the same key.
 
     Raises:
-        UsageError: They are no whole numbers, or of a group that there is not.
+        UsageError: A value is not a whole number, or a group is unknown.
     """
     if type(tokens) is int:
         return tokens
@@ -149,7 +156,7 @@ def _checked_count(tokens: object, group: str) -> int:
 
 @lru_cache(limits.KV_TEMPLATES_MAX)
 def geometry_of(fields: tuple[object, ...]) -> Geometry:
-    """Return :meth:`Geometry.decode` of what may have been decoded before."""
+    """Return :meth:`Geometry.decode` of fields, cached."""
     return Geometry.decode(fields)
 
 

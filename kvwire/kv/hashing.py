@@ -1,16 +1,16 @@
-"""Names for the contents of blocks: a chain of hashes over the tokens.
+"""Content hashes that name blocks: a chain of hashes over the tokens.
 
 The hash of a block covers its own tokens and, through the hash of the block before it,
-every token that its KV depends on. Equal hashes mean equal KV, so two processes find
-out which blocks one of them has already without sending a token.
+every token that its KV depends on. Equal hashes mean equal KV, so two processes can
+compare the blocks they have without sending a token.
 
-The chain is SHA-256, not Python's ``hash()``: that differs between processes, which
-ends in no hit at all (LMCache #1139), and collisions of it can be built on purpose,
-which ends in another user's KV. What makes two chains comparable (scheme, block size,
-seed) goes into the handshake as :meth:`HashScheme.to_pairs`.
+The chain uses SHA-256, not Python's ``hash()``. The latter differs between processes,
+so there would be no hits (LMCache #1139); and an attacker can construct collisions, and
+get another user's KV. Two chains are comparable if scheme, block size and seed are
+equal; the handshake carries these as :meth:`HashScheme.to_pairs`.
 
-A link of the chain is ``sha256(parent || tokens as little-endian int32 || extra)``. The
-tokens of a block are of one length, so nothing can move between tokens and extra. The
+A link of the chain is ``sha256(parent || tokens as little-endian int32 || extra)``. All
+blocks have equally many tokens, so no bytes can move from tokens to extra or back. The
 parent of the first block is the root, ``sha256(sha256(scheme) || seed digest ||
 salt)``.
 """
@@ -33,7 +33,7 @@ from kvwire.kv.tensors import refuse_masked
 from kvwire.types import plain
 
 SCHEME: Final = "sha256-chain-1"
-"""Changes whenever the same tokens would get other hashes."""
+"""The chain's version; it changes whenever the same tokens would get other hashes."""
 
 BlockHash: TypeAlias = bytes
 """32 bytes."""
@@ -43,12 +43,15 @@ TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 @dataclass(frozen=True, slots=True)
 class HashScheme:
-    """Names blocks by their content; equal on all that share a cache.
+    """Names blocks by their content; processes that share a cache use equal schemes.
 
     Attributes:
-        block_tokens: Tokens of a block. Only full blocks have a name.
-        seed: Sets deployments apart, so that nobody outside can prepare a collision or
-            recognise a prompt. Never sent: peers compare a digest of it.
+        block_tokens: Tokens of a block. Only full blocks get a hash.
+        seed: Keeps deployments apart, so that outsiders can neither prepare a collision
+            nor recognise a prompt. It is never sent: peers compare a digest of it.
+
+    Raises:
+        UsageError: ``block_tokens`` is out of range.
     """
 
     block_tokens: int
@@ -64,10 +67,11 @@ class HashScheme:
             )
 
     def root(self, salt: bytes = b"") -> BlockHash:
-        """Return the parent of every first block.
+        """Return the parent hash of every first block.
 
         Args:
-            salt: Sets requests apart that must not share blocks, such as tenants.
+            salt: Keeps requests apart that must not share blocks, such as those of two
+                tenants.
         """
         name = sha256(f"kvwire/{SCHEME}/{self.block_tokens}".encode()).digest()
         return sha256(name + sha256(self.seed).digest() + salt).digest()
@@ -80,17 +84,20 @@ class HashScheme:
         salt: bytes = b"",
         extra: Mapping[int, bytes] | None = None,
     ) -> list[BlockHash]:
-        """Return the hashes of the full blocks that some tokens fill.
+        """Return the hashes of the full blocks of a token sequence.
 
         Args:
-            tokens: Token ids, 0 to 2**31 - 1. A rest that fills no block is left out.
+            tokens: Token ids, 0 to 2**31 - 1. Tokens after the last full block are
+                ignored.
             parent: The hash of the block before them; None at the start of a request.
-            salt: See :meth:`root`; of no effect with ``parent``, which covers it.
-            extra: What else the KV of a block depends on, by its position among these
-                blocks: an image's hash, an adapter's name.
+            salt: See :meth:`root`; ignored with ``parent``, whose hash covers it
+                already.
+            extra: Other things the KV of a block depends on (an image's hash, an
+                adapter's name), by the block's position among these.
 
         Raises:
-            UsageError: A token id is none, or ``extra`` names a block that is not full.
+            UsageError: A token id is invalid, or ``extra`` names a block that is not
+                full.
         """
         data = _token_bytes(tokens)
         step = self.block_tokens * _TOKEN_BYTES
@@ -102,8 +109,8 @@ class HashScheme:
             )
         link = self.root(salt) if parent is None else parent
         hashes: list[BlockHash] = []
-        # A chain cannot be vectorised; this loop is 0.4 us a block of 16 tokens, of
-        # which SHA-256 itself is most.
+        # A chain cannot be vectorised. This loop takes 0.4 us per block of 16 tokens,
+        # most of it in SHA-256.
         if not extra:
             for start in range(0, count * step, step):
                 link = sha256(link + data[start : start + step]).digest()
@@ -119,8 +126,8 @@ class HashScheme:
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """Return the scheme as (name, value) texts in a fixed order.
 
-        Peers with other values have no hash in common; comparing them tells that from a
-        cold cache.
+        Peers that differ in one of them have no hash in common. Comparing them tells
+        such a misconfiguration from a cold cache.
         """
         digest = sha256(b"kvwire/hash-seed/" + sha256(self.seed).digest()).hexdigest()
         return (
@@ -133,24 +140,25 @@ class HashScheme:
 def vllm_block_hashes(
     tokens: Sequence[int], block_tokens: int, *, seed: str = "vllm-none-hash"
 ) -> list[BlockHash]:
-    """Return the names that vLLM itself gives to the full blocks of a prompt.
+    """Return the hashes that vLLM itself gives to the full blocks of a prompt.
 
-    So that a :class:`kvwire.BlockPool` or an index has the names of vLLM's own cache
-    and KV events, where vLLM runs with ``--prefix-caching-hash-algo sha256_cbor``. Its
-    events say them as the number that the last 8 bytes are, unless
-    ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. Prompts with an adapter, a picture or a
-    salt have other names.
+    With these, a :class:`kvwire.BlockPool` or an index uses the same names as vLLM's
+    own cache and KV events, provided vLLM runs with ``--prefix-caching-hash-algo
+    sha256_cbor``. Its events carry the last 8 bytes of a hash as a number, unless
+    ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. vLLM hashes prompts with an adapter, an
+    image or a salt differently.
 
     Args:
         tokens: Token ids, 0 to 2**31 - 1.
         block_tokens: vLLM's ``--block-size``.
-        seed: The engines' ``PYTHONHASHSEED``; what vLLM takes without one.
+        seed: The engines' ``PYTHONHASHSEED``; by default the value that vLLM uses when
+            it is not set.
 
     Raises:
-        UsageError: A token id is none, or the block size is out of range.
+        UsageError: A token id is invalid, or the block size is out of range.
     """
     scheme = HashScheme(block_tokens)
-    _token_bytes(tokens)  # which refuses what is no token id
+    _token_bytes(tokens)  # raises for an invalid token id
     word = seed.encode()
     link = sha256(_cbor_head(_CBOR_TEXT, len(word)) + word).digest()
     begins = _cbor_head(_CBOR_ARRAY, 3) + _cbor_head(_CBOR_BYTES, len(link))
@@ -164,13 +172,13 @@ def vllm_block_hashes(
     return hashes
 
 
-# Kinds of an item in CBOR (RFC 8949), which its first byte says in its upper bits.
+# Kinds of CBOR items (RFC 8949): the upper three bits of an item's first byte.
 _CBOR_NUMBER, _CBOR_BYTES, _CBOR_TEXT, _CBOR_ARRAY = 0x00, 0x40, 0x60, 0x80
 _CBOR_NULL: Final = b"\xf6"
 
 
 def _cbor_head(kind: int, number: int) -> bytes:
-    """Return a kind with its number or length, in as few bytes as hold it."""
+    """Return the head of a CBOR item, in as few bytes as its number or length needs."""
     if number < 24:
         return bytes((kind | number,))
     power = 0 if number < 2**8 else 1 if number < 2**16 else 2
@@ -185,7 +193,7 @@ def _token_bytes(tokens: TokenIds) -> bytes:
     ids: npt.NDArray[np.integer] = np.asarray(())
     if isinstance(tokens, list | tuple):
         # NumPy looks at each number of a list twice.
-        with suppress(TypeError, OverflowError):  # it says below what is wrong
+        with suppress(TypeError, OverflowError):  # NumPy's error below is clearer
             ids = np.frombuffer(array("i", tokens), np.intc)
     if ids.size == 0:
         refuse_masked(tokens, "block_hashes")

@@ -1,9 +1,8 @@
-"""What of a transfer has landed: one bit for each layer and granule.
+"""Which parts of a transfer have landed: one bit per layer and granule.
 
-A segment lands whole once all of its chunks were verified, which sets its cells at
-once. Of a segment that never became whole, the cells that no missing byte range touches
-have landed too; the rest have not. Marking is idempotent, so a chunk that comes again
-after a reconnect changes nothing.
+When all chunks of a segment were verified, all its cells become landed at once. In a
+segment that stays incomplete, a cell has landed if no missing byte range touches it.
+Marking is idempotent, so a chunk that is sent again after a reconnect changes nothing.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ _COMPLETE: Final = operator.attrgetter("complete")
 
 
 class Landed:
-    """Keeps the landed cells of one transfer, seen from one side.
+    """The landed cells of one transfer, as one side sees them.
 
-    What the consumer had before counts as landed, if ``held``.
+    With ``held``, cells that the consumer had before the transfer count as landed.
     """
 
     def __init__(self, plan: TransferPlan, *, held: bool = True) -> None:
         self.plan: TransferPlan = plan
         self._groups: list[Coverage] = []
-        # Of each group that does not move as a whole, what moves of it.
+        # For each group, a mask of the granules that move.
         self._moving: list[int] = []
         for walk, part in zip(plan.groups, plan.maps, strict=True):
             cells = Coverage(len(walk.layers), walk.granules)
@@ -43,7 +42,7 @@ class Landed:
                     cells.add_blocks(layer, mask_of(~part.wanted))
 
     def mark(self, segment: Segment) -> None:
-        """Note that every byte of a segment has landed."""
+        """Record that every byte of a segment has landed."""
         group, layer, layers, granule, granules = segment
         try:
             top = layer - self.plan.groups[group].layers.start
@@ -51,11 +50,11 @@ class Landed:
                 range(top, top + layers), range(granule, granule + granules), 0
             )
         except (IndexError, ValueError):
-            self.plan.check(segment)  # which says what is outside
+            self.plan.check(segment)  # raises, naming the field
             raise
 
     def claim(self, segment: Segment) -> bool:
-        """Mark a segment; False, and nothing, if a byte that moves in it was marked."""
+        """Mark a segment and return True; if a moving cell was marked before, False."""
         group, layer, layers, granule, granules = segment
         try:
             top = layer - self.plan.groups[group].layers.start
@@ -69,13 +68,13 @@ class Landed:
             raise
 
     def mark_granules(self, group: int, granules: Bits) -> None:
-        """Note granules of a group landed in every layer: (granules,)."""
+        """Record that granules of a group landed in all layers: (granules,)."""
         mask = mask_of(granules)
         for layer in range(len(self.plan.groups[group].layers)):
             self._groups[group].add_blocks(layer, mask)
 
     def mark_but(self, segment: Segment, missing: Iterable[tuple[int, int]]) -> None:
-        """Note that every byte of a segment has landed but some (offset, bytes)."""
+        """Record that a segment landed except for byte ranges (offset, bytes)."""
         self.plan.check(segment)
         whole = np.ones((segment.layers, segment.granules), np.bool_)
         for offset, nbytes in missing:
@@ -86,10 +85,13 @@ class Landed:
             self._groups[segment.group].add_blocks(layer, mask)
 
     def mark_boxes(self, boxes: Sequence[Segment]) -> None:
-        """Note what a peer says has landed, as :meth:`boxes` returns it.
+        """Record the boxes that a peer reports as landed, as :meth:`boxes` makes them.
 
-        Boxes that overlap are refused, and more of them than whole rows would need: to
-        find what they leave out must cost no more than to read them.
+        Checking a report must cost no more than reading it. So boxes may not overlap,
+        and there may be no more of them than cutting by rows needs.
+
+        Raises:
+            UsageError: Boxes overlap, are too many, or lie outside the transfer.
         """
         if not boxes:
             return
@@ -114,11 +116,11 @@ class Landed:
             self.mark(box)
 
     def has(self, segment: Segment) -> bool:
-        """Tell whether every byte of a segment has landed."""
+        """Return whether every byte of a segment has landed."""
         return bool(self._cells(segment).all())
 
     def boxes(self, most: int) -> list[Segment]:
-        """Return what has landed as segments, ``most`` of them at most."""
+        """Return the landed parts as at most ``most`` segments."""
         found = (
             Segment(index, walk.layers.start + top, layers, left, granules)
             for index, walk in enumerate(self.plan.groups)
@@ -129,8 +131,8 @@ class Landed:
     def lacking(self, segment: Segment) -> list[Segment]:
         """Return the parts of a segment that have not landed.
 
-        What the consumer had before is in them or not, whatever makes fewer of them: it
-        does not move in any case.
+        Cells that the consumer had before may be included where that makes fewer parts:
+        they do not move in any case.
         """
         held = ~self.plan.maps[segment.group].wanted[segment.granule_slice]
         return [
@@ -151,17 +153,17 @@ class Landed:
 
     @property
     def complete(self) -> bool:
-        """Tell whether everything has landed."""
+        """Return whether everything has landed."""
         return all(map(_COMPLETE, self._groups))
 
     @property
     def layers(self) -> int:
-        """Return how many layers of every block have landed, over all groups."""
+        """Return how many layers, over all groups, have landed for every block."""
         return sum(cells.whole_layers.bit_count() for cells in self._groups)
 
     @property
     def nbytes(self) -> int:
-        """Return how many payload bytes have landed, without what was there before."""
+        """Return how many payload bytes landed; those held before do not count."""
         return sum(
             (cells.blocks_of(layer) & moving).bit_count() * part.granule_bytes
             for part, cells, moving in zip(
@@ -171,9 +173,9 @@ class Landed:
         )
 
     def layer(self, layer: int, group: str | None = None) -> bool:
-        """Tell whether a layer, by the model's index, of every block has landed.
+        """Return whether a layer, by the model's index, has landed for every block.
 
-        One that the transfer does not carry is not waited for.
+        A layer that the transfer does not carry counts as landed.
         """
         groups = range(len(self.plan.groups))
         if group is not None:
@@ -191,7 +193,7 @@ class Landed:
         cells = self._all_cells(group)
         per_block = self.plan.maps[group].granules_per_block
         blocks = self.plan.lists[self.plan.groups[group].group].size
-        # The last block may have room behind the last granule; nothing is owed there.
+        # The last block may extend beyond the last granule; nothing is to land there.
         padded = np.ones((cells.shape[0], blocks * per_block), np.bool_)
         padded[:, : cells.shape[1]] = cells
         whole: Bits = np.logical_and.reduce(
@@ -206,11 +208,12 @@ class Landed:
 
     @property
     def usable_tokens(self) -> int:
-        """Return how many leading tokens are here in every layer and group.
+        """Return how many leading tokens are usable: landed in every layer and group.
 
-        A group that lists fewer tokens than another holds a window on the last of them.
-        Its window for an earlier end is not here, so short of everything there is no
-        usable prefix. Nor is there one of a recurrent state.
+        A group that lists fewer tokens than another is a window: it holds the last
+        tokens only. A window for an earlier end is not available, so an incomplete
+        transfer with a window has no usable tokens. The same holds for a recurrent
+        state.
         """
         tokens = [walk.tokens for walk in self.plan.groups]
         states = [g.spec.kind == "state" for g in self.plan.local.groups]
@@ -220,7 +223,7 @@ class Landed:
 
     @property
     def usable_prefix(self) -> int:
-        """:attr:`usable_tokens` in blocks of the first group that lists the most."""
+        """Return :attr:`usable_tokens` as blocks of the group that lists the most."""
         tokens = [walk.tokens for walk in self.plan.groups]
         longest = tokens.index(max(tokens))
         group = self.plan.local.groups[longest]
@@ -248,10 +251,10 @@ class Landed:
 
 
 def _boxes(cells: Bits) -> Iterator[tuple[int, int, int, int]]:
-    """Return the cells that are set, as boxes: (row, rows, column, columns).
+    """Yield the set cells as boxes: (row, rows, column, columns).
 
-    Rows that are equal and lie together make one box of each run of their columns,
-    which is one box in all where layers have landed one after the other.
+    Adjacent equal rows share their boxes, one box per run of columns. If layers landed
+    one after the other, that is a single box.
     """
     if not cells.size:
         return

@@ -1,4 +1,4 @@
-"""Which axis of the cache each dimension of a tensor is, and how far its steps are.
+"""Layouts: which cache axis each dimension of a tensor is, and the stride of each axis.
 
 A layout is an axis order in einops style: ``"block kv token head dim"``. Parentheses
 fold several axes into one dimension: ``"block head token (kv dim)"`` has the key and
@@ -19,17 +19,20 @@ from kvwire.errors import UsageError, nearest
 from kvwire.kv.spec import KVSpec
 
 AXES: Final = ("layer", "block", "kv", "token", "head", "dim")
-"""Every axis of a cache, in the order that a layout without further wishes has."""
+"""Every axis of a cache, in the order of a plain layout."""
 
 ALIASES: Final = {
     "NHD": "block kv token head dim",
     "HND": "block kv head token dim",
 }
-"""The field's names. In a cross-layer tensor the ``layer`` axis follows ``block``."""
+"""Common short names. In a cross-layer tensor the ``layer`` axis follows ``block``."""
 
 AxisOrder = NewType("AxisOrder", str)
-"""An axis order that is written out, for type checkers: a plain string will do at run
-time, but a checker cannot tell one from a misspelt ``"NHD"``."""
+"""An axis order, marked as such for type checkers.
+
+At run time a plain string works too, but a checker could not tell it from a misspelt
+``"NHD"``.
+"""
 Layout: TypeAlias = Literal["NHD", "HND"] | AxisOrder
 
 Dims = tuple[tuple[str, ...], ...]
@@ -38,14 +41,18 @@ Dims = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Describes how one axis lies in one tensor; the stride of one step is 0."""
+    """The extent of an axis in a tensor, and its stride in bytes (0 if extent is 1)."""
 
     extent: int
     stride: int
 
 
 def parse_layout(text: str) -> Dims:
-    """Read an axis order such as ``"block head token (kv dim)"``."""
+    """Parse an axis order such as ``"block head token (kv dim)"``.
+
+    Raises:
+        UsageError: An axis is unknown or listed twice, or ``block`` is missing.
+    """
     dims: list[tuple[str, ...]] = []
     for folded, plain in _TOKEN.findall(text):
         dims.append(tuple(folded.split()) if folded else (plain,))
@@ -73,11 +80,14 @@ def choose_dims(
     apart: bool,
     where: str,
 ) -> Dims:
-    """Return the dimensions that ``layout`` means for a tensor of this shape.
+    """Return the axes of each dimension of a tensor with this layout and shape.
 
-    An axis order is taken as it is written. ``"NHD"`` and ``"HND"`` adapt: a
-    cross-layer tensor has ``layer`` after ``block``, keys and values apart have no
-    ``kv``, and axes of one element are left out where the tensor has fewer dimensions.
+    An axis order is used as written. ``"NHD"`` and ``"HND"`` adapt: a cross-layer
+    tensor has ``layer`` after ``block``, tensors with keys and values apart have no
+    ``kv``, and axes of one element are dropped if the tensor has fewer dimensions.
+
+    Raises:
+        UsageError: The layout does not fit the shape or the spec.
     """
     if layout not in ALIASES:
         dims = parse_layout(layout)
@@ -114,7 +124,11 @@ def read_axes(
     *,
     where: str,
 ) -> dict[str, Axis]:
-    """Return every axis of one tensor with its extent and stride in bytes."""
+    """Return each axis of a tensor with its extent and its stride in bytes.
+
+    Raises:
+        UsageError: Shape or strides do not fit the layout and the spec.
+    """
     if len(dims) != len(shape):
         text = " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims)
         raise UsageError(
@@ -142,7 +156,7 @@ def read_axes(
 
 
 def extents_of(spec: KVSpec) -> dict[str, int]:
-    """Return how many steps each axis has; ``block``'s are the tensor's."""
+    """Return the extent of each axis; ``block`` has 0, since the spec lacks it."""
     return {
         "layer": spec.layers,
         "block": 0,
@@ -154,9 +168,9 @@ def extents_of(spec: KVSpec) -> dict[str, int]:
 
 
 def overlapping(axes: Mapping[str, Axis], item_bytes: int) -> tuple[str, int]:
-    """Return the innermost axis that overlaps what lies inside it, or ``""``.
+    """Return the innermost axis whose steps overlap the axes inside it, or ``""``.
 
-    With it come the bytes that one of its steps must be at least.
+    The second value is the least stride that would not overlap, in bytes.
     """
     span = item_bytes
     for stride, name in sorted((a.stride, n) for n, a in axes.items() if a.extent > 1):
@@ -176,7 +190,7 @@ def _with_extent(axis: str, extents: Mapping[str, int]) -> str:
 def _check_axes(
     dims: Dims, layout: str, spec: KVSpec, *, layered: bool, apart: bool, where: str
 ) -> None:
-    """Refuse a written layout that lacks an axis of the tensor, or has one too many."""
+    """Refuse a written layout that lacks an axis of the tensor or has one too many."""
     named = {axis for dim in dims for axis in dim}
     extents = extents_of(spec)
     elsewhere = {a for a, gone in (("layer", not layered), ("kv", apart)) if gone}

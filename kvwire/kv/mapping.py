@@ -1,13 +1,13 @@
-"""One side's map: where each byte of the canonical walk lies in this side's memory.
+"""One side's map: the memory address of each byte of the canonical walk.
 
-The address of an element is a base (by layer and component) plus an offset along each
-other axis, so the addresses of a whole segment are a broadcast sum: one NumPy addition
-for each axis, whatever the number of fragments. Axes at the inner end of the walk whose
-steps are exactly as long as what lies inside them are merged before the sum, and what
-touches by chance (neighbouring block ids) after it.
+The address of an element is a base (by layer and component) plus one offset per other
+axis, so the addresses of a whole segment are a broadcast sum: one NumPy addition per
+axis, however many fragments there are. Before the sum, the innermost axes are merged as
+long as they are contiguous; after it, fragments that happen to touch (neighbouring
+block ids) are joined.
 
-Streaming by layer asks for the same granules of one layer after the other. Their
-fragments differ by one distance, so the last answer is kept and moved.
+Layer-wise streaming asks for the same granules of one layer after the other. Their
+fragments differ only by one distance, so the last result is kept and shifted.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from kvwire.kv.paged import CacheGroup
 
 
 class Steps:
-    """Keeps what of a group's addresses is the same for whatever blocks are named."""
+    """The part of a group's address computation that is independent of block ids."""
 
     def __init__(self, walk: Canonical, memory: CacheGroup) -> None:
         self.walk: Canonical = walk
         self.memory: CacheGroup = memory
         self.granules_per_block: int = memory.spec.block_tokens // walk.granule_tokens
-        # How far each layer lies behind the first, if keys and values lie alike.
+        # Each layer's distance from the first, if it is the same for keys and values.
         behind = memory.bases - memory.bases[0]
         even = bool((behind == behind[:, :1]).all())
         self.distances: list[int] | None = behind[:, 0].tolist() if even else None
         self.granule_bytes: int = walk.granule_bytes
         self._known: dict[range, tuple[Ids, int, tuple[int, ...]]] = {}
-        # Of block 0, of all layers.
+        # The fragments of all layers of block 0.
         self._block: Fragments | None = None
 
     def blocks(self, ids: Ids) -> Fragments:
-        """Return where all of some blocks lies, one by one, where each is a granule."""
+        """Return all layers of some blocks, block by block, if granules are blocks."""
         behind = ids * self.memory.strides["block"]
         if ids.size != 1:
             return self.fragments(self.walk.layers, behind)
@@ -49,7 +49,7 @@ class Steps:
         return self._block.shifted(behind.item(0))
 
     def fragments(self, layers: range, behind: Ids) -> Fragments:
-        """Return where granules lie that are so far behind block 0, merged."""
+        """Return, merged, the granules that begin ``behind`` bytes after block 0."""
         relative, run, shape = self.of(layers)
         addresses = relative + behind.reshape(shape)
         return Fragments.uniform(
@@ -61,10 +61,10 @@ class Steps:
         )
 
     def of(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
-        """Return addresses less those of blocks, the bytes at each, and a shape.
+        """Return addresses relative to a granule, bytes at each, and a shape.
 
-        The axis of blocks is one long there; in an array of that shape it is as long as
-        there are granules.
+        An array of granule offsets, reshaped to that shape, can be added to the
+        addresses.
         """
         known = self._known.get(layers)
         if known is None:
@@ -77,12 +77,12 @@ class Steps:
         return known
 
     def table(self, layers: range) -> Ids:
-        """Return where each component of some layers begins."""
+        """Return the base address of each component of some layers."""
         first = layers.start - self.memory.spec.first_layer
         return self.memory.bases[first : first + len(layers)]
 
     def _offsets(self) -> dict[str, Ids]:
-        """Return the offsets along each axis but layers, components and blocks."""
+        """Return the offsets along each axis other than layer, component and block."""
         strides, walk = self.memory.strides, self.walk
         first = walk.heads.start - self.memory.spec.heads.start
         return {
@@ -106,7 +106,7 @@ class Steps:
 
 
 class GroupMap:
-    """Finds where a transfer's elements of one cache group lie here."""
+    """The local memory of a transfer's elements in one cache group."""
 
     def __init__(self, steps: Steps, ids: Ids, wanted: Bits) -> None:
         self.walk: Canonical = steps.walk
@@ -117,11 +117,11 @@ class GroupMap:
         self._steps = steps
         self.granules_per_block: int = steps.granules_per_block
         self.granule_bytes: int = steps.granule_bytes
-        # The last question and its answer.
+        # The arguments and the result of the last call of `fragments`.
         self._last: tuple[range, slice, Fragments] | None = None
 
     def fragments(self, layers: range, granules: slice) -> Fragments:
-        """Return this side's memory of a part of the walk, merged."""
+        """Return the local memory of a part of the walk, merged."""
         last = self._last
         if last is not None and last[1] == granules and len(last[0]) == len(layers):
             before, fragments, behind = last[0], last[2], self._steps.distances
@@ -137,18 +137,18 @@ class GroupMap:
         return fragments
 
     def moved(self, granules: slice) -> Ids:
-        """Return the wanted ones among some granules, ascending."""
+        """Return the numbers of the wanted granules within a slice, ascending."""
         found: Ids = np.flatnonzero(self.wanted[granules])
         return found + np.int64(granules.start)
 
     def _distance(self, before: range, layers: range) -> int | None:
-        """Return how far these layers lie behind as many others, if all lie alike."""
+        """Return the distance between two runs of layers, or None if it varies."""
         distances = self._steps.table(layers) - self._steps.table(before)
         distance = distances[0, 0]
         return int(distance) if (distances == distance).all() else None
 
     def _blocks(self, granules: slice) -> Ids:
-        """Return how far each wanted granule lies behind block 0."""
+        """Return the distance of each wanted granule from block 0, in bytes."""
         strides, per_block = self.memory.strides, self.granules_per_block
         if per_block == 1 and self.moves_all:
             return self.ids[granules] * strides["block"]
@@ -160,7 +160,7 @@ class GroupMap:
 
 
 def _steps_are(axis: str, run: int, table: Ids, offsets: dict[str, Ids]) -> bool:
-    """Tell whether each step along an axis is as long as the run inside it."""
+    """Return whether each step along an axis is as long as the run inside it."""
     if axis in ("layer", "kv"):
         steps = np.diff(table, axis=("layer", "kv").index(axis))
     else:
@@ -172,7 +172,7 @@ _AXES: Final = ("layer", "kv", "token", "head", "dim", "block")
 
 
 def _broadcast(outer: tuple[str, ...], table: Ids, offsets: dict[str, Ids]) -> Ids:
-    """Return the address of every outer step; merged axes are at their first."""
+    """Return the address of every outer step; merged axes stay at their start."""
     merged = [axis for axis in _AXES if axis not in outer]
     table = table[: 1 if "layer" in merged else None, : 1 if "kv" in merged else None]
     token, head, dim = (

@@ -1,8 +1,8 @@
-"""How a transfer ended: which blocks are here, which are not and why, what it took.
+"""How a transfer ended: which blocks landed, which are missing and why, and timings.
 
-A partial transfer is an outcome and no exception. Blocks are named by (group, block
-id), because ids of two groups collide. Sets and mappings are arrays underneath: a
-transfer of 100,000 blocks makes no object for each of them unless somebody asks for it.
+A partial transfer is an outcome, not an exception. Blocks are named by (group, block
+id), because ids of two groups collide. Sets and mappings are backed by arrays: a
+transfer of 100,000 blocks makes no object per block unless you iterate over them.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from kvwire.kv.plan import PlanTemplate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Shows what one end of a transfer waited for, in seconds.
+    """How long one end of a transfer waited, in seconds, by reason.
 
-    At each moment it waits for one thing, so these add up to the time from the call to
-    the outcome. The two ends may differ: each says what it waited for.
+    At each moment an end waits for one thing, so the phases add up to the time from the
+    call to the outcome. The two ends may differ, since each counts its own waits.
 
     Attributes:
-        queue_s: For the peer's counterpart to be known.
-        handshake_s: For a plan; the time it takes to make it.
-        memory_wait_s: Of a push: for memory at the consumer.
-        mark_wait_s: For the producer's next mark, so for its compute, while nothing
-            that was marked was under way.
-        wire_s: For payload that was under way.
-        commit_s: For the last word, once everything had landed.
+        queue_s: For the peer to begin its end of the transfer.
+        handshake_s: For a plan, including the time to make it.
+        memory_wait_s: In a push, for memory at the consumer.
+        mark_wait_s: For the producer's next mark, so for its compute, while no marked
+            data was in flight.
+        wire_s: For payload in flight.
+        commit_s: For the final confirmation, once everything had landed.
         lost_s: For a peer that was silent, or whose connection was lost.
     """
 
@@ -64,26 +64,26 @@ class Timings:
 
     @property
     def total_s(self) -> float:
-        """Return the time from the call to the outcome: the sum."""
+        """Return the sum: the time from the call to the outcome."""
         return math.fsum(getattr(self, phase.name) for phase in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Says what became of one transfer.
+    """The result of one transfer.
 
     Attributes:
-        complete: Every block landed.
-        landed: The blocks of which every layer is here and verified.
-        missing: The others, and why. Positions of a growing transfer whose block was
-            never named are no blocks; see :attr:`unnamed`.
+        complete: Whether every block landed.
+        landed: The blocks whose every layer landed and was verified.
+        missing: The other blocks, with reasons. Positions of a growing transfer that
+            never got a block are not among them; see :attr:`unnamed`.
         usable_prefix: Leading blocks that landed in every layer and group; see
             :attr:`kvwire.kv.landed.Landed.usable_prefix`.
         usable_tokens: The same in tokens.
         lists: The block list of each group; -1 where no block was named.
-        tokens: Tokens that each group's list was for.
-        timings: Where the time went.
-        layers_grouped: Layers that moved together; 1 is layer by layer.
+        tokens: The number of tokens that each group's list stands for.
+        timings: How long this end waited, by reason.
+        layers_grouped: How many layers moved together; 1 is layer by layer.
         nbytes: Payload bytes that landed.
     """
 
@@ -100,12 +100,12 @@ class Outcome:
 
     @property
     def unnamed(self) -> int:
-        """Count the positions of a growing transfer whose block was never named."""
+        """Return how many positions of a growing transfer never got a block."""
         return sum(int(np.add.reduce(ids == UNNAMED)) for ids in self.lists.values())
 
     @property
     def state(self) -> Literal["complete", "partial", "failed"]:
-        """Say in a word whether all that was asked has landed, some, or nothing."""
+        """Summarise the result: everything landed, some bytes did, or nothing."""
         if self.complete:
             return "complete"
         return "partial" if self.nbytes else "failed"
@@ -121,8 +121,9 @@ def outcome_of(
 ) -> Outcome:
     """Return the outcome of a transfer that has ended.
 
-    Each of ``reasons`` has the positions, shape (blocks,), of those that it is the
-    reason for if missing. The first that names a block holds, else ``otherwise``.
+    Each of ``reasons`` is a text with, per group, the positions that it explains if
+    they are missing, shape (blocks,). The first that covers a position wins, else
+    ``otherwise``.
     """
     plan = landed.plan
     if landed.complete:
@@ -151,7 +152,7 @@ def outcome_of_all(
     layers_grouped: int,
     nbytes: int,
 ) -> Outcome:
-    """Return the outcome of a transfer of which everything has landed."""
+    """Return the outcome of a transfer that landed completely."""
     usable_prefix, usable_tokens = template.landed
     return Outcome(
         complete=True,
@@ -199,10 +200,13 @@ def nothing_landed(
 
 
 def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Join the outcomes of transfers that each carried part of the same blocks.
+    """Join the outcomes of transfers that each carried a part of the same blocks.
 
-    A block has landed if all shares of it have. Times are those of the slowest, since
-    the transfers ran side by side.
+    A block has landed if every share of it has. The transfers ran side by side, so the
+    timings are those of the slowest.
+
+    Raises:
+        UsageError: There is no outcome, or they have different block lists.
     """
     if not outcomes:
         raise UsageError("join: there is no outcome to join")
@@ -249,7 +253,7 @@ def _require_same_lists(first: Outcome, other: Outcome) -> None:
 def _divided(
     landed: Landed, named: Sequence[Mapping[str, Bits]]
 ) -> tuple[dict[str, Ids], dict[str, MissingOfGroup]]:
-    """Return the ids of the blocks of each group that landed, and what is missing."""
+    """Return the ids that landed in every layer, and the missing blocks, by group."""
     here: dict[str, Ids] = {}
     missing: dict[str, MissingOfGroup] = {}
     for index, walk in enumerate(landed.plan.groups):
@@ -265,7 +269,7 @@ def _divided(
 
 
 def _codes(blocks: int, group: str, named: Sequence[Mapping[str, Bits]]) -> Codes:
-    """Return for each position the first reason naming it, or one past the last."""
+    """Return for each position the index of its first reason, or ``len(named)``."""
     codes = np.full(blocks, len(named), np.uint16)
     for code in reversed(range(len(named))):
         if group in named[code]:

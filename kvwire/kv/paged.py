@@ -1,9 +1,9 @@
 """A paged KV cache as kvwire sees it: which bytes of which tensors are which element.
 
-Whatever the tensors' shapes, a group of a cache comes down to a table of base addresses
-(one for each layer and component) and four strides (block, token, head, dim). The
-*memory order* is the axes sorted by stride, outermost first: two caches of one memory
-order agree on what lies beside what, however their tensors were cut up and named.
+Whatever the tensors' shapes, a cache group comes down to a table of base addresses (one
+per layer and component) and four strides (block, token, head, dim). The *memory order*
+is the axes sorted by stride, outermost first: two caches with the same memory order
+have the same neighbours in memory, however their tensors are cut and named.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvwire.types import Device, MemoryKind
 
 T = TypeVar("T")
 GroupSource: TypeAlias = "tuple[KVSpec, object] | tuple[KVSpec, object, str]"
-"""What describes one group: spec, tensors and, where it is not the default, layout."""
+"""The description of one group: spec, tensors and, if it is not the default, layout."""
 
 
 class PagedCache:
-    """Describes one process's KV cache, in blocks, over memory the caller owns.
+    """One process's KV cache, in blocks, over memory that the caller owns.
 
     Args:
         spec: What the tensors hold.
@@ -40,11 +40,11 @@ class PagedCache:
 
     Attributes:
         groups: The cache's groups by name; a plain cache has one, ``"kv"``.
-        device: What its memory belongs to; None for host memory.
-        writable: Whether every tensor may be written to, so may receive.
+        device: The device that holds the cache; None for host memory.
+        writable: Whether every tensor is writable, so that the cache can receive.
 
     Raises:
-        UsageError: A tensor does not fit spec or layout; names tensor and field.
+        UsageError: A tensor does not fit spec or layout; the message names both.
     """
 
     groups: Mapping[str, CacheGroup]
@@ -58,15 +58,16 @@ class PagedCache:
     def grouped(
         cls, groups: Mapping[str, GroupSource], *, layout: Layout = "NHD"
     ) -> PagedCache:
-        """Describe a hybrid model's cache: groups of spec, tensors and ids.
+        """Describe a hybrid model's cache: each group has its own spec and tensors.
 
         Args:
             groups: {name: (spec, tensors)} or {name: (spec, tensors, layout)}. Both
                 sides of a transfer must use the same names.
-            layout: Of the groups that give none.
+            layout: The layout of groups that do not give one.
 
         Raises:
-            UsageError: As for the class, naming the group; or no group, or a bad name.
+            UsageError: As for the class, naming the group; or there is no group, or a
+                name is bad.
         """
         if not isinstance(groups, Mapping):
             raise wrong_type("PagedCache.grouped", groups, "{name: (spec, tensors)}")
@@ -89,25 +90,17 @@ class PagedCache:
 
     @property
     def kind(self) -> MemoryKind:
-        """Return which memory it lies in."""
+        """Return the kind of memory that holds the cache."""
         return MemoryKind.HOST if self.device is None else self.device.kind
 
     @property
     def spec(self) -> KVSpec:
-        """Return the spec of a cache without groups.
-
-        Raises:
-            UsageError: The cache has several groups.
-        """
+        """Return the spec of a cache with one group."""
         return self._only().spec
 
     @property
     def num_blocks(self) -> int:
-        """Return how many blocks a cache without groups has.
-
-        Raises:
-            UsageError: The cache has several groups.
-        """
+        """Return the number of blocks of a cache with one group."""
         return self._only().num_blocks
 
     def block_lists(self, blocks: Blocks) -> BlockLists:
@@ -142,7 +135,7 @@ class PagedCache:
 
 
 def computed_once(cache: PagedCache, key: object, compute: Callable[[], T]) -> T:
-    """Return what is computed of a cache, from the first call with this key on."""
+    """Return a value derived from a cache, computed by the first call with this key."""
     known = cache._known  # noqa: SLF001 - of this file's class
     found: T | None = known.get(key)
     if found is None:
@@ -154,11 +147,11 @@ def computed_once(cache: PagedCache, key: object, compute: Callable[[], T]) -> T
 
 
 class CacheGroup:
-    """Describes one group of layers that share a block table.
+    """One group of layers that share a block table.
 
-    ``bases``, of shape (layers, components), is where block 0, token 0, head 0 of each
-    layer and component begins; ``strides`` are the bytes between steps along the other
-    axes, 0 for an axis of one element; ``order`` is every axis, outermost first.
+    ``bases``, shape (layers, components), has the address of block 0, token 0, head 0
+    of each layer and component. ``strides`` are the bytes between steps along the other
+    axes, 0 for an axis of one element. ``order`` has all axes, outermost first.
     """
 
     def __init__(self, name: str, spec: KVSpec, tensors: object, layout: str) -> None:
@@ -188,7 +181,7 @@ class CacheGroup:
 
 Addresses: TypeAlias = npt.NDArray[np.int64]
 
-# The axes that the table of bases holds, in its order, and those with one stride each.
+# The axes of the table of bases, in its order; and the axes with one stride each.
 _TABLE: Final = ("layer", "kv")
 _INNER: Final = ("block", "token", "head", "dim")
 
@@ -202,7 +195,7 @@ def _check_name(name: object) -> None:
 
 
 def _entries(tensors: object, spec: KVSpec, group: str) -> list[tuple[object, ...]]:
-    """Return a tuple for each layer, or for all: (both,) or (keys, values)."""
+    """Return one tuple per layer, or one for all: (both,) or (keys, values)."""
     if not isinstance(tensors, list | tuple):
         return [(tensors,)]
     if len(tensors) not in (1, spec.layers):
@@ -223,7 +216,7 @@ def _entries(tensors: object, spec: KVSpec, group: str) -> list[tuple[object, ..
 def _place(
     entries: Sequence[tuple[object, ...]], spec: KVSpec, layout: str, group: str
 ) -> tuple[Addresses, dict[str, Axis], list[TensorView]]:
-    """Read every tensor: the table of bases, and the axes that all of them share."""
+    """Read all tensors; return the table of bases, the shared axes, and the views."""
     layered = len(entries) == 1
     apart = len(entries[0]) > 1
     bases = np.zeros((spec.layers, spec.components), np.int64)
@@ -251,7 +244,7 @@ def _place(
 
 
 def _steps(axes: Mapping[str, Axis], table: Addresses) -> Addresses:
-    """Return how far each entry of a part of the table is from its first."""
+    """Return the distance of each entry of a table from its first, in bytes."""
     layers, components = table.shape
     by_layer = np.arange(layers, dtype=np.int64) * axes["layer"].stride
     by_component = np.arange(components, dtype=np.int64) * axes["kv"].stride
@@ -288,12 +281,12 @@ def _check_device(
 def _nested_axes(
     bases: Addresses, axes: Mapping[str, Axis], item_bytes: int, where: str
 ) -> dict[str, Axis]:
-    """Return the nested axes; ``layer`` and ``kv`` only if they nest."""
+    """Return the axes that nest; ``layer`` and ``kv`` are among them if they do."""
     inner = {axis: axes[axis] for axis in _INNER}
     table = {axis: _table_axis(bases, dim) for dim, axis in enumerate(_TABLE)}
     nested = inner | {axis: found for axis, found in table.items() if found}
-    # Tensors of their own may be equally far apart by chance: interleaved, or with
-    # others between them.
+    # Separate tensors may happen to be equally far apart, while interleaved or with
+    # others between them. Then layers and components count as scattered.
     if overlapping(nested, item_bytes)[0]:
         nested = inner
     sharing = _sharing(bases, nested, item_bytes)
@@ -305,18 +298,18 @@ def _nested_axes(
 
 
 def _table_axis(bases: Addresses, dim: int) -> Axis | None:
-    """Return a table's axis as one stride; None if its steps differ."""
+    """Return a dimension of the table as an axis, or None if its steps differ."""
     extent = bases.shape[dim]
     if extent == 1:
         return Axis(1, 0)
     steps = np.diff(bases, axis=dim)
     stride = int(steps.flat[0])
-    # Tensors allocated one below the other are as good as scattered.
+    # A negative stride counts as scattered: nothing is gained by following it.
     return Axis(extent, stride) if stride > 0 and (steps == stride).all() else None
 
 
 def _sharing(bases: Addresses, nested: Mapping[str, Axis], item_bytes: int) -> str:
-    """Name two entries of the table that share memory; "" if none do."""
+    """Return the names of two table entries that share memory, or ""."""
     span = item_bytes + sum((a.extent - 1) * a.stride for a in nested.values())
     rows = slice(0, 1) if "layer" in nested else slice(None)
     columns = slice(0, 1) if "kv" in nested else slice(None)
@@ -330,11 +323,12 @@ def _sharing(bases: Addresses, nested: Mapping[str, Axis], item_bytes: int) -> s
 
 
 def _memory_order(nested: Mapping[str, Axis]) -> tuple[str, ...]:
-    """Return the axes by stride, outermost first; scattered ones before."""
+    """Return the axes by descending stride; scattered ones come first."""
     wide = [axis for axis, found in nested.items() if found.extent > 1]
     order = [axis for axis in _TABLE if axis not in nested]
     order += sorted(wide, key=lambda axis: -nested[axis].stride)
-    # An axis of one element lies nowhere; it goes where a plain layout has it.
+    # An axis of one element has no place of its own; it goes where a plain layout has
+    # it.
     for index, axis in enumerate(AXES):
         if axis not in order:
             order.insert(order.index(AXES[index - 1]) + 1 if index else 0, axis)

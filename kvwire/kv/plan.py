@@ -1,21 +1,22 @@
-"""A transfer planned on one side: segments, bytes and where they lie.
+"""A transfer as one side plans it: segments, their bytes and their local memory.
 
 Theory
 ------
-:mod:`kvwire.kv.canonical` says which elements a transfer carries and in which nesting.
-It is cut into *segments*: a range of layers times a range of granules of one group. A
-segment is the unit that a producer marks as ready, and is a byte order of its own: the
-walk of just its box. Both sides name a segment by the same five numbers, and both know
-its length. Chunks are byte ranges of a segment, so they need not align with anything.
+:mod:`kvwire.kv.canonical` decides which elements a transfer carries and in which
+nesting. That walk is cut into *segments*: a range of layers times a range of granules
+of one group. A segment is the unit that a producer marks as ready. It has a byte order
+of its own: the walk of just its box. Both sides name a segment by the same five numbers
+and know its length. Chunks are byte ranges of a segment, so they need not align with
+anything.
 
-Going back from bytes to blocks, :meth:`TransferPlan.touched` says which (layer,
-granule) cells a byte range is part of. A cell has landed when no missing byte range
-touches it, whatever the order of the walk is. Landed granules make landed blocks; the
-block sizes of the two sides may differ, so a granule can be a part of a block on one
-side and of another block on the other.
+To go back from bytes to blocks, :meth:`TransferPlan.touched` returns the (layer,
+granule) cells that a byte range is part of. A cell has landed when no missing byte
+range touches it, whatever the order of the walk. A block has landed when its granules
+have. The two sides' blocks may differ in size, so they can cut the granules into blocks
+differently.
 
-*What the consumer has.* With block hashes the consumer may hold some of its blocks
-already. Their granules stay in the numbering and drop out of the walk.
+*Blocks that the consumer has.* With block hashes the consumer may hold some of its
+blocks already. Their granules keep their numbers but drop out of the walk.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ if TYPE_CHECKING:
 
 
 class PlanSide(enum.Enum):
-    """Names the end of a transfer that a plan is for."""
+    """The end of a transfer that a plan is for."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
 
 
 class Segment(NamedTuple):
-    """Names layers, by the model's index, and granules of one group.
+    """A box of layers, by the model's index, and granules of one group.
 
-    Both sides name it by these five numbers.
+    Both sides name a segment by these five numbers.
     """
 
     group: int
@@ -64,22 +65,22 @@ class Segment(NamedTuple):
 
     @property
     def layer_range(self) -> range:
-        """Return the model's indices of its layers."""
+        """Return the layers, by the model's index."""
         return range(self.layer, self.layer + self.layers)
 
     @property
     def granule_range(self) -> range:
-        """Return its granules within the group."""
+        """Return the granules, counted within the group."""
         return range(self.granule, self.granule + self.granules)
 
     @property
     def granule_slice(self) -> slice:
-        """Return its granules as a slice, for arrays."""
+        """Return the granules as a slice, for indexing arrays."""
         return slice(self.granule, self.granule + self.granules)
 
 
 class PlanTemplate:
-    """Holds what a plan has from the two descriptions alone."""
+    """The part of a plan that follows from the two descriptions, without block ids."""
 
     def __init__(
         self, cache: PagedCache, local: Geometry, peer: Geometry, side: PlanSide
@@ -107,7 +108,8 @@ class PlanTemplate:
         self.tokens: dict[str, int] = {w.group: w.tokens for w in self.groups}
         most = max(self.tokens.values())
         longest = list(self.tokens.values()).index(most)
-        # Blocks of the first group that lists the most tokens, and these tokens.
+        # Blocks of the first group that lists the most tokens, and that number of
+        # tokens.
         self.landed: tuple[int, int] = local.groups[longest].blocks, most
         self.missing: MissingBlocks = nothing_missing(
             {walk.group: walk.layers for walk in self.groups}
@@ -115,11 +117,15 @@ class PlanTemplate:
 
 
 class TransferPlan:
-    """Says how one side takes part in one transfer. Immutable.
+    """One side's plan of one transfer. Immutable.
 
-    ``have`` says of each group which positions of the *consumer's* list it has already,
-    shape (blocks,); it is the same on both sides. ``named`` is what outcomes call the
-    blocks, where ``blocks`` is not what the caller knows them by.
+    ``have`` marks, per group, the positions of the *consumer's* list that it holds
+    already, shape (blocks,); both sides pass the same. ``named`` are the block ids that
+    outcomes report, if they differ from ``blocks``.
+
+    Raises:
+        ProfileMismatch: The two descriptions do not fit together.
+        UsageError: The cache is not writable, or a block list is wrong or too long.
     """
 
     def __init__(
@@ -142,7 +148,8 @@ class TransferPlan:
         ids = cache.block_lists(blocks)
         self.lists: BlockLists = ids if named is None else named
         self.local: Geometry = local or describe(cache, ids, tokens)
-        # The template keeps both ends alive, so no other has one of their numbers.
+        # The template keeps both ends alive, so no other geometry can have the same
+        # id().
         template = computed_once(
             cache,
             (id(self.local), id(peer), side is PlanSide.PRODUCER),
@@ -174,10 +181,10 @@ class TransferPlan:
         blocks: int | slice | None = None,
         group: str | None = None,
     ) -> tuple[Segment, ...]:
-        """Return the segments that a mark covers: one for each group it names.
+        """Return the segments that a mark covers, at most one per group.
 
-        Layers are counted by the model's index, blocks by their positions in the local
-        list. There is none for a group of which the peer holds none of these layers.
+        Layers count by the model's index, blocks by position in the local list. A group
+        has no segment if the peer holds none of these layers.
         """
         if group is not None:
             segment = self._segment(self.group_index(group), layers, blocks)
@@ -193,9 +200,9 @@ class TransferPlan:
         return tuple(segment for segment in found if segment is not None)
 
     def marked(self, index: int, layers: range, blocks: range) -> Segment | None:
-        """Return the segment of a mark that was checked, or None if it has no part.
+        """Return the segment of a checked mark, or None if the peer has no part.
 
-        Layers are counted from this side's first, blocks in the local list.
+        Layers count from this side's first, blocks in the local list.
         """
         walk, group_map = self.groups[index], self.maps[index]
         first = group_map.memory.spec.first_layer
@@ -205,12 +212,16 @@ class TransferPlan:
         last = min(blocks.stop * group_map.granules_per_block, walk.granules)
         if start >= stop or granule >= last:
             return None
-        # By the tuple's own __new__: that of a NamedTuple is Python.
+        # A NamedTuple's own __new__ is Python, the tuple's is not.
         box = (index, start, stop - start, granule, last - granule)
         return tuple.__new__(Segment, box)
 
     def group_index(self, group: str) -> int:
-        """Return where a group stands in the cache's order."""
+        """Return the index of a group in the cache's order.
+
+        Raises:
+            UsageError: There is no such group.
+        """
         found = self.indices.get(group)
         if found is not None:
             return found
@@ -218,7 +229,7 @@ class TransferPlan:
         raise UsageError(f"no group {group!r}; there is {names}")
 
     def check(self, segment: Segment) -> int:
-        """Return the bytes of a segment that a peer has named.
+        """Return the bytes of a segment that a peer named, after checking it.
 
         Raises:
             UsageError: It is not inside this transfer.
@@ -246,14 +257,14 @@ class TransferPlan:
         return segment.layers * segment.granules * group_map.granule_bytes
 
     def nbytes_of(self, segment: Segment) -> int:
-        """Return the bytes of one segment, which is inside this transfer."""
+        """Return the bytes of a segment that is known to be inside this transfer."""
         group_map, granules = self.maps[segment.group], segment.granules
         if not group_map.moves_all:
             granules = int(np.count_nonzero(group_map.wanted[segment.granule_slice]))
         return segment.layers * granules * group_map.granule_bytes
 
     def fragments(self, segment: Segment) -> Fragments:
-        """Return where a segment inside this transfer lies here, in canonical order."""
+        """Return a segment's local memory, in canonical order."""
         group, layer, layers, granule, granules = segment
         return self.maps[group].fragments(
             range(layer, layer + layers), slice(granule, granule + granules)
@@ -266,14 +277,14 @@ class TransferPlan:
         return slice(segment.granule // per_block, -(-last // per_block))
 
     def covering(self, segments: Iterable[Segment]) -> dict[str, Bits]:
-        """Return which positions of each block list some segments cover."""
+        """Return which positions of each block list the segments cover."""
         found = {name: np.zeros(ids.size, np.bool_) for name, ids in self.lists.items()}
         for segment in segments:
             found[self.groups[segment.group].group][self.positions(segment)] = True
         return found
 
     def touched(self, segment: Segment, offset: int, nbytes: int) -> Bits:
-        """Return the cells of a segment that a byte range is a part of."""
+        """Return which cells of a segment a byte range touches: (layers, granules)."""
         if offset < 0 or nbytes < 0 or offset > self.nbytes_of(segment) - nbytes:
             raise UsageError(
                 f"segment: bytes {offset}+{nbytes} of {self.nbytes_of(segment)}"
@@ -296,7 +307,7 @@ class TransferPlan:
 
     @property
     def digest(self) -> bytes:
-        """Return 16 bytes, equal on both sides exactly if their walks are."""
+        """Return 16 bytes that are equal on both sides only if their walks are."""
         if self._whole:
             return self.template.digest
         return _digest(self.groups, [group_map.wanted for group_map in self.maps])
@@ -321,9 +332,10 @@ def _digest(groups: Iterable[Canonical], wanted: Iterable[Bits]) -> bytes:
 
 
 def _check_pieces(walk: Canonical, local: GroupGeometry) -> None:
-    """Refuse an order in which the local memory would lie in crumbs.
+    """Refuse a walk that would cut the local memory into too many pieces.
 
-    Its tables would be larger than what they describe, and the peer chooses its layout.
+    The peer chooses its layout. Without a limit it could make the tables of fragments
+    larger than the memory they describe.
     """
     count = pieces(walk, local)
     nbytes = len(walk.layers) * walk.granules * walk.granule_bytes
@@ -359,7 +371,7 @@ def _wanted(
 
 
 def _layer_range(layers: int | slice | None, spec: KVSpec, group: str) -> range:
-    """Return the layers a mark names, by the model's index, of this side's."""
+    """Return the layers that a mark names, by the model's index, within this side's."""
     held = spec.layer_indices
     where = f"layers of group {group!r}"
     if layers is None or isinstance(layers, slice):

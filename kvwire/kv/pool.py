@@ -1,23 +1,22 @@
-"""A pool of blocks with a prefix cache: who holds which block, and what it contains.
+"""A pool of blocks with a prefix cache: who holds each block, and what it contains.
 
 Theory
 ------
-A block is *held* (its reference count says how often) or *free*. A block of either kind
-may be *cached*: its content has a name, the hash of its chain. So a free cached block
-is a prefix that nobody uses at the moment: it can be taken back by its hash until it is
-needed for something else.
+A block is *held* (with a reference count) or *free*. Either kind may be *cached*: its
+content has a name, the hash of its chain. A free cached block is a prefix that nobody
+uses at the moment; until it is needed for something else, it can be found by its hash
+and held again.
 
-Free blocks without content are a stack, and are taken before all others: taking one
-loses nothing. Of the cached ones, the least recently freed comes first. The blocks of
-one request are freed at once and the last block first, since a block is of no use
-without those before it: the tail of a prefix goes before its head.
+Free blocks without content are a stack and are taken first, since that loses nothing.
+Of the free cached blocks, the least recently freed is taken first. The blocks of one
+request are freed at once, the last block first, since a block is useless without those
+before it: the tail of a prefix goes before its head.
 
-The cached free blocks are an ordered dict: taking a block out of the middle, because
-its content is wanted again, costs as much as taking the first. Everything is O(1) a
-block.
+The free cached blocks are an ordered dict, so holding one in the middle again costs as
+much as taking the first. All operations are O(1) per block.
 
 If two blocks get the same content at the same time, the first keeps the name and the
-other stays without.
+other has none.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from kvwire.types import whole
 
 
 class BlockPool:
-    """Gives out block ids 0 to ``num_blocks - 1``. Not thread-safe.
+    """Hands out block ids 0 to ``num_blocks - 1``. Not thread-safe.
 
-    What a transfer or a call of a store uses is held meanwhile: :meth:`touch` before
-    it begins, :meth:`free` once it has drained.
+    Hold the blocks that a transfer or a store call uses: :meth:`touch` before it
+    begins, :meth:`free` once it has drained.
 
-    A pool serves several cache groups of one block size: put the group's number behind
-    each hash, and take as a hit what every group has. Any bytes are a name: with
-    :func:`kvwire.kv.hashing.vllm_block_hashes` those of vLLM.
+    One pool serves several cache groups of one block size: append the group's number to
+    each hash, and count as a hit only what every group has. A name may be any bytes:
+    with :func:`kvwire.kv.hashing.vllm_block_hashes` you use vLLM's names.
 
     Args:
         num_blocks: Blocks of the cache.
         block_tokens: Tokens of a block.
         on_removed: Called with the names that :meth:`allocate` and :meth:`evict` have
-            forgotten, such as for KV events; must not raise, nor call the pool.
+            forgotten, for example to emit KV events; must not raise, nor call the pool.
 
     Raises:
         UsageError: A number is out of range.
@@ -74,27 +73,27 @@ class BlockPool:
         self._refs = [0] * blocks
         self._hashes: list[BlockHash | None] = [None] * blocks
         self._by_hash: dict[BlockHash, int] = {}
-        # Free and without content; the last one is taken first.
+        # Free and without content; the last is taken first.
         self._blank = list(range(blocks - 1, -1, -1))
-        # Free and with content; the first one is taken first.
+        # Free and with content; the first is taken first.
         self._cached_free: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free_blocks(self) -> int:
-        """Return how many blocks :meth:`allocate` can give out, cached or not."""
+        """Return how many blocks :meth:`allocate` can hand out, cached or not."""
         return len(self._blank) + len(self._cached_free)
 
     @property
     def cached_blocks(self) -> int:
-        """Return how many blocks have content with a name, held or free."""
+        """Return how many blocks, held or free, have named content."""
         return len(self._by_hash)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold this many tokens."""
+        """Return how many blocks these tokens need."""
         return -(-num_tokens // self.block_tokens)
 
     def ref_count(self, block: int) -> int:
-        """Return how often a block is held.
+        """Return how many times a block is held.
 
         Raises:
             UsageError: There is no such block.
@@ -103,7 +102,7 @@ class BlockPool:
         return self._refs[block]
 
     def hash_of(self, block: int) -> BlockHash | None:
-        """Return the name of a block's content, or None.
+        """Return the name of a block's content, or None if it has none.
 
         Raises:
             UsageError: There is no such block.
@@ -112,10 +111,10 @@ class BlockPool:
         return self._hashes[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take free blocks, each held once; what was cached in them is forgotten.
+        """Take free blocks, each held once; their cached content is forgotten.
 
         Raises:
-            UsageError: There are fewer free blocks; none was taken.
+            UsageError: Too few blocks are free; none was taken.
         """
         if not 0 <= count <= self.free_blocks:
             raise UsageError(
@@ -133,10 +132,12 @@ class BlockPool:
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back, once each; in token order, so that the last goes first.
+        """Release each of these blocks once; pass them in token order.
+
+        The last one becomes available for reuse first.
 
         Raises:
-            UsageError: A block is not held, or is there twice; none was given back.
+            UsageError: A block is not held, or is listed twice; none was released.
         """
         self._check_held(blocks)
         refs, hashes = self._refs, self._hashes
@@ -152,7 +153,7 @@ class BlockPool:
                 cached[block] = None
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the blocks of a chain's longest cached prefix; only looks.
+        """Return the blocks of the longest cached prefix of a chain; changes nothing.
 
         Args:
             hashes: A chain from its first block on; see
@@ -164,10 +165,10 @@ class BlockPool:
         return found  # type: ignore[return-value]  # it ends before the first None
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Hold blocks once more that are held or cached, such as :meth:`lookup` found.
+        """Hold held or cached blocks once more, such as :meth:`lookup` returned.
 
         Raises:
-            UsageError: A block is free and has no content, or is there twice; none was
+            UsageError: A block is free and has no content, or is listed twice; none was
                 touched.
         """
         self._check(blocks)
@@ -184,8 +185,8 @@ class BlockPool:
         """Name the content of held blocks that are full.
 
         Raises:
-            UsageError: A block is not held, is there twice or has another name; or
-                there is not one hash for each block. Nothing was named.
+            UsageError: A block is not held, is listed twice or has another name; or the
+                number of hashes is not that of the blocks. Nothing was named.
         """
         self._check_held(blocks)
         if len(blocks) != len(hashes):
@@ -205,10 +206,11 @@ class BlockPool:
                 named[block] = name
 
     def evict(self, blocks: Sequence[int]) -> None:
-        """Forget what is in some blocks, such as those that a transfer left damaged.
+        """Forget the content of blocks, such as those that a transfer left damaged.
 
         Raises:
-            UsageError: There is no such block, or one is there twice; none was evicted.
+            UsageError: There is no such block, or one is listed twice; none was
+                evicted.
         """
         self._check(blocks)
         removed: list[BlockHash] = []
@@ -226,7 +228,7 @@ class BlockPool:
             self._on_removed(removed)
 
     def _take_cached(self, count: int) -> list[int]:
-        """Take the first of the cached free blocks, and forget what is in them."""
+        """Take the first free cached blocks and forget their content."""
         take, hashes, by_hash = self._cached_free.popitem, self._hashes, self._by_hash
         taken: list[int] = []
         removed: list[BlockHash] = []
@@ -243,7 +245,7 @@ class BlockPool:
         return taken
 
     def _check(self, blocks: Sequence[int]) -> None:
-        """Refuse ids that are no blocks, and any id twice."""
+        """Refuse ids out of range, and duplicates."""
         if len(blocks) == 0:
             return
         if min(blocks) < 0 or max(blocks) >= self.num_blocks:

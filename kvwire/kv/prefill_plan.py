@@ -1,34 +1,35 @@
-"""What to prefill where a transfer did not bring everything.
+"""What to prefill locally when transfers did not bring everything.
 
-A decode engine that waited for KV asks for each request: go on decoding, or compute
-some of the prompt here? The answer is per block, not per request, because requests
-share blocks: a prefix that two prompts have in common lies in the same blocks, which
-only one of their transfers brought.
+A decode engine that waited for KV must decide for each request: continue with decoding,
+or compute a part of the prompt here? The answer depends on blocks, not on requests,
+because requests share blocks: the common prefix of two prompts lies in the same blocks,
+and only one of their transfers brought it.
 
 Theory
 ------
-Each block has so many *valid* tokens: all of them if it landed, those the request had
-before the transfers, and none if any transfer misses it. A block that one transfer
-landed and another one lost counts as lost: computing it again is always right, reading
-it might not be.
+Each block has a number of *valid* tokens: all of them if it landed; those that the
+request had before the transfers; none if any transfer misses the block. A block that
+one transfer landed and another lost counts as lost: computing it again is always
+right, reading it might not be.
 
-The *usable prefix* of a request is its tokens up to the first that is not valid. KV of
-a token depends on every token before it, so an engine prefills from the end of the
-prefix. A group that lists fewer tokens than the request has is a window on the last of
-them; with a gap in it there is no earlier end to go back to, and the prefix is empty.
+The *usable prefix* of a request is its tokens up to the first invalid one. The KV of a
+token depends on every token before it, so an engine prefills from the end of the
+prefix. A group that lists fewer tokens than the request has is a *window* on the last
+of them. If a window has a gap, no earlier end is usable either, and the prefix is
+empty.
 
-*Holes.* KV behind a hole is right all the same: its producer computed it with all that
-came before. A hole's own tokens need what lies before them and nothing else. So an
-engine that can compute tokens in the middle of a prompt fills the holes, in order, and
-keeps what lies behind them. Not so where a group is a window: what a hole in it needs
-is not in its list.
+*Holes.* KV behind a hole is still right: its producer computed it with everything
+before it. To fill a hole, an engine needs the tokens before it and nothing else. So an
+engine that can compute tokens in the middle of a prompt fills the holes in order, and
+keeps the KV behind them. This does not work with a window: its list lacks the blocks
+that its holes would need.
 
-Blocks are shared as prefixes: whoever shares a block shares every block before it. So
-two requests that share a lost block have the same usable prefix, and neither decodes
-while the block is lost. The first of them in the caller's order *owns* the
+Blocks are shared as prefixes: two requests that share a block share every block before
+it. So two requests that share a lost block have the same usable prefix, and neither
+decodes while the block is lost. The first of them in the caller's order *owns* the
 recomputation. The others wait for the owner, and prefill from where its share ends.
 
-This is what vLLM PR #12285 set out to do; vLLM #49250 is what happens without owners.
+vLLM PR #12285 set out to do this; vLLM #49250 shows what happens without owners.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ Id = TypeVar("Id", bound=Hashable)
 
 
 class TokenRange(NamedTuple):
-    """Names tokens of a request: ``start`` to before ``stop``."""
+    """A range of a request's tokens: from ``start`` to before ``stop``."""
 
     start: int
     stop: int
@@ -64,15 +65,15 @@ class TokenRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRequest(Generic[Id]):
-    """Describes a request whose KV was to arrive.
+    """A request whose KV was to arrive by transfer.
 
     Attributes:
         id: The caller's name for it.
         num_tokens: Tokens that need KV before decoding.
         blocks: The blocks that hold them, in token order; for a cache with groups,
             {group: ids}.
-        block_tokens: Tokens of a block, of every group or {group: tokens}.
-        cached_tokens: Leading tokens whose blocks were good before the transfers.
+        block_tokens: Tokens of a block, the same for all groups or {group: tokens}.
+        cached_tokens: Leading tokens whose blocks were valid before the transfers.
     """
 
     id: Id
@@ -84,14 +85,15 @@ class PrefillRequest(Generic[Id]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan(Generic[Id]):
-    """Says who decodes, who prefills what, and who waits for whom.
+    """Which requests decode, which prefill what, and which wait for another.
 
     Attributes:
         ready: Requests that go straight to decode.
-        prefill: For each other request the token ranges to compute, ascending; none if
-            somebody else computes all it lacks.
-        waits: The owner that a request has to wait for before its own ranges. An owner
-            may wait too, so follow the chain; it has no cycle.
+        prefill: For each other request the token ranges to compute, ascending; empty if
+            other requests compute everything it lacks.
+        waits: For each request that has to wait before it computes its own ranges, the
+            owner to wait for. An owner may wait too, so follow the chain; it has no
+            cycle.
     """
 
     ready: tuple[Id, ...] = ()
@@ -110,15 +112,15 @@ def plan_prefill(
     Args:
         requests: The requests, the most urgent first: of several that share a lost
             block, the first computes it.
-        outcomes: How their transfers ended, by request id or just all of them; blocks
-            are looked up by (group, block id). A request of which no block was in any
-            transfer has only its cached tokens.
-        holes: Compute only what is lost, and keep what lies behind it. For engines
-            that can; without it each range ends at the request's last token.
+        outcomes: The outcomes of their transfers, by request id or in any order; blocks
+            are looked up by (group, block id). A request whose blocks were in no
+            transfer has its cached tokens only.
+        holes: Compute only the lost tokens, and keep the KV behind them, for engines
+            that can. By default each range ends at the request's last token.
 
     Raises:
-        UsageError: A request's blocks do not hold its tokens, an id is there twice, or
-            lost blocks are shared otherwise than as a prefix.
+        UsageError: A request's blocks do not hold its tokens, an id occurs twice, or
+            lost blocks are shared other than as a prefix.
     """
     known = [_Request.read(request) for request in requests]
     ids = [request.id for request in known]
@@ -153,7 +155,7 @@ def plan_prefill(
 
 @dataclass(frozen=True, slots=True)
 class _Request(Generic[Id]):
-    """Holds a checked request: its block lists as arrays, cut to its tokens."""
+    """A checked request: its block lists as arrays, cut to its tokens."""
 
     id: Id
     num_tokens: int
@@ -195,7 +197,7 @@ class _Request(Generic[Id]):
         return cls(request.id, tokens, cached, lists, sizes, full[0])
 
     def tokens_in(self, group: str) -> Ids:
-        """Return how many of its tokens are in each block of a group."""
+        """Return how many of the request's tokens are in each block of a group."""
         size = self.block_tokens[group]
         counts = np.full(self.lists[group].size, size, np.int64)
         counts[-1:] -= -self.num_tokens % size
@@ -203,16 +205,16 @@ class _Request(Generic[Id]):
 
     @property
     def has_window(self) -> bool:
-        """Tell whether a group holds only the last tokens."""
+        """Return whether some group holds only the last tokens."""
         held = (ids.size * self.block_tokens[name] for name, ids in self.lists.items())
         return min(held) < self.num_tokens
 
 
 class _Blocks(Generic[Id]):
-    """Tracks what is known of each block: its valid tokens, who computes the rest.
+    """Each block's valid tokens, and the request that computes the rest.
 
-    Blocks of a group are numbered by their place among all that the requests name, so
-    that every table is as long as they are many, whatever their ids.
+    A table has one entry per block that any request names, in ascending order of the
+    ids, however large these are.
     """
 
     def __init__(
@@ -227,7 +229,7 @@ class _Blocks(Generic[Id]):
         }
         self._valid = self._table(0)
         self._owner = self._table(_NOBODY)
-        self._until = self._table(0)  # tokens of the owner
+        self._until = self._table(0)  # the owner's tokens
         self._position = self._table(0)
         self._claimants: list[_Request[Id]] = []
         for request in requests:
@@ -254,7 +256,7 @@ class _Blocks(Generic[Id]):
         return 0 if request.has_window and usable < request.num_tokens else usable
 
     def read(self, request: _Request[Id]) -> None:
-        """Note that a request decodes from its blocks: they may not be written."""
+        """Record that a request decodes from its blocks: nobody may write to them."""
         at, _ = self._find(request.main, request.lists[request.main])
         self._owner[request.main][at] = _READ
 
@@ -274,7 +276,16 @@ class _Blocks(Generic[Id]):
     def claim(
         self, request: _Request[Id], lost: Bits
     ) -> tuple[tuple[TokenRange, ...], _Request[Id] | None]:
-        """Give a request what it lacks and nobody before it computes."""
+        """Assign to a request the lost tokens that no request before it computes.
+
+        Returns the ranges it has to compute, and the owner it has to wait for.
+
+        Raises:
+            UsageError: A lost block is shared other than as a prefix.
+        """
+        # Before: the tables name, for each block, the owner among the earlier requests,
+        # up to which of its tokens it computes, and at which position it lists the
+        # block. A block is shared as a prefix if it stands at the same position here.
         group = request.main
         at, _ = self._find(group, request.lists[group])
         owners = self._owner[group][at]
@@ -295,6 +306,7 @@ class _Blocks(Generic[Id]):
                 "can be shared only as a prefix"
             )
         last = np.flatnonzero(theirs)[-1:]
+        # After: this request is the owner of every block with a token in `mine`.
         owner = self._claimants[int(owners[block[last[0]]])] if last.size else None
         if mine.any():
             claimed = distinct(block[mine])
@@ -326,8 +338,9 @@ class _Blocks(Generic[Id]):
         valid[at] = np.maximum(valid[at], tokens[landed][known])
 
     def _find(self, name: str, ids: Ids) -> tuple[Ids, Bits]:
-        """Return where a request's blocks are, and which of ``ids`` they are."""
-        table = self._ids[name]  # ascending; sorting it for each request takes too long
+        """Return the known ids' places in the table, and which of ``ids`` those are."""
+        # Ascending; sorting it for each request would take too long.
+        table = self._ids[name]
         at = np.searchsorted(table, ids)
         if not table.size:
             return at[:0], np.zeros(ids.size, np.bool_)
@@ -336,13 +349,17 @@ class _Blocks(Generic[Id]):
 
 
 def _runs(tokens: Bits) -> tuple[TokenRange, ...]:
-    """Return the ranges of those that are set, ascending."""
+    """Return the ranges of set tokens, ascending."""
     edges = np.flatnonzero(np.diff(np.pad(tokens, 1).astype(np.int8))).tolist()
     return tuple(map(TokenRange, edges[::2], edges[1::2]))
 
 
 def _common_sizes(requests: Sequence[_Request[Id]]) -> dict[str, int]:
-    """Return the block size of each group; all requests have to agree."""
+    """Return the block size of each group.
+
+    Raises:
+        UsageError: Two requests differ in it.
+    """
     sizes: dict[str, int] = {}
     for request in requests:
         for name, size in request.block_tokens.items():
@@ -354,8 +371,8 @@ def _common_sizes(requests: Sequence[_Request[Id]]) -> dict[str, int]:
     return sizes
 
 
-# Ids are checked for being ids only; the pool is the caller's.
+# Only the form of ids is checked here; the pool is the caller's.
 _ANY_POOL: Final = 2**62
-# Who computes a block, where it is not the index of a request that claimed some.
+# A block's owner, where that is not the index of a request with claims.
 _NOBODY: Final = -1
 _READ: Final = -2

@@ -1,22 +1,22 @@
-"""What a KV cache holds: the model's geometry, and which share of it lies here.
+"""What a KV cache holds: the model's geometry, and which share of it is here.
 
-Two kinds of fields. *Geometry* (layers, KV heads, head dim, dtype, components,
-fingerprint) describes the model and must agree between two peers;
-:meth:`KVSpec.differing` names what does not. *Placement* (block size, shard, first
-layer) says how one side stores it and may differ, because the planner maps the memory
-of either side onto one byte order.
+There are two kinds of fields. *Geometry* (layers, KV heads, head dim, dtype,
+components, fingerprint) describes the model and must be the same at both peers;
+:meth:`KVSpec.differing` names the fields that are not. *Placement* (block size, shard,
+first layer) describes how one side stores it. It may differ, because the planner maps
+either side's memory onto one byte order.
 
-``kv_heads`` and ``layers`` count what the tensors of *this* cache hold. The model's
-indices of them follow from the shard:
+``kv_heads`` and ``layers`` count what the tensors of *this* cache hold. Their indices
+in the model follow from the shard:
 
 * Split heads. ``kv_heads=2, shard=(1, 4)`` is heads 2 and 3 of a model with 8.
-* Replicated heads. With more shards than heads, several shards hold the same ones, and
-  ``model_kv_heads`` says how many the model has: ``kv_heads=1, shard=(5, 8),
+* Replicated heads. With more shards than heads, several shards hold the same heads, and
+  ``model_kv_heads`` is the model's number: ``kv_heads=1, shard=(5, 8),
   model_kv_heads=4`` is head 2, which shard 4 holds too. With MLA (``components=1,
-  kv_heads=1``) every shard holds the one latent head, without being asked.
+  kv_heads=1``) every shard holds the one latent head, even without ``model_kv_heads``.
 * Recurrent states (Mamba, linear attention, short convolutions). ``kind="state"`` has
-  ``head_dim`` bytes for each layer in place of tokens: what a layer remembers of all
-  tokens up to one position. Half of a state is of no use, nor one of another position.
+  ``head_dim`` bytes per layer instead of tokens: a summary of all tokens up to one
+  position. A part of a state is useless, and so is a state for another position.
 * Pipeline stages. ``layers=16, first_layer=16, model_layers=32`` is the second of two.
 """
 
@@ -42,29 +42,31 @@ DTYPE_BYTES: Final[dict[str, int]] = {
     "int8": 1,
     "uint8": 1,
 }
-"""Element types by name, and their bytes. Elements are moved, never converted."""
+"""The bytes of each element type. Elements are moved, never converted."""
 Kind: TypeAlias = Literal["tokens", "state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """Describes what one KV cache, or one group of a hybrid cache, holds.
+    """The contents of one KV cache, or of one group of a hybrid cache.
 
     Attributes:
         layers: Layers in this cache.
-        kv_heads: KV heads of each layer in this cache, so of this shard.
+        kv_heads: KV heads of each layer in this cache, which is those of its shard.
         head_dim: Elements of one head of one token; for MLA the latent width.
         block_tokens: Tokens of one block.
         dtype: Element type, a key of :data:`DTYPE_BYTES`.
         components: 2 for keys and values, 1 for MLA's latent.
         shard: (rank, size) of the tensor-parallel group that the heads are split over.
-        fingerprint: Names the weights (model, revision); compared as it is.
+        fingerprint: A name of the weights (model, revision); both peers need the same
+            text.
         model_kv_heads: KV heads of the whole model; None for ``kv_heads * size``, or,
             with MLA, for 1.
         first_layer: The model's index of this cache's layer 0.
         model_layers: Layers of the whole model; None for ``first_layer + layers``.
         kind: ``"tokens"``, or ``"state"`` for recurrent states: each block is one state
-            of ``head_dim`` bytes, of ``"uint8"``, with one component, head and token.
+            of ``head_dim`` bytes, with ``dtype="uint8"`` and one component, head and
+            token.
 
     Raises:
         UsageError: A field is out of range, or the shard does not divide the heads.
@@ -104,7 +106,7 @@ class KVSpec:
 
     @property
     def total_kv_heads(self) -> int:
-        """KV heads of the whole model."""
+        """Return the KV heads of the whole model."""
         if self.model_kv_heads is not None:
             return self.model_kv_heads
         latent = self.components == 1 and self.kv_heads == 1
@@ -112,25 +114,25 @@ class KVSpec:
 
     @property
     def total_layers(self) -> int:
-        """Layers of the whole model."""
+        """Return the layers of the whole model."""
         if self.model_layers is not None:
             return self.model_layers
         return self.first_layer + self.layers
 
     @property
     def replicas(self) -> int:
-        """Return how many shards hold these same heads."""
+        """Return how many shards hold the same heads as this one."""
         return self.kv_heads * self.shard[1] // self.total_kv_heads
 
     @property
     def heads(self) -> range:
-        """Return the model's indices of the heads in this cache."""
+        """Return the indices in the model of the heads in this cache."""
         first = self.shard[0] // self.replicas * self.kv_heads
         return range(first, first + self.kv_heads)
 
     @property
     def layer_indices(self) -> range:
-        """Return the model's indices of the layers in this cache."""
+        """Return the indices in the model of the layers in this cache."""
         return range(self.first_layer, self.first_layer + self.layers)
 
     @property
@@ -140,7 +142,7 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Return a token's bytes in one layer: all components and heads here."""
+        """Return a token's bytes in one layer, over all components and heads here."""
         return self.components * self.kv_heads * self.head_dim * self.item_bytes
 
     @property
@@ -150,11 +152,11 @@ class KVSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of one block over every layer."""
+        """Return the bytes of one block in all layers."""
         return self.layers * self.layer_block_bytes
 
     def differing(self, other: KVSpec) -> tuple[str, ...]:
-        """Return the names of fields that must agree with ``other``'s and do not."""
+        """Return the names of the fields in which two specs of one model differ."""
         mine, theirs = self._geometry(), other._geometry()
         return tuple(name for name in mine if mine[name] != theirs[name])
 
@@ -169,12 +171,12 @@ class KVSpec:
 
         Args:
             peer: The peer's spec.
-            where: What the message begins with.
-            sides: What it calls the holder of this spec and the peer.
+            where: The beginning of the message.
+            sides: Where the two specs are, for the message: this one and the peer's.
 
         Raises:
-            ProfileMismatch: Names every field that differs, first of all, and then with
-                both values.
+            ProfileMismatch: Fields differ; the message lists their names, then both
+                values of each.
         """
         fields = self.differing(peer)
         if not fields:
@@ -208,10 +210,11 @@ class KVSpec:
 
     @classmethod
     def from_pairs(cls, pairs: object) -> KVSpec:
-        """Read what :meth:`to_pairs` wrote; names of a newer version are ignored.
+        """Read a spec that :meth:`to_pairs` wrote; unknown names are ignored.
 
         Raises:
-            UsageError: Not pairs of texts, a name is missing, or a value out of range.
+            UsageError: It is not pairs of texts, a name is missing, or a value is out
+                of range.
         """
         values = _texts(pairs)
         numbers = {name: _number(values, name) for name in _NUMBERS}
@@ -228,9 +231,9 @@ class KVSpec:
         )
 
     def _geometry(self) -> dict[str, int | str]:
-        """Return what must agree; layers and heads are the whole model's."""
+        """Return the fields that must be equal, with layers and heads of the model."""
         return {
-            # First: another model, or codec, is why the rest differs.
+            # First, because another model or codec explains every other difference.
             "fingerprint": self.fingerprint,
             "layers": self.total_layers,
             "kv_heads": self.total_kv_heads,
@@ -242,10 +245,14 @@ class KVSpec:
 
 
 def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
-    """Return which peer shards move which heads, each head exactly once.
+    """Return, for each head here, which peer shard moves it: indices into ``there``.
 
-    Where several shards hold the same heads, this shard's rank picks among them, so
-    that replicas share the load. Indices into ``there``, ascending by head.
+    Each head moves exactly once, and the indices are in order of the heads. Where
+    several shards hold the same heads, this shard's rank picks one, so that replicas
+    share the load.
+
+    Raises:
+        UsageError: No peer holds one of the heads.
     """
     holders: dict[int, list[int]] = {}
     for index, spec in enumerate(there):
@@ -281,12 +288,16 @@ _COUNTS: Final = tuple(name for name in _NUMBERS if not name.startswith("shard_"
 
 
 def overlap(a: range, b: range) -> range:
-    """Return what two ranges have in common."""
+    """Return the range that two ranges have in common."""
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def dtype_name(dtype: object) -> DType:
-    """Read ``"bfloat16"``, ``"torch.bfloat16"`` or an object that prints as one."""
+    """Return the name of a dtype such as ``"bfloat16"`` or torch's ``torch.bfloat16``.
+
+    Raises:
+        UsageError: It is not an element type of :data:`DTYPE_BYTES`.
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UsageError(
@@ -354,7 +365,7 @@ def _check_stage(spec: KVSpec) -> None:
 
 
 def _texts(pairs: object) -> dict[str, str]:
-    """Check a peer's pairs for shape before any of them is looked at."""
+    """Return a peer's pairs as a dict, after checking that they are pairs of texts."""
     if not isinstance(pairs, tuple | list) or len(pairs) > limits.PROFILE_FIELDS_MAX:
         raise UsageError("KVSpec: the peer's description is not a list of pairs")
     values: dict[str, str] = {}
@@ -370,13 +381,13 @@ def _texts(pairs: object) -> dict[str, str]:
 
 def _number(values: dict[str, str], name: str) -> int:
     text = values.get(name, "")
-    # Nine digits are more than any field may have, and int() of a long text is slow.
+    # No field has more than nine digits, and int() of a long text is slow.
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise UsageError(f"KVSpec: the peer's {name} is {text[:16]!r}, not a number")
     return int(text)
 
 
-# A field that both sides must agree on has to be in the handshake.
+# Every field that both sides must agree on is in the handshake.
 assert {f.name for f in dataclasses.fields(KVSpec)} - {"shard"} == (
     {*_NUMBERS, "dtype", "fingerprint", "kind"} - {"shard_rank", "shard_size"}
 )

@@ -1,4 +1,4 @@
-"""Arrays and tensors as address, shape and strides, without importing their library.
+"""Address, shape and strides of arrays and tensors, without importing their library.
 
 =================================  ========================  =======================
 read through                       such as                   in
@@ -6,17 +6,17 @@ read through                       such as                   in
 ``__array_interface__``            NumPy                     host memory
 ``data_ptr``, ``stride``, ...      torch                     host memory, CUDA
 ``__cuda_array_interface__``       CuPy, Numba, JAX          CUDA
-DLPack                             whatever is left          host memory, CUDA
+DLPack                             any other library         host memory, CUDA
 =================================  ========================  =======================
 
-Only address, length and device count; elements are never looked at. An element type
-that a library lacks (bfloat16, float8) may come as raw bytes: any integer or void type
-of as many bytes stands for it.
+The elements themselves are never looked at. An element type that a library lacks
+(bfloat16, float8) may come as raw bytes: any integer or void type of the same size
+stands for it.
 
-A producer's ``__dlpack__`` gives a capsule around a C struct (``DLManagedTensor``,
-https://dmlc.github.io/dlpack/latest/c_api.html) that says where the elements lie. The
-capsule is kept as the owner and not consumed: its producer frees the struct, and lets
-go of the memory, when the capsule goes.
+A producer's ``__dlpack__`` returns a capsule around a C struct (``DLManagedTensor``,
+https://dmlc.github.io/dlpack/latest/c_api.html) with the address. The capsule is kept
+as the owner and not consumed: when it is garbage-collected, its producer frees the
+struct and releases the memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvwire.types import Device, MemoryKind
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """Describes where the elements of one tensor lie."""
+    """The address, shape, strides and element type of one tensor."""
 
     address: int
     shape: tuple[int, ...]
@@ -48,7 +48,12 @@ class TensorView:
     owner: object
 
     def require_dtype(self, dtype: str, where: str) -> None:
-        """Refuse elements of another type than the spec's."""
+        """Refuse elements of a type other than the spec's.
+
+        Raises:
+            UsageError: The types differ, and these elements are not raw bytes of the
+                same size.
+        """
         if self.dtype == dtype:
             return
         raw = dtype in _NOT_IN_NUMPY and self.dtype.startswith(_RAW_PREFIXES)
@@ -60,7 +65,11 @@ class TensorView:
 
 
 def tensor_view(tensor: object, where: str) -> TensorView:
-    """Read where an array or tensor lies; a view is what it is."""
+    """Return where the elements of an array or tensor lie; a view covers its part only.
+
+    Raises:
+        UsageError: Its type, device or byte order is not supported.
+    """
     if isinstance(tensor, TensorView):
         return tensor
     if isinstance(tensor, np.ndarray):
@@ -77,30 +86,30 @@ def tensor_view(tensor: object, where: str) -> TensorView:
     )
 
 
-# What a cache of bytes that NumPy has no name for is usually allocated as.
+# A cache of a type that NumPy lacks is usually allocated as one of the raw types.
 _NOT_IN_NUMPY: Final = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 _RAW_PREFIXES: Final = ("uint", "int", "void")
 _DEVICE_KINDS: Final = {
     "cuda": MemoryKind.CUDA,
     "simulated": MemoryKind.SIMULATED,
 }
-# Kinds of devices of DLPack.
+# DLPack's numbers for kinds of devices.
 _HOST: Final = 1
 _CUDA: Final = 2
-# What CUDA calls pinned and managed memory: the host may touch both.
+# CUDA's pinned and managed memory, which the host may access.
 _CUDA_HOST: Final = 3
-# The order of a stream is the caller's to establish (see docs/topics/gpu.md): -1 asks
-# the producer not to synchronise anything.
+# Ordering streams is the caller's job (see docs/topics/gpu.md): -1 asks the producer
+# not to synchronise.
 _NO_SYNC: Final = -1
-# More dimensions than any KV cache has; a struct that claims more is not one.
+# No KV cache has more dimensions; a struct that claims more is not a tensor.
 _NDIM_MAX: Final = 32
 _KINDS: Final = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
-# Later versions of the standard number the types of 8 bits.
+# DLPack's numbers for 8-bit floats, from later versions of the standard.
 _FLOAT8: Final = {10: "float8_e4m3fn", 12: "float8_e5m2"}
 
 
 def check_array(array: np.ndarray[Any, Any], where: str) -> None:
-    """Refuse an array whose values are not what its memory says on this machine.
+    """Refuse an array whose memory does not simply hold native numbers.
 
     Raises:
         UsageError: It is masked, has fields, or its numbers have the other byte order.
@@ -110,13 +119,13 @@ def check_array(array: np.ndarray[Any, Any], where: str) -> None:
 
 
 def refuse_masked(values: object, where: str) -> None:
-    """Refuse an array with a mask, which everything that reads its memory forgets.
+    """Refuse a masked array: anything that reads its memory would ignore the mask.
 
     Raises:
-        UsageError: It has one.
+        UsageError: It has a mask.
     """
     if type(values) is np.ndarray or not isinstance(values, np.ndarray):
-        return  # without loading numpy.ma, which is not there before somebody uses it
+        return  # np.ma is not loaded, and need not be
     if isinstance(values, np.ma.MaskedArray):
         raise _masked(where)
 
@@ -155,8 +164,8 @@ def _view_of_array(array: np.ndarray[Any, Any], where: str) -> TensorView:
 
 
 def _view_of_torch(tensor: Any, where: str) -> TensorView:
-    # By its pointer and never by its array interface: that of torch has no float8, and
-    # refuses tensors that ask for a gradient.
+    # Through its pointer, not its array interface: torch's lacks float8, and refuses
+    # tensors that require a gradient.
     item_bytes = tensor.element_size()
     return TensorView(
         address=tensor.data_ptr(),
@@ -204,7 +213,7 @@ def _view_of_cuda_array(array: Any, where: str) -> TensorView:
 
 
 def _cuda_index(array: Any, where: str) -> int:
-    """Return the GPU of an array, which its CUDA interface does not name."""
+    """Return the index of an array's GPU, which its CUDA interface does not contain."""
     index = getattr(getattr(array, "device", None), "id", None)  # CuPy
     if isinstance(index, int):
         return index
@@ -251,7 +260,7 @@ def _view_of_dlpack(array: Any, where: str) -> TensorView:
 
 
 class _Tensor(ctypes.Structure):
-    """``DLTensor``, with which a ``DLManagedTensor`` begins."""
+    """The C struct ``DLTensor``, the first member of ``DLManagedTensor``."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

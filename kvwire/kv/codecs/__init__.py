@@ -1,1 +1,1 @@
-"""Codecs of KV blocks: bytes of a block's image, stored or sent as fewer."""
+"""Codecs of KV blocks, which store or send a block's bytes as fewer bytes."""

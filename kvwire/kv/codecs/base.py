@@ -1,17 +1,17 @@
-"""The contract of a codec: the bytes of one image in, fewer bytes out, and back.
+"""The contract of a block codec: encode one image into fewer bytes, and decode it.
 
-An image is a block's bytes in one piece, in some order of its five axes. A codec sees
-the bytes and their :class:`ImageForm`, and no cache, key or file. It runs on a thread:
-NumPy and the libraries let go of the interpreter's lock while they work.
+An image is the bytes of one block in one piece, in some order of its five axes. A codec
+sees these bytes and their :class:`ImageForm`, but no cache, key or file. It runs on a
+thread: NumPy and the compression libraries release the interpreter's lock as they work.
 
-What a codec promises:
+A codec promises:
 
-* ``encode`` writes inside the memory it is given and nowhere else. What does not fit
-  there, or is not of its kind, it leaves alone: it returns 0, and the image is kept as
-  it is.
-* ``decode`` fills the memory it is given exactly, or raises. How much that is follows
-  from the form and never from the payload, and nothing larger is allocated.
-* A codec that is not ``lossy`` gives back every bit.
+* ``encode`` writes only into the memory it is given. If the result does not fit there,
+  or the elements are not of a supported type, it returns 0, and the caller keeps the
+  image as it is.
+* ``decode`` fills the memory it is given exactly, or raises. The size follows from the
+  form and never from the payload, and nothing larger is allocated.
+* A codec that is not ``lossy`` restores every bit.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FORM_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class ImageForm:
-    """Describes how the elements of an image lie.
+    """The element type, axes and shape of an image.
 
     Attributes:
-        dtype: Of one element.
+        dtype: The type of one element.
         axes: The five axes, outermost first.
         shape: Elements along each of them.
-        digest: 8 bytes that are equal exactly if the rest is.
+        digest: 8 bytes, equal for equal forms.
     """
 
     dtype: DType
@@ -56,7 +56,7 @@ class ImageForm:
 
     @property
     def elements(self) -> int:
-        """Return the elements of an image."""
+        """Return the number of elements of an image."""
         return math.prod(self.shape)
 
     @property
@@ -66,29 +66,29 @@ class ImageForm:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of an image."""
+        """Return the length of an image in bytes."""
         return self.elements * self.item_bytes
 
     def places(self, *axes: str) -> tuple[int, ...]:
-        """Return where some axes are in ``shape``."""
+        """Return the positions of these axes in ``shape``."""
         return tuple(self.axes.index(axis) for axis in axes)
 
 
 @lru_cache(1024)
 def form_of(spec: KVSpec, axes: tuple[str, ...]) -> ImageForm:
-    """Return the form of a block's image in an order of the axes."""
+    """Return the form of a block's image whose axes are in this order."""
     extents = extents_of(spec)
     return ImageForm(spec.dtype, axes, tuple(extents[axis] for axis in axes))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec(ABC):
-    """Turns images into fewer bytes and back.
+    """A codec of block images; the module's docstring lists its promises.
 
     Attributes:
-        name: How users write it.
-        number: What entries name it by, for ever.
-        lossy: Whether bits are lost.
+        name: The name that users write.
+        number: The number in stored entries; it never changes.
+        lossy: Whether decoding restores fewer bits than were encoded.
     """
 
     name: str
@@ -96,22 +96,26 @@ class BlockCodec(ABC):
     lossy: ClassVar[bool]
 
     def require(self) -> None:  # noqa: B027 - most need nothing
-        """Import what it needs besides NumPy."""
+        """Import the libraries that this codec needs besides NumPy.
+
+        Raises:
+            ModuleNotFoundError: A library is missing; the message names it.
+        """
 
     @abstractmethod
     def encode(self, image: Bytes, form: ImageForm, into: Bytes) -> int:
         """Encode an image.
 
         Returns:
-            The bytes of ``into`` that were written; 0 if the image is to be kept as it
-            is.
+            How many bytes of ``into`` were written; 0 if the caller should keep the
+            image as it is.
         """
 
     @abstractmethod
     def decode(self, payload: Bytes, form: ImageForm, into: Bytes) -> None:
-        """Fill an image, which is as long as the form says.
+        """Decode a payload into an image, whose length follows from the form.
 
         Raises:
-            IntegrityError: The payload is none of this codec for this form.
+            IntegrityError: The payload is not one of this codec for this form.
             ModuleNotFoundError: See ``require``.
         """

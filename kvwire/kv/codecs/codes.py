@@ -1,7 +1,7 @@
-"""Numbers as codes of 8 or 4 bits, in NumPy: a scale, and what is left after it.
+"""Quantised numbers: codes of 8 or 4 bits after division by a scale, in NumPy.
 
-``fp8`` has the numbers of float8_e4m3fn, ``int8`` those from -127 to 127. Codes of 4
-bits are two in a byte, the first one in its lower half.
+An ``fp8`` code is a float8_e4m3fn number, an ``int8`` code one from -127 to 127. Codes
+of 4 bits are packed in pairs, the first in the lower half of the byte.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from kvwire.kv.codecs.base import Bytes
 from kvwire.kv.codecs.floats import E4M3_MAX, Floats, of_e4m3, to_e4m3
 
 LARGEST: Final = {"fp8": E4M3_MAX, "int8": 127.0}
-"""The largest number of each code of 8 bits."""
+"""The largest number of each 8-bit code."""
 INT4_MAX: Final = 15
 SCALE_MIN: Final = np.float32(2.0**-100)
-"""Smaller ones would make a division overflow; what they lose is nothing."""
+"""The least scale: dividing by a smaller one could overflow."""
 
 
 def scale_of(values: Floats, over: int | tuple[int, ...], code: str) -> Floats:
-    """Return what the largest magnitude over some axes is divided by to fit a code."""
+    """Return the divisor that makes the values fit a code, one for each group.
+
+    A group is all elements along the axes ``over``.
+    """
     peak = np.maximum(values.max(over, keepdims=True), -values.min(over, keepdims=True))
     scale: Floats = np.maximum(peak / np.float32(LARGEST[code]), SCALE_MIN)
     return scale
 
 
 def to_codes(values: Floats, scale: Floats, code: str) -> Bytes:
-    """Return the codes of finite values that were divided by a scale; uses them up."""
+    """Return the codes of ``values / scale``; overwrites the (finite) ``values``."""
     largest = np.float32(LARGEST[code])
     values /= scale
     np.clip(values, -largest, largest, out=values)
@@ -38,21 +41,21 @@ def to_codes(values: Floats, scale: Floats, code: str) -> Bytes:
 
 
 def of_codes(codes: Bytes, code: str) -> Floats:
-    """Return the values of codes, before their scale."""
+    """Return codes as numbers, not yet multiplied by their scale."""
     if code == "fp8":
         return of_e4m3(codes)
     return np.ascontiguousarray(codes).view(np.int8).astype(np.float32)
 
 
 def pack_nibbles(codes: Bytes) -> Bytes:
-    """Return codes of 4 bits two in a byte, along the last axis."""
+    """Pack pairs of 4-bit codes into bytes, along the last axis."""
     packed = codes[..., ::2].copy()
     packed[..., : codes.shape[-1] // 2] |= codes[..., 1::2] << np.uint8(4)
     return packed
 
 
 def unpack_nibbles(packed: Bytes, count: int) -> Floats:
-    """Return the first ``count`` codes of 4 bits along the last axis, as numbers."""
+    """Return the first ``count`` 4-bit codes along the last axis, as float32."""
     values = np.empty((*packed.shape[:-1], count), np.float32)
     values[..., ::2] = packed & np.uint8(15)
     values[..., 1::2] = packed[..., : count // 2] >> np.uint8(4)

@@ -1,13 +1,12 @@
-"""An encoded image as it is stored: which codec, of which form, how long, and a sum.
+"""Entries: encoded images as they are stored, with codec, form, length and checksum.
 
-An entry is a head of 40 bytes and the codec's payload. It is always shorter than the
-image: what does not shrink is kept as the image itself, without a head. So a length
-says which of the two lies there, and images from before there were codecs stay what
-they are.
+An entry is a head of 40 bytes, then the codec's payload. It is always shorter than the
+image: an image that does not shrink is stored as it is, without a head. So the length
+tells an entry from an image, and images stored before there were codecs stay valid.
 
-The checksum of a codec without loss is over the image, so what comes out is what went
-in. That of a lossy one is over the payload. Both begin with the head. Nothing is
-decoded before the head agrees with the memory that is to be filled.
+The checksum of a lossless codec covers the decoded image, so what comes out is what
+went in. The checksum of a lossy one covers the payload. Both cover the head too.
+Nothing is decoded unless the head matches the memory to be filled.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def encode_entry(codec: BlockCodec, image: Bytes, form: ImageForm, into: Bytes) 
     """Encode an image as an entry.
 
     Returns:
-        The bytes of the entry, less than those of the image; 0 if there is none, and
-        the image is to be kept.
+        The length of the entry, always less than the image; 0 if there is no entry and
+        the caller should keep the image.
     """
     assert image.size == form.nbytes == into.size
     payload = into[HEAD_BYTES : form.nbytes - 1]
@@ -50,12 +49,17 @@ def encode_entry(codec: BlockCodec, image: Bytes, form: ImageForm, into: Bytes) 
 
 
 def decode_entry(entry: Bytes, form: ImageForm, into: Bytes, lossy: str = "") -> None:
-    """Fill an image from an entry; there may be padding behind it.
+    """Decode an entry into an image; bytes after the entry are ignored.
+
+    Args:
+        entry: The entry's bytes, with or without padding.
+        form: The form of the image.
+        into: The memory to fill.
+        lossy: The lossy codec that the caller accepts; "" for none.
 
     Raises:
-        IntegrityError: It is damaged, of another form, claims another length, or is
-            made by a codec that is not known or not wanted. The image may hold
-            anything.
+        IntegrityError: The entry is damaged, has another form or length, or its codec
+            is unknown or not accepted. The memory then has arbitrary content.
         ModuleNotFoundError: The codec's library is missing.
     """
     if entry.size < HEAD_BYTES:

@@ -1,4 +1,4 @@
-"""Element types as float32 and back, in NumPy, which has no bfloat16 and no float8."""
+"""Conversion between float32 and other floats, also those NumPy lacks (bfloat16)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvwire.kv.codecs.base import Bytes
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 FLOATS: Final = frozenset({"bfloat16", "float16", "float32"})
-"""Element types whose values mean something here."""
+"""The element types that can be converted to float32."""
 E4M3_MAX: Final = 448.0
 """The largest number of float8_e4m3fn."""
 
 
 def as_floats(image: Bytes, dtype: str) -> Floats:
-    """Return the elements of an image as a new array of float32."""
+    """Return an image's elements as a new float32 array."""
     if dtype == "bfloat16":
         words = image.view(np.uint16).astype(np.uint32)
         words <<= np.uint32(16)
@@ -29,10 +29,11 @@ def as_floats(image: Bytes, dtype: str) -> Floats:
 
 
 def put_floats(values: Floats, dtype: str, into: Bytes) -> None:
-    """Round values to an element type, to the nearest, and write them to an image."""
+    """Round values to an element type and write them to an image; ties go to even."""
     if dtype == "bfloat16":
         words = values.reshape(-1).view(np.uint32)
-        # Half of the last bit kept, and a little less where that one is even.
+        # Add half of the last kept bit, or a little less where that bit is 0, so that
+        # ties go to even.
         words += ((words >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)
         words >>= np.uint32(16)
         into.view(np.uint16)[:] = words
@@ -43,20 +44,20 @@ def put_floats(values: Floats, dtype: str, into: Bytes) -> None:
 
 
 def to_e4m3(values: Floats) -> Bytes:
-    """Round finite values of at most :data:`E4M3_MAX` to float8_e4m3fn."""
+    """Round finite values of magnitude :data:`E4M3_MAX` or less to float8_e4m3fn."""
     found: Bytes = _e4m3_of_halves()[values.astype(np.float16).view(np.uint16)]
     return found
 
 
 def of_e4m3(codes: Bytes) -> Floats:
-    """Return the values of float8_e4m3fn."""
+    """Return float8_e4m3fn codes as float32."""
     values: Floats = _e4m3_values()[codes]
     return values
 
 
 @cache
 def _e4m3_values() -> Floats:
-    """Compute all 256: a sign, 4 bits of exponent with bias 7, 3 of mantissa."""
+    """Compute all 256 values: a sign, 4 bits of exponent (bias 7), 3 of mantissa."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
@@ -67,7 +68,7 @@ def _e4m3_values() -> Floats:
 
 @cache
 def _e4m3_of_halves() -> Bytes:
-    """Compute the nearest float8_e4m3fn of each float16, ties to the even one."""
+    """Compute the nearest float8_e4m3fn code of every float16; ties go to even."""
     halves = np.arange(2**15, dtype=np.uint16).view(np.float16).astype(np.float32)
     halves[np.isnan(halves)] = E4M3_MAX
     values = _e4m3_values()[:127]

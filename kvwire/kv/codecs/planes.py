@@ -1,14 +1,14 @@
-"""Byte planes: all first bytes of the elements, then all second ones, each compressed.
+"""Lossless codecs that compress byte planes: all first bytes, all second bytes, ...
 
-KV in floating point hardly repeats, so a general compressor finds nothing in it as it
-lies. The exponents of a block are close together, though, and most of what can be saved
-without loss is there (ZipNN, https://arxiv.org/abs/2411.05239). So the bytes with the
-exponents are brought together. In bfloat16 and float32 the sign stands in front of
-eight bits of exponent; elements are turned left by one bit, so that a byte is exactly
-the exponent. A plane that does not shrink is stored as it is.
+KV in floating point hardly repeats, so a general compressor finds nothing in it. But
+the exponents within a block are close together, and nearly all that can be saved
+without loss is there (ZipNN, https://arxiv.org/abs/2411.05239). So the codec brings the
+exponent bytes together. In bfloat16 and float32 a sign bit precedes eight bits of
+exponent; rotating elements left by one bit makes the top byte exactly the exponent. A
+plane that does not shrink is stored as it is.
 
-The payload is a length for each plane, 32 bits little-endian and the highest plane
-first, and the planes. A plane of its full length is one stored as it is.
+The payload is one length per plane (32 bits, little-endian, highest plane first), then
+the planes. A plane as long as the element count is stored as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvwire.extras import needed_by
 from kvwire.kv.codecs.base import BlockCodec, Bytes, ImageForm
 
 _LENGTH: Final = np.dtype("<u4")
-# Those whose sign bit stands between two bytes' worth of exponent.
+# Types in which the sign bit would split the exponent over two bytes.
 _TURNED: Final[dict[str, tuple[np.dtype[Any], int]]] = {
     "bfloat16": (np.dtype(np.uint16), 15),
     "float32": (np.dtype(np.uint32), 31),
@@ -79,7 +79,7 @@ class PlanesCodec(BlockCodec):
 
 
 def _turned(image: Bytes, form: ImageForm) -> Bytes:
-    """Return the image, or a copy with each element turned left by a bit."""
+    """Return the image; elements of some types are rotated left by a bit."""
     if form.dtype not in _TURNED:
         return image
     word, high = _TURNED[form.dtype]
@@ -115,17 +115,17 @@ def _lz4() -> Any:
 
 
 def _zstd_packed(plane: Bytes) -> bytes:
-    # Level 1: exponents are coded by their frequency; deeper levels search for
-    # repetitions, which there are not, and take longer for less.
+    # Level 1 codes exponents by their frequency. Higher levels look for repetitions,
+    # find none, and only take longer.
     packed: bytes = _zstd().ZstdCompressor(level=1).compress(plane)
     return packed
 
 
 def _zstd_unpacked(stored: Bytes, size: int) -> Bytes:
-    """Return a plane of exactly ``size`` bytes; nothing larger is allocated."""
+    """Decompress a plane of exactly ``size`` bytes; allocates no more than that."""
     zstd = _zstd()
     try:
-        # The library makes room for what the frame claims, so that is looked at first.
+        # The library allocates as much as the frame claims, so check the claim first.
         claimed = zstd.frame_content_size(stored)
         if claimed != size:
             raise IntegrityError(f"a zstd frame of {claimed} bytes for {size}")

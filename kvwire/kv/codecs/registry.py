@@ -1,4 +1,4 @@
-"""The codecs there are, by name. Their numbers are in what is stored, for ever."""
+"""All codecs by name; their numbers are in stored entries, so they never change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ CODECS: Final[Mapping[str, BlockCodec]] = {
 
 
 def codec_named(name: str) -> BlockCodec:
-    """Return a codec by the name that a user has written."""
+    """Return the codec with a name that a user wrote.
+
+    Raises:
+        UsageError: No codec has this name; the message suggests one.
+    """
     try:
         return CODECS[name]
     except KeyError:

@@ -1,21 +1,22 @@
-"""Codecs of rows, for transfers: each head of each token by itself, in a fixed size.
+"""Row codecs, for transfers: each head of each token is encoded to a fixed size.
 
-A transfer moves any part of a cache, in any order, to a cache that is cut in another
-way. So its codec knows no block: a *row* is the elements of one head of one token, and
-is encoded as so many bytes whatever is in it, with scales of its own behind the codes.
-Tiers have codecs of whole blocks (:mod:`kvwire.kv.codecs.scaled`), whose groups are
-larger, and which may leave alone what does not fit.
+A transfer moves any part of a cache, in any order, to a cache with other block sizes or
+shards. So its codec works on *rows*, not blocks: a row is the elements of one head of
+one token. It is encoded to the same number of bytes whatever its values, with its own
+scales after the codes. Tiers use codecs of whole blocks
+(:mod:`kvwire.kv.codecs.scaled`), which scale larger groups and may leave a block as it
+is.
 
 =========  ============================  ====================  ================
-codec      codes                         behind them           128 x bfloat16
+codec      codes                         then                  128 x bfloat16
 =========  ============================  ====================  ================
 ``fp8``    float8_e4m3fn                 largest / 448         132 of 256 bytes
 ``int8``   -127 to 127                   largest / 127         132 of 256 bytes
 ``int4``   0 to 15, two in a byte        least, step           72 of 256 bytes
 =========  ============================  ====================  ================
 
-The numbers behind the codes are float32. A row with a number that is not finite comes
-out as NaNs; other rows do not suffer.
+The numbers after the codes are float32. A row that contains a non-finite number is
+decoded to NaNs; other rows are not affected.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ from kvwire.kv.codecs.codes import (
 from kvwire.kv.codecs.floats import Floats
 
 TransferCodec: TypeAlias = Literal["fp8", "int8", "int4"]
-"""What ``codec=`` of a transfer may be."""
+"""The possible values of a transfer's ``codec=``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowCodec:
-    """Encodes rows of numbers; NumPy lets go of the interpreter's lock meanwhile."""
+    """Encodes rows of numbers; NumPy releases the interpreter's lock while it works."""
 
     name: TransferCodec
 
     def row_bytes(self, head_dim: int) -> int:
-        """Return the bytes of an encoded row of so many elements."""
+        """Return the bytes of an encoded row with ``head_dim`` elements."""
         if self.name == "int4":
             return -(-head_dim // 2) + 8
         return head_dim + 4
 
     def encode(self, rows: Floats, into: Bytes) -> None:
-        """Encode rows, shape (n, head_dim), into (n, row_bytes); uses up ``rows``."""
+        """Encode rows, (n, head_dim), into (n, row_bytes); overwrites ``rows``."""
         with np.errstate(all="ignore"):
             if self.name == "int4":
                 codes, numbers = _nibbles(rows)
@@ -68,7 +69,7 @@ class RowCodec:
         into[:, codes.shape[1] :] = numbers.view(np.uint8)
 
     def decode(self, encoded: Bytes, head_dim: int) -> Floats:
-        """Return the numbers of encoded rows, shape (n, head_dim)."""
+        """Decode rows to numbers, shape (n, head_dim)."""
         width = self.row_bytes(head_dim) - (8 if self.name == "int4" else 4)
         codes = encoded[:, :width]
         numbers = np.ascontiguousarray(encoded[:, width:]).view(np.float32)
@@ -91,10 +92,10 @@ ROW_CODECS: Final[Mapping[str, RowCodec]] = {
 
 
 def row_codec(name: object) -> RowCodec:
-    """Return a transfer's codec by the name that a user has written.
+    """Return the row codec with a name that a user wrote.
 
     Raises:
-        UsageError: There is none of this name.
+        UsageError: No row codec has this name; the message suggests one.
     """
     found = ROW_CODECS.get(name) if isinstance(name, str) else None
     if found is None:
@@ -106,7 +107,7 @@ def row_codec(name: object) -> RowCodec:
 
 
 def _nibbles(rows: Floats) -> tuple[Bytes, Floats]:
-    """Return the codes of rows, and the least and the step of each."""
+    """Return the packed codes of rows, and each row's least value and step."""
     least, most = rows.min(1, keepdims=True), rows.max(1, keepdims=True)
     step = np.maximum((most - least) / np.float32(INT4_MAX), SCALE_MIN)
     _mark_unfinite(rows, step)
@@ -118,7 +119,7 @@ def _nibbles(rows: Floats) -> tuple[Bytes, Floats]:
 
 
 def _mark_unfinite(rows: Floats, scale: Floats) -> None:
-    """Have rows without a finite scale come out as NaNs."""
+    """Give rows whose scale is not finite codes that decode to NaNs."""
     wrong = ~np.isfinite(scale[:, 0])
     if wrong.any():
         scale[wrong] = np.nan

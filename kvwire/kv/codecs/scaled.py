@@ -1,16 +1,17 @@
-"""Codecs that lose bits: fewer bits for each element, and scales for groups of them.
+"""Lossy block codecs: fewer bits per element, and a scale per group of elements.
 
 ``fp8`` and ``int8`` have one scale for each layer, component and head of a block: the
-largest magnitude there becomes the largest number of the type.
+group's largest magnitude becomes the largest number of the code.
 
-``int4`` has a least value and a step for each group, which is 16 numbers between the
-least and the largest. Keys have a few channels that are large for every token, so a
-group of keys is one channel over the block's tokens; values have no such channels, so a
-group of values is one token's head (KIVI, https://arxiv.org/abs/2402.02750, and
-KVQuant, https://arxiv.org/abs/2401.18079). MLA's latent is grouped like values.
+``int4`` has a least value and a step for each group; its 16 codes are evenly spaced
+between the least and the largest value. Keys have a few channels that are large for
+every token, so a group of keys is one channel over the block's tokens. Values have no
+such channels, so a group of values is one head of one token (KIVI,
+https://arxiv.org/abs/2402.02750, and KVQuant, https://arxiv.org/abs/2401.18079). MLA's
+latent is grouped like values.
 
-Elements that are no floating point of two or four bytes, and blocks with a number that
-is not finite or a group that float16 cannot describe, are left alone.
+A block is left as it is if its elements are not bfloat16, float16 or float32, if a
+number is not finite, or if float16 cannot hold a group's least value and step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Halves: TypeAlias = npt.NDArray[np.float16]
 
 @dataclass(frozen=True, slots=True)
 class ScaledCodec(BlockCodec):
-    """Keeps 8 bits of each element, and scales."""
+    """Stores 8 bits per element, and float32 scales."""
 
     lossy: ClassVar[bool] = True
 
@@ -68,7 +69,7 @@ class ScaledCodec(BlockCodec):
 
 @dataclass(frozen=True, slots=True)
 class NibbleCodec(BlockCodec):
-    """Keeps 4 bits of each element, and two numbers a group."""
+    """Stores 4 bits per element, and two float16 numbers per group."""
 
     lossy: ClassVar[bool] = True
 
@@ -115,7 +116,7 @@ _Part: TypeAlias = tuple[Any, ...]
 
 
 def _components(form: ImageForm) -> list[tuple[_Part, int]]:
-    """Return each component's part of an image, and the axis a group goes over."""
+    """Return each component's part of an image, and the axis its groups run along."""
     (kv,) = form.places("kv")
     count = form.shape[kv]
     parts: list[tuple[_Part, int]] = []
@@ -128,7 +129,7 @@ def _components(form: ImageForm) -> list[tuple[_Part, int]]:
 
 
 def _least_and_step(values: Floats, over: int) -> tuple[Halves, Halves] | None:
-    """Return float16 numbers with ``least <= v <= least + 15 * step``, if there are."""
+    """Return float16 numbers with ``least <= v <= least + 15 * step``, or None."""
     low, high = values.min(over, keepdims=True), values.max(over, keepdims=True)
     with np.errstate(all="ignore"):
         least = low.astype(np.float16)
@@ -145,7 +146,7 @@ _INFINITE: Final = np.float16(np.inf)
 
 
 def _nibbles_bytes(form: ImageForm) -> int:
-    """Return the bytes of a payload: two numbers of 2 bytes a group, and the codes."""
+    """Return the length of a payload: 4 bytes per group, then the packed codes."""
     groups = 0
     for _, over in _components(form):
         (kv,) = form.places("kv")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
 
 from tests.support.house import check
@@ -43,25 +42,6 @@ def _is_public(name: str) -> bool:
     return not any(part.startswith(("_", "<")) for part in name.split("."))
 
 
-# "See" names another place, and says nothing of what is done here.
-_NO_VERB = re.compile(
-    r"(a|all|an|as|both|bytes|each|every|for|from|how|if|in|is|its?|more|no|nobody|not|"
-    r"nothing|of|on|one|only|our|see|some|something|th(at|e|ere|ese|is)|to|what|when|where|"
-    r"whether|which|who|whoever|whose|why|with)\b",
-    re.IGNORECASE,
-)
-
-
-def begins_with_a_verb(source: Source) -> Iterator[check.Finding]:
-    """The docstring of a class or function begins with no word that is no verb."""
-    for node in ast.walk(source.syntax):
-        if not isinstance(node, ast.ClassDef | check.AnyFunction):
-            continue
-        if found := _NO_VERB.match(ast.get_docstring(node) or ""):
-            text = f"its docstring begins with {found[0]!r}"
-            yield check.Finding(source.path, node.lineno, node.name, text)
-
-
 def classes_of_one_name(files: Sequence[Source]) -> Iterator[check.Finding]:
     """A public class that is called as another one is, wherever that stands."""
     seen: dict[str, str] = {}
@@ -83,20 +63,6 @@ _DIRECTORIES = ("dns", "file", "kubernetes", "nats", "ray", "redis")
 _SAID = '"""Send it.\n\n    Cancel safety:\n        Safe.\n    """'
 
 CHECKS = (
-    check.Check(
-        name="docstrings begin with a verb",
-        over=("kvwire/", "backends/"),
-        find=check.each(begins_with_a_verb),
-        bad=[
-            ("kvwire/a.py", 'def f():\n    """Whether it is over."""'),
-            ("kvwire/a.py", 'class A:\n    """The state of a lane."""'),
-        ],
-        good=[
-            ("kvwire/a.py", 'def f():\n    """Tell whether it is over."""'),
-            ("kvwire/a.py", "async def f(): ..."),
-            ("kvwire/a.py", '"""What a module is about."""'),
-        ],
-    ),
     check.Check(
         name="no two classes are called the same",
         over=("kvwire/", "backends/"),
