@@ -1,12 +1,12 @@
 """kvwire: awaitable transport for LLM KV cache.
 
-``kvwire.open`` gives a :class:`Communicator`; ``connect`` and ``listen`` give
-connections; a :class:`Connection` has ``send``, ``recv``, ``put`` and ``get``. See
+``kvwire.open`` returns a :class:`Communicator`. Its ``connect`` and ``listen`` make
+connections, and a :class:`Connection` has ``send``, ``recv``, ``put`` and ``get``. See
 docs/index.md.
 
-A public name is imported when it is first used, and NumPy with it. So what needs little
-of kvwire (the command's help, the plugin of a pytest run that has nothing to do with
-it) does not wait for the rest.
+A public name is imported when it is first used, and NumPy with it. So programs that
+need little of kvwire start fast: the command's help, or a pytest run that merely has
+the plugin installed.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ __all__ = [
     "plan_prefill",
 ]
 
-# Where the names live that `import kvwire` does not load.
+# The homes of the names that `import kvwire` does not load.
 _HOMES: Final = {
     "Communicator": "kvwire.communicator",
     "open": "kvwire.communicator",
@@ -181,7 +181,7 @@ _HOMES: Final = {
 }
 
 
-if not TYPE_CHECKING:  # which would otherwise believe in every name
+if not TYPE_CHECKING:  # a type checker would believe that every name exists
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

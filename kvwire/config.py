@@ -1,7 +1,7 @@
-"""One configuration model: a TOML file < ``KVWIRE_*`` environment < keyword arguments.
+"""The configuration: a TOML file < ``KVWIRE_*`` environment < keyword arguments.
 
-A key that does not exist is an error that names the nearest one. Keys of the trust mode
-never come from the environment or the command line: only the path of a file does.
+An unknown key is an error that names the nearest one. Secrets themselves never come
+from the environment or the command line: only the path of a file does.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ logger: logging.Logger = logging.getLogger("kvwire.config")
 
 ENVIRONMENT_PREFIX = "KVWIRE_"
 LOG_LEVEL_VARIABLE = "KVWIRE_LOG_LEVEL"
-"""Of the command, whose option ``--log-level`` it stands for; it is no key."""
-# In `tls_peers`: everybody whom a CA of `tls_ca_file` has signed.
+"""The variable for the command's option ``--log-level``; it is not a key."""
+# In `tls_peers`: every certificate that a CA of `tls_ca_file` has signed.
 ANYBODY = "*"
 _ARGUMENTS = "arguments"
 
@@ -55,7 +55,7 @@ FileName: TypeAlias = "str | os.PathLike[str]"
 
 
 class ConfigOptions(TypedDict, total=False):
-    """Lists the keys of :class:`Config`, as ``kvwire.open`` takes them; see there."""
+    """The keys of :class:`Config`, as ``kvwire.open`` takes them; see there."""
 
     name: str
     trust: Trust
@@ -93,59 +93,60 @@ class ConfigOptions(TypedDict, total=False):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Holds everything that can be set, with its default.
+    """All settings, with their defaults.
 
     Attributes:
-        name: Shown to peers and in logs.
-        trust: ``"loopback"``: this host only, nothing is proved. ``"psk"``: both sides
-            prove that they hold the key in ``psk_file``. ``"mtls"``: both sides prove
-            with certificates who they are, and what goes over tcp is encrypted.
+        name: This side's name, shown to peers and in logs.
+        trust: ``"loopback"``: this host only, without authentication. ``"psk"``: both
+            sides prove that they hold the key in ``psk_file``. ``"mtls"``: both sides
+            authenticate with certificates, and traffic over tcp is encrypted.
         psk_file: A file made by ``kvwire keygen``, readable by its owner alone.
-        psk_accept_files: More keys that are accepted from peers, while keys are
-            rotated.
+        psk_accept_files: Further keys to accept from peers while keys are rotated.
         tls_cert_file: This side's certificate, in PEM.
-        tls_key_file: The private key of that, in PEM, readable by its owner alone.
-        tls_ca_file: The CAs whose certificates are believed, in PEM; no others are.
-        tls_peers: Who may be at the other end: URIs and DNS names of certificates. A
-            single ``"*"`` means everybody whom a CA of ``tls_ca_file`` has signed.
-        prefer: Transports in the order they are tried; those not named come last.
+        tls_key_file: The private key of that certificate, in PEM, readable by its owner
+            alone.
+        tls_ca_file: The only CAs whose certificates are accepted, in PEM.
+        tls_peers: The accepted peers: URIs and DNS names in their certificates. A
+            single ``"*"`` accepts every certificate signed by a CA in ``tls_ca_file``.
+        prefer: Transports in the order in which they are tried; others come last.
         require: If not empty, only these transports may be used.
         forbid: Transports that are never used.
-        lanes: Data paths of the transport that is taken. More than one help where one
-            core or one flow cannot fill the wire.
-        backends: Settings of single transports, such as ``{"ucx": {"TLS": "tcp"}}``.
-        profile: Facts both sides must agree on where both name them, such as the
-            model's revision; a difference is named in the error.
+        lanes: The number of data paths of the chosen transport. More than one helps if
+            one core or one flow cannot fill the wire.
+        backends: Settings of individual transports, such as ``{"ucx": {"TLS":
+            "tcp"}}``.
+        profile: Names with values, such as the model's revision. If both sides have a
+            name, their values must be equal; the error names the difference.
         checksum: ``"on"`` verifies every payload byte, ``"sampled"`` one large chunk in
             8 and everything small, ``"off"`` trusts the transport. ``"auto"`` is
-            ``"on"``, but ``"sampled"`` from memory to memory of one host. It is for
-            what this side sends.
+            ``"on"``, but ``"sampled"`` between memory of one host. It applies to the
+            payload that this side sends.
         chunk_bytes: Payload bytes in one frame; the smaller of both sides' is used.
-        eager_bytes: Messages up to this size travel at once; the smaller of both
-            sides' is used.
-        window_bytes: How many bytes of messages that nobody receives yet are held.
+        eager_bytes: Messages up to this size travel at once; the smaller of both sides'
+            is used.
+        window_bytes: How many bytes of messages are held until somebody receives them.
         window_messages: How many such messages are held.
         message_bytes: ``recv`` without a buffer allocates at most this.
         handshake_timeout_s: From connect or accept to a usable connection.
         close_timeout_s: How long ``close`` waits for what was begun.
-        ping_interval_s: Silence after which the peer is asked whether it is there.
-        ping_misses: Intervals of silence after which the peer is taken for dead.
-        lease_s: How long a KV transfer that nobody works on holds its blocks, and how
-            long it waits for a peer that has fallen silent.
+        ping_interval_s: How long the peer may be silent before it is pinged.
+        ping_misses: Intervals of silence after which the peer counts as dead.
+        lease_s: How long a KV transfer holds its blocks without progress, and how long
+            it waits for a peer that has fallen silent.
         restart_grace_s: How long a KV transfer waits for a peer whose connection was
-            reset, or whose port is refused: its process has ended, as far as the kernel
-            knows.
+            reset or refused, which means that its process has probably ended.
         resume: Whether a KV transfer whose connection is lost waits, within its lease,
             for another link to the same peer.
         quarantine_bytes: New transfers are refused while more memory than this waits
-            for a transport to let go of it.
-        connections_max: Inbound connections at once.
-        directory: Where members of a fleet find each other, such as
-            ``"redis://host:6379"``; empty for a folder of this user, on this machine.
+            for a transport to release it.
+        connections_max: The most inbound connections at one time.
+        directory: The URL of the directory in which members of a fleet find each other,
+            such as ``"redis://host:6379"``; empty for this user's folder on this
+            machine.
         io_cpus: CPUs that the thread of a :class:`kvwire.Engine` may run on; if empty,
             those of the thread that makes the engine.
-        inspect: A folder, which only this user may enter, for a socket by which
-            ``kvwire top`` and ``kvwire trace`` may look in; empty for none.
+        inspect: A folder that only this user may enter, for the socket that ``kvwire
+            top`` and ``kvwire trace`` connect to; empty for none.
         inspect_signal: Whether SIGUSR1 writes a snapshot to the log.
     """
 
@@ -212,7 +213,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         Args:
             path: The file; None for no file.
-            environment: Instead of ``os.environ``.
+            environment: A replacement for ``os.environ``.
             **arguments: Keys of this class.
 
         Raises:
@@ -222,7 +223,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return load_with_origins(path, environment=environment, **arguments)[0]
 
     def replace(self, **arguments: Unpack[ConfigOptions]) -> Config:
-        """Return the same with some keys changed.
+        """Return a copy with some keys changed.
 
         Raises:
             UsageError: As :meth:`load`.
@@ -232,7 +233,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return _build(msgspec.structs.asdict(self) | changed, origins)
 
     def __repr__(self) -> str:
-        """Return what differs from the defaults, without the directory's password."""
+        """Return the changed keys, without the directory's password."""
         defaults = msgspec.structs.asdict(Config())
         given = msgspec.structs.asdict(self)
         given["directory"] = without_password(self.directory)
@@ -250,7 +251,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         both = set(self.require) & set(self.forbid)
         if both:
             raise UsageError(f"{sorted(both)} are both in require and in forbid")
-        # It travels in one frame, with the offer of transports.
+        # The profile travels in one frame, together with the offer of transports.
         texts = "".join(f"{k}{v}" for k, v in self.profile.items())
         try:
             profile_bytes = len(texts.encode())
@@ -291,7 +292,7 @@ def load_with_origins(
     environment: Mapping[str, str] | None = None,
     **arguments: Unpack[ConfigOptions],
 ) -> tuple[Config, dict[str, str]]:
-    """Read a configuration as :meth:`Config.load`, and where each key came from."""
+    """Read a configuration as :meth:`Config.load` does, with the origin of each key."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, layer in _layers(path, environment, arguments):
@@ -303,9 +304,9 @@ def load_with_origins(
 _TLS_KEYS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
 FIELDS = frozenset(Config.__struct_fields__)
 _KINDS = get_type_hints(ConfigOptions)
-# How msgspec says which value it does not like.
+# How msgspec ends a message about a value: with its place.
 _PLACE = re.compile(r" - at .*`\$\.(\w+).*`$")
-# What is said where a table is needed; msgspec has the words of JSON.
+# Texts for a value that should be a table; msgspec would use JSON's terms.
 _TABLES = {
     "backends": (
         'a table of settings for each transport is needed, such as {"ucx": {"TLS": '
@@ -321,7 +322,7 @@ def _layers(
     environment: Mapping[str, str] | None,
     arguments: Mapping[str, Any],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return where values come from, the strongest last, and what they are."""
+    """Yield each origin of values with its values, the strongest last."""
     if not isinstance(path, str | os.PathLike | None):
         raise UsageError(
             f"config: {type(path).__name__} is neither a Config nor the path of a TOML "
@@ -340,7 +341,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as exc:
         raise UsageError(f"config file {path}: {exc.strerror}") from None
-    except ValueError as exc:  # no TOML, no text, or no name of a file
+    except ValueError as exc:  # not TOML, not text, or not a file name
         raise UsageError(f"config file {path}: {exc}") from None
 
 
@@ -361,9 +362,9 @@ def _from_environment(
         yield origin, {key: _from_text(key, text)}
 
 
-# What Kubernetes and Docker's links add to an environment for a service that is named
-# `kvwire...`. `KVWIRE_PORT` is such a variable only with such a value, and the last two
-# only beside it: they could be keys that somebody misspelt.
+# Variables that Kubernetes, and Docker's links, add to an environment for a service
+# named `kvwire...`. `KVWIRE_PORT` counts as one only if its value fits, and the last
+# two only beside it, since otherwise they could be misspelt keys.
 _SERVICE = re.compile(
     r"KVWIRE.*(_SERVICE_HOST|_SERVICE_PORT(_.+)?"
     r"|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR)|_(PORT|ADDR)_(START|END))?)"
@@ -402,7 +403,7 @@ def _log_services(variables: frozenset[str]) -> None:
 
 
 def _from_text(key: str, text: str) -> Any:
-    """Environment values are text: lists are separated by commas, tables are a=b."""
+    """Parse a variable's text: lists are separated by commas, tables are a=b."""
     kind = get_origin(_KINDS[key])
     if kind is Sequence:
         return [part.strip() for part in text.split(",") if part.strip()]
@@ -412,12 +413,12 @@ def _from_text(key: str, text: str) -> Any:
     flat = {name.strip(): value.strip() for name, _, value in pairs}
     nested = key == "backends"
     if any(not equals or (nested and "." not in name) for name, equals, _ in pairs):
-        return text  # which is no table, as whoever checks the values says
+        return text  # not a table, so the check of values will refuse it
     return _nested(flat) if nested else flat
 
 
 def _nested(flat: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """``ucx.TLS=tcp`` is the setting TLS of the transport ucx."""
+    """Return a table per transport: ``ucx.TLS`` is the setting TLS of ucx."""
     settings: dict[str, dict[str, str]] = {}
     for path, value in flat.items():
         name, _, setting = path.partition(".")
@@ -439,7 +440,7 @@ _NO = ("false", "no", "off", "0", "n", "f")
 
 
 def _read_value(key: str, value: Any) -> Any:
-    """Read what a key may be written as: ``"4MiB"``, ``"yes"``, a ``Path``."""
+    """Convert a value as a user may write it: ``"4MiB"``, ``"yes"``, a ``Path``."""
     if isinstance(value, list | tuple):
         several = [_plain(each) for each in value]
         return [_path(each) for each in several] if key in _PATHS else several
@@ -480,11 +481,11 @@ def _build(given: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
 
 
 def local_path(text: str) -> str:
-    """Return a path as a shell would read it: ``~`` and ``$HOME`` become folders.
+    """Expand a path as a shell would: ``~`` and ``$HOME`` become folders.
 
     Raises:
-        UsageError: There is no such user or environment variable, or no file can be
-            called so.
+        UsageError: There is no such user or environment variable, or no file can have
+            this name.
     """
     check_file_name(text)
     for name in filter(None, (n for pair in _VARIABLE.findall(text) for n in pair)):
@@ -502,7 +503,7 @@ def local_path(text: str) -> str:
     return path
 
 
-# As os.path.expandvars finds variables; it leaves a path as it is where one is not set.
+# As os.path.expandvars finds variables, which keeps those that are not set.
 _VARIABLE: Final = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 
 
@@ -515,11 +516,11 @@ def checked_values(
     origins: Mapping[str, str],
     usual_origin: str = "config",
 ) -> S:
-    """Return settings of a kind; an error names the key and where it came from."""
+    """Return settings as a struct; an error names the key and where it came from."""
     try:
-        # strict=False reads numbers from the text that an environment variable is.
+        # strict=False reads numbers from text, as environment variables have them.
         return msgspec.convert(values, kind, strict=False)
-    except UnicodeEncodeError as exc:  # of a variable whose bytes are no text, say
+    except UnicodeEncodeError as exc:  # such as a variable whose bytes are not text
         key = next((k for k, value in values.items() if value == exc.object), "value")
         origin = origins.get(key, usual_origin)
         raise UsageError(f"{origin}: {key}={exc.object!r}: {exc.reason}") from None

@@ -1,4 +1,4 @@
-"""Everything kvwire raises, as one tree.
+"""All exceptions that kvwire raises, as one tree.
 
 * :exc:`KVWireError`
 
@@ -38,9 +38,9 @@
     * :exc:`PeerError`
 
 Retry on :exc:`RequestError`, reconnect on :exc:`ConnectionClosed`, look for a bug (or
-an attacker) on :exc:`ProtocolError`. What the peer is told is a :class:`WireCode`,
-never a traceback; each leaf of ``RequestError`` and ``HandshakeError`` has one code
-and :func:`error_from_code` turns it back into the class.
+an attacker) on :exc:`ProtocolError`. The peer receives a :class:`WireCode` and a short
+reason, never a traceback. Each leaf of ``RequestError`` and ``HandshakeError`` has one
+code, and :func:`error_from_code` turns it back into the class.
 """
 
 from __future__ import annotations
@@ -56,21 +56,24 @@ from kvwire.limits import LOG_CHARS_MAX, NAME_CHARS_MAX, REASON_CHARS_MAX
 
 
 class WireCode(enum.IntEnum):
-    """Codes by which a peer reports a failure to the other. Values are never reused."""
+    """Codes by which one peer reports a failure to the other.
+
+    Values are never reused.
+    """
 
     OK = 0
-    # A whole connection.
+    # About a whole connection.
     GOING_AWAY = 1
     PROTOCOL = 2
     INTERNAL = 3
     UNRESPONSIVE = 4
-    # The handshake.
+    # About the handshake.
     VERSION = 16
     AUTHENTICATION = 17
     PROFILE = 18
     HANDSHAKE_TIMEOUT = 19
     BUSY = 20
-    # One request.
+    # About one request.
     DEADLINE = 32
     ACCESS = 33
     STALE = 34
@@ -88,7 +91,7 @@ class KVWireError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Support pickling and copying, whatever arguments ``__init__`` takes."""
         fields = dict(vars(self))
-        if isinstance(self, OSError):  # which keeps it outside of its fields
+        if isinstance(self, OSError):  # it keeps errno outside of vars()
             fields["errno"] = self.errno
         return _made_again, (type(self), self.args), fields
 
@@ -100,15 +103,15 @@ def _made_again(kind: type[KVWireError], args: tuple[Any, ...]) -> KVWireError:
 
 
 class UsageError(KVWireError, ValueError):
-    """Reports a wrong call; nothing was sent. The message says what to change."""
+    """The call was wrong; nothing was sent. The message names the change to make."""
 
 
 class BackendUnavailable(KVWireError):
-    """Reports a transport or tier that lacks a library or is absent, and the remedy."""
+    """A transport or tier is absent or lacks a library; the message has the remedy."""
 
 
 class _AtAddress(OSError):
-    """Holds the address and the system's error number; its text has no number."""
+    """Base of errors with an address and the system's error number."""
 
     def __init__(
         self, message: str, *, address: str = "", errno: int | None = None
@@ -119,7 +122,7 @@ class _AtAddress(OSError):
 
 
 class ListenError(KVWireError, _AtAddress):
-    """Reports an address that is taken, not of this host, or unknown.
+    """An address cannot be listened on: taken, not of this host, or unknown.
 
     Attributes:
         address: The address.
@@ -128,7 +131,7 @@ class ListenError(KVWireError, _AtAddress):
 
 
 class ConnectError(KVWireError, _AtAddress):
-    """Reports an address where nobody is: refused, unreachable, an unknown name.
+    """Nobody can be reached at an address: refused, unreachable, or an unknown name.
 
     Attributes:
         address: The address.
@@ -137,7 +140,7 @@ class ConnectError(KVWireError, _AtAddress):
 
 
 class HandshakeError(KVWireError):
-    """Reports that the two sides could not agree on a connection.
+    """The two sides could not agree on a connection.
 
     Attributes:
         fields: The names of the fields that differ, in the order of the message.
@@ -149,31 +152,31 @@ class HandshakeError(KVWireError):
 
 
 class VersionMismatch(HandshakeError):
-    """Reports that both sides speak no protocol version in common."""
+    """The two sides have no protocol version in common."""
 
     code = WireCode.VERSION
 
 
 class AuthenticationFailed(HandshakeError):
-    """Reports a peer that is not proved or not accepted, or has another trust mode."""
+    """The peer failed authentication, is not accepted, or uses another trust mode."""
 
     code = WireCode.AUTHENTICATION
 
 
 class ProfileMismatch(HandshakeError):
-    """Reports a field that must be equal and is not, or no shared transport."""
+    """A field that must be equal is not, or the sides have no transport in common."""
 
     code = WireCode.PROFILE
 
 
 class HandshakeTimeout(HandshakeError):
-    """Reports a handshake that did not end before its deadline."""
+    """The handshake did not end before its deadline."""
 
     code = WireCode.HANDSHAKE_TIMEOUT
 
 
 class ProtocolError(KVWireError):
-    """Reports that the peer broke a rule; the connection was closed.
+    """The peer broke a rule of the protocol; the connection was closed.
 
     Attributes:
         rule: The rule's id in docs/topics/protocol.md, such as ``"KVW-HD-02"``.
@@ -187,87 +190,90 @@ class ProtocolError(KVWireError):
 
 
 class MalformedFrame(ProtocolError):
-    """Reports a frame that cannot be decoded: checksum, range or body."""
+    """A frame cannot be decoded: its checksum, a range or its body is wrong."""
 
 
 class FrameTooLarge(ProtocolError):
-    """Reports a frame that announced more bytes than its type allows."""
+    """A frame announced more bytes than its type allows."""
 
 
 class UnexpectedFrame(ProtocolError):
-    """Reports a well-formed frame that this state does not allow."""
+    """A well-formed frame arrived in a state that does not allow it."""
 
 
 class FlowControlViolation(ProtocolError):
-    """Reports that the peer sent more than it was granted."""
+    """The peer sent more than it was granted."""
 
 
 class ConnectionClosed(KVWireError):
-    """Reports a closed connection; every request open on it has failed."""
+    """The connection is closed; every request open on it has failed."""
 
     code = WireCode.GOING_AWAY
 
 
 class ClosedOK(ConnectionClosed):
-    """Closed on purpose, by either side, after everything sent had been delivered."""
+    """One side closed the connection on purpose; everything was delivered before."""
 
 
 class ConnectionLost(ConnectionClosed):
-    """Reports a connection that broke: reset, cut off, or aborted."""
+    """The connection broke: it was reset, cut off, or aborted."""
 
 
 class PeerUnresponsive(ConnectionClosed):
-    """Reports a peer that sent nothing for the whole liveness period."""
+    """The peer sent nothing for the whole liveness period."""
 
     code = WireCode.UNRESPONSIVE
 
 
 class RequestError(KVWireError):
-    """Reports one failed request; the connection and its other requests go on."""
+    """One request failed; the connection and its other requests go on."""
 
 
 class DeadlineExceeded(RequestError, TimeoutError):
-    """Reports a deadline that passed. Memory is free only once drained."""
+    """The deadline has passed.
+
+    The request's memory is free only once it has drained.
+    """
 
     code = WireCode.DEADLINE
 
 
 class AccessDenied(RequestError):
-    """Reports a grant that is unknown, another peer's, or does not allow this."""
+    """A grant is unknown, belongs to another peer, or does not allow this."""
 
     code = WireCode.ACCESS
 
 
 class StaleRegion(RequestError):
-    """Reports a region that was closed or revoked since the grant was made."""
+    """The region was closed or revoked after the grant was made."""
 
     code = WireCode.STALE
 
 
 class IntegrityError(RequestError):
-    """Reports bytes that arrived other than they were sent."""
+    """Bytes arrived different from how they were sent."""
 
     code = WireCode.INTEGRITY
 
 
 class PeerCancelled(RequestError):
-    """Reports that the peer cancelled its side of this request."""
+    """The peer cancelled its side of this request."""
 
     code = WireCode.CANCELLED
 
 
 class RequestCancelled(RequestError):
-    """Reports that this side cancelled the request with ``request.cancel()``."""
+    """This side cancelled the request with ``request.cancel()``."""
 
 
 class MessageTooLarge(RequestError):
-    """Reports a message longer than its buffer, its limit, or free memory."""
+    """A message is longer than its buffer, its limit, or free memory."""
 
     code = WireCode.TOO_LARGE
 
 
 class PeerError(RequestError):
-    """Reports a failure at the peer that this version has no class for."""
+    """The peer reported a failure that this version has no class for."""
 
 
 def _below(parent: type[KVWireError]) -> Iterator[type[KVWireError]]:
@@ -285,15 +291,16 @@ _BY_CODE: Final = {
 
 
 def shown(text: str, chars_max: int = LOG_CHARS_MAX) -> str:
-    """Return a peer's string for errors and logs: quoted, no controls, short."""
+    """Return a peer's string for errors and logs: quoted, printable and short."""
     quoted = repr(text)
     if len(quoted) <= chars_max:
         return quoted
     return quoted[: chars_max - 3] + "..."
 
 
-# All between the first `//` and the last `@`, also in a URL that is percent-encoded
-# within another. Nothing is parsed: a `#` in a password misleads a parser.
+# Everything between the first `//` and the last `@`, also in a URL that is
+# percent-encoded within another. It is not parsed, since a `#` in a password would
+# mislead a parser.
 _CREDENTIALS: Final = re.compile(
     r"(?P<start>(?<!/)//(?!/)|%2f%2f)(?P<secret>.*)(?P<end>@|%40)",
     re.DOTALL | re.IGNORECASE,
@@ -301,7 +308,7 @@ _CREDENTIALS: Final = re.compile(
 
 
 def without_password(url: str) -> str:
-    """Return a URL as errors, logs and reports may show it: without its credentials."""
+    """Return a URL without its credentials, for errors, logs and reports."""
     return _CREDENTIALS.sub(r"\g<start>...\g<end>", url)
 
 
@@ -309,7 +316,7 @@ def check_credentials(url: str) -> None:
     """Refuse a URL whose user name or password would end its host early.
 
     Raises:
-        UsageError: A ``/``, ``?``, ``#``, ``[`` or ``]`` stands before the last ``@``.
+        UsageError: A ``/``, ``?``, ``#``, ``[`` or ``]`` precedes the last ``@``.
     """
     found = _CREDENTIALS.search(url)
     bad = set(found["secret"]) & set("/?#[]") if found else None
@@ -322,14 +329,14 @@ def check_credentials(url: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return a peer's words if they are short and do nothing to a terminal."""
+    """Return a peer's text unchanged if it is short and printable, else quoted."""
     if text.isprintable() and len(text) <= REASON_CHARS_MAX:
         return text
     return shown(text, REASON_CHARS_MAX)
 
 
 def is_name(value: object) -> bool:
-    """Tell whether something is a text that can be sent to a peer whole."""
+    """Return whether a value is a text that can be sent to a peer whole."""
     if not isinstance(value, str) or len(value) > NAME_CHARS_MAX:
         return False
     return value.encode(errors="replace").decode() == value
@@ -341,9 +348,9 @@ def sayable(reason: str) -> str:
 
 
 def error_from_code(code: int, text: str) -> KVWireError:
-    """Turn what the peer said into the exception its caller can catch.
+    """Return the exception for the code and text that a peer reported.
 
-    A code of a newer peer becomes a :exc:`PeerError`.
+    An unknown code, as of a newer peer, becomes a :exc:`PeerError`.
     """
     try:
         cls = _BY_CODE.get(WireCode(code), PeerError)
@@ -395,25 +402,28 @@ def with_remedy(error: BaseException) -> str:
 
 
 def wrong_type(name: str, value: object, wanted: str) -> UsageError:
-    """Make the error for an argument of another type, such as a coroutine."""
+    """Return the error for an argument of a wrong type, such as a coroutine."""
     kind = type(value).__name__
     hint = "; is an `await` missing?" if hasattr(value, "__await__") else ""
     article = "an" if kind[0] in "aeioAEIO" else "a"
     return UsageError(f"{name}: {wanted} is needed, and this is {article} {kind}{hint}")
 
 
-# As many as are read at a glance.
+# As many as a reader takes in at a glance.
 _FEW_NAMES: Final = 8
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """End an error text: the nearest known name, or all if they are few or none is."""
+    """Return the end of an error text: the nearest known name, or all of few names.
+
+    If no name is near, all are listed.
+    """
     names = sorted(known)
     try:
         import difflib  # noqa: PLC0415 - only for errors, and `import kvwire` is quick
 
         near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    except OSError:  # there is no descriptor left to import with
+    except OSError:  # no descriptor is left to import with
         near = []
     known_are = f"known are {', '.join(names)}"
     if not near:

@@ -1,7 +1,7 @@
-"""What kvwire can use and does not bring, and the commands that install it.
+"""Optional packages that kvwire can use, and the commands that install them.
 
-kvwire is on no package index yet. So a command names the directory that kvwire was
-installed from or, without one, the packages that the extra stands for.
+kvwire is on no package index yet. So a command names the directory from which kvwire
+was installed or, if that is unknown, the packages that the extra stands for.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-# Where the package lies: in a clone, or in site-packages.
+# The folder of the package: a clone, or site-packages.
 _ROOT: Final = Path(__file__).resolve().parents[1]
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs what an extra of kvwire names.
+    """Return the command that installs an extra of kvwire.
 
-    It works for the way in which kvwire was installed here.
+    It fits the way in which kvwire was installed here.
     """
     try:
         here = str(Path.cwd())
-    except OSError:  # it has been removed
+    except OSError:  # the directory has been removed
         here = ""
     return _command(extra, _ROOT, here, tuple(sys.path))
 
 
-# Whatever is not installed is asked for in each handshake, with the command.
+# Cached, since each handshake asks for the command of each missing library.
 @lru_cache(maxsize=64)
 def _command(extra: str, root: Path, here: str, _path: tuple[str, ...]) -> str:
     if _is_source(root):
@@ -45,14 +45,15 @@ def _command(extra: str, root: Path, here: str, _path: tuple[str, ...]) -> str:
 
 
 class NotInstalledError(ModuleNotFoundError):
-    """Says what needs a package, and the command that installs it."""
+    """A package is missing; the message has the command that installs it."""
 
 
 class needed_by:  # noqa: N801 - a statement's word, as in contextlib
-    """Imports optional packages; if one is missing, says what installs it.
+    """A context for imports of optional packages; its errors have the install command.
 
-    A generator of ``contextlib`` that raises another error than it was given is in a
-    cycle with the frames of both from Python 3.12 on, and so is the memory they hold.
+    It is not a generator of ``contextlib``: from Python 3.12 on, a generator that
+    raises another error than it was given ends up in a reference cycle with the frames
+    of both, and so does the memory they hold.
     """
 
     def __init__(self, what: str, *, extra: str = "", command: str = "") -> None:
@@ -61,7 +62,7 @@ class needed_by:  # noqa: N801 - a statement's word, as in contextlib
         self._command = command
 
     def __enter__(self) -> None:
-        """Do nothing: what is missing is found within."""
+        """Do nothing; the imports inside may fail."""
 
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         if isinstance(exc, ModuleNotFoundError):
@@ -70,7 +71,7 @@ class needed_by:  # noqa: N801 - a statement's word, as in contextlib
                 f"{self._command or install_command(self._extra)}",
                 name=exc.name,
             ) from None
-        # It is installed, and a shared library that it needs is not.
+        # The package is installed, but a shared library that it needs is missing.
         if isinstance(exc, ImportError):
             raise NotInstalledError(
                 f"{self._what} needs {exc.name}, which cannot be imported: {exc}; "
@@ -89,7 +90,7 @@ def _named(source: Path, extra: str, here: str) -> str:
 
 
 def _installed_from() -> Path | None:
-    """Return the directory that pip has noted (PEP 610), if it is still there."""
+    """Return the directory that pip recorded (PEP 610), if it still exists."""
     try:
         noted = metadata.distribution("kvwire").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Small value types that every layer shares; nothing that needs a loop or a socket."""
+"""Small value types that every layer shares; nothing here needs a loop or a socket."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _GRANT: Final = struct.Struct("<4sI16sQQ16sQQ")
 _GRANT_MAGIC: Final = b"kvg1"
 
 RequestId = NewType("RequestId", int)
-"""Names one request on a connection; the initiator counts, and never twice the same."""
+"""The number of a request on a connection; its initiator counts up."""
 BufferId = NewType("BufferId", int)
-"""Names one local buffer to the protocol core, which never sees the memory itself."""
+"""The number of a local buffer in the protocol core, which never sees memory itself."""
 RegionId = NewType("RegionId", int)
 GrantId = NewType("GrantId", int)
 Generation = NewType("Generation", int)
-"""Counts the uses of a region; a grant of an earlier one is stale."""
+"""Counts the uses of a region; a grant for an earlier use is stale."""
 Tag = NewType("Tag", int)
 """Matches a message with its receiver: 0 to 2**64 - 1."""
 
@@ -44,29 +44,29 @@ Tag = NewType("Tag", int)
 @final
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """Names a time of the event loop's clock; a plain number means seconds from now.
+    """A time on the event loop's clock; a plain number means seconds from now.
 
-    Several calls can share one instant, and so the time that is left::
+    Several calls can share one instant, and so one time budget::
 
         until = kvwire.Instant(loop.time() + 5)
         await conn.send(1, question, deadline=until)
         answer = await conn.recv(1, deadline=until)
 
     Attributes:
-        time: As ``loop.time()`` counts.
+        time: In seconds, as ``loop.time()`` returns it.
     """
 
     time: float
 
 
 Deadline: TypeAlias = float | timedelta | Instant | None
-"""Seconds from now, also as a timedelta, or an Instant; None for never."""
+"""Seconds from now, also as a timedelta, or an Instant; None for no deadline."""
 
 
 class Symbol(enum.Enum):
-    """Makes members singletons that hash fast; Enum's hash is Python code."""
+    """An enum whose members hash fast; Enum's own hash is Python code."""
 
-    if not TYPE_CHECKING:  # which cannot tell the two types apart
+    if not TYPE_CHECKING:  # type checkers cannot tell the two apart
         __hash__ = object.__hash__
 
 
@@ -76,7 +76,7 @@ T = TypeVar("T")
 
 
 class Transitions(dict[tuple[S, Step], S], Generic[S, Step]):
-    """Tables the state that follows a state and an input; no other step exists."""
+    """A table from (state, input) to the next state; other pairs raise ValueError."""
 
     def __init__(self, of: str, steps: dict[tuple[S, Step], S]) -> None:
         super().__init__(steps)
@@ -88,7 +88,7 @@ class Transitions(dict[tuple[S, Step], S], Generic[S, Step]):
 
 
 class Role(enum.IntEnum):
-    """Names the sides of a connection by who opened it."""
+    """The side of a connection, by who opened it."""
 
     CLIENT = 0
     SERVER = 1
@@ -100,7 +100,7 @@ class Role(enum.IntEnum):
 
 
 class TrustMode(enum.IntEnum):
-    """Names how two sides know each other; see docs/topics/security.md."""
+    """How the two sides authenticate each other; see docs/topics/security.md."""
 
     LOOPBACK = 0
     PSK = 1
@@ -111,7 +111,7 @@ AccessName: TypeAlias = Literal["read", "write", "readwrite"]
 
 
 class Access(enum.Flag):
-    """Names what a peer may do with a region it was granted."""
+    """The operations that a grant allows a peer on a region."""
 
     READ = 1
     WRITE = 2
@@ -122,7 +122,7 @@ class Access(enum.Flag):
         """Read ``"read"``, ``"write"`` or ``"readwrite"``.
 
         Raises:
-            UsageError: Any other text.
+            UsageError: It is another text.
         """
         if isinstance(text, Access) and text:
             return text
@@ -136,18 +136,20 @@ class Access(enum.Flag):
 
 
 class MemoryKind(enum.StrEnum):
-    """Names the kinds of memory."""
+    """The kinds of memory."""
 
     HOST = "host"
     CUDA = "cuda"
     SIMULATED = "simulated"
-    """Memory of a device that a process plays for its own tests: host code that touches
-    it directly is ended by the processor."""
+    """Memory of a device that a process simulates for its own tests.
+
+    If host code touches it directly, the processor ends the process.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Names what owns memory that host code cannot touch, such as ``cuda:0``."""
+    """A device with memory that host code cannot touch, such as ``cuda:0``."""
 
     kind: MemoryKind
     index: int
@@ -158,7 +160,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Names where a communicator listens: a scheme, and what that scheme needs.
+    """The address of a listener: a scheme, and a host and port or a path.
 
     ``str(address)`` and :meth:`parse` are inverses.
     """
@@ -177,7 +179,7 @@ class Address:
     def parse(cls, text: str | Address) -> Address:
         """Read ``"host:port"``, ``"tcp://host:port"``, ``"inproc://name"`` or a path.
 
-        A transport whose addresses are files has them as ``"scheme:///a/path"``.
+        Transports whose addresses are files write them as ``"scheme:///a/path"``.
 
         Raises:
             UsageError: The text is none of these, or the port is not 0 to 65,535.
@@ -216,7 +218,7 @@ class Address:
 
 
 def check_file_name(text: str) -> None:
-    """Refuse what no file can be called.
+    """Refuse a text that cannot be the name of a file.
 
     Raises:
         UsageError: It has a NUL, or half of a surrogate pair.
@@ -232,7 +234,7 @@ def check_file_name(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Holds what TLS has proved of the peer of one connection."""
+    """The identity of one connection's peer, as TLS has proved it."""
 
     identity: str
     binding: bytes = field(repr=False)
@@ -240,19 +242,19 @@ class PeerIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerInfo:
-    """Says who the peer is, by its word and, outside ``loopback`` mode, by proof.
+    """Facts about the peer, as it claims them; TLS or a key proves some of them.
 
     Attributes:
-        name: As it calls itself.
+        name: The name it gives itself.
         incarnation: 16 random bytes, new for each start of its process.
-        address: Where it is, as far as the transport knows.
-        trust: How it was known.
-        version: Of the protocol.
-        profile: What it says of itself.
+        address: Its address, if the transport knows it.
+        trust: How it was authenticated.
+        version: The protocol's version.
+        profile: The profile in its configuration.
         identity: In ``mtls`` mode, the name in its certificate that `tls_peers` lists;
-            else "". This alone of all names is proved.
-        key_id: In ``psk`` mode, which of the accepted keys a client has proved; else
-            b"".
+            else "". Of all names, only this one is proved.
+        key_id: In ``psk`` mode, the id of the accepted key that a client has proved;
+            else b"".
     """
 
     name: str
@@ -266,9 +268,10 @@ class PeerInfo:
 
     @property
     def origin(self) -> bytes:
-        """Return what tells this start of this peer from all others.
+        """Return bytes that distinguish this start of this peer from all others.
 
-        Whoever has heard an incarnation can claim it; in ``mtls`` mode not for another.
+        Anybody who has seen an incarnation can claim it, except that in ``mtls`` mode
+        it counts only together with the identity.
         """
         return self.identity.encode() + self.incarnation
 
@@ -280,13 +283,13 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Describes one transport that was considered for a connection.
+    """One transport that was considered for a connection.
 
     Attributes:
-        name: The transport's, such as ``"tcp"``.
-        taken: It carries the connection's data.
+        name: The transport's name, such as ``"tcp"``.
+        taken: Whether it carries the connection's data.
         reason: Why it does, or does not.
-        possible: It may carry the data if those before it cannot.
+        possible: Whether it may carry the data if those before it cannot.
     """
 
     name: str
@@ -300,7 +303,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TransportReport:
-    """Lists every transport considered for a connection, and why it was taken."""
+    """Every transport that was considered for a connection, with reasons."""
 
     candidates: tuple[Candidate, ...] = field(default=())
 
@@ -320,17 +323,18 @@ class TransportReport:
 class Grant:
     """Permission to ``get`` from, or ``put`` into, memory of one peer.
 
-    It is bytes, so it travels by any channel; what it opens is one connection's, and
-    ends with the region. Slicing narrows it: ``grant[a:b]`` is that part, no more.
+    It can be turned into bytes and sent by any channel. It is valid on one connection,
+    and until the region ends. Slicing narrows it: ``grant[a:b]`` covers that part and
+    no more.
 
     Attributes:
         access: Whether it allows ``get``, ``put`` or both.
-        connection: The connection it was made for, 16 bytes.
-        grant: Its number there.
-        generation: The generation of the region it was made for.
+        connection: The id of the connection it was made for, 16 bytes.
+        grant: Its number on that connection.
+        generation: The region's generation when it was made.
         token: Proves that the peer made it; never shown.
-        offset: Where this part begins in what was granted.
-        nbytes: How long it is; also ``len(grant)``.
+        offset: The offset of this part in the granted memory.
+        nbytes: Its length; also ``len(grant)``.
     """
 
     access: Access
@@ -345,10 +349,10 @@ class Grant:
         return self.nbytes
 
     def __getitem__(self, part: slice) -> Grant:
-        """Return a part of the grant, by byte positions as of a ``bytes`` object.
+        """Return a part of the grant, by byte positions as in a ``bytes`` object.
 
         Raises:
-            UsageError: A step other than 1, or an index instead of a slice.
+            UsageError: The step is not 1, or this is an index instead of a slice.
         """
         if not isinstance(part, slice):
             raise UsageError("a grant is sliced, grant[a:b]; it has no single bytes")
@@ -358,7 +362,7 @@ class Grant:
         return replace(self, offset=self.offset + start, nbytes=max(0, stop - start))
 
     def to_bytes(self) -> bytes:
-        """Return the bytes that :meth:`from_bytes` reads."""
+        """Return the grant as bytes, for :meth:`from_bytes`."""
         return _GRANT.pack(
             _GRANT_MAGIC,
             self.access.value,
@@ -372,11 +376,11 @@ class Grant:
 
     @classmethod
     def from_bytes(cls, raw: bytes | bytearray | memoryview) -> Grant:
-        """Read a grant that came by some channel.
+        """Read a grant from bytes that came by some channel.
 
         Raises:
-            UsageError: These bytes are no grant. Whether the peer honours it shows only
-                when it is used.
+            UsageError: These bytes are not a grant. Whether the peer honours a grant
+                shows only when it is used.
         """
         try:
             if len(raw) != _GRANT.size:
@@ -405,7 +409,7 @@ class Grant:
 
 
 def whole(value: object) -> int | None:
-    """Return a whole number of any type, NumPy's too, as an int; None of all else."""
+    """Return a whole number of any type, also NumPy's, as an int, or else None."""
     if isinstance(value, bool):
         return None
     try:
@@ -415,7 +419,7 @@ def whole(value: object) -> int | None:
 
 
 def plain(value: T) -> T | int:
-    """Return a whole number of any type as an int, and all else as it is."""
+    """Return a whole number of any type as an int, and anything else unchanged."""
     number = whole(value)
     return value if number is None else number
 
@@ -436,7 +440,11 @@ _SIZE: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 
 
 def read_bytes(text: str) -> int:
-    """Read a number of bytes as people write it, such as ``4MiB``."""
+    """Parse a number of bytes as people write it, such as ``4MiB``.
+
+    Raises:
+        UsageError: It is not a number with a known unit.
+    """
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
@@ -447,7 +455,7 @@ def read_bytes(text: str) -> int:
 
 
 def in_bytes(count: int) -> str:
-    """Return a size as people say it: "64 KiB", "1.5 GiB"."""
+    """Return a size as text: "64 KiB", "1.5 GiB"."""
     for name in ("TiB", "GiB", "MiB", "KiB"):
         if count >= (unit := _UNITS[name.upper()]):
             return f"{count / unit:.4g} {name}"
@@ -455,13 +463,13 @@ def in_bytes(count: int) -> str:
 
 
 def numeric_host(sockaddr: tuple[Any, ...]) -> str:
-    """Return the host of a socket's address; one of a single link says of which."""
+    """Return the host of a socket's address, with the scope of a link-local one."""
     host, scope = str(sockaddr[0]), sockaddr[3] if len(sockaddr) > 3 else 0
     return f"{host}%{scope}" if scope else host
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a numeric address is one that only this host can reach."""
+    """Return whether a numeric address can be reached from this host only."""
     try:
         ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,8 +1,8 @@
-"""The contract between kvwire and a transport: links, lanes, finding and choosing one.
+"""The contract between kvwire and a transport: links, lanes, and choosing a backend.
 
 A backend imports from here, from ``kvwire.errors``, ``limits``, ``types`` and
-``memory``, and from nothing else of kvwire. :mod:`kvwire.backend.link` says what it
-promises, and :mod:`kvwire.backend.lane` what the lanes of one add.
+``memory``, and from nothing else in kvwire. :mod:`kvwire.backend.link` lists the
+promises of a backend, and :mod:`kvwire.backend.lane` those of its lanes.
 """
 
 from kvwire.backend.forks import keep_from_children

@@ -1,4 +1,4 @@
-"""Reports on the loop what a lane's thread has moved."""
+"""A queue through which a lane's thread reports moved payloads to the event loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class CompletionQueue(Generic[T]):
-    """Takes what is done from a thread, and tells the loop of one wake-up's bytes.
+    """Passes completions from a thread to the loop, in batches of limited bytes.
 
     Args:
-        call_soon: Calls something on the loop, from any thread; raises RuntimeError
+        call_soon: Schedules a call on the loop, from any thread; raises RuntimeError
             once the loop is closed.
-        tell: Told on the loop what is done, in its order.
-        nbytes: How many bytes one of them has moved.
+        tell: Called on the loop with completions, in their order.
+        nbytes: Returns how many bytes a completion has moved.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class CompletionQueue(Generic[T]):
         self._done: deque[T] = deque()
 
     def put(self, done: Iterable[T]) -> None:
-        """Have the loop told of these as well."""
+        """Queue completions and wake the loop if it is not yet awake for others."""
         with self._lock:
             awake = bool(self._done)
             self._done.extend(done)  # bounded: LANE_PAYLOADS_MAX
@@ -44,13 +44,13 @@ class CompletionQueue(Generic[T]):
             self.on_loop(self._deliver)
 
     def leave(self, last_word: Callable[[], None]) -> None:
-        """Call this on the loop once everything before it is reported."""
+        """Call ``last_word`` on the loop after everything queued was reported."""
         self.on_loop(lambda: self._leave(last_word))
 
     def on_loop(self, call: Callable[[], None]) -> None:
-        """Call something on the loop; nothing if that is closed.
+        """Schedule a call on the loop; if the loop is closed, do nothing.
 
-        Whoever waited for it is gone with the loop.
+        With a closed loop, nobody is left who waits for the call.
         """
         try:
             self._call_soon(call)
@@ -58,7 +58,10 @@ class CompletionQueue(Generic[T]):
             return
 
     def _deliver(self) -> None:
-        """Tell of what is done, and let the loop do something else in between."""
+        """Report a wake-up's worth of completions, and schedule the rest.
+
+        In between, the loop can run other tasks.
+        """
         told: list[T] = []
         budget = LANE_WAKEUP_BYTES
         with self._lock:

@@ -1,9 +1,9 @@
 """Descriptors that a forked child must not keep.
 
-A child that is forked has every descriptor of its parent. While it lives, the parent's
-ports stay taken, its connections open and its locks held, even after the parent was
-killed: a restart fails, and peers wait for a dead process. Programs started by
-``exec``, as ``subprocess`` and ``forkserver`` do, inherit none of them.
+A forked child has every descriptor of its parent. While it lives, the parent's ports
+stay taken, its connections open and its locks held, even after the parent was killed: a
+restart fails, and peers wait for a dead process. Programs started by ``exec``, as
+``subprocess`` and ``forkserver`` do, inherit none of them.
 
 In the child, each descriptor is replaced by one of ``/dev/null``. The numbers stay
 taken, since the child's objects still hold them and will close them.
@@ -51,7 +51,7 @@ def _forked() -> None:
     _kept.clear()
     if not found:
         return
-    with suppress(OSError):  # there is nothing that could be done about it here
+    with suppress(OSError):  # nothing could be done about it here
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in found:
             os.dup2(nothing, number, inheritable=False)

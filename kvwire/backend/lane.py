@@ -1,12 +1,11 @@
 """The contract between kvwire and a data path beside a connection's control link.
 
 A connection has one control link, which carries every frame in order. Beside it there
-may be *lanes*, which carry payload and nothing else. What the payload of a lane is
-travels on the control link, as a frame that says which lane, how many bytes, where they
-belong, and a *descriptor*: up to :data:`~kvwire.limits.DESCRIPTOR_BYTES_MAX` bytes that
-the sender's lane made and only the receiver's lane reads. So the protocol stays one
-ordered stream, the receiver names every destination, and a lane may be anything that
-moves bytes from there to here:
+may be *lanes*, which carry payload and nothing else. For each payload on a lane, a
+frame on the control link names the lane, the number of bytes, their destination, and a
+*descriptor*: up to :data:`~kvwire.limits.DESCRIPTOR_BYTES_MAX` bytes that the sender's
+lane made and only the receiver's lane reads. So the protocol stays one ordered stream,
+the receiver names every destination, and a lane may be anything that moves bytes:
 
 ============== ======================== ==================================
 transport      descriptor                   what happens
@@ -18,20 +17,20 @@ UCX            the tag                  both sides post; rendezvous
 NCCL           nothing: same order      both sides post
 ============== ======================== ==================================
 
-Coming up takes one exchange, on the control link and so under its authentication::
+Opening a lane takes one exchange, on the control link and so under its authentication::
 
     client                                  server
       lane = open_lane(context)
       lane.bootstrap               ->         lane = open_lane(context)
                                               await lane.join(bootstrap)
-              <- lane.bootstrap
+                                   <-         lane.bootstrap
       await lane.join(bootstrap)
       "it is up"                   ->         both send from now on
 
-A side whose ``open_lane`` or ``join`` raises BackendUnavailable says why, and the next
-transport is tried.
+If a side's ``open_lane`` or ``join`` raises BackendUnavailable, its reason is reported
+and the next transport is tried.
 
-What a lane promises, and the conformance kit checks:
+A lane makes these promises, and the conformance kit checks them:
 
 1. Payload memory belongs to the lane from ``send`` until ``payload_sent``, and from
    ``receive`` until ``payload_received``. Outside these spans the lane neither reads
@@ -39,7 +38,7 @@ What a lane promises, and the conformance kit checks:
 2. Every payload that was sent and received under the same descriptor ends in both
    callbacks, or else ``lane_closed`` is called.
 3. ``lane_closed`` is called exactly once if ``join`` returned, last of all callbacks,
-   and only when the lane touches no memory any more. A lane that cannot prove this yet
+   and only when the lane no longer touches memory. A lane that cannot prove this yet
    does not call it yet: its memory stays in quarantine.
 4. Callbacks run on the loop's thread, never from inside ``send``, ``receive``,
    ``close`` or ``abort``. ``flush`` may call them. A handler that raises loses its
@@ -61,13 +60,14 @@ from kvwire.types import Address, MemoryKind, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneContext:
-    """Holds the parameters with which a backend opens a lane.
+    """The parameters with which a backend opens a lane.
 
     Attributes:
         role: Whether this side opened the connection.
         number: The lane's number, 1 and up, the same on both sides.
-        secret: 32 bytes that both sides know and nobody else, new for each lane.
-        remote_address: Where the control link leads, as far as its transport knows.
+        secret: 32 bytes that only the two sides know, new for each lane.
+        remote_address: The peer's address on the control link, if its transport knows
+            it.
         settings: The user's settings for this backend, by name.
     """
 
@@ -79,74 +79,75 @@ class LaneContext:
 
 
 class LaneHandler(ABC):
-    """Knows what the bytes of a lane are. Implemented by kvwire."""
+    """Receives the events of a lane. Implemented by kvwire."""
 
     @abstractmethod
     def payload_sent(self, lane: Lane, token: object) -> None:
-        """Note that the lane needs the memory of ``token`` no longer."""
+        """Called when the lane no longer needs the memory of ``token``."""
 
     @abstractmethod
     def payload_received(self, lane: Lane, landing: Landing) -> None:
-        """Note a ``receive`` in place, or dropped as asked."""
+        """Called when a ``receive`` is complete: payload is in place, or dropped."""
 
     @abstractmethod
     def lane_writable(self, lane: Lane) -> None:
-        """``queued_bytes`` has fallen to 0 after a ``flush`` that left some."""
+        """Called when ``queued_bytes`` falls to 0 after a ``flush`` that left some."""
 
     @abstractmethod
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
-        """Note that the lane touches no memory; ``error`` unless we ended it.
+        """Called when the lane has ended and no longer touches memory.
 
-        Payloads without ``payload_sent`` or ``payload_received`` have not arrived as
-        far as this side can tell.
+        ``error`` is None if this side ended the lane. Payloads without ``payload_sent``
+        or ``payload_received`` may or may not have arrived.
         """
 
 
 class Lane(ABC):
-    """Moves payload beside a control link. Used on its loop only."""
+    """A data path for payload beside a control link. Used on its loop only."""
 
     bytes_min: int = 1
-    """Smaller payloads travel on the control link: there they are faster."""
+    """The least payload for this lane; smaller ones are faster on the control link."""
     intact: bool = False
-    """Nothing but memory is on the payload's way: no cable, no switch, no socket."""
+    """Whether payload passes through nothing but memory: no cable, switch or socket."""
     span_bytes: int = 0
-    """Payload that may come in one ``send`` where it lies in large pieces.
+    """The most payload for one ``send``, if it lies in large pieces.
 
-    0 is a chunk, as large as both sides have agreed on. More pays where a payload costs
-    time beside its bytes.
+    0 stands for one chunk, whose size both sides have agreed on. A larger value helps a
+    transport in which each payload has a fixed cost in time.
     """
     window_bytes: int = 4 * MIB
-    """Payload that may be under way: the lane's rate times its round trip, and more.
+    """The most payload in flight: at least the lane's rate times its round trip.
 
-    A larger window only delays what is more urgent and comes later.
+    A larger window only delays more urgent payload that comes later.
     """
     memory_kinds: frozenset[MemoryKind] = frozenset({MemoryKind.HOST})
-    """Where payloads may lie.
+    """The kinds of memory in which payloads may lie.
 
-    To a lane that does not name its kind, device memory comes by way of the host. Host
-    memory goes on the control link where this has no HOST.
+    If a device's kind is missing, its memory is staged through the host. Without HOST,
+    host memory travels on the control link.
     """
 
     @property
     @abstractmethod
     def bootstrap(self) -> bytes:
-        """Return what the peer's lane needs, at most ``BOOTSTRAP_BYTES_MAX``."""
+        """Return bytes for the peer's ``join``, at most ``BOOTSTRAP_BYTES_MAX``."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """Return for the transport report what moves the bytes, such as "cma"."""
+        """Return a name of the data path for the transport report, such as "cma"."""
 
     @abstractmethod
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """Come up with the peer's lane, of which these bytes are the bootstrap.
+        """Connect to the peer's lane, whose ``bootstrap`` this is.
 
-        When it returns, ``send`` and ``receive`` are allowed, even where the peer is
-        not through with its own ``join``. The peer's bytes are not to be trusted.
+        When it returns, ``send`` and ``receive`` are allowed, even if the peer's own
+        ``join`` is still running. The bytes come from the peer and are not to be
+        trusted.
 
         Raises:
-            BackendUnavailable: It cannot, with the reason; the lane is then closed and
-                there is no ``lane_closed``.
+            BackendUnavailable: The lanes cannot connect; the text has the reason. The
+                lane is then closed, without ``lane_closed``.
 
         Cancel safety: safe, the lane is then closed without ``lane_closed``.
         """
@@ -155,43 +156,45 @@ class Lane(ABC):
     def send(self, payload: Payload, token: object) -> bytes:
         """Queue a payload, lent until ``payload_sent``; return its descriptor.
 
-        On a lane that has ended this returns b"" and ``lane_closed`` tells.
+        On a lane that has ended this returns b"", and ``lane_closed`` reports the
+        reason.
         """
 
     @abstractmethod
     def receive(self, descriptor: bytes, landing: Landing) -> None:
         """Queue the arrival of ``landing.length`` bytes that the peer has sent.
 
-        They go to ``landing.payload``, or nowhere if that is None. Descriptors come in
-        the order in which the peer's ``send`` returned them.
+        They go to ``landing.payload``, or are dropped if that is None. Descriptors come
+        in the order in which the peer's ``send`` returned them.
 
         Raises:
-            ProtocolError: The descriptor is not one that the peer's lane would make. An
-                empty one, as of a lane that has ended, then costs this lane alone.
+            ProtocolError: The peer's lane would not make such a descriptor. An empty
+                one comes from a lane that has ended; it then ends this lane but not the
+                connection.
         """
 
     @abstractmethod
     def flush(self) -> None:
-        """Move as much as can be moved now; never blocks for the peer."""
+        """Move as much as the transport takes now; never blocks for the peer."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the lane once what is queued has moved."""
+        """End the lane after moving everything that is queued."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End the lane now. Never raises. ``lane_closed`` follows when it is quiet.
+        """End the lane now. Never raises; ``lane_closed`` follows when it is quiet.
 
-        Also ends a lane that never joined, without ``lane_closed``; a ``join`` that is
-        under way then raises.
+        A lane that never joined ends too, without ``lane_closed``; a ``join`` that is
+        in progress raises.
         """
 
     @property
     @abstractmethod
     def queued_bytes(self) -> int:
-        """Return the bytes handed to ``send`` and not yet taken by the transport."""
+        """Return the bytes handed to ``send`` that the transport has not taken yet."""
 
     @property
     @abstractmethod
     def received_bytes(self) -> int:
-        """Return the bytes received since it came up; any change is a sign of life."""
+        """Return the bytes received since ``join``; any change is a sign of life."""

@@ -4,23 +4,24 @@ One idea carries every backend: **a link moves frames, and the receiving side na
 destination of a payload after it has seen the frame's header.** A frame is a header of
 exactly :data:`~kvwire.limits.HEADER_BYTES` bytes and a payload of any length, zero
 included. The backend does not know what a header means. It hands the 32 bytes to its
-:class:`LinkHandler` and gets a :class:`Landing` back, which says how many payload bytes
-follow and where they go: into a view, into a list of fragments, or nowhere.
+:class:`LinkHandler` and gets a :class:`Landing` back: how many payload bytes follow,
+and whether they go into a view, into a list of fragments, or nowhere.
 
 That one shape fits a socket (header into scratch, payload straight into its
-destination), UCX active messages (header with the rendezvous, data received into what
-the callback names), a same-host read (the consumer reads once it knows both fragment
-lists) and NCCL (the receive is posted when the header has arrived beside it).
+destination), UCX active messages (header with the rendezvous, data received into the
+memory that the callback names), a same-host read (the consumer reads once it knows both
+fragment lists) and NCCL (the receive is posted once the header has arrived by other
+means).
 
-What a backend promises, and the conformance kit checks:
+A backend makes these promises, and the conformance kit checks them:
 
 1. Frames of one link arrive whole, once, and in the order they were sent.
 2. Payload memory belongs to the link from ``send`` until ``frame_sent`` (sender), and
    from ``header_received`` until ``body_received`` (receiver). Outside these spans the
-   link neither reads nor writes it. That is what quiescence is built on.
+   link neither reads nor writes it. Freeing memory safely depends on this.
 3. ``link_closed`` is called exactly once per started link, last of all callbacks. After
-   it the link touches no memory, whatever was in flight; frames without ``frame_sent``
-   then have an unknown fate.
+   it the link touches no memory, whatever was in flight; it is then unknown whether
+   frames without ``frame_sent`` arrived.
 4. Callbacks run on the loop's thread, never from inside ``start``, ``send``, ``close``
    or ``abort``, so a handler needs no lock and is never re-entered. ``flush`` may call
    ``frame_sent``. After ``abort`` no header and no body is handed over any more.
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from kvwire.backend.lane import Lane, LaneContext
 
 API_VERSION: Final = 1
-"""Raised when a backend written for the previous contract would misbehave."""
+"""The contract's version; raised when backends for the previous one would misbehave."""
 
 Payload = memoryview | Fragments
 """Bytes in memory: one C-contiguous byte view (format "B"), or many fragments."""
@@ -53,15 +54,15 @@ Payload = memoryview | Fragments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Says what a backend can do; the core plans with this and nothing else.
+    """The abilities of a backend; the core plans with these and nothing else.
 
     Attributes:
-        links: It carries control links: it has addresses of its own.
+        links: It has addresses of its own and carries control links.
         lanes: It carries data beside the control link of any transport.
         same_process: Both ends live in one process.
-        same_host: Works only between processes of one host.
-        memory_kinds: Kinds of memory a payload may lie in.
-        tls: It can put what it moves inside TLS; see :meth:`Backend.use_tls`.
+        same_host: It works only between processes of one host.
+        memory_kinds: The kinds of memory in which a payload may lie.
+        tls: It can put everything it moves inside TLS; see :meth:`Backend.use_tls`.
     """
 
     links: bool = True
@@ -76,12 +77,12 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Availability:
-    """Says whether a backend can run here, and if not, what would change that.
+    """Whether a backend can run here, and if not, what would change that.
 
     Attributes:
-        available: It can be used now.
+        available: Whether it can be used now.
         reason: One line: the version in use, or what is missing.
-        remedy: What the user can do about it, such as a ``pip install`` line; or "".
+        remedy: How the user can change that, such as a ``pip install`` line; or "".
     """
 
     available: bool
@@ -91,14 +92,14 @@ class Availability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """States a fact of this machine for a transport; ``kvwire doctor`` prints it.
+    """A fact about this machine that concerns a transport; ``kvwire doctor`` prints it.
 
     Attributes:
-        name: What was looked at, in a few words: "ptrace scope", "receive buffer".
-        state: ``"ok"``; ``"warn"``: it works, but slower or not with every peer;
-            ``"missing"``: it does not work without.
-        text: One line: what was found, and what follows from it.
-        remedy: What the user can do about it, such as an install line; or "".
+        name: The subject, in a few words: "ptrace scope", "receive buffer".
+        state: ``"ok"``; ``"warn"``: the transport works, but slower or not with every
+            peer; ``"missing"``: it does not work like this.
+        text: One line: the fact, and its consequence.
+        remedy: How the user can change it, such as an install line; or "".
     """
 
     name: str
@@ -108,7 +109,7 @@ class Finding:
 
 
 class Landing:
-    """Says where the payload of one incoming frame goes. Subclass it freely.
+    """The destination of one incoming frame's payload. Subclass it freely.
 
     Attributes:
         length: Payload bytes that follow the header.
@@ -123,7 +124,7 @@ class Landing:
 
 
 class TlsCredentials(Protocol):
-    """Names this side and whom it accepts, for the links of a backend with ``tls``."""
+    """This side's certificate and accepted peers, for a backend with ``tls``."""
 
     def wrap(
         self, role: Role, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
@@ -134,23 +135,26 @@ class TlsCredentials(Protocol):
         """Return the peer's identity, once the handshake is over.
 
         Raises:
-            AuthenticationFailed: Nobody whom this side accepts.
+            AuthenticationFailed: This side does not accept the peer.
         """
 
 
 class TlsFiles(Protocol):
-    """Credentials in files that may change while links come and go."""
+    """Credentials in files, which may change while links come and go."""
 
     def current(self) -> TlsCredentials:
-        """Return what the files say now; each link asks once."""
+        """Return the credentials in the files now; each link calls this once."""
 
 
 class LinkHandler(ABC):
-    """Knows what the frames of a link mean. Implemented by kvwire."""
+    """Receives the events of a link, and knows what its frames mean.
+
+    Implemented by kvwire.
+    """
 
     @abstractmethod
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        """Take a header; return where its payload goes.
+        """Called with a header; returns the destination of the payload.
 
         ``header`` is valid only during the call. If the handler refuses the frame it
         aborts the link before it returns, and the link then ignores the landing.
@@ -158,26 +162,26 @@ class LinkHandler(ABC):
 
     @abstractmethod
     def body_received(self, link: Link, landing: Landing) -> None:
-        """Take a payload that is in place; one of 0 bytes as well."""
+        """Called when a payload is in place, also one of 0 bytes."""
 
     @abstractmethod
     def frame_sent(self, link: Link, token: object) -> None:
-        """Note that the link needs the memory of ``token`` no longer."""
+        """Called when the link no longer needs the memory of ``token``."""
 
     @abstractmethod
     def link_writable(self, link: Link) -> None:
-        """``queued_bytes`` has fallen to 0 after a ``flush`` that left some."""
+        """Called when ``queued_bytes`` falls to 0 after a ``flush`` that left some."""
 
     @abstractmethod
     def link_closed(self, link: Link, error: Exception | None) -> None:
-        """Note the link's end; ``error`` is None after a clean one."""
+        """Called when the link has ended; ``error`` is None after a clean end."""
 
 
 class Link(ABC):
     """Moves frames between two peers. Not thread-safe: used on its loop only."""
 
     pausable: bool = False
-    """Whether it has ``pause`` and ``resume``; caches in device memory need them."""
+    """Whether it has ``pause`` and ``resume``, which caches in device memory need."""
 
     @abstractmethod
     def start(self, handler: LinkHandler) -> None:
@@ -192,10 +196,11 @@ class Link(ABC):
     ) -> None:
         """Queue one frame; nothing needs to move before :meth:`flush`.
 
-        With a token, ``payload`` is lent to the link until ``frame_sent`` names the
-        token. Without one, ``payload`` is at most ``EAGER_BYTES_MAX`` bytes and is free
-        when the following ``flush`` returns: the link copies what it could not send. On
-        a closed link this does nothing, since ``link_closed`` tells.
+        With a token, ``payload`` is lent to the link until ``frame_sent`` is called
+        with that token. Without one, ``payload`` is at most ``EAGER_BYTES_MAX`` bytes
+        and is free when the following ``flush`` returns: the link copies the part it
+        could not send. On a closed link this does nothing, since ``link_closed``
+        reports the end.
         """
 
     @abstractmethod
@@ -203,45 +208,45 @@ class Link(ABC):
         """Move as much of the queue as the transport takes now; never blocks."""
 
     def send_now(self, header: bytes, payload: Payload | None = None) -> None:
-        """Send one small frame, as ``send`` without a token and ``flush`` do."""
+        """Send one small frame: ``send`` without a token, then ``flush``."""
         self.send(header, payload)
         self.flush()
 
     @abstractmethod
     def close(self) -> None:
-        """Send what is queued, then end the link. More than one call does no harm."""
+        """Send the queue, then end the link. Calling it again does no harm."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End the link now and drop what is queued. Never raises."""
+        """End the link now and drop the queue. Never raises."""
 
     def proven(self) -> PeerIdentity | None:
-        """Return the peer's identity proved by TLS, from the first header on.
+        """Return the peer's identity as proved by TLS, or None on a link without TLS.
 
-        None on a link that proves nothing.
+        It is known from the first header on.
 
         Raises:
-            AuthenticationFailed: Nobody whom this side accepts.
+            AuthenticationFailed: This side does not accept the peer.
         """
         return None
 
     @property
     def beginning(self) -> bytes:
-        """Return the bytes of a header that has not come in whole, if it keeps them."""
+        """Return the received bytes of an incomplete header, if the link keeps them."""
         return b""
 
     def pause(self) -> None:
-        """Hand over no further header until ``resume``; a payload under way goes on."""
+        """Hand over no header until ``resume``; a payload in progress continues."""
         raise NotImplementedError
 
     def resume(self) -> None:
-        """Go on after ``pause``; as ever, no callback comes from inside the call."""
+        """Continue after ``pause``; no callback runs inside this call."""
         raise NotImplementedError
 
     @property
     @abstractmethod
     def queued_bytes(self) -> int:
-        """Return the bytes queued and not yet taken by the transport."""
+        """Return the queued bytes that the transport has not taken yet."""
 
     @property
     @abstractmethod
@@ -251,7 +256,7 @@ class Link(ABC):
     @property
     @abstractmethod
     def remote_address(self) -> Address | None:
-        """Return where the peer is, as far as the transport knows."""
+        """Return the peer's address, if the transport knows it."""
 
 
 class Listener(ABC):
@@ -271,7 +276,7 @@ class Listener(ABC):
 
 
 class Backend(ABC):
-    """Implements a transport; found through the group ``kvwire.backends``.
+    """A transport; kvwire finds it through the entry-point group ``kvwire.backends``.
 
     The class is instantiated once per communicator, without arguments, on its loop.
     """
@@ -279,22 +284,23 @@ class Backend(ABC):
     scheme: ClassVar[str]
     api_version: ClassVar[int] = API_VERSION
     capabilities: ClassVar[Capabilities]
-    # Its settings: what each may be, the default first; nothing if that is open.
+    # The settings by name, each with its allowed values (the default first; none for
+    # any text).
     settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod
     def rank(cls) -> int:
-        """Return its place where no user has a preference: lower goes first."""
+        """Return the rank among transports without a preference; lower goes first."""
         return 50
 
     @classmethod
     @abstractmethod
     def availability(cls) -> Availability:
-        """Tell whether it can run in this process now. Cheap; never raises."""
+        """Return whether it can run in this process now. Cheap; never raises."""
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
-        """Return what else a user should know of this machine, for the doctor.
+        """Return further facts about this machine, for ``kvwire doctor``.
 
         May take some 100 ms and look at devices, kernel settings and libraries. Called
         whether or not the backend is available; never raises.
@@ -303,10 +309,11 @@ class Backend(ABC):
 
     @classmethod
     def check_settings(cls, given: Mapping[str, str]) -> None:
-        """Refuse settings of a user that this backend does not have.
+        """Refuse user settings that this backend does not have.
 
         Raises:
-            UsageError: A name or a value is none of ``settings``; names the nearest.
+            UsageError: A name or a value is not in ``settings``; the text has the
+                nearest one.
         """
         for name, value in given.items():
             if name not in cls.settings:
@@ -326,8 +333,8 @@ class Backend(ABC):
     ) -> Listener:
         """Listen on exactly ``address``; ``accept`` gets each link, not yet started.
 
-        Its host is numeric where other hosts may reach it: kvwire resolves names. A
-        backend without links leaves this as it is.
+        The host is numeric if other hosts can reach it, since kvwire has resolved
+        names. A backend without links does not override this.
 
         Raises:
             OSError: The address cannot be bound.
@@ -340,8 +347,8 @@ class Backend(ABC):
     async def connect(self, address: Address) -> Link:
         """Connect to ``address``; the link is not yet started.
 
-        Its host is numeric where other hosts may reach it: kvwire resolves names, and
-        dials their addresses in turn. A backend without links leaves this as it is.
+        The host is numeric if other hosts can reach it: kvwire resolves names, and
+        dials their addresses in turn. A backend without links does not override this.
 
         Raises:
             OSError: Nobody listens there, or it cannot be reached.
@@ -361,8 +368,8 @@ class Backend(ABC):
     def use_tls(self, files: TlsFiles) -> None:
         """Put every link and every lane inside TLS; called before the first of them.
 
-        Both sides show certificates. A link that came in gives its handler no byte
-        before that is done. Only with the capability ``tls``.
+        Both sides show certificates. An accepted link gives its handler no byte before
+        the TLS handshake is over. Called only with the capability ``tls``.
         """
         raise NotImplementedError
 
@@ -370,12 +377,12 @@ class Backend(ABC):
         """Prepare a data path beside a control link; see :mod:`kvwire.backend.lane`.
 
         Raises:
-            BackendUnavailable: It has none, or it cannot be used here.
+            BackendUnavailable: It has no lanes, or they cannot be used here.
         """
         raise BackendUnavailable(f"{self.scheme} carries no data beside another link")
 
     async def aclose(self) -> None:
-        """Free what the backend itself holds; its links are closed before.
+        """Free the backend's own resources; its links are closed before.
 
         Cancel safety: safe.
         """

@@ -1,8 +1,9 @@
-"""Take pacing from sockets that a library makes within this host, and gives to nobody.
+"""Turns off TCP pacing for connections within this host that a library made and hides.
 
-Within one host nothing is congested, and pacing is only timers and bursts. Where BBR is
-the default of the host it costs bulk half of its rate. UCX has no setting for that; but
-it waits with epolls, and the kernel says what those watch (proc_pid_fdinfo(5)).
+Within one host nothing is congested, and pacing adds only timers and bursts. Where BBR
+is the host's default it halves the rate of bulk data. UCX has no setting for that. But
+it waits with epolls, and the kernel lists the sockets an epoll watches
+(proc_pid_fdinfo(5)).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-# Every Linux has this one, and lets everybody choose it (tcp(7)).
+# Every Linux has this algorithm, and allows everybody to choose it (tcp(7)).
 SAME_HOST_CONGESTION: Final = b"reno"
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 _DETAILS: Final = Path("/proc/self/fdinfo")
@@ -25,31 +26,32 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 def unpace(epolls: Iterable[int]) -> int:
-    """Unpace the connections within this host that epolls watch; return how many.
+    """Turn off pacing for connections within this host; return for how many.
 
     Args:
-        epolls: Descriptors; those that they watch in turn count as well.
+        epolls: Descriptors of epolls that watch the connections, directly or through
+            further epolls.
     """
     return sum(map(_unpaced, _watched(epolls)))
 
 
 def open_epolls() -> frozenset[int]:
-    """Return the descriptors of this process that are epolls."""
+    """Return this process's descriptors that are epolls."""
     try:
         found = [int(path.name) for path in _DESCRIPTORS.iterdir()]
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return frozenset()
     return frozenset(fd for fd in found if _kind(fd) == _EPOLL)
 
 
 def _watched(epolls: Iterable[int]) -> Iterator[int]:
-    """Yield the sockets that epolls watch, through the epolls that they watch."""
+    """Yield the sockets that epolls watch, directly or through further epolls."""
     left = list(epolls)
     seen = set(left)
     while left:
         try:
             text = (_DETAILS / str(left.pop())).read_text(encoding="ascii")
-        except OSError:  # no Linux, or closed meanwhile
+        except OSError:  # not Linux, or closed meanwhile
             continue
         for fd in set(map(int, _WATCHED.findall(text))) - seen:
             seen.add(fd)
@@ -67,7 +69,7 @@ def _kind(fd: int) -> str:
 
 
 def _unpaced(fd: int) -> bool:
-    """Send without pacing on a connection within this host; tell whether it is one."""
+    """Turn off pacing on a connection within this host; return whether it is one."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
         if sock.family not in _FAMILIES or sock.type != socket.SOCK_STREAM:
             return False

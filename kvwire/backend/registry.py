@@ -1,8 +1,8 @@
-"""Finds backends: the entry-point group ``kvwire.backends`` is the only mechanism.
+"""Finds backends, by the entry-point group ``kvwire.backends`` and nothing else.
 
-In-tree backends use it too, so that a third-party one is never second class. Two
-distributions that claim one name are an error naming both: whichever came first on the
-path would otherwise win silently.
+In-tree backends use it too, so a third-party one is never second class. If two
+distributions offer the same name, that is an error which names both; otherwise the
+first on the path would win silently.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ from kvwire.limits import BACKENDS_MAX
 
 GROUP = "kvwire.backends"
 RANK_LAST: Final = 99
-"""The place of a backend that cannot be taken, or does not say its own."""
+"""The rank of a backend that cannot be used, or that returns no rank."""
 
 
 def names() -> tuple[str, ...]:
-    """Return the schemes that some installed distribution offers, sorted."""
+    """Return the schemes that installed distributions offer, sorted."""
     return tuple(sorted(_entry_points()))
 
 
 def load(name: str) -> type[Backend]:
-    """Import the backend called ``name``."""
+    """Import the backend called ``name``.
+
+    Raises:
+        BackendUnavailable: None or several have this name, or it cannot be imported.
+    """
     return _load(name, tuple(sys.path))
 
 
 def availability(name: str) -> Availability:
-    """Tell whether the backend called ``name`` can run here; never raises."""
+    """Return whether the backend called ``name`` can run here; never raises."""
     try:
         found: object = load(name).availability()
     except BackendUnavailable as exc:
         return Availability(available=False, reason=str(exc))
-    # A package that breaks its promise is left out, and costs no other transport.
+    # A package that breaks its promise is left out, and affects no other transport.
     except Exception as exc:  # noqa: BLE001
         found = exc
     if isinstance(found, Availability):
@@ -48,7 +52,7 @@ def availability(name: str) -> Availability:
 
 
 def rank(name: str) -> int:
-    """Return the place of the backend called ``name``; never raises."""
+    """Return the rank of the backend called ``name``; never raises."""
     try:
         found: object = load(name).rank()
     except Exception:  # noqa: BLE001 - as above
@@ -56,7 +60,8 @@ def rank(name: str) -> int:
     return found if isinstance(found, int) else RANK_LAST
 
 
-# Each handshake asks for each several times. What cannot be had is looked for again.
+# Cached, since each handshake looks up each backend several times. Failures are not
+# cached.
 @lru_cache(maxsize=BACKENDS_MAX)
 def _load(name: str, _path: tuple[str, ...]) -> type[Backend]:
     found = _entry_points().get(name, [])
@@ -71,8 +76,8 @@ def _load(name: str, _path: tuple[str, ...]) -> type[Backend]:
         )
     try:
         cls = found[0].load()
-    # A plug-in may raise anything: OSError for a shared library that is not there, say,
-    # and a script that ends the interpreter is no reason to end this one.
+    # A plug-in may raise anything, such as OSError for a missing shared library. If it
+    # exits the interpreter on import, that must not end this process.
     except (Exception, SystemExit) as exc:
         raise BackendUnavailable(
             f"backend {name!r}, {found[0].value}, cannot be imported: "
@@ -82,15 +87,15 @@ def _load(name: str, _path: tuple[str, ...]) -> type[Backend]:
 
 
 def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
-    """Return every offer, by name; one for each distribution that makes it."""
+    """Return every offered backend by name; a name has one entry per distribution."""
     try:
         found = _installed(tuple(sys.path))
-    # Whatever a file of entry points may hold: importlib.metadata does not check it.
+    # Anything may be raised: importlib.metadata does not check files of entry points.
     except Exception as exc:
         said = f"{type(exc).__name__}: {exc}{_culprit()}"
         raise BackendUnavailable(f"installed packages cannot be read: {said}") from exc
     if not found:
-        # Without a descriptor a folder looks empty, and would be remembered as that.
+        # Without a free descriptor a folder looks empty, which must not be cached.
         _installed.cache_clear()
         metadata.MetadataPathFinder().invalidate_caches()
     return found
@@ -98,9 +103,9 @@ def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
 
 @lru_cache(maxsize=1)
 def _installed(_path: tuple[str, ...]) -> dict[str, list[metadata.EntryPoint]]:
-    """Read once for a path: it opens a file of each distribution, every handshake asks.
+    """Return the entry points, cached per path: reading opens a file per distribution.
 
-    A backend that is installed into a running process is found by the next one.
+    A running process does not see a backend that is installed later.
     """
     found: dict[str, dict[str, metadata.EntryPoint]] = defaultdict(dict)
     for point in metadata.entry_points(group=GROUP):
@@ -109,11 +114,11 @@ def _installed(_path: tuple[str, ...]) -> dict[str, list[metadata.EntryPoint]]:
 
 
 def _culprit() -> str:
-    """Name the distribution whose entry points cannot be read; "" if none is found."""
+    """Return a text naming the distribution with unreadable entry points, or ""."""
     try:
         for dist in metadata.distributions():
             try:
-                dist.entry_points  # noqa: B018 - it is read and parsed
+                dist.entry_points  # noqa: B018 - reading it parses it
             except Exception:  # noqa: BLE001
                 return f"; reinstall {dist.name}"
     except OSError:

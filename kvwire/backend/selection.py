@@ -1,11 +1,11 @@
-"""Which transport carries a connection's data, and why each other one does not.
+"""Chooses the transport of a connection's data, with a reason for every other one.
 
-Both sides name what they have; the server decides with both sides' wishes and says why
-for every candidate. ``require`` leaves nothing else, ``forbid`` removes, ``prefer``
-orders, and those that nobody has a preference for follow by their rank. The transport
-of the control link carries data too, unless it is ruled out; the others do so on lanes
-beside it. What is possible may still fail when it is tried: then the next one is.
-Nothing is skipped in silence: the report lists every backend that either side knows of.
+Both sides list their transports; the server decides, respecting both sides' settings,
+and gives a reason for every candidate. ``require`` excludes all others, ``forbid``
+removes, ``prefer`` orders; transports without a preference follow by rank. The
+transport of the control link carries data too, unless it is ruled out; the others do so
+on lanes beside it. If a chosen transport fails when it is tried, the next one is tried.
+Nothing is skipped silently: the report lists every backend that either side knows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ _NOT_NEEDED = "another was preferred"
 
 
 def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Config:
-    """Return the configuration with a connection's own ``transport=``."""
+    """Return the configuration, narrowed by a connection's own ``transport=``.
+
+    Raises:
+        UsageError: ``transport`` is empty or not a name or names.
+        BackendUnavailable: None of the required transports can run here.
+    """
     if transport is not None:
         if not isinstance(transport, Iterable):
             raise UsageError(
@@ -41,7 +46,7 @@ def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Co
 
 
 def check_transports(config: Config) -> None:
-    """Refuse names of transports that nobody offers, and settings that none has."""
+    """Refuse unknown names of transports, and unknown settings of a transport."""
     keys = ("prefer", "require", "forbid", "backends")
     named = [(key, name) for key in keys for name in getattr(config, key)]
     known = registry.names() if named else ()
@@ -56,7 +61,7 @@ def check_transports(config: Config) -> None:
 
 
 def refusal(config: Config, name: str) -> str:
-    """Return why this side's wishes rule a transport out; "" if they do not."""
+    """Return why this side's settings rule out a transport; "" if they do not."""
     if name in config.forbid:
         return "forbidden by `forbid`"
     if config.require and name not in config.require:
@@ -67,7 +72,7 @@ def refusal(config: Config, name: str) -> str:
 def control_rejection(config: Config, scheme: str) -> str:
     """Return why a transport carries no control links here; "" if it does.
 
-    One that is not required may still carry the control link of one that is.
+    A transport that ``require`` lacks may still carry the control link for one in it.
     """
     if scheme in config.forbid:
         return "forbidden by `forbid`"
@@ -87,7 +92,7 @@ def control_rejection(config: Config, scheme: str) -> str:
 
 
 def local_rejection(config: Config, name: str, scheme: str) -> str:
-    """Return why a transport is not offered beside a scheme's link; or ""."""
+    """Return why a transport is not offered beside a scheme's link; "" if it is."""
     ruled_out = refusal(config, name)
     if ruled_out:
         return ruled_out
@@ -115,13 +120,13 @@ def local_rejection(config: Config, name: str, scheme: str) -> str:
 def offered(config: Config, scheme: str) -> tuple[str, ...]:
     """Return the transports that this side offers beside a scheme's link.
 
-    The first time, their libraries are loaded, which takes up to a second.
+    The first call loads their libraries, which takes up to a second.
     """
     return tuple(n for n in registry.names() if not local_rejection(config, n, scheme))
 
 
 def protection(name: str) -> str:
-    """Return what keeps payload private in ``mtls`` mode; "" if nothing does."""
+    """Return how a transport keeps payload private in ``mtls`` mode, or ""."""
     capabilities = registry.load(name).capabilities
     if capabilities.tls:
         return "inside TLS"
@@ -130,7 +135,7 @@ def protection(name: str) -> str:
 
 
 def _stays_inside(name: str) -> bool:
-    """Tell whether a transport stays in one process; no server has use for it."""
+    """Return whether a transport works within one process only."""
     found = registry.availability(name)
     return found.available and registry.load(name).capabilities.same_process
 
@@ -138,16 +143,16 @@ def _stays_inside(name: str) -> bool:
 def negotiate(
     config: Config, scheme: str, offered: Iterable[tuple[str, int]]
 ) -> TransportReport:
-    """Return the server's verdict on every transport that either side knows.
+    """Return the server's decision about every transport that either side knows.
 
     Args:
-        config: This side's wishes.
-        scheme: The transport the connection came in over.
-        offered: (name, contract version) of what the client offers.
+        config: This side's settings.
+        scheme: The transport of the control link.
+        offered: (name, contract version) of each transport that the client offers.
 
     Returns:
-        The candidates in the order in which they are tried. The first of those that
-        are possible is taken.
+        The candidates in the order in which they are tried. The first that is possible
+        is taken.
     """
     theirs = dict(offered)
     candidates: list[Candidate] = []
@@ -171,13 +176,13 @@ def negotiate(
 def with_result(
     report: TransportReport, taken: str, why: str, failed: Mapping[str, str]
 ) -> TransportReport:
-    """Return the report once transports were tried, or one has broken.
+    """Return the report updated after transports were tried, or one has broken.
 
     Args:
         report: The report so far.
-        taken: What carries the data now.
+        taken: The transport that carries the data now.
         why: Why it does.
-        failed: By name, why what was tried does not.
+        failed: The reason of each transport that was tried and failed, by name.
     """
     return TransportReport(
         tuple(

@@ -1,4 +1,4 @@
-"""Memory as payload: NumPy, torch, the buffer protocol; copies; checksums."""
+"""Memory as payload: NumPy, torch and the buffer protocol; copies; checksums."""
 
 from kvwire.memory.device.progress import LayerCounter
 

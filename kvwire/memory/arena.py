@@ -1,15 +1,16 @@
-"""Memory that other processes of this host can map: for caches that ``local`` moves.
+"""Memory that other processes of this host can map, for caches that ``local`` moves.
 
 An arena is a piece of anonymous memory with a descriptor (``memfd_create``). Arrays and
-tensors that live in it are ordinary memory here. A process that is given the descriptor
-maps the same pages and copies from them at the speed of a memcpy, which no read of a
-stranger's memory reaches, and which works where the kernel forbids such reads.
+tensors in it are ordinary memory in this process. Another process that receives the
+descriptor maps the same pages and copies from them at the speed of a memcpy. Reading
+another process's memory is slower, and the kernel may forbid it.
 
-Who is given the descriptor can neither write to the arena nor change its size: it is
-sealed once it has been mapped here (F_SEAL_FUTURE_WRITE: only this mapping writes).
+The receiver of the descriptor can neither write to the arena nor change its size: the
+arena is sealed as soon as it is mapped here (F_SEAL_FUTURE_WRITE: only this mapping
+writes).
 
-The arenas of a process are known by their addresses, so that a transport finds out by
-itself whether a payload lies in one.
+A process knows the addresses of its arenas, so a transport can find out by itself
+whether a payload lies in one.
 
 https://man7.org/linux/man-pages/man2/memfd_create.2.html, "File sealing"
 """
@@ -37,44 +38,45 @@ from kvwire.limits import MIB
 from kvwire.memory.buffers import MID_PAGE_BYTES
 from kvwire.memory.copy import address_of
 
-# Of x86-64, and of Arm with small pages of 4 KiB.
+# On x86-64, and on Arm with pages of 4 KiB.
 HUGE_PAGE_BYTES: Final = 2 * MIB
-# Not in the `mmap` module: since Linux 6.1 and 5.14, and two flags of all times.
+# Missing in the `mmap` module: two advices since Linux 6.1 and 5.14, and two flags that
+# always existed.
 _MADV_COLLAPSE: Final = 25
 _MADV_POPULATE_WRITE: Final = 23
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FAILED: Final = ctypes.c_size_t(-1).value
-# Not in the `fcntl` module of Python 3.11 and 3.12; since Linux 5.1.
+# Missing in the `fcntl` module of Python 3.11 and 3.12; since Linux 5.1.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
-# A cache line, and what the widest vector instructions want.
+# A cache line, which is also the alignment that the widest vector instructions want.
 _ALIGNMENT: Final = 64
 
 
 class Arena:
-    """Owns memory that can be shared by descriptor.
+    """Memory that can be shared by descriptor.
 
     >>> arena = Arena(1 << 30)
     >>> cache = arena.numpy((layers, blocks, 2, 16, 8, 128), np.float16)
     >>> tensor = torch.frombuffer(arena.buffer(1 << 20), dtype=torch.bfloat16)
 
-    It is known until it is closed: keep it as long as its memory is used.
+    Keep a reference to it, and do not close it, as long as its memory is used.
 
     Args:
         nbytes: Its size, rounded up to whole pages. Pages cost memory once they are
             written to.
         name: Shown in ``/proc/<pid>/maps``.
-        populate: Have all pages now, huge ones where the kernel can make them: the
-            first write to it, and every copy out of it, takes less time.
+        populate: Allocate all pages now, huge ones where the kernel can: the first
+            write to it, and every copy out of it, then takes less time.
 
     Attributes:
         nbytes: Its size.
-        address: Where its mapping begins.
+        address: The address of its mapping.
         serial: Its number in this process, never used twice.
 
     Raises:
-        UsageError: Not a positive size, or not on Linux.
-        OSError: The kernel refuses: no memory, no descriptor, or older than 5.1.
+        UsageError: The size is not positive, or this is not Linux.
+        OSError: The kernel refuses: no memory, no descriptor, or a kernel before 5.1.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Arena:
             raise UsageError("arena: memory can be shared by descriptor on Linux only")
         self.nbytes: int = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._mapped_bytes = self.nbytes + mmap.PAGESIZE
-        # Of the mapping.
+        # Used bytes of the mapping.
         self._used = MID_PAGE_BYTES
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -109,7 +111,7 @@ class Arena:
         """Return an array of zeros in the arena, in C order.
 
         Raises:
-            UsageError: It does not fit any more, or the arena is closed.
+            UsageError: The array does not fit any more, or the arena is closed.
         """
         kind = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else shape
@@ -126,7 +128,7 @@ class Arena:
         It has the buffer protocol: ``torch.frombuffer(arena.buffer(n), dtype=...)``.
 
         Raises:
-            UsageError: They are not there any more, or the arena is closed.
+            UsageError: The arena has fewer bytes left, or is closed.
         """
         begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
         if self.closed:
@@ -138,23 +140,23 @@ class Arena:
                 f"are used; make it larger"
             )
         self._used = begin + nbytes
-        # The array holds the mapping, which therefore cannot be unmapped under it.
+        # The array references the mapping, so the mapping cannot be unmapped under it.
         return self._map.array(begin, nbytes)
 
     def populate(self) -> None:
-        """Have all pages now, as the argument does; before others write to it.
+        """Allocate all pages now; call it before others write to the arena.
 
-        For a thread: it takes some tenths of a second for a GiB.
+        It takes some tenths of a second per GiB, so call it on a thread.
         """
         self._map.populate()
 
     @property
     def closed(self) -> bool:
-        """Tell whether it was closed."""
+        """Return whether the arena was closed."""
         return self._map.closed
 
     def fileno(self) -> int:
-        """Return the descriptor, for a process that may read all of the arena.
+        """Return the descriptor; any process that gets it may read the whole arena.
 
         Raises:
             UsageError: The arena is closed.
@@ -164,7 +166,7 @@ class Arena:
         return self._fd
 
     def holds(self, first: int, end: int) -> bool:
-        """Tell whether memory from one address to before another lies in it."""
+        """Return whether the addresses from ``first`` to before ``end`` lie in it."""
         return self.address <= first and end <= self.address + self._mapped_bytes
 
     def close(self) -> None:
@@ -194,7 +196,8 @@ class Arena:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # The frames of an exception may still hold arrays; it is what is to be seen.
+        # An exception's frames may still hold arrays. Then the exception must not be
+        # replaced.
         with contextlib.suppress(*((UsageError,) if error else ())):
             self.close()
 
@@ -206,7 +209,7 @@ class Arena:
 
 SEALS: Final = (
     (
-        fcntl.F_SEAL_SHRINK  # a page that vanishes kills whoever reads it
+        fcntl.F_SEAL_SHRINK  # a page that vanishes kills its reader
         | fcntl.F_SEAL_GROW
         | fcntl.F_SEAL_SEAL
         | _F_SEAL_FUTURE_WRITE
@@ -214,11 +217,11 @@ SEALS: Final = (
     if sys.platform == "linux"
     else 0
 )
-"""What is guaranteed of an arena's descriptor for ever."""
+"""The seals that a receiver of an arena's descriptor can rely on for ever."""
 
 
 def arena_of(fragments: Fragments) -> Arena | None:
-    """Return the arena in which all of these fragments lie, if there is one."""
+    """Return the arena that contains all of these fragments, or None."""
     if not _arenas or not len(fragments):
         return None
     first = int(fragments.addresses.min())
@@ -228,13 +231,14 @@ def arena_of(fragments: Fragments) -> Arena | None:
 
 
 class SharedMapping:
-    """Maps the memory behind a descriptor, where the kernel can have huge pages.
+    """A mapping of the memory behind a descriptor, aligned for huge pages.
 
-    They need an address that is a multiple of their size, which the kernel gives to the
-    mapping of a file by luck. So more is reserved, and a part of that is mapped over.
+    Huge pages need an address that is a multiple of their size, and the kernel gives a
+    file's mapping such an address only by luck. So a larger range is reserved, and a
+    part of it is mapped over.
 
     Attributes:
-        address: Where it begins.
+        address: The address of the mapping.
         nbytes: Its size.
 
     Raises:
@@ -244,7 +248,8 @@ class SharedMapping:
     def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.nbytes = nbytes
-        # Of addresses alone: an arena may be larger than the memory that there is.
+        # This reserves addresses only: an arena may be larger than the available
+        # memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
             self._reserved = mmap.mmap(
@@ -252,7 +257,7 @@ class SharedMapping:
             )
         except (OSError, OverflowError):
             # Addresses count as memory here (vm.overcommit_memory=2), or a peer's file
-            # is of a size that no mapping has.
+            # is larger than any mapping can be.
             self._reserved, self._begin = mmap.mmap(fd, nbytes, prot=access), 0
             self.address: int = address_of(self._reserved)
         else:
@@ -262,12 +267,13 @@ class SharedMapping:
         self._advise(mmap.MADV_HUGEPAGE)
 
     def array(self, begin: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return a part of it, which cannot be unmapped as long as the array lives."""
+        """Return a part of it; as long as the array lives, ``close`` fails."""
         return np.frombuffer(self._reserved, np.uint8, nbytes, self._begin + begin)
 
     def populate(self) -> None:
-        """Have all pages, huge ones if possible; what is not to be had comes by use."""
-        # Of nothing no huge page is made, but of one small page that was written to.
+        """Allocate all pages, huge ones if possible; a rest comes on first use."""
+        # The kernel makes a huge page out of small ones only if one of those was
+        # written to.
         first_bytes = self.array(0, self.nbytes)[::HUGE_PAGE_BYTES]
         first_bytes |= 0
         self._advise(_MADV_COLLAPSE)
@@ -275,7 +281,7 @@ class SharedMapping:
 
     @property
     def closed(self) -> bool:
-        """Tell whether it was unmapped."""
+        """Return whether it was unmapped."""
         return self._reserved.closed
 
     def close(self) -> None:
@@ -287,7 +293,7 @@ class SharedMapping:
         self._reserved.close()
 
     def _map_over(self, fd: int, access: int) -> None:
-        """Put what is behind a descriptor in the place of what was reserved."""
+        """Map the memory behind a descriptor over the reserved range."""
         flags = mmap.MAP_SHARED | _MAP_FIXED
         where = _libc().mmap(self.address, self.nbytes, access, flags, fd, 0)
         if where == _MAP_FAILED:
@@ -295,7 +301,7 @@ class SharedMapping:
             raise OSError(code, f"mmap: {os.strerror(code)}")
 
     def _advise(self, advice: int) -> None:
-        """Advise the kernel. One that does not know the advice maps it all the same."""
+        """Give the kernel an advice; a kernel that does not know it just ignores it."""
         _libc().madvise(self.address, self.nbytes, advice)
 
 
@@ -311,5 +317,5 @@ def _libc() -> ctypes.CDLL:
 
 _lock: Final = threading.Lock()
 _arenas: Final[list[Arena]] = []
-"""Those of this process that are not closed: few, so they are looked through."""
+"""The open arenas of this process. They are few, so a linear search will do."""
 _serials: Final = itertools.count(1)

@@ -1,4 +1,4 @@
-"""Whatever holds bytes, seen as a payload, without a copy.
+"""Converts any object that holds bytes into a payload, without a copy.
 
 Accepted: anything with the buffer protocol (bytes, bytearray, mmap, NumPy arrays),
 NumPy arrays of dtypes that protocol cannot name (bfloat16, float8), CPU torch tensors,
@@ -25,43 +25,47 @@ if TYPE_CHECKING:
 
 
 class CpuTensor(Protocol):
-    """Stands for a tensor of torch, which has no buffer protocol."""
+    """A torch tensor, which lacks the buffer protocol."""
 
     def data_ptr(self) -> int:
-        """Return the address of its first element."""
+        """Return the address of the first element."""
 
 
 Memory: TypeAlias = "Buffer | np.ndarray[Any, Any] | CpuTensor | Fragments"
-"""What bytes can be taken from, or put into where it is writable."""
+"""Objects whose bytes can be sent or, if they are writable, received into."""
 Payload = memoryview | Fragments
 
 MID_PAGE_BYTES: Final = 2 * KIB
-"""Where memory of our own begins within a page.
+"""The offset within a page at which our own memory begins.
 
-``rep movsb``, by which the C library and the kernel copy, falls to a third of its rate
-on AMD's processors where the destination begins 1 to 31 bytes further into a page than
-the source (glibc bug 30994). NumPy's memory begins 16 bytes into a page, torch's 64, a
-mapping 0: from the middle of a page, and into it, no copy meets that.
+The C library and the kernel copy with ``rep movsb``. On AMD's processors that falls to
+a third of its rate if the destination begins 1 to 31 bytes further into a page than the
+source (glibc bug 30994). NumPy's memory begins 16 bytes into a page, torch's 64, a
+mapping 0: copies from and to the middle of a page never meet that case.
 """
 _PAGE_BYTES: Final = 4 * KIB
 
-# How buffer formats (PEP 3118, and those of ctypes) spell an object or another pointer,
-# once the field names between colons are out of the way.
+# The letters for an object or another pointer in buffer formats (PEP 3118 and those of
+# ctypes), once the field names between colons are removed.
 _POINTERS: Final = re.compile("[OPz&X]")
 _FIELD_NAMES: Final = re.compile(":[^:]*:")
-# Formats of one letter that are plain numbers: nearly all that is ever passed.
+# One-letter formats of plain numbers: nearly all that is ever passed.
 _PLAIN: Final = frozenset("?BbcHhIiLlQqefdnN")
-# Arrays of bytes are what messages are mostly sent from.
+# Most messages are sent from arrays of bytes.
 _ARRAY: Final = np.ndarray
 _UINT8: Final = np.dtype(np.uint8)
-# bytearray(n) writes n zeros; this makes room for n bytes and writes none.
+# bytearray(n) writes n zeros; resizing to n bytes writes none.
 _RESIZE: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_ssize_t)(
     ("PyByteArray_Resize", ctypes.pythonapi)
 )
 
 
 def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
-    """View ``buffer`` as bytes; the result keeps it alive."""
+    """Return ``buffer`` as a view of bytes or as fragments; the result keeps it alive.
+
+    Raises:
+        UsageError: Its memory cannot be used; the text names ``what`` and the remedy.
+    """
     kind = type(buffer)
     if kind is bytearray or (kind is bytes and not writable):
         return memoryview(buffer)
@@ -83,11 +87,11 @@ def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
 
 
 def uncleared(nbytes: int) -> bytearray:
-    """Make a bytearray whose memory the system provides page by page, as it is written.
+    """Make a bytearray whose pages are allocated only as they are written.
 
-    For a size that a peer has named: it costs address space until its bytes come. What
-    it holds before that is undefined, so it is given away only when all of it has been
-    written.
+    Use it for a size that a peer has named: it costs only address space until the bytes
+    arrive. Its content is undefined before that, so hand it out only when all of it has
+    been written.
 
     Raises:
         MemoryError: There is no address space for it.
@@ -114,7 +118,7 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
             and buffer.flags.c_contiguous
             and not buffer.dtype.hasobject
         ):
-            # bfloat16 and float8 arrays (ml_dtypes) have no buffer format of their own.
+            # Arrays of bfloat16 and float8 (ml_dtypes) have no buffer format.
             buffer = buffer.reshape(-1).view(np.uint8)
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError):
@@ -140,7 +144,7 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
     if view.format == "B" and view.ndim == 1:
         return view
     if view.nbytes == 0:
-        # A zero in the shape cannot be cast, and there is nothing to point at.
+        # A shape with a zero cannot be cast, and there is nothing to point at.
         return memoryview(bytearray() if not view.readonly else b"")
     return view.cast("B")
 
@@ -156,12 +160,12 @@ def _tensor_bytes(torch: Any, tensor: Any, what: str) -> Any:
             f"{what}: the tensor is not contiguous (shape {tuple(tensor.shape)}, "
             f"strides {tensor.stride()}); pass tensor.contiguous()"
         )
-    # NumPy has no bfloat16 and no float8, so the bytes are viewed before they cross.
+    # NumPy has no bfloat16 and no float8, so torch makes a view of the bytes first.
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def mid_page_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return new memory that begins in the middle of a page; not cleared."""
+    """Return new memory that begins in the middle of a page; it is not cleared."""
     memory = np.empty(nbytes + _PAGE_BYTES, np.uint8)
     begin = (MID_PAGE_BYTES - int(memory.ctypes.data)) % _PAGE_BYTES
     return memory[begin : begin + nbytes]

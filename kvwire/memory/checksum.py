@@ -1,7 +1,7 @@
-"""The payload checksum: xxh3, 32 bits of it, of a view or of a list of fragments.
+"""The payload checksum: the low 32 bits of xxh3-64, over a view or fragments.
 
-xxh3 runs at memory speed (over 90 GB/s in cache where zlib's crc32 does 6.8), which is
-why it can stay on by default. It finds accidents, not attackers: there is no key in it.
+xxh3 runs at memory speed (over 90 GB/s in cache, zlib's crc32 at 6.8), so it can stay
+on by default. It finds accidents, not attackers: it has no key.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvwire.memory.copy import copy
 
 LOW_32_BITS: Final = 0xFFFF_FFFF
 view_digest: Final = xxhash.xxh3_64_intdigest
-"""The xxh3-64 of a view; its :data:`LOW_32_BITS` are what :func:`checksum` returns."""
-# Fragments below this length are gathered first: from cold memory 5.5 against 0.7 GB/s
-# at 512 bytes, 7.5 against 3.4 at 4 KiB, 8.0 against 6.6 at 16 KiB; but 11.6 against
-# 12.5 at 64 KiB.
+"""The xxh3-64 of a view; :func:`checksum` returns its :data:`LOW_32_BITS`."""
+# Fragments shorter than this are gathered first. From cold memory, gathering has 5.5
+# GB/s against 0.7 without at 512 bytes, 7.5 against 3.4 at 4 KiB, 8.0 against 6.6 at 16
+# KiB; but 11.6 against 12.5 at 64 KiB.
 _GATHER_BELOW_BYTES: Final = 32 * KIB
-# Gathering costs 10 us before it begins, and a fragment 0.3 us without it.
+# Gathering has a fixed cost of 10 us; without it a fragment costs 0.3 us.
 _FEW_FRAGMENTS: Final = 32
-# Gathered at once; still in the second-level cache when it is read.
+# Bytes gathered at once: still in the second-level cache when they are read.
 _BATCH_BYTES: Final = 256 * KIB
 
 
@@ -47,7 +47,7 @@ def checksum(payload: Payload) -> int:
 
 
 def is_scattered(payload: Payload) -> bool:
-    """Tell whether a payload has to be gathered to make its checksum."""
+    """Return whether a payload must be gathered to compute its checksum."""
     if isinstance(payload, memoryview):
         return False
     count = payload.addresses.size
@@ -63,7 +63,7 @@ def _add_gathered(state: xxhash.xxh3_64, payload: Fragments) -> None:
 
 
 class _Batch(threading.local):
-    """Holds a thread's memory for what is gathered before it is read."""
+    """Each thread's memory for gathered fragments."""
 
     def __init__(self) -> None:
         self.memory: npt.NDArray[np.uint8] = mid_page_memory(_BATCH_BYTES)

@@ -1,8 +1,8 @@
-"""Reading another process's memory: cross-memory attach, ``process_vm_readv``.
+"""Reads another process's memory with cross-memory attach (``process_vm_readv``).
 
-The kernel looks the addresses up in the address space of the process that is named, and
-checks that we may trace that process. So an address from a peer is safe to use here and
-nowhere else: a wrong one is EFAULT, and never touches memory of our own.
+The kernel resolves the remote addresses in the other process's address space, and
+checks that this process may trace it. So an address from a peer is safe to use here,
+and nowhere else: a wrong one gives EFAULT, and never touches this process's memory.
 
 https://man7.org/linux/man-pages/man2/process_vm_readv.2.html
 """
@@ -18,9 +18,9 @@ from typing import Final
 from kvwire.memory.copy import address_of
 
 Window = tuple[int, int]
-"""Address and number of rows of a table of iovecs, as ``Iovecs.window`` lays it out."""
+"""Address and row count of a table of iovecs, as ``Iovecs.window`` returns them."""
 
-# What a refusal usually means, by errno.
+# The usual cause of a refusal, by errno.
 _REASONS: Final = {
     errno.EPERM: (
         "the kernel does not let us trace the peer: another user, a process that is "
@@ -36,15 +36,15 @@ def read(pid: int, local: Window, remote: Window) -> int:
     """Read memory of the process ``pid`` without holding the GIL.
 
     Args:
-        pid: As seen from our own pid namespace.
-        local: Where the bytes go.
-        remote: Where they lie; addresses of that process.
+        pid: Its number in this process's pid namespace.
+        local: The destination.
+        remote: The source; addresses of that process.
 
     Returns:
         How many bytes were read: at least 1, up to the shorter of the two windows.
 
     Raises:
-        OSError: As the system call says; EFAULT if nothing at all could be read.
+        OSError: The system call failed; EFAULT if nothing at all could be read.
     """
     moved: int = _libc().process_vm_readv(pid, *local, *remote, 0)
     if moved <= 0:
@@ -57,7 +57,7 @@ def read_bytes(pid: int, address: int, length: int) -> bytes:
     """Return a few bytes of another process, such as a cookie.
 
     Raises:
-        OSError: They cannot all be read.
+        OSError: Not all of them can be read.
     """
     buffer = bytearray(length)
     local = (ctypes.c_uint64 * 2)(address_of(buffer), length)
@@ -69,7 +69,7 @@ def read_bytes(pid: int, address: int, length: int) -> bytes:
 
 
 def reason(error: OSError) -> str:
-    """Explain a refusal: the errno's name, and its usual causes."""
+    """Return the errno's name and the usual causes of a refusal."""
     name = errno.errorcode.get(error.errno or 0, "?")
     return f"{name}: {_REASONS.get(error.errno or 0, error.strerror)}"
 

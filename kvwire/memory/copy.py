@@ -1,7 +1,7 @@
-"""Copies one payload into another in this process, with no bytecode for each fragment.
+"""Copies one payload into another in this process, without Python code per fragment.
 
 Both sides are cut at every border that either has, which gives pieces that are
-contiguous on both; :mod:`kvwire.memory.pieces` moves them.
+contiguous on both; :mod:`kvwire.memory.pieces` copies these.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def copy(source: Payload, destination: Payload) -> None:
     """Copy ``source`` into ``destination``, which must not overlap it.
 
     Args:
-        source: What is copied.
-        destination: Where it goes; of the same length.
+        source: The bytes to copy.
+        destination: Memory of the same length.
 
     Raises:
         UsageError: They differ in length, or the destination is read-only.
@@ -65,17 +65,17 @@ def as_fragments(payload: Payload) -> Fragments:
 
 
 def address_of(buffer: bytes | bytearray | memoryview | mmap.mmap) -> int:
-    """Return where the bytes of a non-empty buffer lie; the caller keeps it alive."""
+    """Return the address of a non-empty buffer; the caller keeps it alive."""
     return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
 
 
 def paired(source: Payload, destination: Payload) -> tuple[Array, Array, Array]:
-    """Cut both where either is cut: the addresses of both, and the lengths.
+    """Cut both payloads at each other's borders; return both addresses and the lengths.
 
-    At least one of them is fragments.
+    At least one of them must be fragments.
     """
     here, there = _addresses(source), _addresses(destination)
-    # What lies in one piece is cut where the other is.
+    # If one side is contiguous, only the other side's borders matter.
     if there.size == 1 and isinstance(source, Fragments):
         return here, source.starts[:-1] + there, source.lengths
     assert isinstance(destination, Fragments), "two views need no pieces"
@@ -99,15 +99,15 @@ def _copied_alike(source: Payload, destination: Payload) -> bool:
 
 
 def _addresses(payload: Payload) -> Array:
-    """Return where the pieces of a payload begin."""
+    """Return the address of each fragment of a payload."""
     if isinstance(payload, Fragments):
         return payload.addresses
     return np.array((address_of(payload),), np.uint64)
 
 
 def _places(payload: Fragments, offsets: Array) -> Array:
-    """Return where the bytes at these offsets of a payload lie in memory."""
+    """Return the memory addresses of the bytes at these offsets of a payload."""
     if offsets.size == payload.addresses.size:
-        return payload.addresses  # no border of the other side is within a fragment
+        return payload.addresses  # the other side cuts none of these fragments
     index = np.searchsorted(payload.starts, offsets, "right") - 1
     return payload.addresses[index] + (offsets - payload.starts[index])

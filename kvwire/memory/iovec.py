@@ -1,10 +1,11 @@
-"""Fragment lists as the system calls ``readv`` and ``writev`` take them.
+"""Fragment lists in the form that the system calls ``readv`` and ``writev`` take.
 
 A fragment list may be longer than one system call takes, and a call may move fewer
-bytes than it was given. So the list itself is never touched: :class:`Iovecs` counts the
+bytes than it was given. So the list itself never changes: :class:`Iovecs` counts the
 bytes that are left, and each *window* is a table of the next iovecs, laid out anew by
-NumPy. Its first row is cut by what a call before has moved of it, its last row by the
-byte limit. A window costs the same few NumPy calls for one fragment as for 1,000.
+NumPy. Its first row begins behind the bytes that earlier calls moved, and its last row
+ends at the byte limit. A window costs the same few NumPy calls for one fragment as for
+1,000.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from kvwire.kv.fragments import Fragments
 from kvwire.memory.buffers import Payload
 from kvwire.memory.copy import address_of, copy
 
-# Linux and macOS both take 1,024 and refuse more with EINVAL.
+# Linux and macOS take 1,024 and refuse more with EINVAL.
 IOVECS_MAX: Final = 1024
 
 
 @final
 class Iovecs:
-    """Tracks the part of a fragment list that has not been moved yet.
+    """The part of a fragment list that has not been moved yet.
 
     Args:
         fragments: The list, of at least 1 byte; this object keeps it alive.
         head: Bytes that go before it.
 
     Attributes:
-        rest: Bytes not moved yet, the head included. Whoever moves some subtracts them.
-        asked: Bytes of the last window, the tail included; or whatever else was asked
-            for in its place.
+        rest: Bytes not moved yet, including the head. Subtract the bytes you have
+            moved.
+        asked: The bytes of the last request: of the last window including its tail, or
+            set by a caller that used no window.
     """
 
     __slots__ = (
@@ -51,16 +53,16 @@ class Iovecs:
         self._fragments = fragments
         self._head = head
         self._head_end = address_of(head) + len(head) if head else 0
-        # Two more than the fragments of a window: the head and the tail.
+        # The fragments of a window, the head and the tail.
         rows = min(fragments.addresses.size + 2, IOVECS_MAX)
         self._table = np.empty((rows, 2), np.uint64)
-        # As `ctypes.data`, without its three calls of Python.
+        # The same as `ctypes.data`, without its three Python calls.
         self._table_address: int = self._table.__array_interface__["data"][0]
         self.rest: int = len(head) + fragments.nbytes
         self.asked: int = 0
 
     def __len__(self) -> int:
-        """Return the bytes not moved yet, as of a view."""
+        """Return the bytes not moved yet, as ``len`` of a view does."""
         return self.rest
 
     def window(
@@ -69,20 +71,24 @@ class Iovecs:
         """Lay out the next iovecs, at most ``IOVECS_MAX`` of them.
 
         Args:
-            bytes_max: Bytes of fragments to take, at least 1.
-            tail: Address and length of memory for what follows the list; taken only
-                if the window reaches the list's end.
+            bytes_max: The most bytes of fragments to include, at least 1.
+            tail: Address and length of memory that follows the list; included only if
+                the window reaches the list's end.
 
         Returns:
-            The table's address and its number of rows, good until the next call.
+            The table's address and its number of rows, valid until the next call.
         """
         fragments, table = self._fragments, self._table
         begin, row = fragments.nbytes - self.rest, 0
+        # Before: the last `rest` bytes of head and list are not moved; begin < 0 is in
+        # the head.
         if begin < 0:
             table[0] = self._head_end + begin, -begin
             begin, row = 0, 1
         end = min(begin + bytes_max, fragments.nbytes)
         starts, stop = fragments.starts, fragments.addresses.size
+        # Here the window is the bytes begin to end of the list, which begin in fragment
+        # `first` and end in fragment `stop - 1`.
         first = int(starts.searchsorted(np.uint64(begin), "right")) - 1 if begin else 0
         if end < fragments.nbytes:
             stop = int(starts.searchsorted(np.uint64(end), "left"))
@@ -92,6 +98,8 @@ class Iovecs:
         last = row + stop - first
         table[row:last, 0] = fragments.addresses[first:stop]
         table[row:last, 1] = fragments.lengths[first:stop]
+        # The rows are whole fragments. Cut the last at the window's end, then the first
+        # at its beginning; they may be the same row.
         if end < fragments.nbytes:
             table[last - 1, 1] -= starts[stop] - np.uint64(end)
         if begin:
@@ -106,17 +114,17 @@ class Iovecs:
         return self._table_address, last
 
     def fill(self, source: memoryview) -> None:
-        """Copy ``source`` into the next bytes of a list without a head."""
+        """Copy ``source`` into the next bytes (no head), and count them as moved."""
         self.scatter(source)
         self.rest -= len(source)
 
     def scatter(self, source: memoryview) -> None:
-        """Copy ``source`` as ``fill`` does; its bytes still count as not moved."""
+        """Copy ``source`` into the next bytes, without counting them as moved."""
         fragments = self._fragments
         copy(source, fragments.slice(fragments.nbytes - self.rest, len(source)))
 
     def gather(self, target: memoryview) -> int:
-        """Copy the next bytes, the head included, into ``target``, as many as fit.
+        """Copy the next bytes, including the head, into ``target``, as many as fit.
 
         Returns:
             How many; they still count as not moved.
@@ -143,22 +151,27 @@ def readv(fd: int, window: tuple[int, int]) -> int:
     """Read from ``fd`` into a window without holding the GIL; 0 at the end of file.
 
     Raises:
-        OSError: As the system call says; BlockingIOError if nothing is there.
+        OSError: The system call failed; BlockingIOError if nothing is there to read.
     """
     moved: int = _LIBC.readv(fd, window[0], window[1])
     return moved if moved >= 0 else _failed()
 
 
 def writev(fd: int, window: tuple[int, int]) -> int:
-    """Write a window to ``fd`` without holding the GIL."""
+    """Write a window to ``fd`` without holding the GIL; return the bytes written.
+
+    Raises:
+        OSError: The system call failed; BlockingIOError if nothing can be written.
+    """
     moved: int = _LIBC.writev(fd, window[0], window[1])
     return moved if moved >= 0 else _failed()
 
 
 def simplest(payload: Payload) -> Payload:
-    """Return the same bytes, as a view if they are one fragment of this host.
+    """Return the same bytes, as a view if they are one fragment of host memory.
 
-    What takes a view costs less than a window: at 1 MiB a chunk, 5 GB/s instead of 4.2.
+    Calls that take a view cost less than a window: with chunks of 1 MiB, 5 GB/s instead
+    of 4.2.
     """
     if isinstance(payload, memoryview) or payload.addresses.size != 1:
         return payload

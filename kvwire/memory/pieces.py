@@ -1,18 +1,18 @@
-"""Copies pieces of memory: columns of addresses and lengths, all in one call.
+"""Copies many pieces of memory in one call, given as columns of addresses and lengths.
 
-A *piece* is contiguous on both sides. Where kvwire was installed with a C compiler, a
-loop of C's copies them (``_copy.c``). Without it there are two ways, chosen by the
-measured knee between them:
+A *piece* is contiguous on both sides. If kvwire was installed with a C compiler, a loop
+in C copies them (``_copy.c``). Otherwise there are two ways, chosen by the measured
+crossover between them:
 
-* by NumPy: all pieces of one length are items of an array of a void type of that
-  length, laid over the whole span of addresses. NumPy copies twice, which pays for
-  small ones only; once where one side has them side by side. Where distances are
-  multiples of the length, as those of a cache's blocks are, item follows item;
-  elsewhere items have a stride of one byte, so that an index is a byte offset. NumPy
-  takes the former into memory that is there, the latter into new one;
-* by one ``memmove`` each, called from a loop of C's over the three columns.
+* By NumPy: pieces of one length are items of an array of a void type of that length,
+  laid over the whole span of addresses. NumPy copies twice, which pays off for small
+  pieces only; it copies once if one side has them side by side. If all distances are
+  multiples of the length, as those of a cache's blocks are, items follow each other;
+  otherwise items have a stride of one byte, so that an index is a byte offset. In the
+  first case NumPy copies into existing memory, in the second into new memory.
+* By one ``memmove`` each, called from a loop in C over the three columns.
 
-``process_vm_readv`` of our own process would look up every page of both.
+``process_vm_readv`` on our own process would look up every page on both sides.
 """
 
 from __future__ import annotations
@@ -36,36 +36,37 @@ from kvwire.limits import KIB, MIB
 from kvwire.memory.buffers import mid_page_memory
 
 Items = npt.NDArray[np.void]
-"""Pieces of one length, each an item of so many bytes."""
+"""Pieces of one length, as items of an array."""
 Places = npt.NDArray[np.intp]
 _Loops = tuple[Callable[..., None], Callable[..., None]]
 
 HELD_BYTES: Final = 4 * MIB
-"""Copied without letting go of the GIL: half a millisecond, for which nobody misses it.
+"""The most bytes copied without releasing the GIL: half a millisecond's worth.
 
-A call that lets go of it may wait for the switch interval of another thread, 5 ms.
+A call that releases the GIL may then wait for another thread's switch interval, 5 ms.
 """
-# From this mean length on, a call for each piece is faster than gathering and
-# scattering all of them; seconds of processor time for a GiB: 0.82 against 0.39 at
-# 1 KiB, 0.52 against 0.38 at 2, 0.33 against 0.34 at 4, 0.24 against 0.28 at 8.
+# From this mean length on, a call per piece is faster than gathering and scattering. In
+# seconds of processor time per GiB, NumPy against memmove: 0.38 against 0.82 at 1 KiB,
+# 0.38 against 0.52 at 2, 0.34 against 0.33 at 4, 0.28 against 0.24 at 8.
 _PIECE_BYTES: Final = 8 * KIB
-# Side by side on one side, NumPy has 6.3 GB/s for 3.0 at 4 KiB, 9.7 for 7.5 at 32.
+# If pieces are side by side on one side, NumPy has 6.3 GB/s against 3.0 at 4 KiB, and
+# 9.7 against 7.5 at 32.
 _LINE_PIECE_BYTES: Final = 256 * KIB
-# NumPy is called once for each length of piece; beyond this that is work per fragment.
+# NumPy is called once per length of piece; with more lengths that is work per fragment.
 _LENGTHS_MAX: Final = 64
-# Below this a loop is shorter than what NumPy does before it begins.
+# With fewer pieces a loop is shorter than NumPy's preparations.
 _FEW_PIECES: Final = 8
-# Gathered at once; small enough to be still in the second-level cache when scattered.
+# Bytes gathered at once: still in the second-level cache when they are scattered.
 _BATCH_BYTES: Final = 256 * KIB
 
 
 def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> None:
-    """Copy the piece at each address of ``origin`` to that in ``target``.
+    """Copy the piece at each address of ``origin`` to the same index of ``target``.
 
     Args:
-        origin: Where each piece begins.
-        target: Where each goes; they overlap neither each other nor ``origin``.
-        lengths: The bytes of each.
+        origin: The address of each piece.
+        target: Its destination; these overlap neither each other nor ``origin``.
+        lengths: The bytes of each piece.
         total: The sum of ``lengths``.
     """
     if compiled is not None:
@@ -75,7 +76,7 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
         move = held if total <= HELD_BYTES else released
         move(first, first + step, first + 2 * step, lengths.size, total)
         return
-    # Planned once for all turns: for each that would take as long as the copy.
+    # Plan all turns at once: planning each would take as long as its copy.
     starts = lengths.cumsum() - lengths
     turns = np.arange(HELD_BYTES, total, HELD_BYTES, dtype=np.uint64)
     ends = starts.searchsorted(turns)
@@ -83,15 +84,16 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
     for first, end in itertools.pairwise((0, *distinct(ends).tolist(), starts.size)):
         part = slice(first, end)
         if first:
-            time.sleep(0)  # another thread has its turn
+            time.sleep(0)  # let another thread run
         if end > first:
             move_some(origin[part], target[part], lengths[part])
 
 
 def copy_alike(pieces: Fragments, line: int, *, gather: bool) -> bool:
-    """Copy pieces that are alike to an address, side by side, or from there, by NumPy.
+    """Copy pieces of one length to an address, side by side, or from there.
 
-    False, and nothing is copied, if it is another case or another way is faster.
+    Returns False, having copied nothing, if the pieces differ in length or another way
+    is faster.
     """
     length = pieces.piece_bytes
     few = pieces.lengths.size <= _FEW_PIECES
@@ -107,7 +109,7 @@ def copy_alike(pieces: Fragments, line: int, *, gather: bool) -> bool:
 
 
 def _load(library: Path) -> _Loops | None:
-    """Return the loop of C's, keeping the GIL and not; None where it is not there."""
+    """Load the C loop twice, keeping the GIL and not; None if it is not built."""
     try:
         loaders = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
     except OSError:
@@ -144,7 +146,7 @@ def _copy_one_by_one(origin: Array, target: Array, lengths: Array) -> None:
 
 
 def _copy_by_numpy(origin: Array, target: Array, lengths: Array) -> None:
-    """Copy all pieces of one length together."""
+    """Copy the pieces of each length together."""
     sizes = distinct(lengths).tolist()
     if len(sizes) == 1:
         _gather_and_scatter(origin, target, sizes[0])
@@ -164,11 +166,11 @@ def _gather_and_scatter(origin: Array, target: Array, length: int) -> None:
 def _move_items(
     source: Items, read: Places | None, destination: Items, written: Places | None
 ) -> None:
-    """Copy items of one array into another: those at certain places, or all."""
+    """Copy items of one array into another, at certain places on each side or all."""
     length, count = source.itemsize, (source if read is None else read).size
     batch = max(1, _BATCH_BYTES // length)
     if read is None or (written is None and source.flags.c_contiguous):
-        batch = count  # nothing is gathered before it is where it belongs
+        batch = count  # no copy in between is needed
     for i in range(0, count, batch):
         part = slice(i, i + batch)
         if written is None and read is not None:
@@ -179,12 +181,12 @@ def _move_items(
 
 
 def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
-    """Return an array in which the pieces are items, and which; None for all.
+    """Return an array that has the pieces as items, and their indices; None for all.
 
-    Its span may hold memory that is not ours, even not mapped: only what is indexed is
-    touched.
+    The array may span memory that is not ours or not even mapped: only indexed items
+    are touched.
     """
-    # Methods of arrays go through a function in Python; a ufunc does not.
+    # Methods of arrays run a Python function first; ufuncs do not.
     first = np.minimum.reduce(addresses)
     stride, places = length, None
     count = addresses.size
@@ -201,14 +203,14 @@ def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
 
 
 def _taken(source: Items, places: Places, length: int) -> Items:
-    """Return a batch of pieces side by side, good until this thread takes another.
+    """Return a batch of pieces side by side, valid until this thread takes another.
 
     New memory for each batch would be faulted in page by page, which takes longer than
-    the copy: malloc gives what lies at the end of its heap back to the kernel at once.
+    the copy, because malloc returns the end of its heap to the kernel at once.
     """
     nbytes = places.size * length
     if nbytes > _BATCH_BYTES:
-        return source[places]  # one piece
+        return source[places]  # a single piece
     items = _batch.memory[:nbytes].view(source.dtype)
     _take(source, places, items)
     return items
@@ -217,14 +219,14 @@ def _taken(source: Items, places: Places, length: int) -> Items:
 def _take(source: Items, places: Places, items: Items) -> None:
     """Copy pieces side by side into ``items``."""
     if source.flags.c_contiguous:
-        # In any other mode NumPy takes into memory of its own first.
+        # In any other mode NumPy copies into memory of its own first.
         source.take(places, out=items, mode="clip")
     else:
         items[:] = source[places]
 
 
 class _Batch(threading.local):
-    """Holds a thread's memory for what is gathered before it is scattered."""
+    """Each thread's memory for pieces between gathering and scattering."""
 
     def __init__(self) -> None:
         self.memory: npt.NDArray[np.uint8] = mid_page_memory(_BATCH_BYTES)
@@ -234,9 +236,9 @@ _batch: Final = _Batch()
 
 
 class _ArrayView:
-    """Shows memory as an array; NumPy asks for ``__array_interface__``.
+    """Memory as an array, for NumPy's ``__array_interface__``.
 
-    An array type of ctypes would do as well, but making one of each length takes longer
+    An array type of ctypes would also do, but making one for each length takes longer
     than gathering a chunk.
     """
 
@@ -254,7 +256,7 @@ class _ArrayView:
 
 @functools.cache
 def _memmove_with_gil() -> Callable[[int, int, int], object]:
-    """``memmove`` as a function that does not let go of the GIL."""
+    """Return ``memmove`` as a function that keeps the GIL."""
     function = ctypes.PyDLL(None).memmove
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     function.restype = None

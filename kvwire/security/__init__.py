@@ -1,1 +1,1 @@
-"""Say who may connect: pre-shared keys and certificates. Internal."""
+"""Authentication of peers, by pre-shared keys and certificates. Internal."""

@@ -1,9 +1,9 @@
-"""Trust at the edge: files with secrets, and which addresses need no key.
+"""Files with secrets, and the addresses that may be used without a key.
 
-A file is read once, within a limit, and a secret one only if nobody else can read it.
+A file is read once, up to a size limit; a secret one only if nobody else can read it.
 
-Without a key, only this host is answered (Redis calls it protected mode): an address
-that others can reach is refused and not merely warned about.
+Without a key, an address that other hosts can reach is refused, not merely warned about
+(Redis calls this protected mode).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.proto.auth import check_psk, key_id
 from kvwire.types import Address, TrustMode, is_loopback, numeric_host
 
-# A key file holds the key in hexadecimal; two digits a byte, and a line end.
+# A key file holds the key in hexadecimal: two digits per byte, and a line end.
 _KEY_FILE_BYTES_MAX = 2 * PSK_BYTES_MAX + 2
 
 
 def write_key_file(path: Path) -> None:
-    """Make a key of 32 random bytes in a new file that only its owner can read.
+    """Write a new random key of 32 bytes to a new file that only its owner can read.
 
     Raises:
         UsageError: The file exists, or cannot be written.
@@ -68,7 +68,11 @@ def read_key_file(path: str) -> bytes:
 def read_file(
     option: str, path: str, bytes_max: int, *, private: bool = False
 ) -> bytes:
-    """Read a file that an option names, up to so many bytes."""
+    """Read at most ``bytes_max`` bytes of the file that an option names.
+
+    Raises:
+        UsageError: It cannot be read, or it is ``private`` and others can read it.
+    """
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - fstat the file that is read
             status = os.fstat(file.fileno())
@@ -84,10 +88,11 @@ def read_file(
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Tell whether only this user can reach a file.
+    """Return whether only this user can reach a file.
 
-    Kubernetes gives a pod that does not run as root its Secrets as files of root's that
-    the pod's group (``fsGroup``) may read, and no other way is there.
+    Kubernetes gives a pod that does not run as root its Secrets as files of root that
+    the pod's group (``fsGroup``) may read. That counts as private, since there is no
+    other way.
     """
     others = status.st_mode & 0o077
     is_lent = others == stat.S_IRGRP and status.st_uid == 0 and os.geteuid() != 0
@@ -106,16 +111,16 @@ def load_keys(config: Config) -> tuple[TrustMode, bytes, dict[bytes, bytes]]:
 
 
 async def resolve(address: Address, trust: TrustMode) -> list[Address]:
-    """Turn a host name into its numeric addresses, and check that all may be used.
+    """Return a host name's numeric addresses, after checking that all may be used.
 
     Raises:
-        UsageError: The name is malformed, or the address needs a trust mode.
-        OSError: Nobody knows the name, or not now.
+        UsageError: The name is malformed, or the address needs another trust mode.
+        OSError: The name cannot be resolved, for good or at the moment.
 
     Cancel safety: safe.
     """
     host = address.host
-    if host in ("", "*"):  # of which the system makes this host alone
+    if host in ("", "*"):  # the system would take that for this host
         raise UsageError(
             f"address {str(address)!r} names no host; write 127.0.0.1 for this host, "
             f"or 0.0.0.0 for every interface (with a key)"
@@ -132,7 +137,7 @@ async def resolve(address: Address, trust: TrustMode) -> list[Address]:
 
 
 async def _numeric(address: Address) -> list[str]:
-    """Return every address of a host; a numeric one needs no thread."""
+    """Return every address of a host; for a numeric one without a thread."""
     try:
         return [str(ipaddress.ip_address(address.host))]
     except ValueError:
@@ -148,6 +153,6 @@ async def _numeric(address: Address) -> list[str]:
 
 
 def crosses_hosts(backend: Backend) -> bool:
-    """Tell whether other hosts may reach its addresses: it needs a key."""
+    """Return whether other hosts may reach a backend's addresses: it needs a key."""
     capabilities = backend.capabilities
     return not (capabilities.same_process or capabilities.same_host)

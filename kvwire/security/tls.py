@@ -1,17 +1,18 @@
-"""Certificates at the edge: what is read from files, and what a peer has proved.
+"""TLS credentials: reading them from files, and identifying the peer.
 
-Both sides show a certificate (RFC 8446, never an older TLS). It is believed if a CA of
-``tls_ca_file`` has signed it itself: neither the system's CAs count, nor one that the
-peer brings along, or whoever had a certificate with the right to sign could make
-himself any name. A peer is then *who* it is by a name in its certificate that
-``tls_peers`` lists: a URI or a DNS name of the subject's alternative names (RFC 5280
-4.2.1.6), compared as a whole. No host name is compared, since addresses say nothing
-about who a process is; the common name is not looked at (RFC 9525).
+Both sides show a certificate (TLS 1.3, RFC 8446, never an older version). It is
+accepted only if a CA in ``tls_ca_file`` signed it directly. The system's CAs do not
+count, and neither does an intermediate CA that the peer sends: otherwise any holder of
+a certificate with the right to sign could give itself any name. The peer's *identity*
+is a name in its certificate that ``tls_peers`` lists: a URI or a DNS name of the
+subject's alternative names (RFC 5280 4.2.1.6), compared as a whole. The host name is
+not compared, since an address does not identify a process; the common name is not
+looked at (RFC 9525).
 
-The files are read again for the next connection when they have changed, so certificates
-that live for an hour can be exchanged under a process that lives for a month. Each is
-read once for all that is done with it: the certificate that is shown is the one whose
-digest the handshake is bound to, whoever writes to the files meanwhile.
+When the files change they are read again for the next connection. So certificates that
+live for an hour can be replaced under a process that lives for a month. Each file is
+read once for all its uses: the handshake is bound to the digest of exactly the
+certificate that is shown, even if somebody writes to the files meanwhile.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from kvwire.security.validity import (
 )
 from kvwire.types import PeerIdentity, Role
 
-# Names of one certificate that an error message lists.
+# How many names of one certificate an error message lists.
 _NAMES_SHOWN: Final = 4
-# Nobody's certificate and CAs are larger; a wrong path may name anything.
+# No certificate or set of CAs is larger; a wrong path may name anything.
 _FILE_BYTES_MAX: Final = 1024 * 1024
 _BEGIN_CERTIFICATE: Final = "-----BEGIN CERTIFICATE-----"
 _END_CERTIFICATE: Final = "-----END CERTIFICATE-----"
@@ -48,13 +49,13 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 
 class Credentials:
-    """Holds who we are and whom we accept, as the files said at one time.
+    """This side's certificate and the peers it accepts, as the files were at one time.
 
     Raises:
-        UsageError: A file cannot be used; the message names it and says why.
+        UsageError: A file cannot be used; the message names it and the reason.
 
     Attributes:
-        own: What peers read in our certificate.
+        own: The facts that peers read in our certificate.
     """
 
     def __init__(self, config: Config) -> None:
@@ -86,12 +87,12 @@ class Credentials:
         self._anchors = [ca["subject"] for ca in self._authorities]
 
     def trouble(self) -> tuple[State, str]:
-        """Return the worst state of the certificates; its text, even if all is well."""
+        """Return the worst state of the certificates, with a text in any case."""
         return trouble_of(self.own, self._authorities, self._config)
 
     @property
     def is_signed_by_ours(self) -> bool:
-        """Tell whether a CA of ``tls_ca_file`` has signed our own certificate."""
+        """Return whether a CA of ``tls_ca_file`` has signed our own certificate."""
         return self.own.issuer in (None, *self._anchors)
 
     def wrap(
@@ -106,7 +107,7 @@ class Credentials:
         """Return the peer's identity, once the handshake is over.
 
         Raises:
-            AuthenticationFailed: Nobody whom this side accepts.
+            AuthenticationFailed: This side does not accept the peer.
         """
         binary = tls.getpeercert(binary_form=True)
         certificate: dict[str, Any] | None = tls.getpeercert()
@@ -127,7 +128,8 @@ class Credentials:
         names = [
             value if kind == "URI" else value.lower()
             for kind, value in certificate.get("subjectAltName", ())
-            # A URI has a colon and a DNS name has none: neither passes for the other.
+            # A URI has a colon and a DNS name has none, so neither can pass for the
+            # other.
             if kind in ("URI", "DNS") and (kind == "URI") == (":" in value)
         ]
         accepted = [n for n in names if n in self._peers or ANYBODY in self._peers]
@@ -142,13 +144,13 @@ class Credentials:
 
 
 class CredentialFiles:
-    """Reads credentials from files, again when they have changed."""
+    """Reads credentials from files, and again when these have changed."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._stamps = self._look()
         self._credentials = Credentials(config)
-        # Why files that have changed are not used, as the log says it.
+        # Why changed files are not in use, as it was logged last.
         self._refusal = ""
         # The state that was logged last.
         self._said: State = ""
@@ -158,7 +160,7 @@ class CredentialFiles:
         """Refuse to listen with a certificate that no client accepts.
 
         Raises:
-            UsageError: It is for clients alone.
+            UsageError: Its extended key usage is for clients only.
         """
         if Role.SERVER not in self.current().own.roles:
             raise UsageError(
@@ -168,14 +170,15 @@ class CredentialFiles:
             )
 
     def current(self) -> Credentials:
-        """Return what the files say, or last said when usable."""
+        """Return the credentials in the files, or the last usable ones."""
         stamps = self._look()
         if stamps != self._stamps:
             self._stamps = stamps
             try:
                 self._credentials = Credentials(self._config)
             except (UsageError, OSError) as exc:
-                # A mode that is put right, or a descriptor to be had, changes no file.
+                # Try again next time: the cause may be a file's mode or a missing
+                # descriptor, which change no file.
                 self._stamps = ()
                 refusal, self._refusal = self._refusal, str(exc)
                 if refusal != self._refusal:
@@ -189,7 +192,7 @@ class CredentialFiles:
         return self._credentials
 
     def _warn(self) -> None:
-        """Log certificates that have expired or soon will; again if it gets worse."""
+        """Log expired or soon expiring certificates, and again if it gets worse."""
         state, said = self._credentials.trouble()
         if state and state != self._said:
             logger.warning(
@@ -210,10 +213,10 @@ def _context(protocol: int, config: Config, authorities: bytes) -> ssl.SSLContex
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # names are compared with tls_peers instead
     context.verify_mode = ssl.CERT_REQUIRED
-    # Each CA in the file is trusted, be it somebody else's subject or not.
+    # Each CA in the file is trusted, whether or not another CA has signed it.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # a connection proves itself each time
+        context.num_tickets = 0  # each connection authenticates anew
     try:
         context.load_verify_locations(cadata=authorities.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError) as exc:
@@ -253,12 +256,12 @@ def _load_own(
 
 @contextlib.contextmanager
 def _as_file(content: bytes) -> Iterator[str]:
-    """Return the path of a private file with this content.
+    """Yield the path of a private file with this content.
 
-    OpenSSL takes certificates and keys from paths alone.
+    OpenSSL reads certificates and keys only from paths.
     """
     if sys.platform == "linux":
-        # Never on a disk, and there as long as the descriptor is open.
+        # It is never on a disk, and exists as long as the descriptor is open.
         with os.fdopen(os.memfd_create("kvwire-tls"), "wb") as file:
             file.write(content)
             file.flush()
@@ -271,7 +274,11 @@ def _as_file(content: bytes) -> Iterator[str]:
 
 
 def _digest(path: str, content: bytes) -> bytes:
-    """Return the SHA-256 of the first certificate in a file, which is shown."""
+    """Return the SHA-256 of the first certificate in a file, which is the one shown.
+
+    Raises:
+        UsageError: The file holds no certificate.
+    """
     text = content.decode("ascii", "replace")
     begin = text.find(_BEGIN_CERTIFICATE)
     end = text.find(_END_CERTIFICATE, begin)
@@ -285,14 +292,14 @@ def _digest(path: str, content: bytes) -> bytes:
 
 
 def _folded(name: str) -> str:
-    """Fold a name's case: DNS names ignore it (RFC 4343), URIs do not."""
+    """Lower the case of a DNS name, which ignores case (RFC 4343), unlike a URI."""
     return name if ":" in name else name.lower()
 
 
 def _stamp(path: str) -> tuple[int, int, int]:
-    """Return what tells a file from its predecessor; zeros if there is none."""
+    """Return numbers that change when a file is replaced; zeros if there is none."""
     try:
-        found = os.stat(path)  # noqa: PTH116 - a path from the configuration, once more
+        found = os.stat(path)  # noqa: PTH116 - the path is text from the configuration
     except OSError:
         return 0, 0, 0
     return found.st_ino, found.st_mtime_ns, found.st_size

@@ -1,4 +1,4 @@
-"""What OpenSSL reports, as what somebody has to change, and on which side."""
+"""Explains OpenSSL's errors: what must be changed, and on which side."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def explained(
     """Return an OpenSSL error as one that names the side at fault and the remedy.
 
     Args:
-        error: What it reports.
-        role: Of this side.
-        opened: The handshake was over.
+        error: The error of OpenSSL.
+        role: This side's role.
+        opened: Whether the handshake was over.
     """
     reason = error.reason or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -30,7 +30,8 @@ def explained(
         )
     for part, text, name in _REASONS:
         text = text.format(_USAGES[role])  # noqa: PLW2901 - the same, filled in
-        # Afterwards only the peer can still refuse, a client's certificate.
+        # After the handshake, only the peer can still refuse: a server the client's
+        # certificate.
         if part in reason and (not opened or "ALERT" in reason):
             return AuthenticationFailed(f"{text} ({reason})", fields=(name,))
     if opened:
@@ -43,14 +44,14 @@ _ANCHOR_HINT = (
     "other's tls_cert_file"
 )
 _WEAK: Final = ": make it anew, with a key of P-256 or RSA of 2,048 bits, and SHA-256"
-# What a side's certificate is for (RFC 5280 4.2.1.12).
+# The extended key usage that each side's certificate needs (RFC 5280 4.2.1.12).
 _USAGES: Final = {
     Role.CLIENT: "clientAuth, since it connects",
     Role.SERVER: "serverAuth, since it listens",
 }
-# Of X509_verify_cert; OpenSSL's words alone do not say what to do.
+# By the codes of X509_verify_cert; OpenSSL's texts do not name a remedy.
 _VERIFY_HINTS: Final = {
-    7: _ANCHOR_HINT,  # one of the same name, with another key
+    7: _ANCHOR_HINT,  # another CA with the same name
     9: ": its tls_cert_file is not, or its CA in tls_ca_file, or a clock is wrong",
     10: ": renew its tls_cert_file, or its CA in tls_ca_file, or a clock is wrong",
     18: _ANCHOR_HINT,
@@ -69,8 +70,8 @@ _NOT_LISTED = (
     f"signed it; its log says which"
 )
 _IS_IT_MTLS = "is its trust mtls?"
-# What is in the reason, what it means, and which key of the configuration it is about.
-# The alerts are those of RFC 8446 6.2; OpenSSL has several prefixes for them.
+# A part of OpenSSL's reason, its meaning, and the configuration key to look at. The
+# alerts are those of RFC 8446 6.2, to which OpenSSL adds various prefixes.
 _REASONS: Final = (
     ("ALERT_UNKNOWN_CA", f"{_OURS}no CA in its tls_ca_file signed it", "tls_ca_file"),
     (

@@ -26,24 +26,24 @@ _DAY_S: Final = 86_400.0
 # hours; if a fifth of that is left, the program has failed.
 _SOON_S: Final = 14 * _DAY_S
 _SOON_SHARE: Final = 0.2
-# X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python does not name.
+# X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python does not have.
 _NO_CHECK_TIME: Final = 0x20_0000
 # X509_V_ERR_INVALID_PURPOSE.
 _OTHER_PURPOSE: Final = 26
-# Flights of a TLS handshake; one more each than it takes.
+# Round trips of a TLS handshake, and one to spare.
 _TURNS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """Holds when a certificate is valid, in seconds of the clock on the wall."""
+    """The time in which a certificate is valid, in seconds of the wall clock."""
 
     not_before: float = -math.inf
     not_after: float = math.inf
 
     @classmethod
     def of(cls, certificate: Mapping[str, Any]) -> Validity:
-        """Read it from a certificate, as :mod:`ssl` shows it."""
+        """Read the validity from a certificate as :mod:`ssl` returns it."""
         return cls(
             ssl.cert_time_to_seconds(certificate["notBefore"]),
             ssl.cert_time_to_seconds(certificate["notAfter"]),
@@ -59,7 +59,7 @@ class Validity:
         return "soon" if left_s < min(_SOON_S, _SOON_SHARE * life_s) else ""
 
     def said(self, now: float) -> str:
-        """Return the state in words, with the remedy."""
+        """Return the state as a text, with the remedy."""
         match self.state(now):
             case "expired":
                 return (
@@ -80,10 +80,10 @@ class Validity:
 
 @dataclass(frozen=True, slots=True)
 class OwnCertificate:
-    """Holds what peers read in this side's certificate.
+    """The facts that peers read in this side's certificate.
 
     Attributes:
-        validity: When they accept it.
+        validity: The time in which they accept it.
         roles: The roles that its extended key usage allows.
         issuer: The name of the CA that signed it.
     """
@@ -94,11 +94,11 @@ class OwnCertificate:
 
 
 def own_certificate(pem: str, load: Load) -> OwnCertificate:
-    """Look at the certificate that ``load`` gives to a context.
+    """Return the facts about the certificate that ``load`` gives to a context.
 
     Args:
-        pem: The same certificate.
-        load: Loads certificate and key.
+        pem: The same certificate as text.
+        load: Loads certificate and key into a context.
     """
     seen = {role: _seen(role, pem, load) for role in Role}
     roles = frozenset(role for role, found in seen.items() if found is not None)
@@ -111,7 +111,7 @@ def own_certificate(pem: str, load: Load) -> OwnCertificate:
 def trouble_of(
     own: OwnCertificate, authorities: Sequence[Mapping[str, Any]], config: Config
 ) -> tuple[State, str]:
-    """Return the worst state now of a certificate and the CAs, and the words for it."""
+    """Return the worst state now of a certificate and the CAs, with a text."""
     now = time.time()
     state = own.validity.state(now)
     text = f"tls_cert_file {config.tls_cert_file} {own.validity.said(now)}"
@@ -126,9 +126,9 @@ def trouble_of(
 
 
 def _seen(role: Role, pem: str, load: Load) -> dict[str, Any] | None:
-    """Return what a peer reads that is shown the certificate by a side of this role.
+    """Return our certificate as a peer reads it from a side with this role.
 
-    None: its extended key usage forbids that. Empty: the peer cannot read it.
+    None: its extended key usage forbids that role. Empty: the peer cannot read it.
     """
     contexts = {
         Role.CLIENT: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
@@ -166,7 +166,7 @@ def _go_on(end: ssl.SSLObject) -> None:
 
 
 def _name(certificate: Mapping[str, Any]) -> str:
-    """Return the common name of a CA, or all that there is."""
+    """Return the common name of a CA, or its whole subject if it has none."""
     parts = [part for group in certificate.get("subject", ()) for part in group]
     return repr(dict(parts).get("commonName", parts))
 

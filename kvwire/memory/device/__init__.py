@@ -1,1 +1,1 @@
-"""Devices by what a library offers, and their memory on its way through the host."""
+"""Devices: their streams and events, and staging their memory through the host."""

@@ -1,9 +1,9 @@
-"""What all connections of a communicator share to move the memory of one device.
+"""Moves one device's memory, for all connections of a communicator.
 
-Two streams of kvwire's own, out of the device and into it, each with a completion
-thread; memory on the device for what is gathered. A stream does its work in order, so
-one such buffer serves it: the next gather waits for the copy before. That costs a few
-microseconds of each chunk's copy over PCIe, which is many times as long as its gather.
+It has two streams of its own, out of the device and into it, each with a completion
+thread and with device memory for gathered fragments. A stream does its work in order,
+so one such buffer is enough: the next gather waits for the copy before it. That costs a
+few microseconds per chunk, while its copy over PCIe takes many times as long.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger: logging.Logger = logging.getLogger("kvwire.devices")
 
 CallSoon = Callable[[Callable[[], None]], object]
 Done: TypeAlias = Callable[[Exception | None], None]
-"""Told on the loop that an event has fired, or how the device failed."""
+"""Called on the loop with None when an event has fired, or with a device's error."""
 
-# To queue one copy takes the host some microseconds, in which PCIe moves 100 KB. More
-# copies than this in a chunk cost more than one gather and one copy.
+# Queueing one copy costs the host some microseconds, in which PCIe moves 100 KB. With
+# more copies than this in a chunk, one gather and one copy are cheaper.
 RUNS_MAX: Final = 8
 
-# Events of different producers fire in any order, and a completion thread sleeps on
-# one. So many transfers do not hold each other up.
+# The number of completion threads for producers' events. Events fire in any order, and
+# a thread sleeps on one of them, so transfers on other threads are not held up.
 _WAITERS: Final = 4
 
 
@@ -39,11 +39,11 @@ class CopyEngine:
 
     Args:
         ops: The device.
-        call_soon: Calls something on the loop, from any thread.
+        call_soon: Schedules a call on the loop, from any thread.
         slot_bytes: The most bytes that are moved at once.
 
     Attributes:
-        failed: How the device has failed, which it does for good; "" if it has not.
+        failed: The reason if the device has failed, which is permanent; else "".
     """
 
     def __init__(self, ops: DeviceOps, call_soon: CallSoon, slot_bytes: int) -> None:
@@ -57,13 +57,13 @@ class CopyEngine:
 
     @property
     def landed(self) -> Event:
-        """Return an event behind which lies all that has landed."""
+        """Return an event that fires after everything landed so far."""
         return self.inbound.last or self.inbound.stream.record()
 
     def to_host(self, source: Fragments, slot: memoryview, done: Done) -> None:
         """Copy device memory into a pinned slot of the same length.
 
-        Both stay as they are, and alive, until ``done`` is called on the loop.
+        Keep both alive and unchanged until ``done`` is called on the loop.
         """
         stream = self.outbound.stream
         if len(source) > RUNS_MAX:
@@ -85,20 +85,20 @@ class CopyEngine:
         self.inbound.watch(done)
 
     def close(self) -> None:
-        """Let go of the streams once their work is done; never blocks."""
+        """Release the streams once their work is done; never blocks."""
         self.outbound.close()
         self.inbound.close()
 
 
 class StreamWaiters:
-    """Waits for the events of a producer's own streams, without its help.
+    """Waits for events that a producer recorded on its own streams.
 
-    Its events may have been made so that whoever waits for them spins. So a stream of
-    ours waits for each, and a thread sleeps on an event of our own behind it.
+    A producer's event may have been created so that waiting for it spins. So a stream
+    of ours waits for it, and a thread sleeps on our own event behind it.
 
     Args:
         ops: The device.
-        call_soon: Calls something on the loop, from any thread.
+        call_soon: Schedules a call on the loop, from any thread.
     """
 
     def __init__(self, ops: DeviceOps, call_soon: CallSoon) -> None:
@@ -106,11 +106,14 @@ class StreamWaiters:
         self._call_soon = call_soon
         self._lock = threading.Lock()
         self._turn = itertools.cycle(range(_WAITERS))
-        # Made with the first transfer that needs it.
+        # Created with the first transfer that needs them.
         self._waiters: dict[int, WatchedStream] = {}
 
     def assign(self) -> int:
-        """Pick a transfer's waiter, for all its events. From any thread."""
+        """Return the number of a waiter, for all events of one transfer.
+
+        From any thread.
+        """
         return next(self._turn)
 
     def wait(self, waiter: int, event: object, done: Done) -> None:
@@ -131,7 +134,7 @@ class StreamWaiters:
 
 
 class WatchedStream:
-    """Owns a stream of a device, and the thread that tells of its events.
+    """A device stream, and the thread that reports its events.
 
     Attributes:
         last: The last event that has fired.
@@ -143,7 +146,7 @@ class WatchedStream:
         self._completions = CompletionThread(f"kvwire {name} {ops.device}", call_soon)
 
     def watch(self, done: Done) -> None:
-        """Call ``done`` on the loop when all that is queued by now is over."""
+        """Call ``done`` on the loop when all work queued so far is over."""
         event = self.stream.record()
 
         def fired(error: Exception | None) -> None:
@@ -153,21 +156,21 @@ class WatchedStream:
         self._completions.watch(event, fired)
 
     def close(self) -> None:
-        """Let go of the stream once its work is done; never blocks."""
+        """Release the stream once its work is done; never blocks."""
         self.stream.close()
         self._completions.close()
 
 
 class CompletionThread:
-    """Tells the loop that events of one stream have fired, in their order; no polling.
+    """Reports to the loop, without polling, the fired events of a stream, in order.
 
-    One thread sleeps on the oldest event. The loop is woken once for all that fire
-    before it looks. A callable queued in the stream instead (``cudaLaunchHostFunc``)
+    One thread sleeps on the oldest event. Events that fire before the loop wakes are
+    reported together. A callable queued in the stream instead (``cudaLaunchHostFunc``)
     would hold up the device until it got the GIL.
 
     Args:
-        name: Of the thread.
-        call_soon: Calls something on the loop, from any thread; raises RuntimeError
+        name: The thread's name.
+        call_soon: Schedules a call on the loop, from any thread; raises RuntimeError
             once the loop is closed.
     """
 
@@ -206,7 +209,7 @@ class CompletionThread:
                 is_woken = bool(self._fired)
                 self._fired.append((done, error))
             if not is_woken:
-                # A loop that is closed has nobody left who waits for this.
+                # Nobody waits on a closed loop.
                 with suppress(RuntimeError):
                     self._call_soon(self._deliver)
 
@@ -217,7 +220,8 @@ class CompletionThread:
             try:
                 done(error)
             except Exception:
-                # The others may be of other connections, whose memory would stay held.
+                # The others may belong to other connections, and would hold their
+                # memory for ever.
                 logger.exception("a bug of kvwire")
 
 

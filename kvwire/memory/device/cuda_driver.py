@@ -1,8 +1,8 @@
-"""The functions of NVIDIA's driver that streams, events and copies need, by ctypes.
+"""The functions of NVIDIA's driver for streams, events and copies, by ctypes.
 
-The driver's own library is the one that every program with a GPU has in it already,
-torch and CuPy as well: there is nothing to install, and no version to agree with. What
-is called here is in all drivers since CUDA 11.2.
+Every program that uses a GPU, with torch or CuPy too, has the driver's library loaded
+already: nothing needs to be installed, and no version must match. All functions used
+here exist in all drivers since CUDA 11.2.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvwire.errors import BackendUnavailable
 
 _LIBRARY: Final = "libcuda.so.1"
 
-# CUresult of cuda.h.
+# CUresult in cuda.h.
 _SUCCESS: Final = 0
 _NOT_READY: Final = 600
 
 _OUT: Final = POINTER(c_void_p)
 _POINTER: Final = c_uint64  # CUdeviceptr
 
-# These are over at once, so Python's lock is kept.
+# Functions that return at once, so the GIL is kept.
 _BRIEF: Final[dict[str, tuple[Any, ...]]] = {
     "cuInit": (c_uint,),
     "cuDeviceGetCount": (POINTER(c_int),),
@@ -36,7 +36,7 @@ _BRIEF: Final[dict[str, tuple[Any, ...]]] = {
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
 }
-# These may wait: for the device, for room in its queue, or for the kernel.
+# Functions that may wait: for the device, for room in its queue, or for the kernel.
 _WAITING: Final[dict[str, tuple[Any, ...]]] = {
     "cuDevicePrimaryCtxRetain": (_OUT, c_int),
     "cuModuleLoadData": (_OUT, c_char_p),
@@ -53,11 +53,11 @@ _WAITING: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class CudaError(RuntimeError):
-    """Reports what the driver answers to a call that fails."""
+    """A call to the driver failed."""
 
 
 class CudaDriver:
-    """Calls the driver.
+    """The driver's functions.
 
     Raises:
         BackendUnavailable: There is no driver, or it finds no GPU.
@@ -80,31 +80,31 @@ class CudaDriver:
         """Call a function.
 
         Raises:
-            CudaError: It fails.
+            CudaError: The call failed.
         """
         result = self._functions[name](*arguments)
         if result != _SUCCESS:
             raise CudaError(f"{name}: {self._described(result)}")
 
     def is_done(self, name: str, *arguments: object) -> bool:
-        """Call a function that may answer that something is not done yet."""
+        """Call a function that may report "not ready"; return whether it is done."""
         result = self._functions[name](*arguments)
         if result in (_SUCCESS, _NOT_READY):
             return bool(result == _SUCCESS)
         raise CudaError(f"{name}: {self._described(result)}")
 
     def attempt(self, name: str, *arguments: object) -> bool:
-        """Call a function that a broken device does not do; tell whether it has."""
+        """Call a function that may fail on a broken device; return its success."""
         return bool(self._functions[name](*arguments) == _SUCCESS)
 
     def handle(self, name: str, *arguments: object) -> int:
-        """Call a function whose first argument is where it puts a handle."""
+        """Call a function that stores a handle at its first argument; return it."""
         made = c_void_p()
         self(name, ctypes.byref(made), *arguments)
         return made.value or 0
 
     def number(self, name: str, *arguments: object) -> int:
-        """Call a function whose first argument is where it puts a number."""
+        """Call a function that stores a number at its first argument; return it."""
         made = c_int()
         self(name, ctypes.byref(made), *arguments)
         return made.value

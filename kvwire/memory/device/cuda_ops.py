@@ -1,13 +1,13 @@
 """A GPU through NVIDIA's driver: streams, events, pinned memory, gathers by a kernel.
 
-Arrays may be of any library: their memory is known by address, and all libraries of a
-process share the GPU's *primary context*, in which everything here is. What of it has
-run on which GPU, docs/topics/gpu.md says.
+Arrays may be of any library: only their addresses matter, and all libraries of a
+process share the GPU's *primary context*, in which everything here happens.
+docs/topics/gpu.md lists what has run on which GPU.
 
-A thread may have another context, or another GPU, when it calls; it finds that again
-afterwards. The device as a whole is never waited for, which is why nothing is freed by
-functions that do so: memory of the device is freed in the order of a stream, and pinned
-memory is kept for the next that needs as much.
+A calling thread may have another context or GPU current; it is restored afterwards.
+Nothing here waits for the whole device. So functions that free memory and wait for the
+device are not used: device memory is freed in the order of a stream, and pinned memory
+is kept for the next request of the same size.
 """
 
 from __future__ import annotations
@@ -38,26 +38,27 @@ from kvwire.memory.device.ops import (
 )
 from kvwire.types import Device, MemoryKind
 
-# Flags of cuda.h.
+# Flags in cuda.h.
 _STREAM_NON_BLOCKING: Final = 1  # no other stream waits for it
-_EVENT_BLOCKING_SYNC: Final = 1  # who waits for it sleeps
+_EVENT_BLOCKING_SYNC: Final = 1  # waiting for it sleeps
 _EVENT_DISABLE_TIMING: Final = 2
 _HOST_PORTABLE: Final = 1
 
 _KERNEL: Final = "pieces.ptx"
-# One pass of a block of threads moves 4 KiB, as 16 bytes a thread.
+# In one pass, a block of threads moves 4 KiB: 16 bytes per thread.
 _THREADS: Final = 256
 _PASS_BYTES: Final = 16 * _THREADS
-# Blocks beyond this take more than one piece each.
+# With more pieces than this, a block of threads moves several.
 _GRID_MAX: Final = 4096
-# Of a table: room for 2,000 pieces, more than a chunk of 4 MiB mostly has.
+# The size of a table: room for 2,000 pieces, more than most chunks of 4 MiB have.
 _TABLE_BYTES: Final = 32 * KIB
-# A piece is shared by so many blocks at most: few and long ones keep a GPU busy too.
+# At most so many blocks of threads share a piece: a few long pieces also keep a GPU
+# busy.
 _SHARES_MAX: Final = 64
 
 
 class CudaOps(DeviceOps):
-    """Implements the operations of a device by its driver.
+    """The operations of a GPU, through its driver.
 
     Raises:
         BackendUnavailable: There is no such GPU.
@@ -86,10 +87,10 @@ class CudaOps(DeviceOps):
             raise BackendUnavailable(f"cuda:{index}: {exc}") from None
         self._lock = threading.Lock()
         self._free: dict[int, list[mmap.mmap]] = {}
-        # Of events that were let go of. Lists are appended to and popped by any thread.
+        # Events to reuse. Any thread appends to these lists and pops from them.
         self.event_handles: list[int] = []
-        # From which kernels' tables are copied, about the oldest first; and those of
-        # which nobody knows when that is over.
+        # Pinned memory from which kernels' tables are copied, about the oldest first;
+        # and tables whose copy cannot be known to be over.
         self.tables: deque[_StagedTable] = deque()
         self.lost_tables: deque[_StagedTable] = deque()
 
@@ -97,11 +98,11 @@ class CudaOps(DeviceOps):
         return CudaStream(self)
 
     def record_current(self) -> Event:
-        with self.context:  # to which stream 0 belongs
+        with self.context:  # stream 0 belongs to the context
             return CudaEvent(self, _current_stream(self.device.index))
 
     def event_handle(self) -> int:
-        """Return an event that nobody has, which is given back when it is let go of."""
+        """Return an unused event, which its user returns to ``event_handles``."""
         with contextlib.suppress(IndexError):
             return self.event_handles.pop()
         with self.context:
@@ -116,12 +117,12 @@ class CudaOps(DeviceOps):
         if pages is None:
             pages = self._registered(size, nbytes)
         shown = (ctypes.c_ubyte * nbytes).from_buffer(pages)
-        # Not unregistered, which would wait for the whole device.
+        # It stays registered, since unregistering would wait for the whole device.
         weakref.finalize(shown, free.append, pages).atexit = False
         return memoryview(shown).cast("B")
 
     def table(self, nbytes: int) -> _StagedTable:
-        """Return memory of a table whose copy is over, or more; it is the caller's."""
+        """Return a table of ``nbytes`` or more: a used one if its copy is over."""
         for _ in range(len(self.tables)):
             with contextlib.suppress(IndexError):  # other threads take some too
                 table = self.tables.popleft()
@@ -138,7 +139,7 @@ class CudaOps(DeviceOps):
         return index is not None and index in (-1, self.device.index)
 
     def _registered(self, size: int, nbytes: int) -> mmap.mmap:
-        # Pages of the process, unlike those that the driver allocates: another process
+        # Pages that this process allocates, unlike those of the driver: another process
         # may be allowed to read them (backends/kvwire_local).
         pages = mmap.mmap(-1, size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
@@ -153,7 +154,7 @@ class CudaOps(DeviceOps):
 
 
 class CudaContext:
-    """Makes a GPU's context the thread's current one, for the time of a ``with``."""
+    """Makes a GPU's context current for the calling thread, within a ``with``."""
 
     def __init__(self, driver: CudaDriver, handle: int) -> None:
         self._driver = driver
@@ -166,23 +167,23 @@ class CudaContext:
         self._driver.attempt("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def free(self, name: str, *arguments: object) -> None:
-        """Call a function that frees something, from any thread; never raise."""
+        """Call a function that frees something, from any thread; never raises."""
         if self._driver.attempt("cuCtxPushCurrent_v2", self._handle):
             self._driver.attempt(name, *arguments)
             self.__exit__()
 
 
 class CudaEvent(Event):
-    """Holds an event of the driver's, made so that whoever waits for it sleeps.
+    """An event of the driver, made so that waiting for it sleeps.
 
     torch's and CuPy's streams take it too: ``stream.wait_event(event)``.
 
     Attributes:
-        ptr: The handle, as CuPy calls it.
+        ptr: The handle, under the name that CuPy uses.
     """
 
     def __init__(self, ops: CudaOps, stream: int) -> None:
-        """Record it behind all that the stream with this handle has been given."""
+        """Record the event behind all work queued so far on a stream, by handle."""
         self.ops: CudaOps = ops
         self.ptr: int = 0
         self.ptr = ops.event_handle()
@@ -195,17 +196,17 @@ class CudaEvent(Event):
         self.ops.driver("cuEventSynchronize", self.ptr)
 
     def wait(self, stream: Any) -> None:
-        """Have a stream of torch's wait for it, which is what torch itself calls."""
+        """Make a torch stream wait for this event; torch itself calls it."""
         self.ops.driver("cuStreamWaitEvent", stream.cuda_stream, self.ptr, 0)
 
     def __del__(self) -> None:
-        # Who waits for it waits for what was recorded when he began to.
+        # A wait that has begun refers to the record it saw, so the event can be reused.
         if self.ptr:
             self.ops.event_handles.append(self.ptr)
 
 
 class CudaStream(Stream):
-    """Queues a kernel of ours and copies on a stream of the driver's."""
+    """A stream of the driver, on which our kernel and copies are queued."""
 
     def __init__(self, ops: CudaOps) -> None:
         self.ops: CudaOps = ops
@@ -213,7 +214,8 @@ class CudaStream(Stream):
         self._owned = _OwnedStream(ops)
         self._handle = self._owned.handle
         self._owned.enter()
-        # The kernel's table on the device; what comes next is written behind its use.
+        # The kernel's table on the device. A later kernel's table is written after this
+        # use.
         self._table = _DeviceMemory(self._owned, _TABLE_BYTES)
 
     @property
@@ -226,7 +228,7 @@ class CudaStream(Stream):
         Raises:
             UsageError: It is none of these.
         """
-        # As torch calls it, and as CuPy does.
+        # First torch's name for the handle, then CuPy's.
         handle = getattr(event, "cuda_event", getattr(event, "ptr", None))
         known = isinstance(event, CudaEvent) or library_event_index(event) is not None
         if not known or not isinstance(handle, int):
@@ -234,7 +236,7 @@ class CudaStream(Stream):
                 f"an event of type {type(event).__name__}: pass a torch.cuda.Event or "
                 f"a cupy.cuda.Event that was recorded on the producing stream"
             )
-        if handle:  # torch makes an event when it is recorded
+        if handle:  # torch creates the handle when the event is recorded
             with self.ops.context:
                 self._driver("cuStreamWaitEvent", self._handle, handle, 0)
 
@@ -268,9 +270,9 @@ class CudaStream(Stream):
                 )
 
     def close(self) -> None:
-        """Do nothing: it is destroyed with its last reference, once its work is done.
+        """Do nothing: the last reference destroys the stream, once its work is done.
 
-        Memory that was made for it is freed in its order, and may live longer.
+        Memory allocated from it is freed in its order, and may live longer.
         """
 
     def __del__(self) -> None:
@@ -279,7 +281,7 @@ class CudaStream(Stream):
 
     def _move(self, pieces: Fragments, one: Fragments, *, gathers: bool) -> None:
         count = len(pieces)
-        # Blocks of threads for each piece, as long as there are few pieces.
+        # Several blocks of threads per piece, as long as there are few pieces.
         passes = -(-int(pieces.lengths.max()) // _PASS_BYTES)
         shares = max(min(passes, _GRID_MAX // count, _SHARES_MAX), 1)
         grid = (min(count, _GRID_MAX), shares, 1)
@@ -312,11 +314,11 @@ class CudaStream(Stream):
             staged.copied = self.record()
             tables = self.ops.tables
         finally:
-            tables.append(staged)  # whatever becomes of the stream
+            tables.append(staged)  # whatever happens to the stream
 
 
 class _StagedTable:
-    """Holds pinned memory from which tables are copied to the device."""
+    """Pinned memory from which a kernel's table is copied to the device."""
 
     def __init__(self, memory: memoryview) -> None:
         self.words = np.frombuffer(memory, np.uint64, len(memory) // 8)
@@ -325,16 +327,16 @@ class _StagedTable:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether its last copy is."""
+        """Return whether the last copy is over."""
         assert self.copied is not None
         return self.copied.query()
 
 
 class _OwnedStream:
-    """Owns a stream of the driver's, for as long as anything is freed in its order.
+    """A stream of the driver that lives until all memory freed in its order is freed.
 
-    The garbage collector tells the objects of a cycle that they go in any order. So it
-    is not the last reference that counts here, but who has said that he goes.
+    The garbage collector may finalise the objects of a cycle in any order. So users are
+    counted by ``enter`` and ``leave``, not by references.
     """
 
     def __init__(self, ops: CudaOps) -> None:
@@ -352,12 +354,12 @@ class _OwnedStream:
         with self._lock:
             self._users -= 1
             is_last = not self._users
-        if is_last:  # what it was given is still done
+        if is_last:  # its queued work is still done
             self.ops.context.free("cuStreamDestroy_v2", self.handle)
 
 
 class _DeviceMemory:
-    """Owns memory of the device, made and freed in the order of a stream."""
+    """Device memory, allocated and freed in the order of a stream."""
 
     def __init__(self, stream: _OwnedStream, nbytes: int) -> None:
         self._stream = stream
@@ -379,7 +381,7 @@ class _DeviceMemory:
 
 
 def _current_stream(index: int) -> int:
-    """Return the stream that the thread's library works on; 0 is everybody's own."""
+    """Return the current stream of the thread's library; 0 is the default stream."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return int(torch.cuda.current_stream(index).cuda_stream)
@@ -395,7 +397,7 @@ def _address(memory: memoryview) -> int:
 
 
 def _runs(fragments: Fragments) -> Iterator[tuple[int, int, int]]:
-    """(address, start, bytes) of each fragment; there are few."""
+    """Return (address, start, bytes) of each fragment; there are few."""
     return zip(
         fragments.addresses.tolist(),
         fragments.starts.tolist()[:-1],

@@ -1,4 +1,4 @@
-"""Blocks of a device's cache, copied to and from a store's memory by pinned pieces.
+"""Copies between a device's cache and a store's memory, through pinned slots.
 
 A thread of the store queues one piece while the device moves the other::
 
@@ -6,8 +6,8 @@ A thread of the store queues one piece while the device moves the other::
     get: images --memcpy--> slot 0 or 1 --scatter--> cache
 
 The device may touch a cache until the event behind its last piece has fired; a copy
-returns after that and never before. A device that fails proves nothing any more: what
-was on its way into a cache has to count as touched for good.
+returns only after that. A device that has failed proves nothing any more: it may still
+write into a cache that was being filled, for ever.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ PIECE_BYTES: Final = 4 * MIB
 
 
 class DeviceFailed(BackendUnavailable):
-    """Says that a device has failed, which it does for good."""
+    """A device has failed, which is permanent."""
 
 
 class DeviceCopies:
-    """Copies between caches of devices and host memory; from any thread."""
+    """Copies between caches of devices and host memory, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # As many as there are devices in this host.
+        # One for each device of this host.
         self._copiers: dict[Device, _DeviceCopier] = {}
 
     def prepare(self, device: Device | None, after: object) -> object:
-        """Have streams and memory for a device; return the event that a copy waits for.
+        """Allocate streams and memory for a device; return the event to wait for.
 
         Args:
-            device: Where a cache lies; None for host memory, which waits for nothing.
-            after: An event behind which its blocks may be touched; None for all that
-                this thread has queued on its current stream.
+            device: The cache's device; None for host memory, where ``after`` is an
+                error.
+            after: An event behind which the blocks may be touched; None for all work
+                that this thread has queued on its current stream.
 
         Raises:
-            UsageError: It is no event of this device.
+            UsageError: ``after`` is not an event of this device.
             BackendUnavailable: The device does not work, or gives no pinned memory.
         """
         if device is None:
@@ -70,20 +71,24 @@ class DeviceCopies:
         return ops.record_current() if after is None else after
 
     def copy(self, source: Fragments, destination: Fragments, after: object) -> None:
-        """Copy between two lists of one length, of which one is a device's. Blocks."""
+        """Copy between payloads of one length, one of them a device's. Blocks.
+
+        Raises:
+            DeviceFailed: The device has failed, now or before.
+        """
         device = source.device or destination.device
         assert device is not None
         self._copiers[device].copy(source, destination, after)
 
     def close(self) -> None:
-        """Let go of the devices, of which none copies any more."""
+        """Release all devices; none may be copying any more."""
         for copier in self._copiers.values():
             copier.close()
         self._copiers.clear()
 
 
 class _DeviceCopier:
-    """Owns two streams of one device, and two pinned slots for each."""
+    """Two streams of one device, and two pinned slots for each."""
 
     def __init__(self, ops: DeviceOps) -> None:
         memory = ops.pinned(2 * _SLOTS * PIECE_BYTES)
@@ -91,10 +96,10 @@ class _DeviceCopier:
             memory[begin : begin + PIECE_BYTES]
             for begin in range(0, len(memory), PIECE_BYTES)
         ]
-        # Each call of a stream is queued by one thread at a time.
+        # A stream takes the copies of one thread at a time.
         self._outbound = threading.Lock(), views[:_SLOTS]
         self._inbound = threading.Lock(), views[_SLOTS:]
-        # Its events are reported on its own threads, which only pass them on.
+        # Events are reported on the engine's own threads, and only passed on there.
         self._engine = CopyEngine(ops, lambda report: report(), PIECE_BYTES)
 
     def copy(self, source: Fragments, destination: Fragments, after: object) -> None:
@@ -124,7 +129,7 @@ class _DeviceCopier:
         moving: deque[tuple[memoryview, Fragments]] = deque()  # bounded: _SLOTS
 
         def end_oldest() -> None:
-            if (error := fired.get()) is not None:  # asleep until then
+            if (error := fired.get()) is not None:  # sleeps until then
                 raise error
             slot, target = moving.popleft()
             if out:

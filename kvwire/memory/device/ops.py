@@ -1,15 +1,15 @@
-"""What kvwire needs of a device: streams of work, events, pinned host memory, copies.
+"""The operations that kvwire needs of a device: streams, events, pinned memory, copies.
 
-NVIDIA's driver has it (:mod:`kvwire.memory.device.cuda_ops`). Tests register another
-device, whose streams are threads.
+NVIDIA's driver provides them (:mod:`kvwire.memory.device.cuda_ops`). Tests register
+another device, whose streams are threads.
 
-The rules are CUDA's. A stream does its work in order, beside the host; every method of
-a stream only queues. Memory that queued work touches stays alive and unchanged until an
-event recorded behind it has fired: that is the caller's business, here and there. The
-device as a whole is never waited for.
+The rules are CUDA's. A stream does its work in order, concurrently with the host; every
+method of a stream only queues work. The caller keeps the memory that queued work
+touches alive and unchanged until an event recorded behind it has fired. Nothing waits
+for the whole device.
 
-Memory of a device is always given as :class:`~kvwire.kv.fragments.Fragments`, since
-addresses and lengths are all that is known of it; contiguous memory is one fragment.
+Device memory is always given as :class:`~kvwire.kv.fragments.Fragments`, since only its
+addresses and lengths are known; contiguous memory is one fragment.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvwire.types import Device, MemoryKind
 
 
 class Event(ABC):
-    """Marks a point in a stream's work."""
+    """A point in a stream's work."""
 
     @abstractmethod
     def query(self) -> bool:
-        """Tell whether everything before it is done. Never blocks."""
+        """Return whether everything before it is done. Never blocks."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -38,7 +38,7 @@ class Event(ABC):
 
 
 class Stream(ABC):
-    """Queues a device's work, which happens in that order."""
+    """A queue of work that a device does in order."""
 
     @property
     @abstractmethod
@@ -47,15 +47,15 @@ class Stream(ABC):
 
     @abstractmethod
     def wait(self, event: object) -> None:
-        """Have what is queued from here on wait for an event, ours or a library's."""
+        """Make work queued from now on wait for an event, ours or a library's."""
 
     @abstractmethod
     def record(self) -> Event:
-        """Record an event that fires when all that is queued so far is done."""
+        """Record an event that fires when all work queued so far is done."""
 
     @abstractmethod
     def buffer(self, nbytes: int) -> Fragments:
-        """Make contiguous device memory, freed with its last reference."""
+        """Allocate contiguous device memory, freed with its last reference."""
 
     @abstractmethod
     def gather(self, source: Fragments, into: Fragments) -> None:
@@ -67,19 +67,19 @@ class Stream(ABC):
 
     @abstractmethod
     def to_host(self, source: Fragments, into: memoryview) -> None:
-        """Copy fragments into pinned memory, one copy for each of them."""
+        """Copy fragments into pinned memory, one copy per fragment."""
 
     @abstractmethod
     def to_device(self, source: memoryview, into: Fragments) -> None:
-        """Copy pinned memory into fragments, one copy for each of them."""
+        """Copy pinned memory into fragments, one copy per fragment."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the stream once its work is done; never blocks."""
+        """Release the stream once its work is done; never blocks."""
 
 
 class DeviceOps(ABC):
-    """Works with one device."""
+    """The operations of one device."""
 
     device: Device
 
@@ -89,33 +89,34 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def record_current(self) -> Event:
-        """Record an event behind the calling thread's queued work.
+        """Record an event behind the work that the calling thread has queued.
 
-        On the stream that the library calls current in this thread: so from between the
-        kernels of an application, and never on its behalf from another thread.
+        That is the work on the stream that the thread's library has as its current one.
+        So call it between the kernels of an application, on the same thread.
         """
 
     @abstractmethod
     def pinned(self, nbytes: int) -> memoryview:
-        """Return the host memory that the device copies from and to by itself."""
+        """Return host memory that the device can copy from and to by itself."""
 
     @abstractmethod
     def owns(self, event: object) -> bool:
-        """Tell whether an event is one of this device's."""
+        """Return whether an event belongs to this device."""
 
 
 def device_ops(device: Device) -> DeviceOps:
-    """Return the ops of a device, made on first use and kept.
+    """Return the operations of a device, created on first use and kept.
 
     Raises:
         BackendUnavailable: There is no such device here.
+        UsageError: It is a simulated device that is not registered.
     """
     with _lock:
         found = _known.get(device)
         if found is None:
             if device.kind is not MemoryKind.CUDA:
                 raise UsageError(f"device {device}: there is none, or it was closed")
-            # Imported on demand, since it imports this module.
+            # Imported here, since that module imports this one.
             from kvwire.memory.device.cuda_ops import CudaOps  # noqa: PLC0415
 
             found = _known[device] = CudaOps(device.index)
@@ -123,7 +124,7 @@ def device_ops(device: Device) -> DeviceOps:
 
 
 def event_ops(event: object) -> DeviceOps | None:
-    """Return the ops of an event's device; None if it is no device's event."""
+    """Return the operations of an event's device, or None if it is not an event."""
     with _lock:
         known = list(_known.values())
     for ops in known:
@@ -136,40 +137,42 @@ def event_ops(event: object) -> DeviceOps | None:
 def library_event_index(event: object) -> int | None:
     """Return the GPU of an event of torch or CuPy.
 
-    -1 if it does not say, since any stream may wait for it; None for what is no event.
+    -1 if the event does not have one, since any stream may wait for it; None for an
+    object that is not an event.
     """
     if type(event).__module__.partition(".")[0] not in ("torch", "cupy"):
         return None
     if not hasattr(event, "synchronize") or hasattr(event, "wait_event"):
-        return None  # what waits for events is a stream
+        return None  # an object that waits for events is a stream
     device = getattr(event, "device", None)
     index = getattr(device, "index", getattr(event, "device_id", None))
     return index if isinstance(index, int) else -1
 
 
 def register(ops: DeviceOps) -> None:
-    """Make a device known; used by those that are not found by themselves."""
+    """Register a device that is not found by itself, such as one of a test."""
     with _lock:
         _known[ops.device] = ops
 
 
 def unregister(ops: DeviceOps) -> None:
-    """Forget a device."""
+    """Unregister a device."""
     with _lock:
         _known.pop(ops.device, None)
 
 
 class device_errors:  # noqa: N801 - a statement's word, as in contextlib
-    """Raises what the library raises of a device that does not work as ours.
+    """A context that raises a library's errors as BackendUnavailable.
 
-    No generator of ``contextlib``, for the reason at :class:`kvwire.extras.needed_by`.
+    It is not a generator of ``contextlib``, for the reason at
+    :class:`kvwire.extras.needed_by`.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def __enter__(self) -> None:
-        """Do nothing: what fails is found within."""
+        """Do nothing; the calls inside may fail."""
 
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         if isinstance(exc, Exception) and not isinstance(exc, KVWireError):
@@ -177,7 +180,7 @@ class device_errors:  # noqa: N801 - a statement's word, as in contextlib
 
 
 def contiguous(address: int, nbytes: int, owner: object, device: Device) -> Fragments:
-    """Device memory in one piece."""
+    """Return contiguous device memory as one fragment."""
     return Fragments(
         np.array([address], np.uint64),
         np.array([nbytes], np.uint64),
@@ -188,9 +191,9 @@ def contiguous(address: int, nbytes: int, owner: object, device: Device) -> Frag
 
 
 class DeviceArray:
-    """Shows device memory at an address, as libraries take it without a copy.
+    """Device memory at an address, as array libraries take it without a copy.
 
-    Whoever uses it keeps the memory's owner, and sees to the order of streams.
+    The user of it keeps the memory's owner alive and orders the streams.
     """
 
     def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:

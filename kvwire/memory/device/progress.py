@@ -1,13 +1,14 @@
-"""How far a captured CUDA graph has come: a word of host memory that the graph writes.
+"""The progress of a captured CUDA graph: a word of host memory that the graph writes.
 
-Python hooks do not run while a graph is replayed, so nobody could call ``ready`` for a
+Python hooks do not run while a graph is replayed, so nothing could call ``ready`` for a
 layer. Instead the graph itself writes one word of pinned memory after each layer. The
-word is coded by generation, since the same graph is replayed for every pass::
+word has a generation in it, since the same graph is replayed for every pass::
 
     word = generation * 2**16 + layers that are done
 
 The generation comes from device memory that the host sets before each replay, so a word
-left over from another pass is never taken for this one. With torch, captured once::
+left over from another pass is never mistaken for one of this pass. With torch, captured
+once::
 
     base = torch.zeros(1, dtype=torch.int64, device="cuda")
     host = torch.frombuffer(counter.word, dtype=torch.int64)
@@ -23,9 +24,9 @@ and for each pass::
     base.fill_(run.base)
     graph.replay()
 
-A write by the device wakes nobody. While something waits for a pass, and only then, a
-thread looks at the word at a bounded rate. Passes are replayed in the order of their
-``begin``, each once: a later generation says that the earlier ones are done.
+A write by the device wakes nobody. So a thread polls the word at a bounded rate, but
+only while something waits for a pass. Replay the passes in the order of their
+``begin``, each once: a later generation means that the earlier ones are done.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ from kvwire.limits import KV_LAYERS_MAX
 
 WORD_BYTES: Final = 8
 _LAYER_BITS: Final = 16
-# Between two looks. A layer of a large model takes about as long, so one look finds one
-# layer; each costs a microsecond.
+# Time between two polls. A layer of a large model takes about as long, so one poll
+# finds one layer; each costs a microsecond.
 LOOK_S: Final = 0.0005
 
 assert KV_LAYERS_MAX < 1 << _LAYER_BITS
 
 
 class LayerCounter:
-    """Owns a word that a graph writes, and wakes those who wait for its value.
+    """A word that a graph writes, and the futures that wait for its value.
 
     Args:
-        layers: Of the model.
+        layers: The number of the model's layers.
         word: 8 bytes that the device can write to, such as pinned memory.
 
     Attributes:
         word: Those bytes.
 
     Raises:
-        UsageError: Too many layers, or memory that is no such word.
+        UsageError: There are too many layers, or the memory is not such a word.
     """
 
     def __init__(self, layers: int, word: memoryview) -> None:
@@ -79,16 +80,16 @@ class LayerCounter:
         self._value[0] = 0
         self._generations = itertools.count(1)
         self._lock = threading.Condition()
-        # Futures, each with the last value of the word at which it is not done.
+        # Futures, each with the largest value of the word at which it is not done yet.
         self._waiting: list[tuple[int, Future[None]]] = []
         self._looking = False
 
     def begin(self) -> GraphReplay:
-        """Begin a pass, to be replayed once and behind those before."""
+        """Begin a pass, to be replayed once, after those begun before."""
         return GraphReplay(self, next(self._generations))
 
     def close(self) -> None:
-        """Give up: what has not been done by now counts as failed."""
+        """Fail every future that is not done by now."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
             self._lock.notify()
@@ -96,14 +97,14 @@ class LayerCounter:
             done.set_exception(RequestCancelled("the layer counter was closed"))
 
     def behind(self, value: int) -> Future[None]:
-        """Return a future that is done when the word is larger than a value."""
+        """Return a future that is done once the word is larger than ``value``."""
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # nobody can cancel what a device does
+        done.set_running_or_notify_cancel()  # nobody can cancel a device's work
         if int(self._value[0]) > value:
             done.set_result(None)
             return done
         with self._lock:
-            # As many as there are layers in the passes under way.
+            # As many as the passes in progress have layers.
             self._waiting.append((value, done))  # bounded: SEGMENTS_MAX
             if not self._looking:
                 self._looking = True
@@ -128,11 +129,11 @@ class LayerCounter:
 
 
 class GraphReplay(NamedTuple):
-    """Counts one replay of the graph.
+    """One replay of the graph.
 
     Attributes:
-        counter: Whose it is.
-        generation: 1 for the first.
+        counter: The counter that began it.
+        generation: Its number, from 1.
     """
 
     counter: LayerCounter
@@ -144,7 +145,7 @@ class GraphReplay(NamedTuple):
         return self.generation << _LAYER_BITS
 
     def layer(self, layer: int) -> Future[None]:
-        """Return what is done when a layer of this pass is, for ``after=``.
+        """Return a future that is done when this pass has done a layer, for ``after=``.
 
         It fails with :exc:`RequestCancelled` if the counter is closed before.
 
