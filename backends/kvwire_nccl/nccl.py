@@ -22,7 +22,8 @@ from typing import Any, Final
 from kvwire.backend import Payload
 from kvwire.errors import BackendUnavailable, KVWireError, UsageError
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.device.ops import DeviceArray, DeviceOps, Event, Stream, device_ops
+from kvwire.memory.device.ops import DeviceArray, DeviceOps, Event, Stream
+from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device, MemoryKind
 
 # ncclResult_t of nccl.h.

@@ -6,6 +6,7 @@ promises of a backend, and :mod:`kvwire.backend.lane` those of its lanes.
 """
 
 from kvwire.backend.forks import keep_from_children
+from kvwire.backend.landing import Landing
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.backend.link import (
     API_VERSION,
@@ -13,14 +14,13 @@ from kvwire.backend.link import (
     Backend,
     Capabilities,
     Finding,
-    Landing,
     Link,
     LinkHandler,
     Listener,
-    Payload,
     TlsCredentials,
     TlsFiles,
 )
+from kvwire.kv.fragments import Payload
 
 __all__ = [
     "API_VERSION",

@@ -53,7 +53,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvwire.backend.link import Landing, Payload
+from kvwire.backend.landing import Landing
+from kvwire.kv.fragments import Payload
 from kvwire.limits import MIB
 from kvwire.types import Address, MemoryKind, Role
 

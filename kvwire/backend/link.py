@@ -36,20 +36,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol
 
+from kvwire.backend.landing import Landing
+from kvwire.backend.lane import Lane, LaneContext
 from kvwire.errors import BackendUnavailable, UsageError, nearest
-from kvwire.kv.fragments import Fragments
+from kvwire.kv.fragments import Payload
 from kvwire.types import Address, MemoryKind, PeerIdentity, Role
 
 if TYPE_CHECKING:
     import ssl
 
-    from kvwire.backend.lane import Lane, LaneContext
-
 API_VERSION: Final = 1
 """The contract's version; raised when backends for the previous one would misbehave."""
-
-Payload = memoryview | Fragments
-"""Bytes in memory: one C-contiguous byte view (format "B"), or many fragments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,21 +103,6 @@ class Finding:
     state: Literal["ok", "warn", "missing"]
     text: str
     remedy: str = ""
-
-
-class Landing:
-    """The destination of one incoming frame's payload. Subclass it freely.
-
-    Attributes:
-        length: Payload bytes that follow the header.
-        payload: Their destination, of exactly ``length`` bytes; None drops them.
-    """
-
-    __slots__ = ("length", "payload")
-
-    def __init__(self, length: int, payload: Payload | None) -> None:
-        self.length: int = length
-        self.payload: Payload | None = payload
 
 
 class TlsCredentials(Protocol):

@@ -6,7 +6,8 @@ import asyncio
 import threading
 
 from kvwire.memory.device.copy_engine import CopyEngine, StreamWaiters
-from kvwire.memory.device.ops import DeviceOps, device_errors, device_ops
+from kvwire.memory.device.ops import DeviceOps, device_errors
+from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device
 
 

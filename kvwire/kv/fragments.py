@@ -178,6 +178,10 @@ class Fragments:
         return part
 
 
+Payload = memoryview | Fragments
+"""Bytes in memory: one C-contiguous byte view (format "B"), or many fragments."""
+
+
 def _check(addresses: Array, lengths: Array) -> None:
     if addresses.dtype != UINT64 or lengths.dtype != UINT64:
         raise UsageError("fragments: addresses and lengths must be uint64 arrays")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.errors import UsageError
-from kvwire.kv.fragments import Fragments
+from kvwire.kv.fragments import Fragments, Payload
 from kvwire.limits import KIB
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ class CpuTensor(Protocol):
 
 Memory: TypeAlias = "Buffer | np.ndarray[Any, Any] | CpuTensor | Fragments"
 """Objects whose bytes can be sent or, if they are writable, received into."""
-Payload = memoryview | Fragments
 
 MID_PAGE_BYTES: Final = 2 * KIB
 """The offset within a page at which our own memory begins.

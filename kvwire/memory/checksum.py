@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvwire.kv.fragments import Fragments
+from kvwire.kv.fragments import Fragments, Payload
 from kvwire.limits import KIB
-from kvwire.memory.buffers import Payload, mid_page_memory
+from kvwire.memory.buffers import mid_page_memory
 from kvwire.memory.copy import copy
 
 LOW_32_BITS: Final = 0xFFFF_FFFF

@@ -12,9 +12,8 @@ import numpy as np
 
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import distinct
-from kvwire.kv.fragments import Array, Fragments
+from kvwire.kv.fragments import Array, Fragments, Payload
 from kvwire.memory import pieces
-from kvwire.memory.buffers import Payload
 from kvwire.memory.pieces import HELD_BYTES, copy_alike, copy_pieces
 
 

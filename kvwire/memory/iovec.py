@@ -16,8 +16,7 @@ from typing import Final, NoReturn, final
 
 import numpy as np
 
-from kvwire.kv.fragments import Fragments
-from kvwire.memory.buffers import Payload
+from kvwire.kv.fragments import Fragments, Payload
 from kvwire.memory.copy import address_of, copy
 
 # Linux and macOS take 1,024 and refuse more with EINVAL.

@@ -14,7 +14,7 @@ from typing import Any
 from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.memory.device.copy_engine import StreamWaiters
-from kvwire.memory.device.ops import event_ops
+from kvwire.memory.device.registry import event_ops
 
 Failure = str
 """How what was waited for failed; "" if it came true."""

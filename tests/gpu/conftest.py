@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from kvwire.errors import BackendUnavailable
-from kvwire.memory.device.ops import device_ops
+from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device, MemoryKind
 from tests.gpu.devices import LIBRARIES
 

@@ -11,7 +11,8 @@ import pytest
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.tensors import tensor_view
-from kvwire.memory.device.ops import DeviceOps, device_ops
+from kvwire.memory.device.ops import DeviceOps
+from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device, MemoryKind
 
 LIBRARIES = ("torch", "cupy")

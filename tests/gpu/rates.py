@@ -26,7 +26,8 @@ from kvwire import KVSpec, PagedCache
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import KIB, MIB
 from kvwire.memory.device.copy_engine import CopyEngine
-from kvwire.memory.device.ops import DeviceOps, device_ops
+from kvwire.memory.device.ops import DeviceOps
+from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device, MemoryKind
 from tests.gpu.devices import pieces
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvwire.memory.device.ops import Stream, event_ops
+from kvwire.memory.device.ops import Stream
+from kvwire.memory.device.registry import event_ops
 from tests.gpu.devices import LIBRARIES, Gpu, pieces
 
 pytestmark = pytest.mark.gpu

@@ -25,14 +25,8 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.copy import copy
-from kvwire.memory.device.ops import (
-    DeviceOps,
-    Event,
-    Stream,
-    contiguous,
-    register,
-    unregister,
-)
+from kvwire.memory.device.ops import DeviceOps, Event, Stream, contiguous
+from kvwire.memory.device.registry import register, unregister
 from kvwire.types import Device, MemoryKind
 
 # As CUDA's allocator aligns.

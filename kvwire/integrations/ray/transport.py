@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import kvwire
 from kvwire.extras import needed_by
-from kvwire.integrations.ray import listen_address
+from kvwire.integrations.ray.address import listen_address
 from kvwire.integrations.ray.exchange import Bytes, TensorExchange
 
 with needed_by("kvwire.integrations.ray", extra="ray"):

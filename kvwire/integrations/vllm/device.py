@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from kvwire import Communicator, Engine
 from kvwire.memory.device.copy_engine import CopyEngine
-from kvwire.memory.device.ops import device_ops
+from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device
 
 

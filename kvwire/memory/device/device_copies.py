@@ -22,7 +22,8 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.copy import copy
 from kvwire.memory.device.copy_engine import CopyEngine
-from kvwire.memory.device.ops import DeviceOps, device_errors, device_ops
+from kvwire.memory.device.ops import DeviceOps, device_errors
+from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device
 
 _SLOTS: Final = 2

@@ -14,15 +14,14 @@ addresses and lengths are known; contiguous memory is one fragment.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from kvwire.errors import BackendUnavailable, KVWireError, UsageError
+from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.kv.fragments import Fragments
-from kvwire.types import Device, MemoryKind
+from kvwire.types import Device
 
 
 class Event(ABC):
@@ -104,36 +103,6 @@ class DeviceOps(ABC):
         """Return whether an event belongs to this device."""
 
 
-def device_ops(device: Device) -> DeviceOps:
-    """Return the operations of a device, created on first use and kept.
-
-    Raises:
-        BackendUnavailable: There is no such device here.
-        UsageError: It is a simulated device that is not registered.
-    """
-    with _lock:
-        found = _known.get(device)
-        if found is None:
-            if device.kind is not MemoryKind.CUDA:
-                raise UsageError(f"device {device}: there is none, or it was closed")
-            # Imported here, since that module imports this one.
-            from kvwire.memory.device.cuda_ops import CudaOps  # noqa: PLC0415
-
-            found = _known[device] = CudaOps(device.index)
-        return found
-
-
-def event_ops(event: object) -> DeviceOps | None:
-    """Return the operations of an event's device, or None if it is not an event."""
-    with _lock:
-        known = list(_known.values())
-    for ops in known:
-        if ops.owns(event):
-            return ops
-    index = library_event_index(event)
-    return None if index is None else device_ops(Device(MemoryKind.CUDA, max(index, 0)))
-
-
 def library_event_index(event: object) -> int | None:
     """Return the GPU of an event of torch or CuPy.
 
@@ -147,18 +116,6 @@ def library_event_index(event: object) -> int | None:
     device = getattr(event, "device", None)
     index = getattr(device, "index", getattr(event, "device_id", None))
     return index if isinstance(index, int) else -1
-
-
-def register(ops: DeviceOps) -> None:
-    """Register a device that is not found by itself, such as one of a test."""
-    with _lock:
-        _known[ops.device] = ops
-
-
-def unregister(ops: DeviceOps) -> None:
-    """Unregister a device."""
-    with _lock:
-        _known.pop(ops.device, None)
 
 
 class device_errors:  # noqa: N801 - a statement's word, as in contextlib
@@ -205,7 +162,3 @@ class DeviceArray:
             "stream": None,
             "version": 3,
         }
-
-
-_lock: Final = threading.Lock()
-_known: Final[dict[Device, DeviceOps]] = {}

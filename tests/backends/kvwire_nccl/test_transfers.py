@@ -16,7 +16,7 @@ from kvwire.backend.lane import Lane, LaneContext
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
 from kvwire.memory.copy import copy
-from kvwire.memory.device.ops import device_ops
+from kvwire.memory.device.registry import device_ops
 from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.lane import NcclLane

@@ -16,7 +16,7 @@ from kvwire.errors import UsageError
 from kvwire.integrations.vllm.announce import Announcer, http_url
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.metadata import WorkerStep
-from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, read_member
+from kvwire.integrations.vllm.proxy.members import AllowedHosts, read_member
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.integrations.vllm.fakes import SHAPE, vllm_configs
 

@@ -14,11 +14,7 @@ from kvwire.directory import Record, open_directory
 from kvwire.integrations.vllm.announce import BOTH, DECODE, PREFILL
 from kvwire.integrations.vllm.proxy import client
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull, RetryBudget
-from kvwire.integrations.vllm.proxy.discovery import (
-    AllowedHosts,
-    Discovery,
-    read_member,
-)
+from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.limits import (
@@ -26,6 +22,7 @@ from kvwire.integrations.vllm.proxy.limits import (
     PROXY_RETRY_RESERVE,
     PROXY_RETRY_SHARE,
 )
+from kvwire.integrations.vllm.proxy.members import AllowedHosts, read_member
 from kvwire.integrations.vllm.proxy.policy import (
     LEAST_LOADED,
     Policy,

@@ -40,9 +40,10 @@ import numpy as np
 from kvwire.aio import end_task
 from kvwire.directory import Record
 from kvwire.integrations.vllm import announce
-from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, Discovery
+from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.members import AllowedHosts
 from kvwire.store.tiers.sharded import placed, seed_of
 from tests.directory.memory import Hub, MemoryDirectory
 from tests.support import virtual_time

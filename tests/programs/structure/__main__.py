@@ -17,7 +17,7 @@ CEILINGS: Final = {
     "rooms": 30,
     "floors": 18,
     "arrows": 200,
-    "rings": 9,
+    "rings": 4,
     "files of the biggest ring": 9,
     "forwarders": 196,
     "callbacks": 156,

@@ -10,7 +10,7 @@ from kvwire.directory import Selector, open_directory
 from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.integrations.vllm.proxy.admission import Admission
-from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, Discovery
+from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.engines import parse_engine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.limits import (
@@ -20,6 +20,7 @@ from kvwire.integrations.vllm.proxy.limits import (
     PROXY_STOP_S_MAX,
     PROXY_WAITING_MAX,
 )
+from kvwire.integrations.vllm.proxy.members import AllowedHosts
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE, LEAST_LOADED
 from kvwire.integrations.vllm.references import References
 from kvwire.security.keys import read_key_file

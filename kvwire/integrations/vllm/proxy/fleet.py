@@ -17,8 +17,8 @@ from typing import Any
 
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.announce import BOTH, DECODE, PREFILL
-from kvwire.integrations.vllm.proxy.discovery import VllmMember
 from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmEngine, VllmServer
+from kvwire.integrations.vllm.proxy.members import VllmMember
 from kvwire.integrations.vllm.proxy.policy import LEAST_LOADED, make_policy
 
 

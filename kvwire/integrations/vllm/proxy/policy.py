@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import xxhash
@@ -66,24 +66,16 @@ class LeastLoaded(Policy):
         return best[0] if len(best) == 1 else _heaviest(best, body)
 
 
-def _by_kv_events() -> Policy:
-    # It needs pyzmq, and the others do not.
-    from kvwire.integrations.vllm.proxy.kv_events import ByKvEvents  # noqa: PLC0415
-
-    return ByKvEvents()
-
-
-_KNOWN: Final[Mapping[str, Callable[[], Policy]]] = {
-    LEAST_LOADED: LeastLoaded,
-    BY_KV_EVENTS: _by_kv_events,
+# kv-events needs pyzmq, which is imported with it.
+_KNOWN: Final[Mapping[str, str]] = {
+    LEAST_LOADED: f"{__name__}:LeastLoaded",
+    BY_KV_EVENTS: "kvwire.integrations.vllm.proxy.kv_events:ByKvEvents",
 }
 
 
 def make_policy(name: str) -> Policy:
     """Return a policy by its name, or by ``package.module:Class``."""
-    if name in _KNOWN:
-        return _KNOWN[name]()
-    module, colon, cls = name.partition(":")
+    module, colon, cls = _KNOWN.get(name, name).partition(":")
     if not colon:
         hint = nearest(name, _KNOWN)
         raise UsageError(f"route {name!r}; {hint}, or package.module:Class")
@@ -91,6 +83,8 @@ def make_policy(name: str) -> Policy:
         made = getattr(importlib.import_module(module), cls)()
     # A plug-in may raise anything.
     except Exception as exc:
+        if name in _KNOWN:
+            raise
         raise UsageError(f"route {name!r}: {type(exc).__name__}: {exc}") from exc
     if not isinstance(made, Policy):
         raise UsageError(f"route {name!r}: it is no {Policy.__module__}.Policy")

@@ -1,0 +1,104 @@
+"""What a directory says of engines, as far as it may be used.
+
+Nobody who can write to a directory is believed. A record has passed the checks of
+:mod:`kvwire.directory.record`; here its labels are read, each with its own bounds, and
+both of its addresses have to be of hosts that the operator allows: the one of HTTP, to
+which prompts and the clients' keys are sent, and the one of KV, of which engines are
+told.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvwire.directory import Record
+from kvwire.errors import UsageError, shown
+from kvwire.integrations.vllm.announce import ROLES, EngineLabels, http_url
+from kvwire.types import Address, is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class VllmMember:
+    """Describes one rank of an engine, as its record does."""
+
+    url: str  # where the engine serves HTTP
+    address: str  # where this rank listens for KV
+    labels: EngineLabels  # as they were read
+    record: Record  # what it says else
+
+
+class AllowedHosts:
+    """Says which hosts may be dialled because a directory names them."""
+
+    def __init__(self, texts: Sequence[str] = ()) -> None:
+        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
+        self._names: list[str] = []  # "*." in front stands for all below
+        for text in texts:
+            try:
+                self._networks.append(ipaddress.ip_network(text))
+                continue
+            except ValueError:
+                bare = text.lower().removeprefix("*.")
+            if not bare or not set(bare) <= _OF_NAMES or bare[0].isdigit():
+                raise UsageError(
+                    f"allow {text!r}: write a network (10.0.0.0/8), a name, or a name "
+                    f"with all below it (*.fleet.svc)"
+                )
+            self._names.append(text.lower())
+        self._this_host = not texts
+
+    def check(self, host: str) -> None:
+        """Refuse a host that nobody has allowed."""
+        host = host.lower()
+        try:
+            ip = ipaddress.ip_address(host)
+        except ValueError:
+            fine = set(host) <= _OF_NAMES and any(
+                fnmatchcase(host, name) for name in self._names
+            )
+            fine = fine or (self._this_host and host == "localhost")
+        else:
+            fine = any(ip in network for network in self._networks)
+            fine = fine or (self._this_host and is_loopback(host))
+        if not fine:
+            raise UsageError(f"{shown(host)} is no host that --allow names")
+
+
+def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
+    """Return what a record says of an engine."""
+    try:
+        # Not strict, since each is a text.
+        labels = msgspec.convert(record.labels, EngineLabels, strict=False)
+    except msgspec.ValidationError as exc:
+        raise UsageError(f"labels: {exc}") from None
+    if labels.rank >= labels.ranks:
+        raise UsageError(f"rank {labels.rank} of {labels.ranks}")
+    if labels.ranks % labels.stages:
+        raise UsageError(
+            f"{labels.ranks} ranks are not those of {labels.stages} pipeline stages"
+        )
+    if record.role not in ROLES:
+        raise UsageError(f"role {shown(record.role)} is none of {', '.join(ROLES)}")
+    url, address = http_url(labels.http), _tcp(record.address)
+    hosts = [address.host, urlsplit(url).hostname or ""]
+    if labels.kv_events:
+        hosts.append(_tcp(labels.kv_events).host)
+    for host in hosts:
+        allowed.check(host)
+    return VllmMember(url, str(address), labels, record)
+
+
+def _tcp(text: str) -> Address:
+    address = Address.parse(text)
+    if address.scheme != "tcp" or not address.port:
+        raise UsageError(f"{shown(text)} is no tcp://host:port")
+    return address
+
+
+_OF_NAMES = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-._")
