@@ -1,1 +1,1 @@
-"""kvwire inside other people's engines. Each needs its own library, and says which."""
+"""kvwire inside other projects' engines. Each module's docstring names its library."""

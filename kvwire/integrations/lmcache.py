@@ -1,14 +1,14 @@
-"""A store as L2 of LMCache.
+"""A store as the L2 cache of LMCache.
 
-It is loaded by the path of this module::
+LMCache loads it by the path of this module::
 
     {"type": "plugin", "module_path": "kvwire.integrations.lmcache",
      "class_name": "KvwireL2Adapter",
      "adapter_params": {"tiers": ["memory:1GiB", "kvwire://10.0.0.5:7500"]}}
 
-A store that failed is told as one, and none of its objects that are not kept is ever
-found. Nothing is locked: what is evicted between lookup and load is a 0 in the load's
-bitmap, which LMCache computes again.
+A failed store is reported as a failure, and an object that was not stored is never
+found. Nothing is locked: an object evicted between lookup and load is a 0 in the load's
+bitmap, and LMCache computes it again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
 class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not typed
-    """Keeps LMCache's objects in a store; see LMCache for each method."""
+    """Keep LMCache's objects in a store; LMCache documents each method."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """Look objects up by their lengths."""
+        """Look up which objects are in the store, each by its key and length."""
         number = next(self._numbers)
         asked = []
         for key in keys:
@@ -115,7 +115,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
             return self._bitmaps.pop(task_id, None)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Do nothing: nothing was locked."""
+        """Do nothing, since nothing was locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         number = next(self._numbers)
@@ -137,7 +137,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         return self.query_lookup_and_lock_result(task_id)
 
     def close(self) -> None:
-        """Close the store and the notifiers; what was begun is finished first."""
+        """Finish running work, then close the store and the notifiers."""
         self._store.close()
         for notifier in (self._stored, self._found, self._loaded):
             notifier.close()
@@ -146,7 +146,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         return {"is_healthy": True, "type": type(self).__name__, "store": repr(self)}
 
     def _name(self, key: Any) -> bytes:
-        """Return the hash of all that names an object; b"" where weights have none."""
+        """Return the store's key for an object; b"" if its weights have no name."""
         weights = self._weights.name(key.model_name)
         named = (key.model_name, weights, key.kv_rank, key.object_group_id)
         text = repr((*named, key.cache_salt)).encode()
@@ -166,14 +166,14 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
 
 
 class _Weights:
-    """Names the weights of models; LMCache passes a model's name with each object."""
+    """Name the weights of models; LMCache sends a model's name with each object."""
 
     def __init__(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint
         self._known: dict[str, str] = {}
 
     def name(self, model: str) -> str:
-        """Return a name, always the same; "" if there is none, which is logged once."""
+        """Return the name for a model's weights; "" if there is none, logged once."""
         if model not in self._known:
             # bounded by the models of one server
             self._known[model] = self._fingerprint or self._of_files(model)
@@ -192,7 +192,7 @@ class _Weights:
 
 
 def _not_there() -> Future[list[bool]]:
-    """Return the result for an object whose weights have no name: not there."""
+    """Return the result "not stored", for an object whose weights have no name."""
     over: Future[list[bool]] = Future()
     over.set_result([False])
     return over
@@ -201,7 +201,7 @@ def _not_there() -> Future[list[bool]]:
 def _when_all(
     ends: Sequence[Future[list[bool]]], then: Callable[[list[bool]], None]
 ) -> None:
-    """Call once, when all have ended; one that failed counts as not there."""
+    """Call `then` once all futures are done; a failed one counts as not stored."""
     lock, left = threading.Lock(), [len(ends)]
 
     def ended(_: object) -> None:

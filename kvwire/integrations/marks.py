@@ -1,4 +1,4 @@
-"""From "these tokens of this layer are written" to "these blocks may be sent".
+"""Marks of a transfer, derived from the tokens that prefill has written.
 
 Every engine that computes layer by layer needs this step, whatever library it runs on.
 """
@@ -11,13 +11,13 @@ from kvwire.errors import UsageError
 
 
 class Markable(Protocol):
-    """Names what is used of an outgoing transfer, of asyncio or of an engine."""
+    """The part of an outgoing transfer that marking needs; asyncio or Engine."""
 
     def ready(self, *, layers: int, blocks: slice) -> None:
         """Mark block positions of one layer as immutable; from any thread."""
 
     def finish(self) -> None:
-        """Commit: there will be no more marks; from any thread."""
+        """Commit: no more marks will come; from any thread."""
 
 
 class LayerMarks:

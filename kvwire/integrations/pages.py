@@ -1,7 +1,7 @@
-"""Pages of bytes in a store, for engines that have their own names for what is in them.
+"""A store of byte pages, for engines that have their own keys for their content.
 
-Offloading tiers of engines move pages of one length between their memory and whatever
-is below it, from threads without an event loop. To a store a page is a block of bytes.
+Offloading tiers of engines move pages of one length between their memory and the level
+below, from threads without an event loop. To the store a page is a block of bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REASONS_MAX: Final = 100
 
 
 class PageStore:
-    """Keeps pages under keys; from any thread."""
+    """Keep pages under keys; callable from any thread."""
 
     def __init__(
         self, tiers: Sequence[str], *, write: Write = "through", name: str = ""
@@ -63,29 +63,37 @@ class PageStore:
         require_room(self._engine, self._store, pages)
 
     def present(self, keys: Sequence[bytes], pages: PagedCache) -> Future[list[bool]]:
-        """Tell which pages are here, of the length of these."""
+        """Return a future: for each key, whether a page of this length is stored."""
         return self._engine.start(lambda _: self._store.present(keys, pages))
 
     def put(
         self, keys: Sequence[bytes], pages: PagedCache, ids: BlockIds
     ) -> Future[list[bool]]:
-        """Keep pages; tells which are kept when nothing reads the caller's any more."""
+        """Store pages.
+
+        The future has for each page whether it was stored; by then nothing reads the
+        caller's memory any more.
+        """
         put = self._store.put
         return self._engine.start(lambda _: self._landed(put, keys, pages, ids))
 
     def get(
         self, keys: Sequence[bytes], pages: PagedCache, ids: BlockIds
     ) -> Future[list[bool]]:
-        """Fill pages; tells which are whole when nothing writes to them any more."""
+        """Read pages into memory.
+
+        The future has for each page whether it is whole; by then nothing writes to the
+        caller's memory any more.
+        """
         get = self._store.get
         return self._engine.start(lambda _: self._landed(get, keys, pages, ids))
 
     def delete_all(self, pages: PagedCache) -> Future[int]:
-        """Forget every page of the length of these, in all tiers."""
+        """Delete every page of this length, in all tiers; the future has the count."""
         return self._engine.start(lambda _: self._store.delete_all(pages))
 
     def close(self) -> None:
-        """End the store, once what was begun is over. Any number of times."""
+        """Close the store once running work is over. May be called repeatedly."""
         if self._closed:
             return
         self._closed = True
@@ -106,13 +114,13 @@ class PageStore:
 
 
 class Unsaved:
-    """Logs why blocks are not saved, each reason once."""
+    """Log each reason for unsaved blocks once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
 
     def note(self, request: StoreRequest) -> None:
-        """Log why blocks of a finished put were not saved."""
+        """Log the reasons of a finished put that did not save all blocks."""
         outcome = request.outcome
         for reason in outcome.missing.reasons if outcome else ():
             if reason not in self._said and len(self._said) < _REASONS_MAX:
@@ -123,7 +131,7 @@ class Unsaved:
 def open_store(
     name: str, tiers: Sequence[str], write: Write
 ) -> tuple[Engine, BlockStore]:
-    """Open a store on an engine of its own, which is closed if that fails."""
+    """Open a store on an engine of its own, which is closed if opening fails."""
 
     async def opened(_: Communicator) -> BlockStore:
         return await BlockStore.open(tiers, write=write)
@@ -137,7 +145,7 @@ def open_store(
 
 
 def require_room(engine: Engine, store: BlockStore, cache: PagedCache) -> None:
-    """Refuse a cache if some tier of a store has no room for one of its blocks."""
+    """Raise UsageError if a tier of the store has no room for one block of a cache."""
 
     async def check(_: Communicator) -> None:
         store.require_room(cache)

@@ -1,14 +1,14 @@
 """A store as L3 of SGLang's HiCache.
 
-It is loaded by the path of this module: ``--hicache-storage-backend dynamic`` and as
-``--hicache-storage-backend-extra-config``::
+SGLang loads it by the path of this module: ``--hicache-storage-backend dynamic``, with
+this as ``--hicache-storage-backend-extra-config``::
 
     {"backend_name": "kvwire", "module_path": "kvwire.integrations.sglang",
      "class_name": "KvwireHiCacheStorage", "interface_v1": 1,
      "tiers": ["memory:1GiB", "kvwire://10.0.0.5:7500"]}
 
-A page that was not kept, or that did not come whole, is told as such, and is computed
-again. SGLang calls from threads of its own, and waits: as long as a tier's ``timeout``.
+A page that was not stored, or not read whole, is reported as such, and SGLang computes
+it again. SGLang calls from its own threads, and waits at most a tier's ``timeout``.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Describes a pool of the host, and what sets its pages apart from others."""
+    """Describe a memory pool of the host, and the name that marks its pages."""
 
     host: Any  # SGLang's
     named: str  # what is in each page beside its tokens: model, ranks, layout
     nbytes: int  # bytes of a page
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
-        """Return the names of pages in the store."""
+        """Return the store's keys for page hashes."""
         return [
             hashlib.sha256(f"{self.named} {one}".encode()).digest() for one in hashes
         ]
 
     def offsets(self, hashes: Sequence[str], indices: Any) -> list[int] | None:
-        """Return where each page begins; none if these are not one for each page."""
+        """Return where each page begins; None if the indices do not fit the pages."""
         tokens = getattr(self.host, "page_size", 1) or 1
         if indices is None or indices.numel() != len(hashes) * tokens:
             return None
@@ -63,7 +63,7 @@ class _Pool:
 
 
 class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not typed
-    """Keeps SGLang's pages in a store; see SGLang for each method."""
+    """Keep SGLang's pages in a store; SGLang documents each method."""
 
     def __init__(self, storage_config: Any, arguments: Any = None) -> None:
         extra = storage_config.extra_config or {}
@@ -157,7 +157,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         pool_transfers: list[Any] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """Count leading pages that are here; compressed blocks are refused."""
+        """Count the leading pages that are stored; compressed blocks are refused."""
         most = self.batch_exists(keys)
         hits = {_ANCHOR: most} if most else {}
         usable = range(1, most + 1)
@@ -177,14 +177,14 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         return PoolTransferResult(max(restorable, default=0), hits, restorable)
 
     def clear(self) -> bool:
-        """Forget the pages of this model, whichever engine has put them."""
+        """Delete the pages of this model, whichever engine stored them."""
         assert self._store is not None
         for pool in self._pools.values():
             self._store.delete_all(_page(self._store, pool.nbytes)).result()
         return True
 
     def close(self) -> None:
-        """End the store, once what was begun is over. Any number of times."""
+        """Close the store once running work is over. May be called repeatedly."""
         store, self._store = self._store, None
         if store is not None:
             store.close()
@@ -214,7 +214,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         return store.present(pool.keys(hashes), _page(store, pool.nbytes)).result()
 
     def _fill(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
-        """Fill pages of a pool; which are whole."""
+        """Read pages into a pool; return for each whether it is whole."""
         pool = self._pools[name]
         offsets = pool.offsets(hashes, indices)
         if offsets is None:
@@ -228,7 +228,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         return landed
 
     def _keep(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
-        """Keep pages of a pool; which are kept."""
+        """Store pages of a pool; return for each whether it was stored."""
         pool = self._pools[name]
         offsets = pool.offsets(hashes, indices)
         if offsets is None:
@@ -251,7 +251,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
 
 
 def _weights(model: str) -> str:
-    """Name the weights of SGLang's model, by the name that it is served under."""
+    """Return the name for the weights of SGLang's model, from its served name."""
     try:
         return weights_name(model or "")
     except UsageError as exc:
@@ -262,5 +262,5 @@ def _weights(model: str) -> str:
 
 
 def _page(store: PageStore, nbytes: int) -> Any:
-    """Return a page of a length, of which only the length matters."""
+    """Return a page for calls that use only its length."""
     return store.pages(np.empty((1, nbytes), np.uint8))

@@ -1,13 +1,13 @@
-"""A name for a model's weights: KV is of use only to an engine with the same weights.
+"""A name for a model's weights: KV is useful only to an engine with the same weights.
 
 A model's config describes its shapes, and every fine-tune has the same shapes. So the
-name is made of what is in the files: the name, type and shape of each tensor, and some
-of its bytes, from everywhere in it. Files with the same tensors have the same name,
-wherever they lie and however the tensors are divided among them.
+name is a digest of the files' content: the name, type and shape of each tensor, and
+samples of its bytes. Files with the same tensors have the same name, wherever they lie
+and however the tensors are divided among them.
 
-Only samples are read: about 32 MiB of a model of any size, or 4 KiB of each tensor
-where that is more. Training changes most values of a tensor that it changes. A change
-of a few single values may be missed.
+Only samples are read: about 32 MiB for a model of any size, or 4 KiB of each tensor
+where that is more. Training changes most values of each tensor that it changes, so
+samples suffice. A change to a few single values may be missed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CONFIG: Final = "adapter_config.json"
 
 
 class _File(NamedTuple):
-    """Names one state of a file."""
+    """Identify one state of a file."""
 
     path: Path
     nbytes: int
@@ -59,7 +59,7 @@ class _File(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Says where the bytes of a tensor are, or of a file whose format is not parsed."""
+    """Locate the bytes of a tensor, or of a file whose format is not parsed."""
 
     name: str  # of the tensor with its type and shape, or of the file
     path: Path
@@ -71,10 +71,10 @@ def weights_name(model: str, *, revision: str = "", cache: str = "") -> str:
     """Return a name for the weights in a folder or a file; 32 hexadecimal digits.
 
     Args:
-        model: A path, or a repository's name at Hugging Face of which the files have
-            been downloaded to this host.
-        revision: Of that repository; if empty, there may be one on this host only.
-        cache: Where downloaded files are, if not at the usual place.
+        model: A path, or the name of a Hugging Face repository whose files have been
+            downloaded to this host.
+        revision: The repository's revision; if empty, only one may be on this host.
+        cache: The folder of downloaded files, if not the usual one.
 
     Raises:
         UsageError: There are no weights, or they cannot be read.
@@ -127,7 +127,7 @@ def _place(model: str, revision: str, cache: str) -> Path:
 
 
 def _files(place: Path) -> list[_File]:
-    """Return the files with weights, in the order of their names."""
+    """Return the files with weights, sorted by name."""
     paths = [place]
     if place.is_dir():
         for pattern in _PATTERNS:
@@ -165,7 +165,7 @@ def _name(files: tuple[_File, ...]) -> str:
 
 
 def _tensors(file: _File) -> list[_Piece]:
-    """Return the tensors of a file in the format of safetensors, by its header."""
+    """Return the tensors of a safetensors file, from its header."""
     with file.path.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > min(file.nbytes, _HEADER_BYTES_MAX):
@@ -181,7 +181,7 @@ def _tensors(file: _File) -> list[_Piece]:
 
 
 def _sampled(pieces: Sequence[_Piece], *, windows: int) -> bytes:
-    """Return a digest of each piece: its name, length and a number of windows."""
+    """Return the digests of all pieces, each over its name, length and samples."""
     found: list[bytes] = []
     for piece in pieces:
         made = hashlib.sha256(f"{piece.name} {piece.nbytes}".encode())

@@ -1,9 +1,9 @@
-"""Live migration: a running request goes to another engine, and hardly pauses.
+"""Live migration: a running request moves to another engine with a short pause.
 
-The engine that has the request copies the blocks that are full while the request goes
-on, round by round, until little is left. Then it pauses the request behind a step,
-copies the rest, and hands the request over with what the engine says of it. KV is only
-ever appended, so no block is copied twice::
+The source engine copies the request's full blocks while it goes on, round by round,
+until little is left. Then it pauses the request behind a step, copies the rest, and
+hands the request over with the engine's own state for it. KV is only ever appended, so
+no block is copied twice::
 
     moved = await migrate(connection, request)          # where the request runs
 
@@ -12,14 +12,14 @@ ever appended, so no block is copied twice::
     )
     await target.serve(connection)                      # for each connection
 
-Until the handover the request is the source's: whatever fails, it goes on there, and it
-has lost nothing but the pause. With the handover it is the target's. The source frees
-its blocks once they have drained. No token is computed by both: the target starts
-behind the handover, and the source never goes on after it.
+Until the handover the request belongs to the source: if anything fails, it goes on
+there and has lost only the pause. From the handover on it belongs to the target, and
+the source frees its blocks once they have drained. No token is computed by both: the
+target starts behind the handover, and the source never goes on after it.
 
-One engine's death costs the requests it has, as it does without migration. Who holds
-the stream to the client numbers its tokens, and asks another engine for the rest:
-``examples/migrate.py`` does so.
+An engine that dies loses its requests, with or without migration. The server that holds
+the stream to the client can number the tokens, and request the rest from another
+engine; ``examples/migrate.py`` does so.
 """
 
 from kvwire.integrations.migration.source import (

@@ -1,8 +1,8 @@
-"""What the two engines of a migration tell each other, beside the KV.
+"""The messages between the two engines of a migration, beside the KV.
 
 The source sends all of its messages with one tag, in the order of the migration. The
-target answers once, with the tag that the migration names: nothing if it has taken the
-request, else why it has not.
+target answers once, with the tag that the migration names: with an empty message if it
+has taken the request, else with the reason why not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MoveId = Annotated[bytes, Meta(min_length=MOVE_BYTES, max_length=MOVE_BYTES)]
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Says that blocks are pushed now; the first round begins the migration."""
+    """Announce that blocks are pushed now; the first round begins the migration."""
 
     # Random bytes that name the migration, and the transfers of its rounds.
     move: _MoveId
@@ -43,7 +43,7 @@ class Round(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Gives the request to the target; the source has let go of it."""
+    """Give the request to the target; the source will not go on with it."""
 
     move: _MoveId  # which migration
     # What the engine says of the request: its tokens, how it samples.
@@ -51,7 +51,7 @@ class Handover(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Withdrawal(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Ends the migration; the request stays where it is."""
+    """End the migration; the request stays at the source."""
 
     move: _MoveId
 
@@ -62,16 +62,16 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """Return the bytes of a message."""
+    """Encode a message."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(raw: bytes | bytearray) -> Message:
-    """Read a message."""
+    """Decode a message."""
     message: Message = _DECODER.decode(raw)
     return message
 
 
 def transfer_id(move: bytes, index: int) -> bytes:
-    """Return the name of the transfer of one round; nobody else can guess it."""
+    """Return the id of one round's transfer, which no other peer can guess."""
     return b"kvwire-move/" + move + index.to_bytes(4, "big")

@@ -1,11 +1,12 @@
-"""The engine that a request leaves.
+"""The source of a migration: the engine that a request leaves.
 
-A migration is in one of three places, and what goes wrong means something else in each:
+A migration is in one of three stages, and a failure means something else in each:
 
-* *copying*: the request runs. Whatever fails, it goes on.
-* *paused*: the last blocks are on their way. Whatever fails, it is resumed.
-* *handed over*: the word is out, so this engine never goes on with it, also where no
-  answer comes. Only a target that says it has not taken the request gives it back.
+* *copying*: the request runs. After any failure it goes on.
+* *paused*: the last blocks are on their way. After any failure it is resumed.
+* *handed over*: the handover was sent, so this engine never goes on with the request,
+  even if no answer comes. It gets the request back only if the target answers that it
+  has not taken it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from kvwire.transfer import Outgoing
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Says which KV of a request is written.
+    """The part of a request whose KV is written.
 
     Attributes:
         blocks: Its blocks, in token order; those behind ``tokens`` may be left out.
@@ -54,47 +55,47 @@ class Written:
 
 
 class RunningRequest(Protocol):
-    """Defines what an engine lets :func:`migrate` do with a request of its own.
+    """The interface by which :func:`migrate` controls a request of the engine.
 
-    All of it is called on the communicator's loop. Until :func:`migrate` has returned,
-    the engine keeps the request's blocks, also where the request ends meanwhile.
+    All methods are called on the communicator's loop. Until :func:`migrate` has
+    returned, the engine keeps the request's blocks, even if the request ends meanwhile.
     """
 
     @property
     def name(self) -> str:
-        """Return what the request is called at both engines."""
+        """Return the request's name, the same at both engines."""
 
     @property
     def cache(self) -> PagedCache:
-        """Return where its blocks are; a cache of one group."""
+        """Return the cache that holds its blocks; it has one group."""
 
     def written(self) -> Written | None:
-        """Return what is written by now; None if the request has ended."""
+        """Return the part that is written by now; None if the request has ended."""
 
     async def pause(self) -> None:
-        """Wait for the step that is under way, and begin no other.
+        """Wait for the running step to end, and begin no other.
 
         Cancel safety: the request goes on, or :meth:`resume` is called.
         """
 
     def resume(self) -> None:
-        """Go on: the request stays here."""
+        """Go on, since the request stays here."""
 
     def state(self) -> bytes:
-        """Return what the other engine needs besides KV. Called while it is paused."""
+        """Return what the other engine needs besides KV; called while paused."""
 
     def release(self) -> None:
-        """Forget the request, which is the other engine's, and free its blocks."""
+        """Drop the request, now the other engine's, and free its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """Says how a migration ended.
+    """The result of a migration.
 
     Attributes:
         result: ``"moved"``: the request is the other engine's. ``"stayed"``: it goes on
             here. ``"unknown"``: it was handed over and no answer came, so the other
-            engine has it, or nobody.
+            engine has it, or it is lost.
         reason: Why, unless it moved.
         rounds: Rounds of copying, the last one included.
         nbytes: Bytes of KV that were copied.
@@ -117,14 +118,14 @@ async def migrate(
 ) -> Migration:
     """Move a running request to the engine at the other end of a connection.
 
-    That one serves the connection with a :class:`MigrationTarget`. The blocks must not
-    be used for anything else before this has returned, whatever it returns.
+    The other engine must serve the connection with a :class:`MigrationTarget`. Whatever
+    the result, the blocks must not be reused before this has returned.
 
     Args:
-        connection: To the other engine.
-        request: Of this engine.
-        timeout_s: The most that it may take; then the request stays.
-        rounds: Rounds of copying while the request goes on, at most.
+        connection: The connection to the other engine.
+        request: The request to move.
+        timeout_s: Time limit; after it the request stays.
+        rounds: The most rounds of copying while the request goes on.
 
     Raises:
         UsageError: The cache has several groups, or an argument is out of range.
@@ -158,7 +159,7 @@ async def migrate(
 
 
 class _StaysError(Exception):
-    """Says why the request stays."""
+    """Give the reason why the request stays."""
 
 
 _Place = Literal["copying", "paused", "handed over", "moved"]
@@ -209,7 +210,7 @@ class _Move:
         await self._hand_over(state)
 
     async def _copy(self, tokens: int) -> None:
-        """Push the blocks that were not copied, up to so many tokens."""
+        """Push the blocks that were not copied yet, up to a number of tokens."""
         request, size = self._request, self._request.cache.spec.block_tokens
         first, index = self._blocks, len(self._parts)
         blocks = self._written().blocks[first : -(-tokens // size)]
@@ -256,7 +257,7 @@ class _Move:
         self._place = "moved"
 
     async def settle(self) -> None:
-        """Let the request go on, or go; return when its blocks have drained."""
+        """Resume or release the request; return when its blocks have drained."""
         moving = self._place in {"handed over", "moved"}
         if self._paused_at:
             self._paused_s = monotonic() - self._paused_at
@@ -281,7 +282,7 @@ class _Move:
             self._request.release()
 
     def outcome(self) -> Migration:
-        """Return how it ended, after :meth:`settle`."""
+        """Return the result, after :meth:`settle`."""
         result = _RESULTS[self._place]
         return Migration(
             result, self.reason, len(self._parts), self._nbytes, self._paused_s

@@ -1,4 +1,4 @@
-"""The engine that requests come to."""
+"""The target of a migration: the engine that receives requests."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ logger = logging.getLogger("kvwire.migration")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Holds a request that has come, and is this engine's from now on.
+    """A request that has arrived, and belongs to this engine from now on.
 
     Attributes:
-        name: What it is called at both engines.
+        name: The request's name, the same at both engines.
         blocks: Its blocks, in token order; the engine gives them back.
         tokens: Tokens whose KV is in them.
-        state: What the other engine said of it.
+        state: The other engine's state for it.
     """
 
     name: str
@@ -48,20 +48,21 @@ class Arrival:
 
 
 class MigrationTarget:
-    """Takes requests that other engines move here.
+    """Receive requests that other engines move here.
 
-    A peer that may migrate to this engine can take blocks of it and start requests:
+    A peer that may migrate to this engine can take blocks of it and start requests, so
     serve only connections of a trust domain of your own.
 
     Args:
         communicator: This engine's.
-        cache: Where requests land; a cache of one group.
-        take: Called with a number of blocks; returns their ids, or None if there are
-            not so many free, and the request stays where it is, as after an exception.
-        give_back: Called with blocks that were taken and are not needed, once nothing
-            can touch them any more.
-        start: Called with a request that has come. It returns soon; the source waits
-            for it. An exception refuses the request, which goes on at its source.
+        cache: The cache that receives requests; it has one group.
+        take: Called with a number of blocks; returns their ids, or None if too few are
+            free. After None or an exception the request stays at its source.
+        give_back: Called with taken blocks that are not needed, once nothing can touch
+            them any more.
+        start: Called with a request that has arrived. It must return soon, since the
+            source waits for it. An exception refuses the request, which goes on at its
+            source.
 
     Raises:
         UsageError: The cache has several groups.
@@ -88,7 +89,7 @@ class MigrationTarget:
         self._start = start
 
     async def serve(self, connection: Connection) -> None:
-        """Take what comes over one connection, until it ends.
+        """Receive requests over one connection until it ends.
 
         Cancel safety: safe. Requests that were not handed over stay where they are;
             their blocks are given back once they have drained.
@@ -205,7 +206,7 @@ class MigrationTarget:
         del arriving[move]
 
     async def _begin(self, request: _Arriving, state: bytes) -> str:
-        """Start a request; return why not, "" if it runs."""
+        """Start a request; return why not, or "" if it runs."""
         for part in request.parts:
             outcome = await part
             if not outcome.complete:
@@ -223,7 +224,7 @@ class MigrationTarget:
 
 @dataclass(slots=True)
 class _Arriving:
-    """Keeps a request whose KV comes."""
+    """Hold a request whose KV is still arriving."""
 
     name: str  # of the request
     reply: int  # tag of the answer

@@ -4,7 +4,7 @@
 
     from kvwire.integrations.ray import register
 
-    register()          # before a class says that it uses it
+    register()          # before a class names the transport
 
     @ray.remote(enable_tensor_transport=True)
     class Prefill:
@@ -12,9 +12,9 @@
         def run(self, prompt):
             return [keys, values]                # tensors stay where they are
 
-    decode.run.remote(prefill.run.remote(prompt))  # and come to who takes them
+    decode.run.remote(prefill.run.remote(prompt))  # and move to the actor in need
 
-Ray pickles what it sends itself; of kvwire nothing is. See docs/howto/ray.md.
+Ray pickles its own messages; kvwire pickles nothing. See docs/howto/ray.md.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvwire.integrations.ray.address import listen_address
 
 
 def register() -> None:
-    """Tell Ray of the transport, in the process that defines and makes actors.
+    """Register the transport with Ray, in the process that defines and makes actors.
 
-    Calling it again does no harm.
+    Repeated calls are harmless.
     """
     from kvwire.integrations.ray.transport import register  # noqa: PLC0415 - needs Ray
 

@@ -9,10 +9,10 @@ from kvwire.extras import needed_by
 
 
 def listen_address() -> str:
-    """Say where an actor listens: at the address that Ray knows its node by.
+    """Return the address on which an actor listens: Ray's address for its node.
 
-    On loopback where there is neither a key nor certificates; ``KVWIRE_RAY_LISTEN``
-    names another address.
+    It is loopback if there is neither a key nor a certificate; ``KVWIRE_RAY_LISTEN``
+    overrides it.
     """
     if listen := os.environ.get("KVWIRE_RAY_LISTEN"):
         return listen

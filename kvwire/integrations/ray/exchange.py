@@ -1,8 +1,9 @@
-"""Buffers of a process by name, for others to fetch: what Ray needs, without Ray.
+"""Named buffers of a process, for others to fetch: what Ray needs, without Ray.
 
-Whoever has a buffer *offers* it and moves nothing. Who wants it asks by name, is given
-a grant of the memory, and gets it with one request, whatever number of pieces it has.
-To *withdraw* an offer ends its grants and waits until nothing can touch its memory.
+The owner *offers* a buffer under a name, which moves nothing. A fetcher requests it by
+name, gets a grant for its memory, and reads it with one get, however many pieces it
+has. *Withdrawing* an offer ends its grants and waits until nothing can touch its
+memory.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Offer:
 
 
 class NoSuchOffer(kvwire.RequestError):
-    """Reports that nothing is offered under this name, or not any more."""
+    """Report that nothing is offered under this name, or no longer."""
 
 
 class FetchAborted(kvwire.RequestError):
@@ -57,7 +58,7 @@ class FetchAborted(kvwire.RequestError):
 
 
 class TensorExchange:
-    """Offers buffers, and fetches those of others, from any thread."""
+    """Offer buffers, and fetch those of others, from any thread."""
 
     def __init__(self, listen: str = "127.0.0.1:0", **options: Any) -> None:
         self._engine = kvwire.Engine(**options)
@@ -77,7 +78,7 @@ class TensorExchange:
     # --- the side that has ------------------------------------------------------------
 
     def offer(self, name: str, buffers: Sequence[Bytes]) -> None:
-        """Let others fetch these bytes until they are withdrawn; they must not change.
+        """Let others fetch these bytes until the withdrawal; they must not change.
 
         Offering a name again changes nothing.
         """
@@ -86,7 +87,7 @@ class TensorExchange:
     def withdraw(self, name: str) -> None:
         """End an offer, and wait until nothing can touch its memory.
 
-        Gets that are under way fail on the other side.
+        Running gets fail at the other side.
         """
 
         async def end(_: kvwire.Communicator) -> None:
@@ -134,21 +135,21 @@ class TensorExchange:
         """Begin to read an offer of another process.
 
         Args:
-            address: Where that exchange listens.
-            name: Of the offer.
-            into: As many bytes in all, in pieces of any size. They are the fetch's
-                until the future is done, also where it fails.
+            address: The address on which the other exchange listens.
+            name: The offer's name.
+            into: Pieces of any size, as many bytes in all as the offer. They belong to
+                the fetch until the future is done, even if it fails.
 
         Returns:
-            A future; it raises what :meth:`kvwire.Connection.get` raises, ConnectError,
-            :exc:`NoSuchOffer` or :exc:`FetchAborted`. To stop it call :meth:`abort`;
-            ``cancel`` of the future would not wait for the memory.
+            A future; it raises the errors of :meth:`kvwire.Connection.get`, or
+            ConnectError, :exc:`NoSuchOffer` or :exc:`FetchAborted`. To stop it call
+            :meth:`abort`; ``cancel`` of the future would not wait for the memory.
         """
         pieces = [one for one in into if one.size]
         return self._engine.start(lambda comm: self._fetch(comm, address, name, pieces))
 
     def abort(self, name: str) -> None:
-        """End what is fetched under a name; their futures end with FetchAborted."""
+        """Abort all fetches under a name; their futures end with FetchAborted."""
 
         async def end(_: kvwire.Communicator) -> None:
             for task in self._fetching.get(name, ()):
@@ -203,7 +204,7 @@ class TensorExchange:
     # --- the end ----------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all of it; memory is nobody's but the caller's when this returns."""
+        """End all offers and fetches; then only the caller can touch the memory."""
         self._engine.close()
         self._offers.clear()
         with contextlib.suppress(kvwire.KVWireError, concurrent.futures.CancelledError):

@@ -1,4 +1,4 @@
-"""The tensor transport: what Ray calls, as calls of a :class:`TensorExchange`."""
+"""The tensor transport that Ray calls, on top of a :class:`TensorExchange`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ NAME: Final = "KVWIRE"
 
 
 def register() -> None:
-    """Tell Ray of the transport; before actors are made, in the process that does.
+    """Register the transport with Ray, in the process that makes actors, before that.
 
-    Calling it again does no harm.
+    Repeated calls are harmless.
     """
     with contextlib.suppress(ValueError):  # it is registered
         register_tensor_transport(
@@ -42,14 +42,14 @@ def register() -> None:
 
 @dataclass
 class KvwireTensors(TensorTransportMetadata):
-    """Says where the tensors of an object are."""
+    """Locate the tensors of an object."""
 
     # Of the exchange that offers them; empty where there are no tensors.
     address: str = ""
 
 
 class KvwireFetch(FetchRequest):
-    """Tracks an object on its way here."""
+    """Track an object that is being fetched."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class KvwireFetch(FetchRequest):
 
 
 class KvwireTensorTransport(TensorTransportManager):
-    """Moves tensors from actor to actor through kvwire.
+    """Move tensors from actor to actor through kvwire.
 
-    One-sided in Ray's words: who wants an object gets it, and no task runs at who has
-    it. A fetch can be aborted, so Ray kills no actor. An object that Ray has freed is
-    memory that nothing reads any more, when Ray says so.
+    Ray calls this one-sided: the actor that needs an object reads it, and no task runs
+    at its owner. A fetch can be aborted, so Ray kills no actor. When Ray is told that
+    an object is freed, nothing reads its memory any more.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class KvwireTensorTransport(TensorTransportManager):
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Ask an actor, which opens its exchange."""
+        """Return whether an actor can open its exchange, by running a task on it."""
 
         def has_exchange(self: object) -> bool:
             register()  # Ray's own call may come later, where an actor is of asyncio
@@ -108,7 +108,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def extract_tensor_transport_metadata(
         self, obj_id: str, rdt_object: list[torch.Tensor]
     ) -> KvwireTensors:
-        """Offer tensors; those on a GPU by a copy in host memory."""
+        """Offer tensors; GPU tensors by a copy in host memory."""
         kinds = {one.device.type for one in rdt_object}
         if len(kinds) > 1:
             found = " and ".join(sorted(kinds))
@@ -129,7 +129,7 @@ class KvwireTensorTransport(TensorTransportManager):
         tensor_transport_metadata: TensorTransportMetadata,
         communicator_metadata: CommunicatorMetadata,
     ) -> None:
-        """Refuse: Ray does not call it."""
+        """Raise NotImplementedError; Ray does not call it for a one-sided transport."""
         raise NotImplementedError("the receiver gets them")
 
     def garbage_collect(
@@ -147,7 +147,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def get_communicator_metadata(
         self, src_actor: Any, dst_actor: Any, backend: str | None = None
     ) -> CommunicatorMetadata:
-        """Return empty metadata: nothing is to be agreed."""
+        """Return empty metadata, since the two sides need no agreement."""
         return CommunicatorMetadata()
 
     def recv_multiple_tensors(
@@ -170,7 +170,7 @@ class KvwireTensorTransport(TensorTransportManager):
         communicator_metadata: CommunicatorMetadata,
         target_buffers: list[torch.Tensor] | None = None,
     ) -> KvwireFetch:
-        """Begin to get an object, into its target buffers if it has any."""
+        """Begin to fetch an object, into its target buffers if it has any."""
         meta = tensor_transport_metadata
         assert isinstance(meta, KvwireTensors)
         if not meta.tensor_meta:
@@ -192,7 +192,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def wait_fetch_complete(
         self, fetch_request: FetchRequest, timeout: float = -1
     ) -> list[torch.Tensor]:
-        """Wait for an object; abort it, and free its memory, if it is late."""
+        """Wait for an object; if it is late, abort it and free its memory."""
         fetch = fetch_request
         assert isinstance(fetch, KvwireFetch)
         tensors: list[torch.Tensor] = fetch.tensors
@@ -219,12 +219,12 @@ class KvwireTensorTransport(TensorTransportManager):
     def abort_transport(
         self, obj_id: str, communicator_metadata: CommunicatorMetadata
     ) -> None:
-        """End what is being fetched of an object."""
+        """Abort all fetches of an object."""
         self.exchange().abort(obj_id)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return a tensor's memory, or that of a contiguous copy of it."""
+    """Return a tensor's memory, or that of a contiguous copy."""
     flat = tensor.contiguous().reshape(-1)
     found: Bytes = flat.view(torch.uint8).numpy()
     return found

@@ -1,11 +1,11 @@
 """Hugging Face transformers on a paged KV cache that kvwire can move.
 
-Three things, each useful alone:
+Three classes, each useful alone:
 
 * :class:`TensorPool`: torch tensors in blocks, shaped for a model's config, and the
   :class:`kvwire.PagedCache` over them.
-* :class:`PagedSequence`: a ``transformers`` cache of one sequence in such blocks. What
-  attention reads is what lies in the blocks, so what arrived there is what it reads.
+* :class:`PagedSequence`: a ``transformers`` cache of one sequence in such blocks.
+  Attention reads the blocks themselves, so it reads exactly the bytes that arrived.
 * :class:`LayerMarks`: the hook that marks a layer of an outgoing transfer ready as soon
   as prefill has written it.
 
@@ -23,8 +23,8 @@ and a decode that goes on from it::
     sequence = PagedSequence(pool, blocks, length=outcome.usable_tokens)
     model(rest_of_input_ids, cache=sequence)
 
-Decoder-only models whose every layer has full attention (Llama, Qwen, Mistral without a
-window), transformers 5, one sequence a call, host memory.
+Supported: decoder-only models whose layers all have full attention (Llama, Qwen,
+Mistral without a window), transformers 5, one sequence per call, host memory.
 """
 
 from kvwire.integrations.marks import LayerMarks, Markable

@@ -1,9 +1,9 @@
 """Torch tensors in blocks, and a ``transformers`` cache of one sequence in them.
 
-``transformers`` calls ``update`` once a layer, within that layer's attention: the new
-keys and values go in, all of them come out. Here they go into the sequence's blocks and
-come out of them again, so there is no second copy that could be right while the blocks
-are wrong. The gather costs a copy of the sequence's KV a layer; an engine with a paged
+``transformers`` calls ``update`` once per layer, within that layer's attention: the new
+keys and values go in, all keys and values come out. Here they go into the sequence's
+blocks and are gathered from them again, so no second copy can be right while the blocks
+are wrong. The gather copies the sequence's KV once per layer; an engine with a paged
 attention kernel reads the blocks in place.
 """
 
@@ -27,15 +27,15 @@ OnWritten: TypeAlias = Callable[[int, int, int], None]
 
 
 class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
-    """Keeps the KV of one sequence in blocks; pass it as ``cache``.
+    """Keep the KV of one sequence in blocks; pass it as ``cache``.
 
     Args:
-        pool: Where the blocks are.
+        pool: The pool with the blocks.
         blocks: Ids of this sequence's blocks, in token order; enough for every token it
             will have.
         length: Leading tokens whose KV lies in the blocks already.
-        on_written: Called from within the forward pass after each layer's write, so
-            before this layer's attention: :class:`LayerMarks`, usually.
+        on_written: Called within the forward pass after each layer's write and before
+            this layer's attention; usually a :class:`LayerMarks`.
 
     Raises:
         UsageError: A block id is out of range or there twice, or ``length`` is more
@@ -73,11 +73,12 @@ def kv_spec(
     dtype: torch.dtype,
     fingerprint: str = "",
 ) -> KVSpec:
-    """Return what the KV cache of a model holds, read from its config.
+    """Return the spec of a model's KV cache, read from its config.
 
     Args:
-        config: The model's; of a model with several parts, that of its decoder is read.
-        block_tokens: Tokens of a block.
+        config: The model's config; for a model with several parts, its decoder's part
+            counts.
+        block_tokens: Tokens per block.
         dtype: Element type of keys and values, usually ``model.dtype``.
         fingerprint: Names the weights, such as model and revision; both sides compare
             it, so that KV of another model is refused.
@@ -109,20 +110,20 @@ def kv_spec(
 
 
 class TensorPool:
-    """Holds the blocks of one model's sequences: a tensor a layer.
+    """Hold the blocks of one model's sequences, one tensor per layer.
 
     Args:
-        spec: As :func:`kv_spec` gives it.
-        num_blocks: Blocks of the pool. It takes ``num_blocks * spec.block_bytes``.
+        spec: The spec, from :func:`kv_spec`.
+        num_blocks: Blocks in the pool. It takes ``num_blocks * spec.block_bytes``.
 
     Attributes:
-        spec: What the blocks hold.
-        tensors: One of each layer, shape (blocks, 2, block tokens, kv heads, head dim),
+        spec: The spec of the blocks.
+        tensors: One per layer, shape (blocks, 2, block tokens, kv heads, head dim),
             zeroed.
         cache: The same memory for ``publish``, ``pull``, ``push`` and ``expect``.
 
     Raises:
-        UsageError: The spec is one of MLA, which has no separate values.
+        UsageError: The spec is for MLA, which has no separate values.
     """
 
     __slots__ = ("cache", "spec", "tensors")
@@ -146,7 +147,7 @@ class TensorPool:
 
 
 class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """Keeps one layer of a :class:`PagedSequence`, in a tensor of the pool."""
+    """Keep one layer of a :class:`PagedSequence` in a tensor of the pool."""
 
     is_sliding = False
 
@@ -172,9 +173,9 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens' KV into the blocks, and read all of it from there.
+        """Write the new tokens' KV into the blocks; return all KV, read from them.
 
-        All are of shape (1, kv heads, tokens, head dim).
+        All tensors have the shape (1, kv heads, tokens, head dim).
         """
         start = self.length
         stop = start + key_states.shape[-2]
@@ -195,7 +196,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of the attention mask for so many new tokens."""
+        """Return the length and offset of the attention mask for new tokens."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
@@ -203,13 +204,13 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         return int(self._table.numel() * self._tensor.shape[2])
 
     def reset(self) -> None:
-        """Forget the tokens; the blocks keep what is in them."""
+        """Set the length to zero; the blocks keep their bytes."""
         self.length = 0
 
     def lazy_initialization(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> None:
-        """Do nothing: the pool's tensors are there already."""
+        """Do nothing, since the pool's tensors exist already."""
 
     def _read(self, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         used = -(-stop // self._tensor.shape[2])

@@ -10,10 +10,10 @@ vLLM loads it by the path of this module::
 
 Only :class:`KvwireStoreConnector` needs vLLM; the two sides that it forwards to do not:
 
-* :class:`~kvwire.integrations.vllm_store.scheduler.StoreScheduler` says what is saved
-  and loaded when.
-* :class:`~kvwire.integrations.vllm_store.worker.StoreWorker` does it, and answers what
-  the store has.
+* :class:`~kvwire.integrations.vllm_store.scheduler.StoreScheduler` decides which blocks
+  are saved and loaded, and when.
+* :class:`~kvwire.integrations.vllm_store.worker.StoreWorker` saves and loads them, and
+  answers which blocks the store has.
 """
 
 from __future__ import annotations

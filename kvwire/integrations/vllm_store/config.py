@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` says to the connector of the store."""
+"""Settings of the store connector, from ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvwire.store.store import Write
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds how one engine uses a store.
+    """How one engine uses a store.
 
     Attributes:
-        tiers: Of :meth:`kvwire.BlockStore.open`; ``{rank}`` in one is the rank.
+        tiers: As for :meth:`kvwire.BlockStore.open`; ``{rank}`` in one is the rank.
         write: When a save is complete: see :meth:`kvwire.BlockStore.open`.
-        fingerprint: Names the weights, of the draft model as well; "" for a name that
-            is made of what is in their files.
-        lookup_timeout_s: After this a prompt counts as one that the store lacks.
+        fingerprint: Names the weights, including a draft model's; "" for a name derived
+            from the files' content.
+        lookup_timeout_s: After this the store counts as lacking a prompt.
         untested_vllm: Start with a release of vLLM that kvwire was not tested with.
     """
 
@@ -36,7 +36,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             TierAddress.parse(tier)
 
     def tiers_of(self, rank: int, ranks: int) -> list[str]:
-        """Return the tiers of one rank."""
+        """Return the tiers for one rank."""
         for tier in self.tiers:
             if ranks > 1 and tier.startswith("disk:") and "{rank}" not in tier:
                 raise UsageError(

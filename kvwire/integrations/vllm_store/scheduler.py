@@ -1,14 +1,14 @@
-"""The scheduler's side: what of each request is loaded and saved, and when it is free.
+"""The scheduler's side: what each request loads and saves, and when it is free.
 
-Nothing here moves a byte. Whatever vLLM has computed is saved block by block, prompts
-and answers alike, as soon as the tokens of a block are known and its KV is written.
-A prompt's leading blocks that the store has are loaded before it is scheduled, all but
-its last token, which vLLM computes itself.
+Nothing here moves a byte. Every block that vLLM computes is saved, of prompts and
+answers alike, as soon as its tokens are known and its KV is written. The stored leading
+blocks of a prompt are loaded before it is scheduled, except for its last token, which
+vLLM computes itself.
 
-A request's blocks are its own while any worker saves or loads them. So one that ends is
-freed when all workers have said so, and the workers wait for those of one that is
-preempted. One that ends before its load was reported is freed by that report: vLLM
-wants one report of a request, not two.
+A request keeps its blocks while any worker saves or loads them. So an ended request is
+freed when all workers have reported, and the workers wait for the blocks of a preempted
+one. A request that ends before its load was reported is freed by that report: vLLM
+expects one report per request, not two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PATIENCE_S: Final = 0.002
 
 
 class NamedBlocks(NamedTuple):
-    """Lists blocks of one request, each with the hash of its chain."""
+    """Blocks of one request, each with the hash of its chain."""
 
     request_id: str  # vLLM's name of the request
     hashes: list[bytes]  # of full blocks, in token order
@@ -43,7 +43,7 @@ class NamedBlocks(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StoreStep:
-    """Holds everything that the workers have to know for one step."""
+    """The metadata that the workers need for one step."""
 
     loads: list[NamedBlocks] = field(default_factory=list)  # what begins to be loaded
     # What is written when the step's forward pass is over.
@@ -57,7 +57,7 @@ class StoreStep:
 
 @dataclass(slots=True)
 class _Tracked:
-    """Tracks one request."""
+    """The state of one request."""
 
     request: Any  # vLLM's; only read
     # Of its full blocks, as far as they were needed.
@@ -76,7 +76,7 @@ class _Tracked:
 
 
 class StoreScheduler:
-    """Does the connector's work in the scheduler's process."""
+    """Do the connector's work in the scheduler's process."""
 
     def __init__(self, block_tokens: int, ask: Ask) -> None:
         self._block_tokens = block_tokens
@@ -89,16 +89,16 @@ class StoreScheduler:
 
     @property
     def waiting(self) -> bool:
-        """Tell whether steps are needed to learn that blocks are free."""
+        """Return whether further steps are needed to report blocks as free."""
         return bool(self._leaving)
 
     def begun(self, request: Any) -> None:
-        """Ask the store for a request that has just come."""
+        """Look up a new request in the store."""
         if tokens_say_all(request):
             self._answer(self._tracked(request))
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens more the store has; None if it has not said yet."""
+        """Return how many more tokens the store has; None if not answered yet."""
         if not tokens_say_all(request) or getattr(
             request, "skip_reading_prefix_cache", False
         ):
@@ -115,7 +115,7 @@ class StoreScheduler:
     def allocated(
         self, request: Any, tables: Sequence[Sequence[int]], external: int
     ) -> None:
-        """Note the blocks that a request got, some of which are to be loaded."""
+        """Record the blocks that a request got, some of which are to be loaded."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
@@ -133,7 +133,7 @@ class StoreScheduler:
             )
 
     def step(self, output: Any) -> StoreStep:
-        """Return the metadata that the workers get for a scheduled step."""
+        """Return the metadata for the workers in a scheduled step."""
         step, self._step = self._step, StoreStep()
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             tracked = self._requests.get(request_id)
@@ -146,14 +146,14 @@ class StoreScheduler:
         return step
 
     def reported(self, sent: Iterable[str], received: Iterable[str]) -> None:
-        """Note requests whose blocks are free, and whose loads are here, everywhere."""
+        """Record the requests that all workers report as freed, or as loaded."""
         self._leaving.difference_update(sent)
         for request_id in received:
             if request_id in self._requests:
                 self._requests[request_id].loading = False
 
     def finished(self, request: Any) -> bool:
-        """End a request; whether its blocks are freed later, as the workers say."""
+        """End a request; return whether its blocks are freed later, by a report."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
@@ -164,7 +164,7 @@ class StoreScheduler:
         return later
 
     def forgotten(self) -> None:
-        """Note that the store forgets: what was computed before is not to come back."""
+        """Stop saving running requests, since the store was just cleared."""
         for tracked in self._requests.values():
             tracked.asked = None
             if tracked.ids:
@@ -188,7 +188,7 @@ class StoreScheduler:
         return tracked.asked
 
     def _hashes(self, tracked: _Tracked, count: int) -> list[bytes]:
-        """Return the hashes of a request's first blocks, as far as they have any.
+        """Return the hashes of a request's first blocks, up to the last that has one.
 
         Only new ones are computed.
         """
@@ -209,7 +209,7 @@ class StoreScheduler:
         return tracked.hashes[:count]
 
     def _scheduled(self, step: StoreStep, one: ScheduledRequest) -> None:
-        """Add what one request of a step completes."""
+        """Add the blocks that one request of a step completes."""
         tracked = self._requests[one.id]
         if one.new:
             tracked.ids = []

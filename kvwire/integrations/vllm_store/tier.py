@@ -5,8 +5,8 @@ vLLM loads it by the path of this module, as an entry of ``secondary_tiers``::
     {"type": "KvwireTier", "module_path": "kvwire.integrations.vllm_store.tier",
      "tiers": ["memory:1GiB", "disk:/var/kv?size=100GiB"], "name": "llama-3.1-8b"}
 
-All its methods run in the scheduler and return at once; a job is over when nothing of
-the store touches vLLM's memory any more.
+All its methods run in the scheduler and return at once; a job is over when the store no
+longer touches vLLM's memory.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ with needed_by("KvwireTier", command="pip install 'vllm<0.33'"):
 
 
 class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
-    """Keeps chunks of vLLM's primary tier in a store.
+    """Keep chunks of vLLM's primary tier in a store.
 
     Args:
-        offloading_spec: vLLM's.
-        primary_kv_view: Its memory, a row for each chunk.
-        tier_type: As vLLM calls it.
-        tiers: Of :meth:`kvwire.BlockStore.open`.
+        offloading_spec: vLLM's own.
+        primary_kv_view: vLLM's memory, one row per chunk.
+        tier_type: The name that vLLM uses.
+        tiers: As for :meth:`kvwire.BlockStore.open`.
         write: Likewise.
-        name: Sets models and layouts apart; engines that share say the same. Without
-            it weights, layout and ranks make a name.
-        backpressure_detector: vLLM's.
+        name: Separates models and layouts; engines that share a store give the same
+            name. By default it is made of weights, layout and ranks.
+        backpressure_detector: vLLM's own.
         untested_vllm: Start with a release of vLLM that kvwire was not tested with.
     """
 
@@ -115,7 +115,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
 
 def _name(config: Any) -> str:
-    """Name what chunks of vLLM's primary tier hold."""
+    """Return a name for the content of chunks in vLLM's primary tier."""
     model, ranks = config.model, config.parallel
     try:
         weights = weights_name(model.name)
@@ -131,7 +131,7 @@ def _name(config: Any) -> str:
 
 
 def _result(job: Any, moved: Future[list[bool]], spec: Any) -> Any:
-    """Return what became of a job, key by key."""
+    """Return the result of a job, key by key."""
     landed = moved.result() if moved.exception() is None else [False] * len(job.keys)
     keys: Collection[Any] = [
         key for key, one in zip(job.keys, landed, strict=True) if one

@@ -1,7 +1,7 @@
-"""A worker's side: its store, and what goes there and comes from it.
+"""A worker's side: its store, and the blocks that go there and come back.
 
 Blocks are saved when a forward pass has written them, and loaded before a prompt is
-scheduled. Nothing is reported as free before the store has let go of it.
+scheduled. No block is reported as free before the store has released it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class StoreWorker:
-    """Does the connector's work in a worker's process."""
+    """Do the connector's work in a worker's process."""
 
     def __init__(
         self, settings: StoreSettings, shapes: Sequence[CacheShape], file: Path
@@ -56,24 +56,24 @@ class StoreWorker:
         self._closed = False
 
     def register(self, tensors: Mapping[str, Any]) -> None:
-        """Take the caches of this worker."""
+        """Register the caches of this worker."""
         self._cache = layer_caches(tensors, self._shapes).cache
         require_room(self._engine, self._store, self._cache)
         self._recorded()  # before vLLM captures graphs: then none may allocate
         logger.info("rank %d: %r in %s", self._rank, self._store, self._cache)
 
     def fence(self, step: StoreStep) -> None:
-        """Return when the store does not touch blocks that a step may overwrite."""
+        """Return when the store no longer touches blocks that a step may overwrite."""
         for request_id in step.fenced:
             wait(self._saves.pop(request_id, ()))
 
     def begin_step(self, step: StoreStep) -> None:
-        """Begin a step: what it saves is known, and computed next."""
+        """Begin a step whose metadata is known and whose KV is computed next."""
         self._step = step
         self._leaving |= step.leaving
 
     def start_loads(self) -> None:
-        """Begin what this step loads; does not wait."""
+        """Begin the loads of this step, without waiting."""
         loads, self._step.loads = self._step.loads, []
         # Behind the kernels that used the blocks before.
         after = self._recorded() if loads else None
@@ -81,13 +81,13 @@ class StoreWorker:
             self._loads[wanted.request_id] = self._get(wanted, after)
 
     def step_written(self) -> None:
-        """Save what the forward pass has computed: it is over."""
+        """Save the KV of the forward pass, which is over."""
         saves, self._step.saves = self._step.saves, []
         for named in saves:
             self._saves.setdefault(named.request_id, []).append(self._put(named))
 
     def finished(self, _ended: Iterable[str] = ()) -> tuple[set[str], set[str]]:
-        """Return requests whose blocks are free, and those that are loaded."""
+        """Return the requests whose blocks are free, and those that are loaded."""
         if self._step.idle:
             self._wait_idle()
         sent = {one for one in self._leaving if _over(self._saves.get(one, ()))}
@@ -100,12 +100,12 @@ class StoreWorker:
         return sent, received
 
     def take_errors(self) -> set[int]:
-        """Return the blocks that did not come, once each."""
+        """Return the blocks that could not be loaded, each once."""
         errors, self._errors = self._errors, set()
         return errors
 
     def close(self) -> None:
-        """End the store, once what was begun is over. Any number of times."""
+        """Close the store once running work is over. May be called repeatedly."""
         if self._closed:
             return
         self._closed = True
@@ -116,7 +116,7 @@ class StoreWorker:
     # --- inside -----------------------------------------------------------------------
 
     async def _match(self, hashes: list[bytes]) -> int:
-        """Return how many leading blocks of a chain are here."""
+        """Return how many leading blocks of a chain are stored."""
         if self._cache is None:
             return 0
         found = await self._store.match(self._of_groups(hashes), self._cache)
@@ -133,11 +133,11 @@ class StoreWorker:
         return True
 
     def _of_groups(self, listed: list[T]) -> dict[str, list[T]]:
-        """Return a list of each cache group, which all have the same blocks."""
+        """Return the list once per cache group, since all have the same blocks."""
         return dict.fromkeys((shape.name for shape in self._shapes), listed)
 
     def _recorded(self) -> object:
-        """Return an event behind this thread's queued work, if a GPU's."""
+        """Return an event behind this thread's queued work; None without a GPU."""
         assert self._cache is not None, "vLLM registers its caches first"
         if self._cache.device is None:
             return None
@@ -145,7 +145,7 @@ class StoreWorker:
         return devices.prepare(self._cache.device, None)
 
     def _get(self, wanted: NamedBlocks, after: object) -> Future[list[int]]:
-        """Begin to load blocks; the result is those that did not come."""
+        """Begin to load blocks; the result is the list of blocks that failed."""
         assert self._cache is not None, "vLLM registers its caches first"
         cache = self._cache
 
@@ -177,7 +177,7 @@ class StoreWorker:
         return self._engine.start(run)
 
     def _put(self, named: NamedBlocks) -> Future[None]:
-        """Begin to save blocks; the result comes when they are free."""
+        """Begin to save blocks; the future is done when they are free."""
         after, cache = self._recorded(), self._cache
         assert cache is not None, "vLLM registers its caches first"
 
@@ -191,7 +191,7 @@ class StoreWorker:
         return self._engine.start(run)
 
     def _wait_idle(self) -> None:
-        """Let the thread that moves bytes have the interpreter, until one is done."""
+        """Give the interpreter to the copying thread until one operation is done."""
         waiting: list[Future[Any]] = [*self._loads.values()]
         for request_id in self._leaving:
             waiting += self._saves.get(request_id, ())

@@ -1,4 +1,4 @@
-"""How much a proxy takes on: requests at once, requests that wait, and tries."""
+"""Limits of a proxy: running requests, waiting requests, and retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvwire.types import in_bytes
 
 
 class QueueFull(Exception):
-    """Reports that there is no room for a request."""
+    """Report that the proxy has no room for a request."""
 
     def __init__(self, why: str, retry_after_s: int) -> None:
         super().__init__(f"{why}; try again in {retry_after_s} s")
@@ -29,7 +29,7 @@ class QueueFull(Exception):
 
 
 class Admission:
-    """Lets so many requests run, and so many more wait, first come first served."""
+    """Limit how many requests run and how many wait, in order of arrival."""
 
     def __init__(
         self,
@@ -50,12 +50,13 @@ class Admission:
 
     @contextmanager
     def place(self) -> Iterator[Callable[[int], None]]:
-        """Have a place among those that run, wait or are still read.
+        """Reserve a place for a request while it is read, waits or runs.
 
-        Within, what is returned takes so many bytes more for the request.
+        The yielded function reserves memory: each call adds that many bytes to the
+        request.
 
         Raises:
-            QueueFull: There is no place, or no room for so many bytes.
+            QueueFull: There is no free place, or no room for the bytes.
         """
         if self._here >= self._running_max + self._waiting_max:
             raise self._full(f"{self.waiting} requests wait")
@@ -77,7 +78,7 @@ class Admission:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn, and have it until this is exited.
+        """Wait for a turn to run, and keep it until the block ends.
 
         Cancel safety: safe, a request that stops waiting gets no turn.
         """
@@ -102,13 +103,13 @@ class Admission:
         return QueueFull(why, self._room_in_s())
 
     def _room_in_s(self) -> int:
-        """Return when those that wait may have had their turns."""
+        """Estimate in how many seconds the waiting requests have had their turns."""
         s = self._mean_s * (self.waiting + 1) / self._running_max
         return max(1, min(math.ceil(s), PROXY_RETRY_AFTER_S_MAX))
 
 
 class RetryBudget:
-    """Lets tries beyond a request's first be a share of all requests."""
+    """Limit retries to a share of all requests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -118,11 +119,11 @@ class RetryBudget:
         self.refused: int = 0  # how many there would have been beyond it
 
     def deposit(self) -> None:
-        """Note a request."""
+        """Add the share that one request earns."""
         self._left = min(PROXY_RETRY_MAX, self._left + PROXY_RETRY_SHARE)
 
     def spend(self) -> bool:
-        """Tell whether there may be another try, and count it."""
+        """Return whether a retry is allowed, and charge it to the budget."""
         now = self._clock()
         if self._left < PROXY_RETRY_RESERVE:
             self._left = min(PROXY_RETRY_RESERVE, self._left + now - self._at)

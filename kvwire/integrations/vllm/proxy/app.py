@@ -1,4 +1,4 @@
-"""The HTTP side of the proxy."""
+"""The routes of the proxy, whichever HTTP server calls them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     client: EngineClient | None = None,
     ending: Ending | None = None,
 ) -> ProxyApp:
-    """Return the application."""
+    """Return the proxy as an application."""
     client = client or EngineClient()
     dispatcher = Dispatcher(client, fleet, order=order, references=references)
     prober = Prober(fleet, client)
@@ -143,7 +143,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
 
 
 class ProxyApp:
-    """Answers requests of HTTP. It is an application of ASGI as well."""
+    """Answer HTTP requests; also usable as an ASGI application."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class ProxyApp:
     async def __call__(
         self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
     ) -> None:
-        """Serve a server of ASGI.
+        """Handle one scope of an ASGI server.
 
         Cancel safety: safe, the request is given up.
         """
@@ -175,7 +175,7 @@ class ProxyApp:
 
     @asynccontextmanager
     async def answered(self, asked: HttpRequest) -> AsyncIterator[HttpAnswer]:
-        """Answer a request; what that takes ends with this.
+        """Answer a request; its resources are released when the block ends.
 
         Cancel safety: safe, the requests to engines end.
         """
@@ -204,7 +204,7 @@ class ProxyApp:
 
 
 def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Start what goes on for ever; its end is an error of a plug-in."""
+    """Start work that never ends; if it does end, log the error of the plug-in."""
     task = start_task(work)
 
     def say_why(task: asyncio.Task[None]) -> None:
@@ -217,7 +217,7 @@ def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Front:
-    """Answers the routes of the proxy."""
+    """Implement the routes of the proxy."""
 
     dispatcher: Dispatcher
     state: ProxyState
@@ -232,7 +232,7 @@ class _Front:
         return await self._counted(self._generated(asked, stack))
 
     async def passed(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        """Pass a request to one engine, which answers it alone."""
+        """Pass a request unchanged to one engine, which answers it alone."""
         answering = self._passed(asked, stack)
         return await (self._counted(answering) if _works(asked) else answering)
 
@@ -264,9 +264,9 @@ class _Front:
 
     @asynccontextmanager
     async def _alone(self, content: bytes) -> AsyncIterator[None]:
-        """Decode a large body, one at a time and only one per turn of the loop.
+        """Decode large bodies one at a time, and only one per turn of the loop.
 
-        Bodies that come at one time are whole at one time as well.
+        Several bodies that arrive together are also complete at the same moment.
         """
         if len(content) < _LARGE_BYTES:
             yield
@@ -312,9 +312,9 @@ class _Front:
         return as_json(fleet_view(self.state))
 
     async def drain(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
-        """Send an engine no new request, and what it has elsewhere if that can move.
+        """Send an engine no new requests, and move its streams where they can move.
 
-        The answer comes when it has none, or in ``wait_s``.
+        The answer comes when the engine has no request left, or after ``wait_s``.
         """
         self._check_operator(asked)
         wanted = await _order(asked, _Drain)
@@ -330,7 +330,7 @@ class _Front:
         return as_json({"engine": engine.url, "running": engine.running}, status)
 
     async def migrate(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
-        """Have a request, or all of an engine, go on at another one."""
+        """Move one request, or all requests of one engine, to another engine."""
         self._check_operator(asked)
         if self.moves is None:
             why = "the proxy was started without --migrate"
@@ -367,7 +367,7 @@ class _Front:
     async def _asked(
         self, asked: ClientRequest, stack: AsyncExitStack
     ) -> EngineResponse:
-        """Have a request answered when it is its turn."""
+        """Wait for the request's turn, then get its answer from the engines."""
         requests = self.state.requests
         requests[asked] = None  # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
         stack.callback(requests.pop, asked)
@@ -379,7 +379,7 @@ class _Front:
     def _relayed(
         self, answer: EngineResponse, stack: AsyncExitStack, *, passed: bool = False
     ) -> HttpAnswer:
-        """Return an engine's answer, as far as it is for a client."""
+        """Return an engine's answer with the headers that a client may see."""
         kept = for_client(answer.headers)
         if not passed:
             kept = {
@@ -398,7 +398,7 @@ class _Front:
 
 
 def _works(asked: HttpRequest) -> bool:
-    """Tell whether a request is work for an engine, and has to wait for its turn."""
+    """Return whether a request needs an engine, and so waits for its turn."""
     return asked.method == "POST"
 
 
@@ -422,7 +422,7 @@ T = TypeVar("T")
 
 
 def _check_no_page(asked: HttpRequest) -> None:
-    """Refuse requests of web pages: a browser on this host sends them for any page."""
+    """Refuse requests of web pages, which a browser on this host sends unasked."""
     host, origin = asked.headers.get("host", ""), asked.headers.get("origin")
     try:
         of_this_proxy = origin is None or urlsplit(origin).netloc == host
@@ -447,17 +447,17 @@ def _is_address(name: str) -> bool:
 
 
 async def _order(asked: HttpRequest, kind: type[T]) -> T:
-    """Return an operator's order from the body."""
+    """Decode an operator's order from the request body."""
     content = await _read(asked, PROXY_ORDER_BYTES_MAX)
     with _as_wanted():
         return msgspec.json.decode(content, type=kind)
 
 
 def _decoded(content: bytes) -> tuple[dict[str, Any], dict[str, msgspec.Raw]]:
-    """Return a request's fields, and of the large ones what the client has sent.
+    """Decode a request; return its fields, and the raw bytes of the large ones.
 
-    Takes no NaN and no half of a surrogate pair, which Python's own would read and the
-    engines' requests could not be written with.
+    NaN and lone surrogates are refused: Python's own decoder would accept them, but a
+    request to an engine could not encode them.
     """
     with _as_wanted():
         if len(content) < _LARGE_BYTES:
@@ -481,7 +481,7 @@ def _as_wanted() -> Iterator[None]:
 async def _read(
     asked: HttpRequest, bytes_max: int, take: Callable[[int], None] | None = None
 ) -> bytes:
-    """Return a request's body, if it comes in time and is not too much of anything."""
+    """Read a request's body; refuse one that is too slow, too large or compressed."""
     for name in ("content-encoding", "transfer-encoding"):
         coding = asked.headers.get(name, "identity")
         if coding.lower() not in ("identity", "chunked"):
@@ -550,7 +550,7 @@ async def _relay(
 
 
 def _refused(exc: Exception) -> HttpAnswer:
-    """Say why there is no answer."""
+    """Return the error answer for an exception."""
     status = int(HTTPStatus.BAD_REQUEST)
     why = exc.why if isinstance(exc, EngineFailed) else str(exc)
     headers: dict[str, str] = {}

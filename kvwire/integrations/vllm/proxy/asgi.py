@@ -1,6 +1,6 @@
-"""The proxy as an application of ASGI, behind whichever server it was given to.
+"""The proxy as an ASGI application, for use behind any ASGI server.
 
-Its own server, server.py, needs none of this.
+The proxy's own server, server.py, does not use this.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Application(Protocol):
-    """Answers requests, and has a life of its own beside them."""
+    """Answer requests, and run background work between start and stop of the server."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Run what goes on beside the requests while this is open."""
+        """Run the background work while the block is open."""
 
     def answered(self, asked: HttpRequest) -> AbstractAsyncContextManager[HttpAnswer]:
-        """Answer a request; what that takes ends with this."""
+        """Answer a request; its resources are released when the block ends."""
 
 
 async def serve(app: Application, scope: Scope, receive: Receive, send: Send) -> None:
-    """Serve one request, or the life of the server.
+    """Handle one request, or the start and stop of the server.
 
-    Cancel safety: safe, the request is given up.
+    Cancel safety: safe, the request ends.
     """
     if scope["type"] == "lifespan":
         await _live(app, receive, send)
@@ -57,7 +57,7 @@ async def _live(app: Application, receive: Receive, send: Send) -> None:
 
 
 class _Exchange:
-    """Holds one request, which is given up when its client goes away."""
+    """Answer one request, which ends early when its client disconnects."""
 
     def __init__(
         self, app: Application, scope: Scope, receive: Receive, send: Send

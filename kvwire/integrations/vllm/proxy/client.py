@@ -1,13 +1,13 @@
-"""How the proxy asks its engines: HTTP/1.1 with kept connections, and nothing more.
+"""The proxy's HTTP client for engines, and its health checks.
 
-Whether engines live is asked twice a second::
+Each engine's health is checked twice a second::
 
     it answers            ready; it gets requests
-    it answers 5xx        it has failed, as vLLM says when its engine has died
-    nobody listens        down at once; what it has goes on, as in a graceful stop
-    silent for 1 s        slow: others are taken first. An API server that is busy with
-                          long prompts is silent for a second or two
-    silent for 10 s       given up: what waits for it is tried elsewhere, and it is down
+    it answers 5xx        failed: vLLM answers so when its engine has died
+    connection refused    down at once; running requests go on, as in a graceful stop
+    silent for 1 s        slow: other engines are preferred. An API server that is busy
+                          with long prompts is silent for a second or two
+    silent for 10 s       its waiting requests are retried elsewhere, and it is down
                           until it answers
 """
 
@@ -60,7 +60,7 @@ _NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
 class EngineFailed(Exception):
-    """Reports an engine that could not be reached or gave no usable answer."""
+    """Report an engine that could not be reached or gave no usable answer."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class EngineFailed(Exception):
 
     @property
     def down(self) -> bool:
-        """Tell whether others are better off with another engine for a while."""
+        """Whether the engine should be avoided for a while."""
         return not self.ours
 
 
 @dataclass(slots=True)
 class EngineResponse:
-    """Holds an engine's response, whose body comes part by part."""
+    """Hold an engine's response, whose body arrives in parts."""
 
     engine: VllmEngine
     status: int  # of HTTP
@@ -98,9 +98,9 @@ class EngineResponse:
     parts: AsyncIterator[bytes]
 
     async def body(self, size_max: int | None = None) -> bytes:
-        """Return what is left of the body.
+        """Return the rest of the body.
 
-        Cancel safety: safe, what was read is lost.
+        Cancel safety: safe, but the part already read is lost.
         """
         read = bytearray()
         async for part in self.parts:
@@ -111,21 +111,21 @@ class EngineResponse:
 
     @property
     def is_error(self) -> bool:
-        """Tell whether its status is one of an error."""
+        """Whether its status is 400 or above."""
         return self.status >= HTTPStatus.BAD_REQUEST
 
     @property
     def is_failure(self) -> bool:
-        """Tell whether the engine has failed; any other error is the client's answer.
+        """Whether the engine failed; any other error is the client's answer.
 
-        501 is what an engine says that its model, or its version, does not do.
+        501 is no failure: the model, or this version of vLLM, lacks the feature.
         """
         of_engine = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
         return of_engine and self.status != HTTPStatus.NOT_IMPLEMENTED
 
 
 class EngineClient:
-    """Asks engines. Its connections belong to the loop of its first request."""
+    """Send requests to engines, all on the loop of the first one."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -139,10 +139,10 @@ class EngineClient:
         body: Mapping[str, Any] | bytes | None = None,
         method: str = "",
     ) -> AsyncIterator[EngineResponse]:
-        """Send a GET, or a POST if there is a body; the response while this is open.
+        """Send a GET, or a POST if there is a body; yield the response.
 
-        A body of bytes is sent as it is, with the headers that there are, and needs the
-        `method`. The path may have a query.
+        A body of bytes is sent unchanged, with the given headers, and requires
+        `method`. The path may contain a query.
 
         Cancel safety: safe, the connection to the engine ends.
         """
@@ -201,7 +201,7 @@ class EngineClient:
 
 @asynccontextmanager
 async def _answering(engine: VllmEngine) -> AsyncIterator[None]:
-    """Raise :exc:`EngineFailed` for what goes wrong, or if the engine is given up."""
+    """Raise :exc:`EngineFailed` for any error, and if the prober gives up."""
     try:
         async with asyncio.timeout(None) as wait:
             with engine.waited_for(wait):
@@ -214,7 +214,7 @@ async def _answering(engine: VllmEngine) -> AsyncIterator[None]:
 
 @dataclass(slots=True)
 class _Answered(AsyncIterator[bytes]):
-    """Reads a body; a reader may stop in the middle without closing anything."""
+    """Iterate a body; a reader may stop in the middle without closing anything."""
 
     engine: VllmEngine
     parts: AsyncIterator[bytes]
@@ -262,7 +262,7 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
 
 
 class Prober:
-    """Asks the engines of a fleet for their health."""
+    """Check the health of all engines of a fleet."""
 
     def __init__(self, fleet: EngineFleet, client: EngineClient) -> None:
         self._fleet = fleet
@@ -272,13 +272,13 @@ class Prober:
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
-        """Ask at once: there may be a new engine."""
+        """Check at once, since there may be a new engine."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Ask again and again until this is cancelled.
+        """Check again and again until cancelled.
 
-        Cancel safety: safe, no question is left.
+        Cancel safety: safe, open checks are cancelled.
         """
         try:
             while True:

@@ -27,7 +27,7 @@ from kvwire.security.keys import read_key_file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the proxy until it is interrupted; the exit status."""
+    """Run the proxy until it is interrupted; return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if not options.decode and not options.directory:
@@ -85,9 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _have_descriptors(count: int) -> int:
-    """Allow this process so many open files, as far as it may: shells give it 1024.
+    """Raise the limit of open files towards `count`, since shells set it to 1024.
 
-    Return how many it has.
+    Return the limit afterwards.
     """
     if sys.platform == "win32":
         return count

@@ -1,4 +1,4 @@
-"""Follows a directory, and passes to a fleet what becomes of the engines in it."""
+"""Follow a directory, and report to a fleet the engines that come and go."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 
 class Discovery:
-    """Tells a fleet what becomes of engines in a directory."""
+    """Report to a fleet which engines a directory lists."""
 
     def __init__(
         self,
@@ -36,20 +36,20 @@ class Discovery:
 
     @property
     def ignored(self) -> int:
-        """Count the entries that were no record, or could not be used."""
+        """Count the entries that were not valid records, or not allowed."""
         return self._directory.ignored + self.refused
 
     async def watch(self) -> None:
-        """Follow the directory until this is cancelled; one that is away is waited for.
+        """Follow the directory until cancelled; while it is down, wait for its return.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         async with aclosing(self._directory.watch(self._selector)) as changes:
             async for change in changes:
                 self._take(change)
 
     async def close(self) -> None:
-        """Let go of the directory. Never raises.
+        """Close the directory. Never raises.
 
         Cancel safety: safe, call it again.
         """

@@ -1,23 +1,23 @@
-"""One request to two engines, until one answer begins.
+"""Send one request to two engines, and retry until an answer begins.
 
 ::
 
-    at once       prefill and decode are asked together; decode waits for the KV
-    in sequence   decode is asked when prefill has answered
-    alone         no prefill engine is well: decode computes the prompt itself. Or no
-                  decode engine is: a prefill engine answers
+    at once       prefill and decode get the request together; decode waits for the KV
+    in sequence   decode gets the request when prefill has answered
+    alone         no prefill engine is well, and decode computes the prompt itself; or
+                  no decode engine is well, and a prefill engine answers
 
-A prefill engine that fails before the answer has begun costs another try; decode's part
-of the failed one is given up first, so nothing of it waits for KV that will not come. A
-decode engine that cannot be reached, or answers that it is broken, likewise. Once the
-answer has begun it is the client's, and an engine that dies then ends it. So is an
-answer of 4xx, of either engine: the request is at fault, and another engine would say
-the same.
+If a prefill engine fails before the answer has begun, the request is retried. The
+decode part of the failed try ends first, so that it does not wait for KV that will not
+come. The same holds for a decode engine that cannot be reached, or answers with a
+failure. Once the answer has begun it belongs to the client, and an engine that dies
+then ends it. A 4xx answer of either engine goes to the client too: the request is at
+fault, and another engine would answer the same.
 
-Tries beyond the first come out of a budget of all requests. Where it is spent, the next
-try is one engine that is well, alone; only engines that are down are not tried any
-more. A request that two engines have failed of, which were well before, is tried no
-more: it may be why they fail.
+Retries are paid from a budget shared by all requests. When the budget is spent, the
+next try uses one healthy engine alone; engines that are down are not tried any more. A
+request on which two previously healthy engines have failed is not retried, since it may
+be the cause.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _QUOTED_CHARS: Final = 500
 
 @dataclass(eq=False, slots=True)
 class ClientRequest:
-    """Holds a client's request."""
+    """Hold a client's request."""
 
     path: str  # of the API, such as `/v1/completions`
     body: dict[str, Any]  # as the client sent it
@@ -96,7 +96,7 @@ class ClientRequest:
     decode: VllmEngine | None = None  # the engine that answers
 
     def sent(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a body for an engine, with its large fields as they came."""
+        """Return a body for an engine, its large fields as the client sent them."""
         kept = {
             name: raw
             for name, raw in self.large.items()
@@ -106,7 +106,7 @@ class ClientRequest:
 
 
 class Dispatcher:
-    """Sends requests to engines."""
+    """Send requests to engines."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Dispatcher:
         self.budget: RetryBudget = RetryBudget(fleet.clock)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
-        """Have a request answered; the first part of the answer is here then.
+        """Get a request answered; return once the answer's first part is here.
 
         Cancel safety: safe; the requests to both engines end.
         """
@@ -178,7 +178,7 @@ class Dispatcher:
         tried: set[VllmEngine],
         last: EngineFailed,
     ) -> VllmEngine | None:
-        """Return an engine to compute the prompt, if the one that answers shall not."""
+        """Return an engine to compute the prompt; None if `decode` does it."""
         if asked.content is not None or not decode.does(DECODE):
             return None
         if not is_for_two(asked.body):
@@ -191,10 +191,9 @@ class Dispatcher:
         return None
 
     async def _broke_with(self, last: EngineFailed, engine: VllmEngine) -> bool:
-        """Tell whether an engine was broken before it got a request of one that is.
+        """Return whether an engine was broken before it got this request.
 
-        Otherwise engines that break at once would look like engines that the request
-        has broken.
+        Otherwise an engine that is broken anyway would count as broken by the request.
         """
         if last.engine is None or last.status is None or last.engine.role != PREFILL:
             return False
@@ -220,7 +219,7 @@ class Dispatcher:
         asked: ClientRequest,
         attempt: AsyncExitStack,
     ) -> EngineResponse:
-        """Have one engine answer, with the prompt's KV of another if there is one.
+        """Let one engine answer, with the prompt's KV from `source` if there is one.
 
         Cancel safety: safe, as :meth:`ask`.
         """
@@ -257,8 +256,9 @@ class Dispatcher:
     ) -> EngineResponse | None:
         """Return the answer of an engine that fetches KV; see :func:`_first_of`.
 
-        None also if it says that it has failed: vLLM fails a request whose KV is lost,
-        unless it is told to compute it instead, and may be as well as ever.
+        Return None also if the engine reports a failure: unless configured to
+        recompute, vLLM fails a request whose KV was lost, and the engine itself may be
+        healthy.
         """
         async with AsyncExitStack() as waiting:
             answer = asyncio.ensure_future(self._answer(engine, asked, body, waiting))
@@ -280,9 +280,9 @@ class Dispatcher:
     async def _compute(
         self, engine: VllmEngine, asked: ClientRequest, body: dict[str, Any]
     ) -> tuple[EngineResponse, Any]:
-        """Have a prompt computed; return the answer, and where the KV is.
+        """Let an engine compute a prompt; return its answer, and where the KV is.
 
-        None for where if the answer cannot be read.
+        The location is None if the answer cannot be parsed.
         """
         with engine.at_work():
             async with self._client.ask(
@@ -339,11 +339,11 @@ class _Chained(AsyncIterator[bytes]):
 
 
 async def _begun(said: EngineResponse, *, passed: bool) -> bytes:
-    """Return the first part of an answer, and make sure that a cut answer raises.
+    """Return the first part of an answer, and make a cut answer raise.
 
-    HTTP says where an answer ends by its length or by chunks; where it does by neither,
-    an engine that dies looks like one that has said all. Of what is passed only JSON is
-    known well enough.
+    HTTP marks the end of an answer by a length or by chunks. An answer with neither
+    looks complete when its engine dies, so its content has to show the end. Of passed
+    requests only JSON answers are checked.
     """
     kind = said.headers.get("content-type", "")
     if said.is_error or (passed and not kind.startswith("application/json")):
@@ -366,7 +366,7 @@ async def _begun(said: EngineResponse, *, passed: bool) -> bytes:
 
 @dataclass(slots=True)
 class _Stream(AsyncIterator[bytes]):
-    """Reads a stream of events, which is whole if its last one says so."""
+    """Read a stream of events, which is complete if its last event marks the end."""
 
     engine: VllmEngine
     parts: AsyncIterator[bytes]
@@ -387,10 +387,10 @@ async def _first_of(
     answer: asyncio.Future[EngineResponse],
     computed: asyncio.Future[tuple[EngineResponse, Any]],
 ) -> EngineResponse | None:
-    """Return the answer, unless prefill fails or refuses before it begins.
+    """Return decode's answer, or prefill's if that fails or refuses first.
 
-    As long as prefill has not answered decode waits, whatever else prefill has to do.
-    None if it answers that nothing of the prompt is sent: decode would wait in vain.
+    Decode waits for as long as prefill has not answered, however busy prefill is.
+    Return None if prefill reports that it sends no KV, since decode would wait in vain.
     """
     await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)
     if computed.done() and (not answer.done() or answer.exception() is not None):
@@ -405,9 +405,10 @@ async def _first_of(
 
 
 def _failure(said: EngineResponse, content: bytes) -> EngineFailed:
-    """Return the error of an answer of 500 or above.
+    """Return the error for an answer with a status of 500 or above.
 
-    An engine without room, or about to exit, has not failed because of the request.
+    An engine that has no room, or is about to exit, has not failed because of the
+    request.
     """
     reached = said.status != HTTPStatus.SERVICE_UNAVAILABLE
     failed = EngineFailed(said.engine, _quoted(content), said.status, reached=reached)
@@ -416,7 +417,7 @@ def _failure(said: EngineResponse, content: bytes) -> EngineFailed:
 
 
 def _failed_at_once(said: EngineResponse, event: bytes) -> EngineFailed | None:
-    """Return the error of a stream that begins with one, and so has no answer."""
+    """Return the error if a stream begins with an error event."""
     if not event.startswith(_ERROR):
         return None
     content = event.removeprefix(_DATA).partition(b"\n")[0]
@@ -440,10 +441,10 @@ def _quoted(body: bytes) -> str:
 
 
 def is_for_two(body: dict[str, Any]) -> bool:
-    """Tell whether two engines can share a request.
+    """Return whether two engines can share a request.
 
-    One transfer serves one sequence. And whoever is asked for the prompt's own
-    probabilities has to compute all of it: KV from elsewhere would be of no use.
+    One transfer serves one sequence. A request for the prompt's own probabilities needs
+    the whole prompt computed, so KV from another engine does not help it.
     """
     # An engine may read "2" or 2.0 as well.
     if any(body.get(key) not in (None, 1) for key in _COPIES):
@@ -461,7 +462,7 @@ def is_for_two(body: dict[str, Any]) -> bool:
 def for_prefill(
     body: dict[str, Any], decode: VllmServer, transfer_id: str, references: References
 ) -> dict[str, Any]:
-    """Return the prefill engine's request: the prompt, and one token."""
+    """Return the prefill engine's request: the prompt, and one token to generate."""
     asked = {key: value for key, value in body.items() if key not in _OF_DECODING}
     asked["max_tokens"] = 1
     if "max_completion_tokens" in asked:
@@ -474,7 +475,7 @@ def for_prefill(
 def for_decode(
     body: dict[str, Any], prefill: VllmServer, transfer_id: str, references: References
 ) -> dict[str, Any]:
-    """Return the decode engine's request: everything, with the KV elsewhere."""
+    """Return the decode engine's request: all of it, and a reference to the KV."""
     # It has yet to be computed, maybe behind many others.
     params = kv_params(transfer_id, prefill.remote, prefill.stages, computed=False)
     params = references.signed(params)

@@ -1,4 +1,4 @@
-"""The engines behind the proxy, and what is known of each."""
+"""The engines behind the proxy, and the state of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOWN_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class VllmServer:
-    """Names one vLLM server."""
+    """Name one vLLM server."""
 
     url: str  # where it serves HTTP
     # Where each of its ranks listens for KV, stage by stage, in rank order.
@@ -31,7 +31,7 @@ class VllmServer:
 
 
 def parse_engine(text: str) -> VllmServer:
-    """Read ``http://host:8100=host:7400,host:7401,stages=2``."""
+    """Parse ``http://host:8100=host:7400,host:7401,stages=2``."""
     url, separator, said = text.partition("=")
     addresses, _, stages = said.partition(",stages=")
     remote = tuple(part.strip() for part in addresses.split(",") if part.strip())
@@ -63,7 +63,7 @@ def _is_url(text: str) -> bool:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class VllmEngine:
-    """Follows one start of one engine."""
+    """Follow one engine from its start to its end; a restart is another object."""
 
     server: VllmServer  # where it is
     role: str  # what it does: `"prefill"`, `"decode"` or `"both"`
@@ -93,30 +93,30 @@ class VllmEngine:
 
     @property
     def url(self) -> str:
-        """Return where it serves HTTP."""
+        """The URL at which it serves HTTP."""
         return self.server.url
 
     @property
     def requests(self) -> float:
-        """Return how many requests it has, of this proxy or as it says itself."""
+        """Its running requests: this proxy's, or its own count if that is higher."""
         said = round(self.load * (self.slots or 1)) if self.load else 0
         return max(self.running, said)
 
     def does(self, role: str) -> bool:
-        """Tell whether it has a role."""
+        """Return whether it has a role."""
         return self.role in (role, BOTH)
 
     def takes(self, role: str) -> bool:
-        """Tell whether it has a role, and gets new requests for it."""
+        """Return whether it has a role and accepts new requests for it."""
         there = self.listed and self.ready and not self.draining
         return there and self.does(role)
 
     def is_down(self, now: float) -> bool:
-        """Tell whether it is known to answer nobody."""
+        """Return whether it is known not to answer."""
         return self.gone or self.down_until > now
 
     def is_up(self, now: float) -> bool:
-        """Tell whether there is no reason to prefer another one."""
+        """Return whether it is neither slow nor down."""
         return not (self.slow or self.is_down(now))
 
     def state(self, now: float) -> str:
@@ -131,7 +131,7 @@ class VllmEngine:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Count a request that it has from here on."""
+        """Count a request as running until the block ends."""
         self.running += 1
         self._idle.clear()
         try:
@@ -143,7 +143,7 @@ class VllmEngine:
                 self._idle.set()
 
     async def idle(self) -> None:
-        """Return when it has no request of this proxy.
+        """Wait until this proxy has no running request there.
 
         Cancel safety: safe, it only waits.
         """
@@ -152,7 +152,7 @@ class VllmEngine:
 
     @contextmanager
     def waited_for(self, wait: asyncio.Timeout) -> Iterator[None]:
-        """End a wait if the engine is given up meanwhile."""
+        """End a timeout early if the prober gives up on the engine."""
         self._waits.add(wait)  # bounded: PROXY_RUNNING_MAX
         try:
             yield
@@ -160,7 +160,7 @@ class VllmEngine:
             self._waits.discard(wait)
 
     def give_up(self) -> None:
-        """End what waits for its answers: it says nothing any more."""
+        """End all waits for its answers, since it no longer responds."""
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
             wait.reschedule(now)

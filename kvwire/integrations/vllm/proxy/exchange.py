@@ -1,9 +1,9 @@
-"""One request of HTTP and its answer, whichever server has read it.
+"""One HTTP request and its answer, independent of the HTTP server.
 
 ::
 
-    server.py    the proxy's own server, of aiohttp
-    asgi.py      any server of ASGI, for programs that have the proxy within their own
+    server.py    the proxy's own server, on aiohttp
+    asgi.py      any ASGI server, for programs that embed the proxy
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CLIENT_CLOSED = 499
 
 
 class Refused(Exception):
-    """Reports a request that gets an error answer, since the client is at fault."""
+    """Report that a request gets an error answer because the client is at fault."""
 
     def __init__(
         self, status: int, why: str = "", headers: Mapping[str, str] | None = None
@@ -33,7 +33,7 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class HttpRequest:
-    """Holds a request; its body comes part by part."""
+    """Hold a request; its body arrives in parts."""
 
     method: str  # of HTTP, such as `POST`
     path: str  # without a query
@@ -46,7 +46,7 @@ class HttpRequest:
 
 @dataclass(slots=True)
 class HttpAnswer:
-    """Holds an answer, in one piece or part by part."""
+    """Hold an answer, whole or in parts."""
 
     status: int = HTTPStatus.OK  # of HTTP
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -59,13 +59,13 @@ def as_json(
     status: int = HTTPStatus.OK,
     headers: Mapping[str, str] | None = None,
 ) -> HttpAnswer:
-    """Return an answer in JSON."""
+    """Return a JSON answer."""
     kind = {"content-type": "application/json"}
     return HttpAnswer(status, {**kind, **(headers or {})}, msgspec.json.encode(said))
 
 
 def headers_of(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Return headers as text; of one that was sent twice, both with a comma between."""
+    """Decode headers; the values of a repeated header are joined with a comma."""
     headers: dict[str, str] = {}
     for label, value in raw:
         name = label.decode("latin-1").lower()

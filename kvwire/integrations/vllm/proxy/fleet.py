@@ -1,12 +1,13 @@
-"""Which engines there are: those of the command line, and those of a directory.
+"""The engines that the proxy may use: from the command line, and from a directory.
 
-An engine of a directory is at one URL, and each of its ranks has announced itself. It
-is there when all of its ranks are; of two that claim one rank the later one counts, so
-that a restart replaces what has not left yet. Another start is another engine: what was
-noted of the last one (draining, failures) is not held against it.
+An engine in a directory has one URL, and each of its ranks has its own record. The
+engine is complete when all of its ranks are listed. If two records claim one rank, the
+later one counts, so that a restart replaces a record that has not expired yet. A
+restarted engine is a new engine: the old one's state (draining, failures) does not
+carry over.
 
-Whoever is not listed any more gets no new request, and what it has goes on. The same
-goes for one that is drained. One that nobody has heard an answer from gets none at all.
+An engine that is no longer listed, or is draining, gets no new requests and finishes
+its running ones. An engine that has never answered gets none at all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvwire.integrations.vllm.proxy.policy import LEAST_LOADED, make_policy
 
 
 class EngineFleet:
-    """Holds the engines, and picks among them."""
+    """Hold the engines, and pick among them."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class EngineFleet:
 
     @property
     def engines(self) -> list[VllmEngine]:
-        """Return all engines that may have a request."""
+        """All engines that may have a request."""
         self._leaving = {engine for engine in self._leaving if engine.running}
         return [*self._static.values(), *self._found.values(), *self._leaving]
 
@@ -63,8 +64,8 @@ class EngineFleet:
     ) -> VllmEngine | None:
         """Return the engine for a request, or None.
 
-        Those that are slow come last, and those that are down are none, unless `down`
-        asks for them.
+        Slow engines come last. Engines that are down are excluded, unless `down` is
+        set, which selects only them.
         """
         # Each request looks at each engine, and they may be a thousand.
         roles = role, BOTH
@@ -92,8 +93,8 @@ class EngineFleet:
     ) -> VllmEngine | None:
         """Return the engine that answers a request, or None.
 
-        A prefill engine can answer alone, which is better than no answer. Only if all
-        are down is it one that is: it may be back.
+        A prefill engine can answer alone, which is better than no answer. An engine
+        that is down is picked only if all are down, since it may be back.
         """
         for down in (False, True):
             for role in (DECODE, PREFILL):
@@ -103,16 +104,16 @@ class EngineFleet:
         return None
 
     def lives(self) -> bool:
-        """Tell whether an engine takes requests: each can answer alone."""
+        """Return whether any engine takes requests, since each can answer alone."""
         now = self.clock()
         return any(engine.state(now) in _TAKING for engine in self.engines)
 
     def down(self, engine: VllmEngine) -> None:
-        """Note that an engine has failed a request in a way that others would see."""
+        """Mark an engine as down for a while: others would fail on it too."""
         engine.down_until = self.clock() + DOWN_S
 
     def drain(self, url: str, *, draining: bool = True) -> VllmEngine:
-        """Send an engine no new request, or some again."""
+        """Stop sending an engine new requests, or start again."""
         engine = self.at(url)
         engine.draining = draining
         return engine
@@ -127,9 +128,9 @@ class EngineFleet:
         raise UsageError(f"no engine at {wanted!r}; there is: {known or 'none'}")
 
     async def close(self) -> None:
-        """Let go of what the policies hold.
+        """Close the routing policies.
 
-        Cancel safety: they may hold something still.
+        Cancel safety: some policies may stay open.
         """
         for policy in self._policies.values():
             await policy.close()
@@ -137,7 +138,7 @@ class EngineFleet:
     # --- what a directory says --------------------------------------------------------
 
     def joined(self, key: str, member: VllmMember) -> None:
-        """Take a rank of an engine that has announced itself, or says something new."""
+        """Add or update one rank's record."""
         for url, ranks in list(self._members.items()):
             if key in ranks and url != member.url:
                 self.left(key)
@@ -145,13 +146,13 @@ class EngineFleet:
         self._update(member.url)
 
     def left(self, key: str) -> None:
-        """Take it that a rank of an engine is gone."""
+        """Remove one rank's record."""
         for url, ranks in list(self._members.items()):
             if ranks.pop(key, None) is not None:
                 self._update(url)
 
     def _update(self, url: str) -> None:
-        """Make the engine at a URL what the members there say."""
+        """Bring the engine at a URL in line with the records of its ranks."""
         members = self._members[url]
         if not members:
             del self._members[url]

@@ -1,12 +1,13 @@
-"""Prompts go where their blocks are: ``--route kv-events``.
+"""Routing by cached blocks: ``--route kv-events``.
 
-vLLM says over ZeroMQ which blocks its cache takes and drops (``--kv-events-config``).
-A block is known here by a hash of its tokens and of all before them, whatever hash the
-engine has for it. Who may write there can lie, which costs hits and nothing else.
+vLLM publishes over ZeroMQ which blocks its cache adds and removes
+(``--kv-events-config``). A block is identified here by a hash of its tokens and all
+tokens before them, whatever hash the engine uses. A forged message costs cache hits and
+nothing else.
 
-What was missed is not asked for again: a gap in the numbers of an engine's messages
-makes its cache unknown, and so does its restart. Blocks of an adapter, of pictures and
-of a salt are passed over, as the prompt alone does not name them.
+Missed messages are not requested again: a gap in the numbers of an engine's messages,
+or its restart, makes its cache unknown. Blocks with an adapter, a picture or a salt are
+ignored, because the prompt's tokens alone do not identify them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _TOKENS_MAX: Final = 262_144
 
 
 class EngineBlocks:
-    """Knows which blocks an engine's cache has, as far as it has said."""
+    """Know which blocks an engine's cache holds, from its messages."""
 
     def __init__(self) -> None:
         # By the engine's hash, and what they are. bounded: KV_EVENT_BLOCKS_MAX
@@ -53,12 +54,12 @@ class EngineBlocks:
         self.block_size: int = 0
 
     def clear(self) -> None:
-        """Know of none."""
+        """Forget all blocks."""
         self._chains.clear()
         self._held.clear()
 
     def take(self, raw: bytes) -> None:
-        """Take a message of events."""
+        """Apply a message of events."""
         for event in _BATCH.decode(raw).events:
             if isinstance(event, _Cleared):
                 self.clear()
@@ -71,7 +72,7 @@ class EngineBlocks:
                     self._held.discard(self._chains.pop(name, 0))
 
     def matched(self, chains: Sequence[int]) -> int:
-        """Return how many of a prompt's blocks the engine has, from its first on."""
+        """Return how many leading blocks of a prompt the engine has."""
         for number, chain in enumerate(chains):
             if chain not in self._held:
                 return number
@@ -94,7 +95,7 @@ class EngineBlocks:
 
 
 class ByKvEvents(Policy):
-    """Takes the engine that has most of a prompt, unless it is much busier."""
+    """Prefer the engine that caches most of a prompt, unless it is much busier."""
 
     def __init__(self) -> None:
         self._idlest = LeastLoaded()
@@ -105,7 +106,7 @@ class ByKvEvents(Policy):
     def choose(
         self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
     ) -> VllmEngine:
-        """Choose an engine that has most of the prompt's blocks, and is not busier."""
+        """Choose an engine that has most of the prompt and is not much busier."""
         fewest = min(engine.requests for engine in engines)
         tokens, chains = _tokens(body), dict[int, list[int]]()
         most, best = 0, list(engines)
@@ -124,7 +125,7 @@ class ByKvEvents(Policy):
         return self._idlest.choose(best, body)
 
     async def close(self) -> None:
-        """Stop listening to the engines.
+        """Stop receiving events.
 
         Cancel safety: call it again.
         """
@@ -134,7 +135,7 @@ class ByKvEvents(Policy):
         self._context.term()
 
     def _blocks(self, engine: VllmEngine) -> EngineBlocks | None:
-        """Return what is known of an engine; begin to listen, if it says anything."""
+        """Return an engine's known blocks; subscribe if it publishes events."""
         if engine in self._known:
             return self._known[engine][0]
         if not engine.labels.get("kv_events"):
@@ -146,7 +147,7 @@ class ByKvEvents(Policy):
         return blocks
 
     async def _listen(self, engine: VllmEngine, blocks: EngineBlocks) -> None:
-        """Take what an engine says until this is cancelled."""
+        """Apply an engine's messages until cancelled."""
         socket = self._context.socket(zmq.SUB)
         try:
             socket.setsockopt(zmq.MAXMSGSIZE, KV_EVENT_BYTES_MAX)
@@ -174,7 +175,7 @@ class ByKvEvents(Policy):
 
 
 def chains_of(tokens: Sequence[int], size: int, before: int = 0) -> list[int]:
-    """Return a hash of each whole block and of all that is before it."""
+    """Return for each whole block a hash of it and of all blocks before it."""
     chains = []
     for start in range(0, len(tokens) - size + 1, size):
         before = hash((before, tuple(tokens[start : start + size])))
@@ -183,7 +184,7 @@ def chains_of(tokens: Sequence[int], size: int, before: int = 0) -> list[int]:
 
 
 def _tokens(body: Mapping[str, Any]) -> Sequence[int]:
-    """Return a prompt's tokens; none of one that is text, which engines split."""
+    """Return a prompt's tokens; empty for text, which only engines tokenize."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
         prompt = prompt[0]

@@ -1,10 +1,10 @@
-"""What a directory says of engines, as far as it may be used.
+"""Engines in a directory's records, and which of these are accepted.
 
-Nobody who can write to a directory is believed. A record has passed the checks of
-:mod:`kvwire.directory.record`; here its labels are read, each with its own bounds, and
-both of its addresses have to be of hosts that the operator allows: the one of HTTP, to
-which prompts and the clients' keys are sent, and the one of KV, of which engines are
-told.
+Records are not trusted, since anybody with write access to the directory can forge
+them. A record has passed the checks of :mod:`kvwire.directory.record`. Here its labels
+are parsed, each within its own bounds, and both of its addresses must be on hosts that
+the operator allows: the HTTP address, which receives prompts and the clients' keys, and
+the KV address, which is sent to engines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvwire.types import Address, is_loopback
 
 @dataclass(frozen=True, slots=True)
 class VllmMember:
-    """Describes one rank of an engine, as its record does."""
+    """Describe one rank of an engine, as its record does."""
 
     url: str  # where the engine serves HTTP
     address: str  # where this rank listens for KV
@@ -34,7 +34,7 @@ class VllmMember:
 
 
 class AllowedHosts:
-    """Says which hosts may be dialled because a directory names them."""
+    """Know which hosts may be dialled when a directory names them."""
 
     def __init__(self, texts: Sequence[str] = ()) -> None:
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
@@ -54,7 +54,7 @@ class AllowedHosts:
         self._this_host = not texts
 
     def check(self, host: str) -> None:
-        """Refuse a host that nobody has allowed."""
+        """Refuse a host that is not allowed."""
         host = host.lower()
         try:
             ip = ipaddress.ip_address(host)
@@ -71,7 +71,7 @@ class AllowedHosts:
 
 
 def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
-    """Return what a record says of an engine."""
+    """Parse a record into an engine's rank."""
     try:
         # Not strict, since each is a text.
         labels = msgspec.convert(record.labels, EngineLabels, strict=False)

@@ -1,18 +1,19 @@
-"""A stream goes on at another engine: it is moved, or its engine has died.
+"""A stream that continues at another engine, because it is moved or its engine died.
 
 ::
 
-    copy ahead    the engine is asked for its own tokens so far as a prompt of which the
-                  KV goes to the target: it has them in its prefix cache
+    copy ahead    the engine gets its own tokens so far as a prompt, whose KV goes to
+                  the target; it has them in its prefix cache
     stop          no more of its tokens are passed on; it goes on computing
-    go on         the same once more for what was added, and the target answers the rest
-    hand over     the first part of that answer is here: the engine is told to stop
+    go on         the same once more for the tokens added since, and the target answers
+                  the rest
+    hand over     the first part of that answer is here, and the engine is stopped
 
-Until the hand-over nothing is given up: whatever fails, the engine's stream is read on
-from where it was left. An engine that dies costs the target a prefill of all tokens.
-No token is passed on twice or never, because what is asked of the target are the very
-tokens that the client has, by their ids. So a chat goes on as a completion, of which
-the client gets the events of a chat.
+Until the hand-over nothing is given up: if any step fails, the engine's stream is read
+on from where it stopped. When an engine dies, the target computes all tokens again. No
+token is lost or repeated, because the target's prompt is exactly the tokens that the
+client has, by their ids. That is why a chat continues as a completion, whose events are
+translated to those of a chat for the client.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ _HELD_TOKENS_MAX: Final = 4
 
 
 def immovable_field(path: str, body: Mapping[str, Any]) -> str:
-    """Name the field for which a request stays where it is; "" if it can move."""
+    """Return the field that prevents a request from moving; "" if it can move."""
     chat = path != _COMPLETIONS
     if chat and not _is_text(body.get("messages")):
         return "messages"
@@ -115,13 +116,13 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
 
 
 def _limit(body: Mapping[str, Any]) -> Any:
-    """Return how many tokens a request wants at most; None if it does not say."""
+    """Return a request's token limit; None if it sets none."""
     newer = body.get("max_completion_tokens")
     return body.get("max_tokens") if newer is None else newer
 
 
 def _is_text(messages: Any) -> bool:
-    """Tell whether a chat has text only; of a picture, tokens are not all there is."""
+    """Return whether a chat has only text, since tokens do not identify a picture."""
     if not isinstance(messages, list):
         return False
     contents = [one.get("content") for one in messages if isinstance(one, dict)]
@@ -132,7 +133,7 @@ def _is_text(messages: Any) -> bool:
 
 
 class MovableStream:
-    """Passes on an engine's stream of events, and moves it."""
+    """Pass on an engine's stream of events, and move it to another engine."""
 
     def __init__(self, moves: Moves, asked: ClientRequest) -> None:
         self._moves = moves
@@ -160,7 +161,7 @@ class MovableStream:
         self.id: str = ""
 
     async def begin(self, stack: AsyncExitStack) -> EngineResponse:
-        """Have the request answered; see :meth:`Dispatcher.ask`.
+        """Get the request answered; see :meth:`Dispatcher.ask`.
 
         Cancel safety: safe, as that.
         """
@@ -194,7 +195,7 @@ class MovableStream:
         return answer
 
     async def move(self, to: VllmEngine | None) -> str:
-        """Move to another engine; why it stays, or "".
+        """Move to another engine; return why it stays, or "" if it moved.
 
         Cancel safety: it is moved or stays.
         """
@@ -263,7 +264,7 @@ class MovableStream:
         return event
 
     def _take(self, event: bytes) -> list[Event]:
-        """Take an event; return what the client gets now, with what was held back."""
+        """Take an event; return the events for the client, held ones included."""
         try:
             text = event.removeprefix(b"data:")
             said = msgspec.json.decode(text, type=dict[str, Any])
@@ -290,7 +291,7 @@ class MovableStream:
         return []
 
     def _take_ids(self, said: dict[str, Any], choice: dict[str, Any]) -> None:
-        """Keep the ids of tokens; the client gets them if it has asked for them.
+        """Record the tokens' ids, and pass them on only if the client requested them.
 
         Otherwise the fields are empty, as its engine writes them.
         """
@@ -306,7 +307,7 @@ class MovableStream:
             self._prompt = self._prompt or list(prompt)
 
     def _count(self, usage: dict[str, Any]) -> None:
-        """Count as if there were one engine: the answer before a move is no prompt."""
+        """Correct the usage to that of a single engine."""
         usage["prompt_tokens"] -= self._before
         usage["completion_tokens"] += self._before
         details = usage.get("prompt_tokens_details") or {}
@@ -315,7 +316,7 @@ class MovableStream:
             details[name] = count and min(count, usage["prompt_tokens"])
 
     def _translate(self, choice: dict[str, Any]) -> bool:
-        """Make a choice one of the client's kind; whether it says anything."""
+        """Turn a choice into the client's kind; return whether it has any content."""
         if not self._chat:
             return bool(choice.get("text"))
         if "text" in choice:
@@ -327,7 +328,7 @@ class MovableStream:
         return bool(told)
 
     def _release(self, last: Event) -> list[Event]:
-        """Return what was held back, and one event more."""
+        """Return the held events, and one more."""
         out = [*self._held, last]
         self._tokens += self._held_ids  # bounded: max_tokens
         self._held, self._held_ids = [], []
@@ -342,7 +343,7 @@ class MovableStream:
             told.set_result(why)
 
     async def _recovered(self, error: EngineFailed) -> bool:
-        """Go on elsewhere because the engine has died; whether that was possible."""
+        """Go on elsewhere because the engine died; return whether that was possible."""
         here, body = self._asked.decode, self._asked.body
         if here is None or not self._can_move:
             return False
@@ -367,7 +368,7 @@ class MovableStream:
         return False
 
     async def _switch(self, to: VllmEngine, source: VllmEngine | None) -> str:
-        """Go on at another engine, with KV of this one; why not, or ""."""
+        """Go on at another engine, with this one's KV; return why not, or ""."""
         asked = self._remainder()
         if asked.body["max_tokens"] == 0:
             return _ENDED
@@ -393,7 +394,7 @@ class MovableStream:
     # --- the operator's task ----------------------------------------------------------
 
     async def _copy_ahead(self, here: VllmEngine, to: VllmEngine) -> None:
-        """Have the target's prefix cache hold what there is; no matter if it fails."""
+        """Fill the target's prefix cache so far; failures do not matter."""
         asked = self._remainder()
         for name in ("stream", "stream_options", "min_tokens"):
             asked.body.pop(name, None)
@@ -404,7 +405,7 @@ class MovableStream:
                 await said.body(PROXY_EVENT_BYTES_MAX)
 
     def _remainder(self) -> ClientRequest:
-        """Return the request for what the client does not have yet."""
+        """Return the request for the part that the client does not have yet."""
         asked, done = self._asked, len(self._tokens)
         body = {key: value for key, value in asked.body.items() if key not in _DONE}
         body["prompt"] = [*self._prompt, *self._tokens]
@@ -437,7 +438,7 @@ async def _once(part: bytes) -> AsyncIterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Moves the streams of a proxy."""
+    """Move the proxy's streams."""
 
     dispatcher: Dispatcher
     fleet: EngineFleet
@@ -446,7 +447,7 @@ class Moves:
     streams: dict[ClientRequest, MovableStream] = field(default_factory=dict)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
-        """Have a request answered by a stream that can move; see `Dispatcher.ask`.
+        """Get a request answered by a stream that can move; see `Dispatcher.ask`.
 
         Cancel safety: safe, as that.
         """
@@ -460,7 +461,7 @@ class Moves:
     async def move(
         self, asked: list[ClientRequest], to: VllmEngine | None = None
     ) -> list[dict[str, str]]:
-        """Move requests; of each its id, and why it stays or where it is.
+        """Move requests; return for each its id, and its new engine or why it stays.
 
         Cancel safety: each is moved or stays.
         """
@@ -483,5 +484,5 @@ class Moves:
         return await asyncio.gather(*map(one, asked))
 
     def named(self, name: str) -> list[ClientRequest]:
-        """Return the requests whose answers have an id."""
+        """Return the requests whose answers have this id."""
         return [asked for asked, one in self.streams.items() if one.id == name]

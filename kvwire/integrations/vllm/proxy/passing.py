@@ -1,7 +1,7 @@
 """Requests that are passed to one engine unchanged, since they need no KV transfer.
 
-An engine has paths that no client should reach: it sleeps, loads adapters, clears its
-caches and runs code on request. So only listed paths are passed.
+An engine has paths that no client should reach: they put it to sleep, load adapters,
+clear its caches or run code. So only listed paths are passed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _QUERY: Final = re.compile(r"[!-~]*")
 
 
 def methods_of(path: str) -> tuple[str, ...]:
-    """Return how a path is asked that is passed; none if it is not."""
+    """Return the HTTP methods of a path that is passed; none if it is not."""
     if (kept := _KEPT_ANSWER.fullmatch(path)) is not None:
         return _WRITE if kept[1] else _READ
     return PASSED.get(path, ())
@@ -87,13 +87,13 @@ def query_of(query: str) -> str:
 
 
 def is_form(headers: Mapping[str, str]) -> bool:
-    """Tell whether a body is a form, such as one with a file of sound."""
+    """Return whether a body is a form, such as an upload of audio."""
     kind = headers.get("content-type", "").lower()
     return kind.startswith("multipart/form-data")
 
 
 def body_of(content: bytes, headers: Mapping[str, str]) -> bytes:
-    """Return a body for an engine: only the proxy names engines to each other."""
+    """Return the body without references to engines, which only the proxy sets."""
     if not content or is_form(headers):
         return content
     # Engines would read UTF-16 and NaN as well. What is not read here is not passed.

@@ -1,6 +1,6 @@
-"""Which of several engines gets a request: a plug-in point, and two ways.
+"""Routing policies: which of several engines gets a request.
 
-A policy of one's own is a class in any package, ``--route package.module:Class``.
+To use your own, write a class in any package: ``--route package.module:Class``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREFIX_CHARS: Final = 1024
 
 
 class Policy(ABC):
-    """Chooses engines for requests. Each role has a policy object of its own."""
+    """Choose engines for requests. Each role has its own policy object."""
 
     @abstractmethod
     def choose(
@@ -37,23 +37,23 @@ class Policy(ABC):
         """Return one of the engines.
 
         Args:
-            engines: Those that may be taken now, at least one; only to be read.
-            body: What the client has asked. It may be anything that JSON can say.
+            engines: Those that may be chosen, at least one. Do not change the list.
+            body: The client's request, decoded from JSON and not checked.
         """
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Let go of what it holds; called once, after the last choice.
+        """Release its resources; called once, after the last choice.
 
-        Cancel safety: it may hold something still.
+        Cancel safety: some resources may stay open.
         """
 
 
 class LeastLoaded(Policy):
-    """Takes the engine with the fewest requests; of several, where the prompt was.
+    """Choose the engine with the fewest requests; among equals, the prompt decides.
 
-    That is the one of the highest weight for the prompt's beginning, so that a prompt
-    comes to an engine that may have its prefix, and an engine that comes or goes moves
-    few of them.
+    Among equals the one with the highest weight for the prompt's beginning wins
+    (rendezvous hashing). So a prompt returns to an engine that may cache its prefix,
+    and an engine that comes or goes moves few prompts.
     """
 
     def choose(
@@ -92,7 +92,7 @@ def make_policy(name: str) -> Policy:
 
 
 def _heaviest(engines: Sequence[VllmEngine], body: Mapping[str, Any]) -> VllmEngine:
-    """Return the engine of the highest weight: who comes or goes moves few prompts."""
+    """Return the engine with the highest weight for the prompt's prefix."""
     prefix = xxhash.xxh3_64_digest(_prefix(body).encode())
     return max(engines, key=lambda e: xxhash.xxh3_64_intdigest(prefix, e.seed))
 
@@ -112,7 +112,7 @@ def _prefix(body: Mapping[str, Any]) -> str:
 
 
 def _values(tree: Any) -> Iterator[Any]:
-    """Yield what is in JSON from its beginning on; of a text, what may count of it."""
+    """Yield the scalar values in JSON, in order; texts are cut to their beginning."""
     if isinstance(tree, str):
         yield tree[:_PREFIX_CHARS]
     elif isinstance(tree, (list, dict)):

@@ -1,11 +1,11 @@
-"""The proxy's server of HTTP/1.1: aiohttp's, which its engines are asked with as well.
+"""The proxy's HTTP/1.1 server, on aiohttp, which also serves as client to engines.
 
 ::
 
-    SIGTERM           no new connection; requests go on
-    stop_s later      those that wait get 503, and streams an error, as if their engine
+    SIGTERM           no new connection; running requests go on
+    stop_s later      waiting requests get 503, and streams an error, as if their engine
                       had died
-    2 s after that    connections of clients that take nothing, or say nothing, are cut
+    2 s after that    connections of clients that do not read or write are cut
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _SERVER: Final = {"server": "kvwire"}
 
 
 class ProxyServer:
-    """Serves the proxy until a signal, and for so many seconds what is under way."""
+    """Serve the proxy until a signal, then let running requests end within a limit."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class ProxyServer:
         self._busy: set[web.RequestHandler] = set()
 
     def run(self) -> int:
-        """Serve until a signal, which then ends the process; else the status."""
+        """Serve until a signal ends the process; return the status if none does."""
         signals = [
             number
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -110,7 +110,7 @@ class ProxyServer:
         return 0
 
     async def _until_a_signal(self, signals: Sequence[int]) -> int | None:
-        """Serve until one of them comes; which, or None if the port is taken."""
+        """Serve until a signal comes; return it, or None if the port is taken."""
         loop = asyncio.get_running_loop()
         came: asyncio.Future[int] = loop.create_future()
 
@@ -132,12 +132,12 @@ class ProxyServer:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[int]:
-        """Serve while this is open; the port.
+        """Serve while the block is open; yield the port.
 
         Raises:
             ListenError: It cannot listen there.
 
-        Cancel safety: what is under way is given up.
+        Cancel safety: running requests are cut.
         """
         self._server = web.Server(
             self._handle,
@@ -172,7 +172,7 @@ class ProxyServer:
                 await self._stop(runner)
 
     def _connected(self) -> asyncio.Protocol:
-        """Take a connection; the oldest without a request gives way if it has to."""
+        """Accept a connection; if there are too many, drop the oldest idle one."""
         assert self._server is not None
         there = self._server.connections
         if len(there) >= self._connections_max:
@@ -198,13 +198,13 @@ class ProxyServer:
                 timer.cancel()
 
     def _end(self) -> None:
-        """Cut the connections that are still open, at once."""
+        """Cut all open connections at once."""
         self._ending.end()
         for connection in self._server.connections if self._server else ():
             _abort(connection)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request; it is cancelled when its client goes away."""
+        """Answer a request; it is cancelled when its client disconnects."""
         headers = headers_of(request.raw_headers)
         where = request.method, request.path
         query = request.raw_path.partition("?")[2]
@@ -230,7 +230,7 @@ def _request(
     writer: Any,
     task: asyncio.Task[None],
 ) -> web.BaseRequest:
-    """Return a request; what is none is answered by HTTP/1.1 as well."""
+    """Return a request; a malformed one is answered as HTTP/1.1 too."""
     if message.method == _NO_REQUEST:
         message = message._replace(version=aiohttp.HttpVersion11)
     loop = asyncio.get_running_loop()
@@ -285,10 +285,10 @@ def _abort(connection: web.RequestHandler) -> None:
 
 
 class _Refusing(asyncio.Protocol):
-    """Ends a connection that there is no room for."""
+    """End a connection for which there is no room."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """End it."""
+        """Close the connection."""
         transport.close()
 
 

@@ -1,4 +1,4 @@
-"""How requests end that are under way when the proxy does; server.py says when."""
+"""How running requests end when the proxy stops; server.py decides when."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvwire.integrations.vllm.proxy.client import EngineFailed
 
 
 class Ending:
-    """Ends what is under way, once the proxy has waited for it long enough."""
+    """End running requests once the proxy has waited long enough for them."""
 
     def __init__(self) -> None:
         self._over = False
@@ -18,7 +18,7 @@ class Ending:
 
     @asynccontextmanager
     async def limits(self) -> AsyncIterator[None]:
-        """Raise :exc:`EngineFailed` in what is done here when there is no time left.
+        """Raise :exc:`EngineFailed` in this block when no time is left.
 
         Cancel safety: safe, it only limits.
         """
@@ -38,7 +38,7 @@ class Ending:
             raise stopped from None
 
     def end(self) -> None:
-        """Leave no more time."""
+        """Declare the time over: every block under `limits` raises."""
         self._over = True
         now = asyncio.get_running_loop().time()
         for wait in self._waits:

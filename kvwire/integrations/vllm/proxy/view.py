@@ -1,4 +1,4 @@
-"""What a proxy shows of itself and its engines: ``/metrics`` and ``/fleet``."""
+"""The proxy's view of itself and its engines: ``/metrics`` and ``/fleet``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with needed_by("the proxy", extra="vllm"):
 
 @dataclass(slots=True)
 class ProxyState:
-    """Holds what a proxy shows."""
+    """Hold the numbers that a proxy shows."""
 
     fleet: EngineFleet
     admission: Admission
@@ -39,17 +39,17 @@ class ProxyState:
 
 
 class ProxyCollector(Collector):
-    """Collects a proxy's numbers."""
+    """Collect a proxy's numbers for Prometheus."""
 
     def __init__(self, state: ProxyState) -> None:
         self._state = state
 
     def describe(self) -> list[Metric]:
-        """Return nothing: names are known without the numbers."""
+        """Return nothing, since the metrics have fixed names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the numbers of now. On the proxy's loop."""
+        """Yield the current numbers. On the proxy's loop."""
         state = self._state
         for name, text, label, counted in (
             ("requests", "Requests answered, by status", "status", state.answered),
@@ -92,7 +92,7 @@ _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
 
 
 def fleet_view(state: ProxyState) -> dict[str, Any]:
-    """Return what is known of each engine, and what each request waits for."""
+    """Return the state of each engine, and what each request waits for."""
     now = state.fleet.clock()
     engines = [
         {

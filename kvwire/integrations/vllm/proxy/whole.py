@@ -1,7 +1,7 @@
-"""An answer in one piece, made of the events of a stream.
+"""One whole answer, assembled from the events of a stream.
 
 A request without ``stream`` can move as well, because between the engines and the proxy
-it is a stream: only its client sees none.
+it is a stream; only its client does not see one.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _USAGE: Final = dict.fromkeys(("prompt_tokens_details", "completion_tokens_detai
 
 
 async def in_one_piece(events: AsyncIterator[Event]) -> bytes:
-    """Read a stream of one choice to its end; return what it says as one body.
+    """Read a stream of one choice to its end; return it as one body.
 
-    Cancel safety: safe, what was read is lost.
+    Cancel safety: safe, but the part already read is lost.
 
     Raises:
         EngineFailed: The stream broke off.
@@ -78,7 +78,7 @@ async def in_one_piece(events: AsyncIterator[Event]) -> bytes:
 
 
 def _whole(said: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer that events say in pieces."""
+    """Assemble the answer from the merged events."""
     said["object"] = _OBJECTS.get(said.get("object", ""), said.get("object"))
     if said.get("usage"):
         said["usage"] = _USAGE | said["usage"]
@@ -96,7 +96,7 @@ def _whole(said: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def reading(engine: VllmEngine | None = None) -> Iterator[None]:
-    """Raise EngineFailed for an event that has not what such an event has."""
+    """Raise EngineFailed for an event that lacks an expected field."""
     try:
         yield
     except (AttributeError, KeyError, TypeError) as exc:
@@ -105,7 +105,7 @@ def reading(engine: VllmEngine | None = None) -> Iterator[None]:
 
 
 def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add to what comes piece by piece; of everything else the last word counts."""
+    """Append incremental fields; for all other fields the last value counts."""
     for name, value in part.items():
         # A chat's first event has an empty text beside the role.
         if value is None or ("role" in part and value == ""):
@@ -126,7 +126,7 @@ def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 def _joined(whole: dict[str, Any]) -> dict[str, Any]:
-    """Make texts of their pieces."""
+    """Join the collected pieces of each text."""
     for name, value in whole.items():
         if value is None:
             continue
