@@ -7,13 +7,14 @@ vLLM loads it by the path of this module::
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"listen": "127.0.0.1:7400"}}'
 
-``python -m kvwire.integrations.vllm.proxy`` sends each request to both. Only
-:class:`KvwireConnector` needs vLLM; what it is made of does not, and is tested without:
+``python -m kvwire.integrations.vllm.proxy`` sends each request to both engines. Only
+:class:`KvwireConnector` needs vLLM; its parts do not, and are tested without it:
 
-* :class:`~kvwire.integrations.vllm.scheduler.SchedulerSide` says what moves when.
+* :class:`~kvwire.integrations.vllm.scheduler.SchedulerSide` decides what moves, and
+  when.
 * :class:`~kvwire.integrations.vllm.worker.WorkerSide` moves it.
-* :class:`~kvwire.integrations.vllm.metadata.WorkerStep` is what the
-  first tells the second.
+* :class:`~kvwire.integrations.vllm.metadata.WorkerStep` is the message from the first
+  to the second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""An engine says in a directory that it is there, so that a proxy finds it.
+"""An engine's records in a directory, by which a proxy finds it.
 
-Each rank is a member of its own, with :class:`EngineLabels`: a proxy takes an engine
-when all of its ranks are there. Only the first engine of a data-parallel group does it,
-as the server's port is that of all of them. What changes is said at most once a second.
+Each rank is a member of its own, with :class:`EngineLabels`; a proxy uses an engine
+when all of its ranks are listed. In a data-parallel group only the first engine
+announces itself, as the server's port belongs to all of them. Changes are published at
+most once a second.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _RANKS_MAX: Final = 64
 
 
 class EngineLabels(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what the labels of an engine's record say, each within its bounds."""
+    """The labels of an engine's record, each within its bounds."""
 
     http: str  # where the engine serves
     rank: Annotated[int, Meta(ge=0)] = 0  # which of its ranks this is
@@ -52,7 +53,7 @@ class EngineLabels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Announcer:
-    """Announces one rank of an engine until it is closed."""
+    """Announce one rank of an engine until it is closed."""
 
     def __init__(
         self, http: str, role: str, vllm_config: Any, rank: int, model: str
@@ -111,7 +112,7 @@ class Announcer:
 
 
 def http_url(text: str) -> str:
-    """Return a base URL, made of its parts: nothing else of it is used."""
+    """Return a base URL rebuilt from scheme, host and port, without other parts."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port
@@ -129,7 +130,7 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 
 def _events(vllm_config: Any, url: str) -> str:
-    """Return where vLLM publishes its blocks, as others reach it; "" if it does not."""
+    """Return the address where others can receive vLLM's block events; or ""."""
     said = getattr(vllm_config, "kv_events_config", None)
     if said is None or not said.enable_kv_cache_events or said.publisher != "zmq":
         return ""
@@ -141,6 +142,6 @@ def _events(vllm_config: Any, url: str) -> str:
 
 
 def _carrying(communicator: Communicator) -> str:
-    """Return how many connections each transport carries."""
+    """Return the number of connections on each transport, as text."""
     live = collections.Counter(one.transport for one in communicator.live_connections)
     return " ".join(f"{name}:{n}" for name, n in sorted(live.items()))[:NAME_CHARS_MAX]

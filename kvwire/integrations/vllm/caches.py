@@ -1,26 +1,26 @@
 """vLLM's cache tensors as a :class:`kvwire.PagedCache`.
 
 vLLM gives a worker one tensor for each attention layer. Its axes are found from the
-sizes that the model and the engine are known to have. Since 0.30 at the latest they are
-``(block, head, token, kv dim)`` for every attention backend, keys and values of a token
-side by side. What differs are the strides, which a tensor says itself: even the layers
-of a block may lie together.
+known sizes of model and engine. Since 0.30 at the latest they are ``(block, head,
+token, kv dim)`` for every attention backend, with keys and values of a token side by
+side. Only the strides differ, and the tensor has them: even the layers of one block may
+lie together.
 
-Layers with recurrent states have a list of tensors each, the parts of one state, which
-lie side by side in a block's page; they are seen as bytes.
+A layer with recurrent states has a list of tensors, the parts of one state, which lie
+side by side in a block's page; they are seen as bytes.
 
-Elements are moved as they are. A cache of fp8 is one of bytes, as vLLM allocates it.
+Elements are moved unchanged. A cache of fp8 is one of bytes, as vLLM allocates it.
 
 Cache groups
 ------------
-vLLM has a block table for each kind of layer, and the tables lie over each other in
-memory: a block id belongs to one table at a time. What decode reads of a table when so
-many tokens have been computed is :meth:`CacheShape.needed`, and only that moves: the
-last window, the last chunk, the last state.
+vLLM has a block table for each kind of layer, and the tables share memory: a block id
+belongs to one table at a time. :meth:`CacheShape.needed` gives the blocks of a table
+that decode reads after a number of computed tokens, and only those move: the last
+window, the last chunk, the last state.
 
-Layers of one table may differ in heads and head size, as those of a draft model do from
-the model's. They are cache groups of their own, each with a :class:`CacheShape`. Only a
-worker sees them: vLLM describes a table to its scheduler by one of its layers. So the
+Layers of one table may differ in heads and head size, as a draft model's differ from
+the model's. They are then separate cache groups, each with a :class:`CacheShape`. Only
+a worker sees them: vLLM describes a table to its scheduler by one of its layers. So the
 scheduler's side names blocks by table.
 """
 
@@ -45,7 +45,7 @@ from kvwire.kv.tensors import TensorView, tensor_view
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Describes what a worker's tensors of one cache group hold, as vLLM says."""
+    """The content of a worker's tensors for one cache group, as vLLM describes it."""
 
     block_tokens: int  # tokens of a block
     kv_heads: int  # KV heads of this rank
@@ -69,24 +69,24 @@ class CacheShape:
 
     @property
     def index(self) -> int:
-        """Return the rank among those of all pipeline stages."""
+        """The rank's number among the ranks of all pipeline stages."""
         return self.stage[0] * self.ranks + self.rank
 
     @property
     def partial(self) -> bool:
-        """Tell whether decode reads only a part of what a prompt has computed."""
+        """Whether decode reads only a part of a prompt's KV."""
         return bool(self.window or self.chunk or self.state)
 
     @property
     def profile(self) -> str:
-        """Return what both engines must have alike."""
+        """The text that must be equal on both engines."""
         if self.state:
             return self.kind
         return f"{self.kind}, {self.total_kv_heads} x {self.head_dim}"
 
     @property
     def kind(self) -> str:
-        """Name which of a prompt's blocks are read."""
+        """The kind of layer, which decides which of a prompt's blocks are read."""
         if self.state:
             return f"state of {self.head_dim} bytes on {self.ranks} ranks"
         # Where a part moves, both engines have to cut it off at the same token.
@@ -108,14 +108,14 @@ class CacheShape:
         return range(first // self.block_tokens, -(-tokens // self.block_tokens))
 
     def listed_tokens(self, tokens: int) -> int:
-        """Return the tokens of the blocks in :meth:`needed`, or 1 for a state."""
+        """Return how many tokens the blocks of :meth:`needed` hold; 1 for a state."""
         if self.state:
             return 1
         needed = self.needed(tokens)
         return tokens - needed.start * self.block_tokens if needed else 0
 
     def spec(self, *, layers: int, dtype: DType, rank: int | None = None) -> KVSpec:
-        """Return the same as kvwire says it."""
+        """Return the shape as a KVSpec."""
         return KVSpec(
             layers=layers,
             kv_heads=self.kv_heads,
@@ -134,7 +134,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerCaches:
-    """Finds the memory of a worker's caches, layer by layer."""
+    """A worker's caches, and where each layer is in them."""
 
     cache: PagedCache  # all of them
     # Group and index within the model of each layer, by vLLM's name of it.
@@ -142,7 +142,7 @@ class LayerCaches:
 
 
 def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ...]:
-    """Return what vLLM says about its caches, one shape for each kind of layer."""
+    """Return the shapes of the caches in vLLM's config, one per kind of layer."""
     parallel = vllm_config.parallel_config
     for field in ("decode_context", "prefill_context"):
         size = getattr(parallel, f"{field}_parallel_size", 1)
@@ -186,7 +186,7 @@ def _check_tables(shapes: Iterable[CacheShape]) -> None:
 
 
 def layer_specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
-    """Return block table, name and vLLM's spec of each layer that is transferred."""
+    """Yield block table, name and vLLM's spec of each layer that is transferred."""
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
             continue  # made again from what is transferred
@@ -199,9 +199,9 @@ def layer_specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """Return the layers of each pipeline stage, as vLLM cuts a model by itself.
+    """Return the layers of each pipeline stage, as vLLM divides a model by default.
 
-    What is over goes to the last stages but one.
+    The remainder goes to the stages before the last.
     """
     sizes = [layers // stages] * stages
     for index in range(layers % stages):
@@ -211,7 +211,7 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 
 def _of_stage(shape: CacheShape, vllm_config: Any) -> CacheShape:
-    """Add the pipeline stage to what a worker's only kind of layers has."""
+    """Add the pipeline stage to the shape of a worker's only kind of layer."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     stages = parallel.pipeline_parallel_size
     if stages == 1:
@@ -247,7 +247,7 @@ def _check_scales(cache: Any) -> None:
 
 
 def _shape(spec: Any, vllm_config: Any) -> CacheShape:
-    """Return what vLLM says about the cache of one layer."""
+    """Return the shape for vLLM's spec of one layer."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     kind = type(spec).__name__
     if hasattr(spec, "shapes"):
@@ -297,9 +297,9 @@ def _shape(spec: Any, vllm_config: Any) -> CacheShape:
 def _total_heads(spec: Any, vllm_config: Any) -> int:
     """Return how many KV heads a layer has on all ranks together.
 
-    Ranks with a head each may have copies of fewer heads. Their number is the model's,
-    or its draft model's; where it may be of either, each rank counts as one of its own,
-    and only engines of as many ranks have the same.
+    If there are more ranks than heads, some ranks hold copies. The number is the
+    model's, or its draft model's. Where it could be either, each rank counts as having
+    heads of its own, and only engines with the same number of ranks match.
     """
     ranks = vllm_config.parallel_config.tensor_parallel_size
     said = getattr(vllm_config, "speculative_config", None)
@@ -344,7 +344,7 @@ def layer_caches(
 
 
 def _check_stage(shape: CacheShape, layers: int) -> None:
-    """Refuse a pipeline stage of which some layers have no cache of their own."""
+    """Refuse a pipeline stage in which some layers have no cache of their own."""
     number, stages = shape.stage
     if stages > 1 and shape.model_layers:
         known = stage_layers(shape.model_layers, stages)[number]
@@ -357,7 +357,7 @@ def _check_stage(shape: CacheShape, layers: int) -> None:
 
 
 def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
-    """Return the axis order of a tensor of these sizes."""
+    """Return the axis order for a tensor of these sizes."""
     extents = {
         "token": shape.block_tokens,
         "head": shape.kv_heads,
@@ -389,12 +389,12 @@ _MLA_LAYOUTS: Final = ("block token dim", "block head token dim")
 
 
 def layer_index(name: str) -> tuple[list[int], str]:
-    """Sort ``model.layers.10.self_attn.attn`` behind ``model.layers.9...``."""
+    """Return a sort key that puts layer 10 behind layer 9."""
     return [int(digits) for digits in re.findall(r"\d+", name)], name
 
 
 def _layer_view(name: str, tensor: Any, shape: CacheShape) -> TensorView:
-    """View a layer's cache; recurrent states as bytes, whatever their parts are."""
+    """View a layer's cache; recurrent states are seen as bytes."""
     if not shape.state:
         if isinstance(tensor, list | tuple):
             raise UsageError(

@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` says: a few keys of our own, then kvwire's."""
+"""The connector's settings in ``kv_connector_extra_config``, beside kvwire's own."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds how one engine takes part.
+    """How one engine takes part in transfers.
 
     Attributes:
-        listen: Where its first rank listens; rank r has the port r higher. Port 0 takes
-            any free one, for requests whose prefill answers before decode begins.
-        advertise: The host that peers dial, where it is not the one of ``listen``, such
-            as ``"10.0.0.7"``; with a port, ``"10.0.0.7:17400"``, that is the first
-            rank's, and rank r has the port r higher.
+        listen: The address of its first rank; rank r listens r ports higher. Port 0
+            takes any free one, for requests whose prefill answers before decode begins.
+        advertise: The host that peers dial, if it is not that of ``listen``, such as
+            ``"10.0.0.7"``; with a port, ``"10.0.0.7:17400"``, it is the first rank's
+            address, and rank r has the port r higher.
         stream: When prefill sends: each ``"layer"`` when it is written, each
             ``"chunk"`` of a prompt after its forward pass (for engines that run full
             CUDA graphs, where no layer hook is called), or the whole ``"request"``.
-        group_bytes: With ``"layer"``, layers of a forward pass that have less than this
-            go out together, up to four times as much; the last one goes alone.
-        layout: Which of its memory layouts vLLM is asked for, such as ``"BLHNC"``,
-            where all layers of a block lie together; "" for its own choice.
-        peers: Addresses of other engines' ranks that requests may name. Without it:
-            those that somebody with the key of ``psk_file`` has signed, and with trust
-            ``"loopback"`` any of this host.
-        fingerprint: Names the weights, of the draft model as well; "" for a name that
-            is made of what is in their files.
-        codec: Encodes what moves between engines, with loss: ``"fp8"``, ``"int8"`` or
-            ``"int4"``; "" for no codec. The same on both.
-        load_timeout_s: After this what has not arrived is computed instead, or fails,
-            as vLLM's ``kv_load_failure_policy`` says; longer than a prompt ever waits
-            at prefill.
-        fence_s: How long a preemption waits for links to let go of its blocks before
-            the links are dropped; transfers of other requests then resume.
-        http: Where this engine serves HTTP, as others reach it. With it the engine
-            announces itself in the ``directory`` of kvwire's configuration.
-        role: What it announces: ``"prefill"``, ``"decode"`` or ``"both"``; "" for
-            what vLLM's ``kv_role`` says.
+        group_bytes: With ``"layer"``, layers of a forward pass that are smaller than
+            this go out together, up to four times as much; the last one goes alone.
+        layout: The memory layout that vLLM should use, such as ``"BLHNC"``, where all
+            layers of a block lie together; "" for vLLM's choice.
+        peers: Addresses of other engines' ranks that requests may name. By default
+            these are addresses signed with the key of ``psk_file``, and with trust
+            ``"loopback"`` any on this host.
+        fingerprint: Names the weights, including the draft model's; "" for a name
+            derived from the files' content.
+        codec: Encodes KV between engines, with loss: ``"fp8"``, ``"int8"`` or
+            ``"int4"``; "" for no codec. It must be the same on both engines.
+        load_timeout_s: After this, missing KV is computed here or fails the request, as
+            vLLM's ``kv_load_failure_policy`` decides. Set it longer than any prompt
+            waits at prefill.
+        fence_s: How long a preemption waits for links to release its blocks before the
+            links are dropped; transfers of other requests then resume.
+        http: The URL at which others reach this engine's HTTP server. If set, the
+            engine announces itself in the ``directory`` of kvwire's configuration.
+        role: The announced role: ``"prefill"``, ``"decode"`` or ``"both"``; "" for the
+            one that follows from vLLM's ``kv_role``.
         untested_vllm: Start with a release of vLLM that kvwire was not tested with.
     """
 
@@ -111,7 +111,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
             http_url(self.http)
 
     def beside(self, ranks: int) -> VllmSettings:
-        """Return the settings of an engine that listens behind so many ranks."""
+        """Return the settings for an engine whose ports follow those of other ranks."""
         advertise = self.advertise
         if advertise and self._advertised.port:
             advertise = str(_higher(self._advertised, ranks))
@@ -120,7 +120,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def address(self, rank: int) -> Address:
-        """Return where a rank listens."""
+        """Return the address on which a rank listens."""
         first = Address.parse(self.listen)
         return _higher(first, rank) if first.port else first
 
@@ -128,7 +128,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Return the address that peers dial for the address that a rank listens on.
 
         Raises:
-            UsageError: Nobody can dial it.
+            UsageError: No peer can dial it.
         """
         if self.advertise:
             where = self._advertised
@@ -143,7 +143,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _higher(first: Address, ranks: int) -> Address:
-    """Return the address of a rank, of which each has a port."""
+    """Return the address that is `ranks` ports higher."""
     port = first.port + ranks
     if port > _PORT_MAX:
         raise UsageError(
@@ -168,7 +168,7 @@ def read_settings(
 
 
 def read_keys(extra: Mapping[str, Any], kind: type[S], others: Iterable[str] = ()) -> S:
-    """Read settings from ``kv_connector_extra_config``; it may have other keys."""
+    """Read settings from ``kv_connector_extra_config``, except the keys in `others`."""
     known = {*kind.__struct_fields__, *others}
     for name in extra.keys() - known:
         if name in _GONE:

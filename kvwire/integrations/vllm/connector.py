@@ -1,4 +1,4 @@
-"""The connector that moves KV between engines: what it adds to the common hooks."""
+"""The vLLM connector that moves KV between engines."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 @dataclasses.dataclass
 class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not typed
-    """Carries a worker's address to vLLM's scheduler."""
+    """Carry a worker's address to vLLM's scheduler."""
 
     address: str
 
 
 class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHMA):  # type: ignore[misc]  # likewise
-    """Moves KV between two engines of vLLM; see docs/howto/vllm.md."""
+    """Move KV between two engines of vLLM; see docs/howto/vllm.md."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -103,11 +103,11 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         return self._scheduler.finished(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Name every group: a prompt's blocks of each are fetched."""
+        """Return every group, since blocks of each group are fetched."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, ListeningAt]) -> None:
-        """Take in the addresses of workers; vLLM 0.30 calls no other."""
+        """Take the workers' addresses; vLLM 0.30 calls only this form."""
         self.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): said for rank, said in metadata.items()}
         )
@@ -173,7 +173,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
 
 
 def _without_halves(settings: VllmSettings, parallel: Any) -> VllmSettings:
-    """Return the settings, without layers where each has a hook for half a batch."""
+    """Return settings without layer streaming if vLLM computes half batches."""
     if settings.stream != LAYER or not getattr(parallel, "use_ubatching", False):
         return settings
     # A mark is of both halves.

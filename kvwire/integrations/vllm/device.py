@@ -1,15 +1,15 @@
-"""Where a worker's caches lie, and what orders vLLM's kernels and kvwire's copies.
+"""The device of a worker's caches, and the order of vLLM's kernels and kvwire's copies.
 
 On a GPU the two run on different streams, and neither the host nor the GPU as a whole
-ever waits for the other. Two events order them, both on the stream that vLLM's thread
-queues its kernels on, recorded where vLLM calls the connector:
+ever waits for the other. Two events order them, both on the stream on which vLLM's
+thread queues its kernels, recorded when vLLM calls the connector:
 
-* behind the kernels that write a layer: kvwire reads it once that has fired;
+* behind the kernels that write a layer: kvwire reads it once that event has fired;
 * behind the kernels that used blocks before they were given to a new request: kvwire
-  writes to them once that has fired.
+  writes to them once that event has fired.
 
-In the other direction nothing is needed: what has landed, and what has drained, the GPU
-is through with, so any kernel that is queued after that may use it.
+The other direction needs no event: the GPU has finished with landed and drained blocks,
+so any kernel that is queued later may use them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvwire.types import Device
 
 
 class CacheDevice:
-    """Stands for the GPU of a worker's caches, or host memory."""
+    """The device of a worker's caches: a GPU, or host memory."""
 
     def __init__(self, engine: Engine, device: Device | None) -> None:
         self._device = device
@@ -40,10 +40,10 @@ class CacheDevice:
         return "host memory" if self._device is None else str(self._device)
 
     def recorded(self) -> object | None:
-        """Return an event behind this thread's queued work, if a GPU's."""
+        """Return an event behind this thread's queued work; None for host memory."""
         return None if self._ops is None else self._ops.record_current()
 
     @property
     def failed(self) -> str:
-        """Return how the GPU has failed for good; "" if it has not."""
+        """The reason if the GPU has failed for good; "" if it has not."""
         return "" if self._copy_engine is None else self._copy_engine.failed

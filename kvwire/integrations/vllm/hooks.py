@@ -1,7 +1,7 @@
-"""vLLM's hooks, forwarded to one of the two sides; both of kvwire's connectors do so.
+"""vLLM's hooks, forwarded to the scheduler's or the worker's side, for both connectors.
 
 vLLM makes a connector in its scheduler and one in each worker. Its interface gains and
-loses methods between releases; what is there is asked for by name, never by version.
+loses methods between releases; a feature is detected by its name, never by version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ with needed_by("kvwire's connectors", command="pip install 'vllm<0.33', or vllm-
 
 
 class _SchedulerHooks(Protocol):
-    """Requires what the scheduler's side of a connector has."""
+    """The interface of a connector's scheduler side."""
 
     def begun(self, request: Any) -> None: ...
     def matched(self, request: Any, computed: int, /) -> tuple[int | None, bool]: ...
@@ -32,7 +32,7 @@ class _SchedulerHooks(Protocol):
 
 
 class _WorkerHooks(Protocol):
-    """Requires what a worker's side of a connector has."""
+    """The interface of a connector's worker side."""
 
     def register(self, tensors: Mapping[str, Any]) -> None: ...
     def fence(self, step: Any) -> None: ...
@@ -50,16 +50,17 @@ W = TypeVar("W", bound=_WorkerHooks)
 
 @dataclasses.dataclass
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed
-    """Carries what a step is about from vLLM's scheduler to its workers."""
+    """Carry a step's metadata from vLLM's scheduler to its workers."""
 
     step: Any
 
 
 class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[misc]  # likewise
-    """Forwards vLLM's hooks to the side that it has.
+    """Forward vLLM's hooks to the connector's side in this process.
 
-    Most are called in every step, and one of them for every layer: nothing is asked on
-    the way. A side that a connector does not have is no attribute of it.
+    Most are called in every step, and one of them for every layer, so nothing is
+    checked on the way. A connector has no attribute for the side that is in another
+    process.
     """
 
     _scheduler: S
@@ -107,12 +108,12 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
         self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is reported when all its layers are here."""
+        """Do nothing, since a request is reported when all its layers are here."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing; not every connector says what it sends layer by layer."""
+        """Do nothing; a connector that streams by layer overrides it."""
 
     def wait_for_save(self) -> None:
         """Mark the step as written; blocks are held until they have drained."""

@@ -1,4 +1,4 @@
-"""What KV depends on besides tokens: model, kernels, names of a request."""
+"""What KV depends on besides tokens: model, kernels, and names in a request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ WHOLE_TOKENS: Final = "whole tokens"
 
 
 def tokens_say_all(request: Any) -> bool:
-    """Tell whether a prompt is tokens; embeddings in their place have no name."""
+    """Return whether a prompt is tokens only; embeddings have no name."""
     embeddings = getattr(request, "prompt_embeds", None)
     return bool(request.prompt_token_ids) and embeddings is None
 
 
 def identity_of(request: Any) -> bytes:
-    """Return what the KV of a request depends on besides its tokens."""
+    """Return a digest of all that a request's KV depends on besides its tokens."""
     adapter = getattr(request, "lora_request", None)
     names = [getattr(adapter, "lora_name", ""), getattr(request, "cache_salt", None)]
     if adapter is not None:
@@ -35,7 +35,7 @@ def identity_of(request: Any) -> bytes:
 
 
 def model_digest(vllm_config: Any) -> str:
-    """Return what engines of one model share, wherever its files lie."""
+    """Return a digest of a model's architecture, wherever its files are."""
     model = vllm_config.model_config
     facts = {
         **_facts(model.hf_config.to_dict()),
@@ -47,7 +47,7 @@ def model_digest(vllm_config: Any) -> str:
 
 
 def _facts(said: Any) -> Any:
-    """Return a part of a config without what says where it came from."""
+    """Return a part of a config without the fields that depend on its files' place."""
     if isinstance(said, dict):
         kept = {key: one for key, one in said.items() if key not in _OF_THE_FILES}
         return {key: _facts(one) for key, one in kept.items()}
@@ -55,12 +55,12 @@ def _facts(said: Any) -> Any:
 
 
 def model_weights(vllm_config: Any, fingerprint: str) -> str:
-    """Name the weights, by what an operator calls them or by what is in them."""
+    """Return the weights' name: the operator's fingerprint, or one from the files."""
     return fingerprint or _weights(vllm_config.model_config, vllm_config.load_config)
 
 
 def model_name(vllm_config: Any, fingerprint: str) -> str:
-    """Name a model with its weights: what engines have alike that share KV."""
+    """Return a name for model and weights, equal on engines that may share KV."""
     text = json.dumps(
         [
             model_digest(vllm_config),
@@ -72,7 +72,7 @@ def model_name(vllm_config: Any, fingerprint: str) -> str:
 
 
 def draft_name(vllm_config: Any, fingerprint: str) -> str:
-    """Name the draft model, whose layers have caches too; "none" without one."""
+    """Return a name for the draft model, which has caches too; "none" without one."""
     said = getattr(vllm_config, "speculative_config", None)
     model = getattr(said, "draft_model_config", None)
     # Prompts that are looked up in themselves (n-grams) have the target for a draft.
@@ -90,7 +90,7 @@ def draft_name(vllm_config: Any, fingerprint: str) -> str:
 
 
 def _weights(model: Any, load: Any) -> str:
-    """Name the weights of one of an engine's models."""
+    """Return a name for the weights of one of an engine's models."""
     if load.load_format == "dummy":
         return f"dummy weights of seed {model.seed}"
     # Where they are streamed from elsewhere, only the config lies in `model`.
@@ -108,7 +108,7 @@ def _weights(model: Any, load: Any) -> str:
 
 
 def _adapter_weights(path: str) -> str:
-    """Name an adapter's weights; by their path, if it leads to none on this host."""
+    """Return a name for an adapter's weights, or its path if it has no files here."""
     try:
         return weights_name(path)
     except UsageError:
@@ -118,9 +118,9 @@ def _adapter_weights(path: str) -> str:
 def block_order(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return how attention kernels lay out a block, as far as engines must agree on it.
 
-    A tensor's shape does not say it. Some kernels keep all keys of a block before all
-    values, or its keys with the token as the last axis; such blocks are only of use as
-    they are, to a kernel of the same kind and block size.
+    A tensor's shape does not show it. Some kernels keep all keys of a block before all
+    values, or have the token as the keys' last axis; only a kernel of the same kind and
+    block size can use such blocks.
     """
     layers = vllm_config.compilation_config.static_forward_context
     found = set()

@@ -27,7 +27,7 @@ cache group."""
 
 @dataclass(slots=True, kw_only=True)
 class PromptTransfer:
-    """Tells a worker of a prompt whose KV moves between two engines."""
+    """Describe to a worker a prompt whose KV moves between two engines."""
 
     _BY_TABLE: ClassVar[tuple[str, ...]] = ("listed", "blocks", "hashes")
 
@@ -47,7 +47,7 @@ class PromptTransfer:
     traceparent: str = ""  # names the client's span, as W3C has it; "" for none
 
     def of_groups(self, tables: Mapping[str, str]) -> Self:
-        """Return the same for a worker, whose groups have a block table each."""
+        """Return the same for a worker, with the block table of each cache group."""
         said: dict[str, Any] = {
             name: {group: one[table] for group, table in tables.items() if table in one}
             for name in self._BY_TABLE
@@ -57,7 +57,7 @@ class PromptTransfer:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return what both ends of the transfer say of it."""
+        """The options that both ends of the transfer pass."""
         return {
             "tokens": self.listed,
             "hashes": self.hashes or None,
@@ -68,14 +68,14 @@ class PromptTransfer:
 
 @dataclass(slots=True, kw_only=True)
 class SendPrompt(PromptTransfer):
-    """Tells a worker of a prompt to be computed whose KV goes to another engine."""
+    """Describe to a worker a prompt whose KV is computed here and sent."""
 
     tokens: int  # that are computed of the prompt
 
 
 @dataclass(slots=True, kw_only=True)
 class ComputedTokens:
-    """Tells a worker what this step computes of a prompt that is sent."""
+    """Describe to a worker the part of a sent prompt that this step computes."""
 
     request_id: str  # vLLM's name of the request
     blocks: Blocks  # that were added since the last step
@@ -84,7 +84,7 @@ class ComputedTokens:
 
 @dataclass(slots=True, kw_only=True)
 class LoadPrompt(PromptTransfer):
-    """Tells a worker of a prompt whose KV comes from another engine."""
+    """Describe to a worker a prompt whose KV comes from another engine."""
 
     _BY_TABLE: ClassVar[tuple[str, ...]] = (*PromptTransfer._BY_TABLE, "cached")  # noqa: SLF001
 
@@ -97,7 +97,7 @@ class LoadPrompt(PromptTransfer):
 
 @dataclass(slots=True, kw_only=True)
 class WorkerStep:
-    """Holds everything that the workers have to know for one step."""
+    """The metadata that the workers need for one step."""
 
     # Prompts that begin to be sent.
     sends: list[SendPrompt] = field(default_factory=list)
@@ -115,7 +115,7 @@ _Text = Annotated[str, Meta(max_length=256, pattern=r"^[ -~]*\Z")]
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what ``kv_transfer_params`` of a request ask of this engine."""
+    """The ``kv_transfer_params`` of a request, as far as this engine uses them."""
 
     # Its KV goes to another engine.
     sends: bool = msgspec.field(default=False, name="do_remote_decode")
@@ -133,7 +133,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, params: Mapping[str, Any] | None) -> TransferParams:
-        """Read what a client, usually a proxy, has sent with a request."""
+        """Parse what a client, usually a proxy, has sent with a request."""
         # Whatever is null or empty was not given.
         given = {name: value for name, value in (params or {}).items() if value}
         if isinstance(given.get("remote"), str):
@@ -151,7 +151,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(made, remote=remote)
 
     def check(self) -> None:
-        """Refuse what lacks something."""
+        """Refuse parameters that are incomplete."""
         if self.loads and not self.transfer_id:
             raise UsageError("kv_transfer_params: do_remote_prefill needs transfer_id")
         if self.loads and not self.remote:
@@ -163,12 +163,12 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.lru_cache
 def _written_out(address: str) -> str:
-    """Return an address in its one form. Requests name few, again and again."""
+    """Return an address in canonical form; cached, since requests repeat a few."""
     return str(Address.parse(address))
 
 
 class ScheduledRequest(NamedTuple):
-    """Says what a step of vLLM's scheduler does of one request."""
+    """One request's part in a step of vLLM's scheduler."""
 
     id: str  # vLLM's name of the request
     new: bool  # it was not running before this step, so `tables` are all it has
@@ -180,9 +180,9 @@ class ScheduledRequest(NamedTuple):
 def scheduled_requests(
     output: Any, known: Collection[str]
 ) -> Iterator[ScheduledRequest]:
-    """Return what vLLM's ``SchedulerOutput`` says of the requests that are known.
+    """Yield the parts of a ``SchedulerOutput`` that concern known requests.
 
-    A step has hundreds of others, of which nothing may be asked one by one.
+    A step has hundreds of other requests, which must not be visited one by one.
     """
     if not known:
         return
@@ -208,7 +208,7 @@ def answer(
     *,
     computed: bool = True,
 ) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` by which decode finds what prefill computes."""
+    """Return the ``kv_transfer_params`` by which decode finds prefill's KV."""
     more = {"stages": stages} if stages > 1 else {}
     return {
         "do_remote_prefill": True,

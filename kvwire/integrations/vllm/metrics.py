@@ -1,8 +1,8 @@
 """A worker's figures about its transfers, for vLLM's log and Prometheus.
 
 vLLM collects a plain dictionary from every worker after each step, adds them up, and
-hands the sum to a logger and to Prometheus in another process. So the numbers are kept
-as lists of observations, and everything here is a function of such a dictionary.
+hands the sum to a logger and to Prometheus in another process. So the figures are kept
+as lists of observations, and everything here is a function on such a dictionary.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ BUCKETS: Final = {
 
 
 def observe_sent(into: Observed, outcomes: Iterable[Outcome]) -> None:
-    """Note a prompt that was sent."""
+    """Record a prompt that was sent."""
     for outcome in outcomes:
         _add(into, "sent_bytes", outcome.nbytes)
 
 
 def observe_received(into: Observed, outcomes: Sequence[Outcome], missing: int) -> None:
-    """Note a prompt that was fetched."""
+    """Record a prompt that was fetched."""
     _add(into, "missing_blocks", missing)
     for outcome in outcomes:
         _add(into, "received_bytes", outcome.nbytes)
@@ -49,7 +49,7 @@ def observe_received(into: Observed, outcomes: Sequence[Outcome], missing: int) 
 def added(
     first: Mapping[str, list[float]], second: Mapping[str, list[float]]
 ) -> Observed:
-    """Return the observations of two workers, or of two steps."""
+    """Join the observations of two workers, or of two steps."""
     return {
         name: [*first.get(name, ()), *second.get(name, ())]
         for name in FIELDS
@@ -58,7 +58,7 @@ def added(
 
 
 def summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
-    """Return one line for a log."""
+    """Return the figures for one line of a log."""
     sent, received = observed.get("sent_bytes", []), observed.get("received_bytes", [])
     found: dict[str, int | float] = {
         "prompts sent": len(sent),

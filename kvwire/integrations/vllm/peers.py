@@ -1,4 +1,4 @@
-"""Connections to peers, each dialled once, and what both ends of a prompt have."""
+"""Connections to peers, each dialled once, and what a prompt's two ends share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P = TypeVar("P", Outgoing, Incoming)
 
 
 class Peers:
-    """Keeps the connections that a worker has opened, by address, on one loop."""
+    """Keep a worker's outgoing connections by address, on one loop."""
 
     def __init__(self) -> None:
         self._dials: dict[str, asyncio.Future[Connection]] = {}
@@ -23,7 +23,7 @@ class Peers:
     async def connection(self, communicator: Communicator, address: str) -> Connection:
         """Return the connection to an address; the first caller dials it.
 
-        Cancel safety: safe; the dialling goes on for whoever else waits.
+        Cancel safety: safe; the dialling goes on for other callers.
         """
         dial = self._dials.get(address)
         if dial is None or _useless(dial):
@@ -35,14 +35,14 @@ class Peers:
 
 
 def _useless(dial: asyncio.Future[Connection]) -> bool:
-    """Tell whether it failed, or what it made has ended since."""
+    """Return whether dialling failed, or the connection has ended since."""
     if not dial.done():
         return False
     return dial.cancelled() or dial.exception() is not None or dial.result().closed
 
 
 class PromptEnd(Generic[P]):
-    """Holds what the sender and the receiver of one prompt's KV have in common."""
+    """The common part of the sender and the receiver of one prompt's KV."""
 
     def __init__(self, engine: Engine, cache: PagedCache, route: RankRoute) -> None:
         self._engine = engine
@@ -55,13 +55,13 @@ class PromptEnd(Generic[P]):
 
     @property
     def quarantined(self) -> bool:
-        """Tell whether it is over while its blocks may be read or written."""
+        """Whether it is over while a link may still touch its blocks."""
         return any(part.done() and not part.is_drained for part in self._parts)
 
     def abort(self, reason: str) -> bool:
-        """End it without waiting; whether any link may have touched its blocks.
+        """Abort without waiting; return whether a link may have touched its blocks.
 
-        Then they are free when ``done`` says so, and else now.
+        If so, the blocks are free when ``done`` is set; if not, they are free now.
         """
         with self._lock:
             self._reason = reason
@@ -71,7 +71,7 @@ class PromptEnd(Generic[P]):
         return begun
 
     def _follow(self, prompt: PromptTransfer) -> None:
-        """Have the transfers that this task begins lie below the request's span."""
+        """Attach this task's transfers to the request's span."""
         if prompt.traceparent:
             try:
                 from kvwire.observe.opentelemetry import (  # noqa: PLC0415 - an extra

@@ -1,4 +1,4 @@
-"""One prompt's KV on its way in, from one or several ranks of another engine."""
+"""Receiving one prompt's KV, from one or several ranks of another engine."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _PUBLISHED_WITHIN_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """Holds how a prompt's KV came."""
+    """The result of receiving a prompt's KV."""
 
     missing: Mapping[str, Ids]  # ids of the blocks that did not, by cache group
     outcomes: Sequence[Outcome] = ()  # of each transfer; empty if none was begun
 
 
 class PromptReceive(PromptEnd[Incoming]):
-    """Receives one prompt's KV from one prefill engine."""
+    """Receive one prompt's KV from one prefill engine."""
 
     def __init__(
         self,
@@ -123,8 +123,8 @@ class PromptReceive(PromptEnd[Incoming]):
     ) -> ReceiveResult:
         """Return the blocks that did not arrive, without blocks that were here before.
 
-        Other requests use those blocks too, and vLLM ends or rewinds each request that
-        has a block of a report.
+        Other requests share those, and vLLM fails or rewinds every request that has a
+        reported block.
         """
         blocks, cached = self.load.blocks, self.load.cached
         own = {name: ids[cached[name] :] for name, ids in blocks.items()}
@@ -164,7 +164,7 @@ class PromptReceive(PromptEnd[Incoming]):
             parts.append(part)  # where a later one fails, this one is known
 
     def _lacking(self) -> str:
-        """Return what nobody brings; see :func:`lacking`."""
+        """Return the part that no rank sends; see :func:`lacking`."""
         if self._left:
             groups = self._cache.groups.items()
             specs = {name: group.spec for name, group in groups}

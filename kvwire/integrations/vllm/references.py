@@ -1,9 +1,9 @@
-"""Whom a request may name: ``kv_transfer_params`` are what any client may send.
+"""Which engines a request may name, since any client may send ``kv_transfer_params``.
 
-An engine dials an address from a request only if its operator has listed it as one of
-``peers``, or if whoever named it holds the engines' key: an engine signs the references
-in its answers, and the proxy those that it makes. Where trust is ``loopback`` nothing
-is proved to begin with, and addresses of this host are believed.
+An engine dials an address from a request only if its operator has listed it in
+``peers``, or if it is signed with the engines' key: an engine signs the references in
+its answers, and the proxy signs those that it makes. With trust ``loopback`` nothing is
+proved to begin with, and addresses on this host are accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LABEL: Final = b"kvwire vllm reference"
 
 
 class References:
-    """Signs references to transfers, and says which of a client's may be used."""
+    """Sign references to transfers, and check those in requests."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class References:
 
     @classmethod
     def of(cls, config: Config, peers: Sequence[str]) -> References:
-        """Return those of an engine."""
+        """Return the references for an engine's configuration."""
         if config.trust == "mtls" and not peers:
             raise UsageError(
                 'kv_connector_extra_config: trust="mtls" needs peers, the addresses of '
@@ -51,7 +51,7 @@ class References:
         return cls(keys, peers, this_host=config.trust == "loopback" and not peers)
 
     def signed(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Return a reference with its signature; as it is without a key."""
+        """Return a reference with its signature; unchanged without a key."""
         if not self._keys:
             return params
         said = _message(params["transfer_id"], params["remote"])
@@ -59,7 +59,7 @@ class References:
         return {**params, SIGNATURE: signature}
 
     def check(self, transfer_id: str, remote: Sequence[str], signature: str) -> None:
-        """Refuse a reference that may be made up."""
+        """Refuse a reference that may be forged."""
         addresses = [Address.parse(one) for one in remote]
         for address in addresses:
             check_dialable(address)

@@ -1,7 +1,7 @@
-"""Which releases of vLLM the connectors are for.
+"""The releases of vLLM that the connectors support.
 
 vLLM's interface for connectors changes with each release, and has defaults: a connector
-that does not mention a feature, such as sleep mode, is taken to support it.
+that does not mention a feature, such as sleep mode, is assumed to support it.
 """
 
 from __future__ import annotations

@@ -8,14 +8,15 @@
     a prompt to fetch     matched --> blocks allocated --> Load --> vLLM waits for it
                           over before it was scheduled --> Load(declined)
 
-Nothing here waits or moves a byte. vLLM's objects are read, never written, except the
-``do_remote_prefill`` of a request: once it is acted on it is cleared, because a request
-that was preempted comes back and must compute what it had fetched before; and
+Nothing here waits or moves a byte. vLLM's objects are read, never written, with two
+exceptions. The ``do_remote_prefill`` of a request is cleared once it is acted on,
+because a preempted request comes back and must compute what it had fetched before. The
+other is the last token:
 
-*The last token of a prompt.* Decode computes it itself, since it needs what comes out.
-Where it reads a part of what lies before, a window or a state, that part has to end
-before this token: a state that has seen it would see it twice, and a window that ends
-behind it lacks a token at its beginning. So with such groups prefill is given the
+*The last token of a prompt.* Decode computes it itself, since it needs the output.
+Where decode reads only a part of the KV before, a window or a state, that part has to
+end before this token: a state that includes it would apply it twice, and a window that
+ends behind it lacks a token at its beginning. So with such groups prefill gets the
 prompt without its last token, and vLLM frees none of the blocks that decode will read.
 """
 
@@ -60,7 +61,7 @@ _TRACEPARENT_CHARS: Final = 55
 
 @dataclass(slots=True)
 class _Prompt:
-    """Tracks a prompt that is sent."""
+    """The state of a prompt that is sent."""
 
     send: SendPrompt  # what the workers are told of it
     # The request's blocks, by vLLM's tables.
@@ -73,12 +74,12 @@ class _Prompt:
 
     @property
     def whole(self) -> bool:
-        """Tell whether all of it goes, or has gone, to the workers."""
+        """Whether all of it has gone, or goes now, to the workers."""
         return self.begun and not self.lost and self.written >= self.send.tokens
 
 
 class SchedulerSide:
-    """Does the connector's work in the scheduler's process."""
+    """Do the connector's work in the scheduler's process."""
 
     def __init__(
         self,
@@ -100,11 +101,11 @@ class SchedulerSide:
         self._fenced: set[str] = set()  # that were preempted, and then over
 
     def hear_addresses(self, addresses: dict[tuple[int, int], str]) -> None:
-        """Note where this engine's ranks listen, by (pipeline stage, rank)."""
+        """Record the addresses of this engine's ranks, by (pipeline stage, rank)."""
         self._addresses = tuple(addresses[rank] for rank in sorted(addresses))
 
     def begun(self, request: Any) -> None:
-        """Take the last token from a prompt that is sent, where decode needs that."""
+        """Remove the last token from a prompt to send, where decode needs that."""
         if not self._partial or not (wanted := self._wanted(request)).sends:
             return
         known = request.prompt_token_ids or ()
@@ -128,7 +129,7 @@ class SchedulerSide:
         request.num_prompt_tokens -= 1
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens more another engine has, or will have."""
+        """Return how many more tokens another engine has, or will have."""
         if not self._wanted(request).loads:
             return 0, False
         # Something is asked of the prompt's own tokens, so all of it is computed here;
@@ -144,7 +145,7 @@ class SchedulerSide:
     def allocated(
         self, request: Any, tables: Sequence[Sequence[int]], external: int
     ) -> None:
-        """Note the blocks that a request got."""
+        """Record the blocks that a request got."""
         wanted = self._wanted(request)
         if wanted.sends:
             self._prompts.setdefault(
@@ -155,7 +156,7 @@ class SchedulerSide:
             self._loads.append(self._new_load(request, wanted, tables, external))
 
     def step(self, output: Any) -> WorkerStep:
-        """Return the metadata that the workers get for a scheduled step."""
+        """Return the metadata for the workers in a scheduled step."""
         preempted = getattr(output, "preempted_req_ids", None) or ()
         step = WorkerStep(fenced=self._fenced.union(preempted))
         self._fenced = set()
@@ -169,7 +170,11 @@ class SchedulerSide:
         return step
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """End a request; whether its blocks are freed later, and what clients get."""
+        """End a request.
+
+        Return whether its blocks are freed later, and the ``kv_transfer_params`` for
+        clients.
+        """
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None and (wanted := self._wanted(request)).loads:
             # Never scheduled: whoever computed it must not wait for us.
@@ -189,7 +194,7 @@ class SchedulerSide:
     # --- inside -----------------------------------------------------------------------
 
     def _wanted(self, request: Any) -> TransferParams:
-        """Return what a request asks for; nothing if it says too little."""
+        """Return a request's parameters; none if they are incomplete."""
         params = request.kv_transfer_params
         if not isinstance(params, dict):
             # None, or what a client has put there by way of `vllm_xargs`.
@@ -279,9 +284,9 @@ class SchedulerSide:
         )
 
     def _names(self, request: Any, count: int) -> Mapping[str, Any]:
-        """Name a prompt's first tokens, and the blocks of each table that are moved.
+        """Name a prompt's first tokens, and the blocks of each table that move.
 
-        The tokens as a whole, for engines whose blocks have other sizes.
+        The tokens have a name as a whole too, for engines with other block sizes.
         """
         if not tokens_say_all(request):
             return _NAMELESS
@@ -307,7 +312,7 @@ class SchedulerSide:
         return {"content": whole[0], "hashes": hashes}
 
     def _scheduled(self, step: WorkerStep, one: ScheduledRequest) -> None:
-        """Add one request of a step: its new blocks, what is computed."""
+        """Add one request of a step: its new blocks, and the tokens it computes."""
         prompt = self._prompts[one.id]
         if prompt.lost or prompt.whole:
             return
@@ -328,7 +333,7 @@ class SchedulerSide:
         )
 
     def _new_blocks(self, prompt: _Prompt) -> Blocks:
-        """Return the blocks that move and were not sent to the workers yet."""
+        """Return the blocks to move that were not sent to the workers yet."""
         found: Blocks = {}
         for name, shape in self._tables.items():
             needed = shape.needed(prompt.send.tokens)
@@ -347,19 +352,19 @@ class SchedulerSide:
 
 
 def _priority(request: Any) -> int:
-    """Return a request's priority as kvwire has it; vLLM's lower ones go first."""
+    """Return a request's priority in kvwire's order; vLLM's lowest goes first."""
     asked = getattr(request, "priority", 0)
     return min(PRIORITY_MAX, max(0, _USUAL_PRIORITY - asked))
 
 
 def _traceparent(request: Any) -> str:
-    """Return the span that a client's request is of; vLLM keeps it where it traces."""
+    """Return the span of a client's request; vLLM keeps it if it traces."""
     headers = getattr(request, "trace_headers", None) or {}
     return str(headers.get("traceparent", ""))[:_TRACEPARENT_CHARS]
 
 
 def _chain(block_tokens: int, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-    """Return the hashes of a prompt's blocks, with that of a rest."""
+    """Return the hashes of a prompt's blocks, and one for the rest."""
     scheme = HashScheme(block_tokens)
     hashes = scheme.block_hashes(tokens, salt=salt)
     rest = tokens[len(hashes) * block_tokens :]

@@ -1,12 +1,12 @@
-"""One prompt's KV on its way out, marked from the forward pass.
+"""Sending one prompt's KV, marked from the forward pass.
 
-A forward pass may not wait: not for a peer to be dialled, and not for a loop. So what
-it says before the transfer exists is kept, and said as soon as it does.
+A forward pass may not wait, neither for a peer to be dialled nor for a loop. So calls
+that come before the transfer exists are queued, and made as soon as it does.
 
-Saying that a layer is written wakes the thread that sends it, and that runs on the
-cores of the forward pass. So small layers are said together, all but the last: the way
-of that one is what decode's first token waits for. Layers that are not small keep the
-sender busy with their bytes, and gain nothing.
+Marking a layer as written wakes the sending thread, which competes with the forward
+pass for its cores. So small layers are marked together, all but the last, because
+decode's first token waits for that one. Large layers keep the sender busy with their
+bytes anyway, and gain nothing from it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Recorded = Callable[[], object | None]
 
 
 class PromptSend(PromptEnd[Outgoing]):
-    """Sends one prompt's KV to one decode engine."""
+    """Send one prompt's KV to one decode engine."""
 
     def __init__(
         self,
@@ -59,23 +59,23 @@ class PromptSend(PromptEnd[Outgoing]):
         self.done: concurrent.futures.Future[list[Outcome]] = engine.start(self._run)
 
     def extend(self, blocks: Blocks) -> None:
-        """Add blocks that the prompt got; from any thread, does not wait."""
+        """Add blocks that the prompt got; from any thread, without waiting."""
         if any(blocks.values()):
             self._tell(Outgoing.extend, blocks)
 
     def ready(
         self, group: str, layers: slice, blocks: slice, after: object | None
     ) -> None:
-        """Mark layers of some blocks as written; from any thread, no waiting."""
+        """Mark layers of some blocks as written; from any thread, without waiting."""
         self._tell(Outgoing.ready, layers, blocks, group=group, after=after)
 
     def finish(self) -> None:
-        """Mark everything as written; from any thread, does not wait."""
+        """Mark everything as written; from any thread, without waiting."""
         self.finished = True
         self._tell(Outgoing.finish)
 
     def renew(self) -> None:
-        """Renew the lease, as prefill goes on."""
+        """Renew the lease while prefill goes on."""
         self._engine.start(self._renew)
 
     # --- on the loop ------------------------------------------------------------------
@@ -129,7 +129,7 @@ class PromptSend(PromptEnd[Outgoing]):
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """Lists what a forward pass completes of one prompt."""
+    """The blocks of one prompt that a forward pass completes."""
 
     departure: PromptSend  # where it goes
     blocks: Mapping[str, range]  # by position in each group's list
@@ -138,7 +138,7 @@ class PromptBlocks:
 
 @dataclass(slots=True)
 class _Layers:
-    """Tracks one cache group's layers in a pass."""
+    """One cache group's layers in a forward pass."""
 
     unwritten: set[int]  # by the model's indices
     together: int  # how many go in one mark
@@ -146,10 +146,10 @@ class _Layers:
 
 
 class ForwardPass:
-    """Marks what one forward pass writes.
+    """Mark the layers that one forward pass writes.
 
     Attributes:
-        over: All of it is marked, or there is nothing.
+        over: Everything is marked, or there was nothing to mark.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ForwardPass:
             self._mark(group, layers)
 
     def rest(self) -> None:
-        """Mark what was not named: the pass is over."""
+        """Mark all remaining layers, since the pass is over."""
         self._left = sys.maxsize  # none of them is the last one, which goes alone
         for name, layers in self._groups.items():
             layers.together = sys.maxsize

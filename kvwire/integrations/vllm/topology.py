@@ -1,12 +1,12 @@
-"""Which rank of one engine exchanges with which of the other.
+"""Which rank of one engine exchanges with which rank of the other.
 
-Both engines may split the KV heads over different numbers of ranks, or hold the same
+The engines may split the KV heads over different numbers of ranks, or hold the same
 heads on several, and split the layers over pipeline stages. Both sides compute the same
-answer from the numbers of ranks and stages, so nobody asks. The ranks of an engine are
-listed stage by stage.
+answer from the numbers of ranks and stages, without communication. The ranks of an
+engine are listed stage by stage.
 
-Those numbers come in a request. So what the ranks of a route bring is compared with
-what this rank holds (:func:`lacking`) before any of it is used.
+Those numbers come in a request. So :func:`lacking` compares what the ranks of a route
+send with what this rank holds, before any of it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvwire.kv.spec import KVSpec, shard_sources
 
 @dataclass(frozen=True, slots=True)
 class RankRoute:
-    """Lists the ranks that one rank exchanges a prompt with."""
+    """The ranks with which one rank exchanges a prompt."""
 
     id: str  # what the transfer is called
     # Where they listen; "" of a rank whose address is not known, and need not be.
@@ -35,22 +35,25 @@ class RankRoute:
 
 @dataclass(frozen=True, slots=True)
 class OwnRank:
-    """Says which rank of its engine a worker is."""
+    """Which rank of its engine a worker is."""
 
     spec: KVSpec  # what it holds; of several cache groups that of the most heads
     stage: tuple[int, int] = (0, 1)  # (number, count) of its pipeline stage
 
     def others(self, remote: tuple[str, ...], stages: int) -> tuple[Sequence[str], int]:
-        """Return addresses and stages; those of an engine like this one for none."""
+        """Return the other engine's addresses and stages.
+
+        Without addresses, the other engine counts as shaped like this one.
+        """
         if remote:
             return remote, stages
         return ("",) * (self.stage[1] * self.spec.shard[1]), self.stage[1]
 
 
 def rank_route(moved: SendPrompt | LoadPrompt, own: OwnRank) -> RankRoute:
-    """Return which ranks of the other engine a rank exchanges a prompt with.
+    """Return the ranks of the other engine with which a rank exchanges a prompt.
 
-    It has no peers if other ranks send all that this one could, or none can.
+    There are none if other ranks send everything that this one could, or if none fits.
     """
     addresses, stages = own.others(moved.remote, moved.stages)
     others = targets if isinstance(moved, SendPrompt) else sources
@@ -84,7 +87,7 @@ def lacking(
     specs: Mapping[str, KVSpec],
     parts: Iterable[Mapping[str, tuple[range, range]]],
 ) -> str:
-    """Return what of this rank no part of a prompt brings; "" if nothing is."""
+    """Return which part of this rank nothing covers; "" if all is covered."""
     parts = list(parts)
     for name, spec in specs.items():
         brought = np.zeros((spec.layer_indices.stop, spec.heads.stop), np.bool_)
@@ -101,7 +104,7 @@ def lacking(
 def group_specs(spec: KVSpec, size: int, stages: int = 1) -> list[KVSpec]:
     """Return what each rank of an engine of another size holds of the model.
 
-    There is no engine of more stages than layers, whatever a request says.
+    No engine has more stages than layers, whatever a request claims.
     """
     if stages > spec.total_layers:
         return []

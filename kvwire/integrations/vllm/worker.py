@@ -1,9 +1,9 @@
-"""A worker's side: an engine of kvwire, and what comes and goes through it.
+"""A worker's side: an engine of kvwire, and the prompts that it sends and receives.
 
-The order of a step, whatever version of vLLM calls: ``fence`` before anything is
-written, ``begin_step``, the forward pass with ``layer_written`` behind each layer,
-``start_loads`` before or after it, ``step_written``, ``finished``.
-Steps without a forward pass are the same without layers.
+The order of a step, with every version of vLLM: ``fence`` before anything is written,
+``begin_step``, the forward pass with ``layer_written`` behind each layer,
+``start_loads`` before or after it, ``step_written``, ``finished``. Steps without a
+forward pass are the same without layers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ IDLE_WAIT_S: Final = 0.01
 
 
 class WorkerSide:
-    """Does the connector's work in a worker's process."""
+    """Do the connector's work in a worker's process."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class WorkerSide:
         self._forward_pass = NOTHING_WRITTEN
 
     def register(self, tensors: Mapping[str, Any]) -> None:
-        """Take the caches of this worker."""
+        """Register the caches of this worker."""
         caches = layer_caches(tensors, self._shapes)
         self._device = CacheDevice(self._engine, caches.cache.device)
         self._caches = caches
@@ -113,8 +113,7 @@ class WorkerSide:
         """Trace transfers, each below the span of its request.
 
         Args:
-            provider: Of OpenTelemetry; None for the one of this process, which is
-                vLLM's.
+            provider: OpenTelemetry's; None for the one that vLLM has set.
         """
         from kvwire.observe.opentelemetry import (  # noqa: PLC0415 - an extra
             TransferTracer,
@@ -128,9 +127,9 @@ class WorkerSide:
     def fence(self, step: WorkerStep) -> None:
         """Return when no link can touch the blocks that a step may overwrite.
 
-        What is still fetched is none of them: its blocks are kept until it is
-        reported. A link that does not let go in time is dropped; what else it
-        carried resumes on another one.
+        Blocks that are still being fetched are not among them: they are kept until they
+        are reported. A link that does not release its blocks in time is dropped; its
+        other transfers resume on another link.
         """
         for request_id in step.fenced:
             self._unsent.discard(request_id)
@@ -139,7 +138,7 @@ class WorkerSide:
                 self._drain(request_id, departure)
 
     def begin_step(self, step: WorkerStep) -> None:
-        """Begin a step: what it sends is known, and computed next."""
+        """Begin a step whose metadata is known and whose KV is computed next."""
         self._step = step
         if self._announcer is not None:
             self._announcer.running = step.running
@@ -157,7 +156,7 @@ class WorkerSide:
             )
 
     def start_loads(self) -> None:
-        """Begin what this step fetches; does not wait."""
+        """Begin the fetches of this step, without waiting."""
         loads, self._step.loads = self._step.loads, []
         # Kernels of requests that had the blocks before may still be queued.
         after = self._device.recorded() if loads else None
@@ -174,12 +173,12 @@ class WorkerSide:
             writing.layer(*layer)
 
     def step_written(self) -> None:
-        """Mark what no hook has named: the forward pass is over."""
+        """Mark the layers that no hook has marked, since the forward pass is over."""
         if not self._forward_pass.over:
             self._forward_pass.rest()
 
     def finished(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return requests whose blocks have drained since then, and those fetched."""
+        """Return the requests whose blocks have drained, and the fetched ones."""
         unsent = self._unsent.intersection(over)
         self._unsent -= unsent
         for request_id in over:
@@ -196,22 +195,22 @@ class WorkerSide:
         return sent | unsent, self._received() if self._arrivals else set()
 
     def take_errors(self) -> set[int]:
-        """Return the blocks that did not arrive, once each."""
+        """Return the blocks that did not arrive, each once."""
         errors, self._errors = self._errors, set()
         return errors
 
     def take_failed(self) -> set[str]:
-        """Return the requests that lack blocks of several tables, once each."""
+        """Return the requests that lack blocks of several tables, each once."""
         failed, self._failed = self._failed, set()
         return failed
 
     def take_observed(self) -> Observed:
-        """Return what has been noted for metrics, once."""
+        """Return the observations for metrics since the last call."""
         observed, self._observed = self._observed, {}
         return observed
 
     def close(self) -> None:
-        """End every transfer, and say no more that this rank is there."""
+        """End every transfer, and withdraw the announcement of this rank."""
         if self._announcer is not None:
             self._announcer.close()
         for end in self._ends().values():
@@ -236,7 +235,7 @@ class WorkerSide:
         )
 
     def _extend(self, departure: PromptSend, written: ComputedTokens) -> PromptBlocks:
-        """Name a prompt's new blocks; what this step completes."""
+        """Send a prompt's new blocks; return the blocks that this step completes."""
         if new := written.blocks:
             tables = self._tables.items()
             departure.extend({name: new[one] for name, one in tables if one in new})
@@ -287,7 +286,7 @@ class WorkerSide:
         observe_received(self._observed, arrived.outcomes, missing)
 
     def _wait_idle(self) -> None:
-        """Let the thread that moves bytes have the interpreter, until one is done."""
+        """Give the interpreter to the moving thread until one transfer is done."""
         waiting: list[Future[Any]] = [a.done for a in self._arrivals.values()]
         waiting += [self._departures[request_id].done for request_id in self._leaving]
         if waiting:
@@ -306,7 +305,7 @@ class WorkerSide:
             arrival.abort("the request ended before its prompt was here")
 
     def _drain(self, request_id: str, end: PromptSend) -> None:
-        """Wait until nothing can touch the blocks of what was aborted any more."""
+        """Wait until nothing can touch the blocks of an aborted prompt."""
         dropped, over = False, [end.done]
         while not wait(over, self._settings.fence_s).done:
             if end.quarantined and self._device.failed:
@@ -334,7 +333,7 @@ class WorkerSide:
                 )
 
     def _ends(self) -> dict[str, PromptSend | PromptReceive]:
-        """Return all transfers by request, each a sender's or a receiver's."""
+        """Return all transfers by request."""
         return {**self._departures, **self._arrivals}
 
 
