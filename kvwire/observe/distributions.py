@@ -1,4 +1,4 @@
-"""How transfers have gone, as distributions and by peer: what a watcher adds up."""
+"""Distributions of transfers, and counts by peer, added up by a watcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHER: Final = "other"
 
 
 class Distribution:
-    """Counts values by the first bound that is not below them."""
+    """Count values in buckets, as a Prometheus histogram does."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -34,20 +34,20 @@ class Distribution:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """Return what is at most each bound, as Prometheus counts."""
+        """Return for each bound the count of values up to it, as Prometheus expects."""
         bounds = [*map(str, self.bounds), "+Inf"]
         return list(zip(bounds, accumulate(self.counts), strict=True))
 
 
 class TransferDistributions:
-    """Watches the transfers of one communicator; see its ``watchers``.
+    """Add up the transfers of one communicator; register it in ``watchers``.
 
     Attributes:
-        exposed: Seconds that a transfer took, without waiting for its peer to come and
-            for the producer's compute.
-        queue: Seconds that it waited for its peer to come.
+        exposed: Seconds of each transfer, without waiting for its peer or for the
+            producer's compute.
+        queue: Seconds that each transfer waited for its peer.
         nbytes: Payload bytes that landed.
-        peers: By peer, role and outcome: how many ends, and how many bytes.
+        peers: By peer, role and outcome: the number of ends, and of bytes.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class TransferDistributions:
         self._known: dict[str, None] = {}
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """Do nothing: a transfer is counted at its end."""
+        """Do nothing, since a transfer is counted at its end."""
 
     def ended(
         self,

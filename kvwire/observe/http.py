@@ -1,7 +1,7 @@
-"""What is asked of a served store over HTTP: ``/metrics`` and ``/health``.
+"""HTTP for a served store: ``/metrics`` and ``/health``.
 
-Answers come from a thread of their own, so that a loop that is stuck cannot keep them
-back: ``/health`` asks the loop for a turn and says 503 if it gets none.
+A thread of its own answers, so that a blocked event loop cannot delay it: ``/health``
+asks the loop for a turn, and answers 503 if it gets none.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _ASKERS_MAX: Final = 16
 
 
 class MetricsServer:
-    """Answers GET of both within ``with``, on the store's loop.
+    """Answer GET of both paths within ``with``, on the store's loop.
 
     Args:
-        store: What is asked about.
-        communicator: That of the store's server, if its numbers are to be there too.
-        address: Where to listen; ``"host:0"`` takes any free port. Whoever can reach it
-            can read it: names and addresses of tiers and clients, and numbers.
+        store: The store.
+        communicator: The communicator of the store's server, to include its numbers.
+        address: The address to listen on; ``"host:0"`` takes any free port. Anybody who
+            reaches it can read names and addresses of tiers and clients, and numbers.
 
     Attributes:
-        url: Of ``/metrics``, with the real port.
+        url: The URL of ``/metrics``, with the real port.
 
     Raises:
         ListenError: It cannot listen there.
-        UsageError: No address.
+        UsageError: The address cannot be parsed.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class MetricsServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
 
     def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
-        """Return status, content type and body of what is at a path."""
+        """Return status, content type and body for a path."""
         match path:
             case "/metrics":
                 metrics = generate_latest(self._registry)
@@ -111,7 +111,7 @@ class MetricsServer:
         return status, "application/json", body
 
     def _on_loop(self, work: Callable[[], T]) -> T | None:
-        """Return what the loop makes of it; None if it has no turn for it."""
+        """Return the result of `work` on the loop; None if the loop is blocked."""
         made: queue.SimpleQueue[T] = queue.SimpleQueue()
         try:
             self._loop.call_soon_threadsafe(lambda: made.put(work()))
@@ -140,7 +140,7 @@ class _Server(ThreadingHTTPServer):
         self._since: dict[socket.socket, float] = {}
 
     def verify_request(self, request: object, client_address: object) -> bool:
-        """Take a place; without one the connection is closed."""
+        """Reserve a place; if there is none, the connection is closed."""
         return self._places.acquire(blocking=False)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -154,7 +154,7 @@ class _Server(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a connection, and give its place back."""
+        """Answer a connection, and release its place."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -166,7 +166,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End slow connections: each piece may arrive in time, but never the end."""
+        """End slow connections: each piece may arrive in time, but never the last."""
         now = time.monotonic()
         for request, since in list(self._since.items()):
             if now - since > _SILENT_S:
@@ -174,7 +174,7 @@ class _Server(ThreadingHTTPServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Log what failed, unless the client has simply gone away."""
+        """Log the error, unless the client has just disconnected."""
         error = sys.exception()
         if not isinstance(error, OSError):
             logger.error("%s was not answered", client_address, exc_info=error)

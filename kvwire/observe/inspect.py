@@ -1,6 +1,6 @@
-"""Asks the processes that let this user look in: what is open, and what has happened.
+"""Queries to running processes: open connections and transfers, and recent events.
 
-A process does so where its configuration says ``inspect``; see
+A process answers if its configuration sets ``inspect``, and only to the same user; see
 :mod:`kvwire.endpoint.inspector`, which answers.
 """
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ProcessTrace(msgspec.Struct, frozen=True):
-    """Holds the last events of one process."""
+    """The last events of one process."""
 
     name: str
     pid: int
@@ -35,7 +35,7 @@ class ProcessTrace(msgspec.Struct, frozen=True):
 
 
 def sockets(folder: Path | None) -> list[Path]:
-    """Return the sockets of a folder, or of that of the configuration.
+    """Return the sockets in a folder, by default the configured one.
 
     Raises:
         UsageError: There is no such folder.
@@ -58,7 +58,7 @@ def sockets(folder: Path | None) -> list[Path]:
 
 
 def snapshots(paths: list[Path]) -> tuple[list[Snapshot], list[str]]:
-    """Ask each process what is open; return the answers, and who gave none and why."""
+    """Ask each process for a snapshot; return the answers, and the failures."""
     return _ask_all(paths, "snapshot", Snapshot)
 
 
@@ -82,7 +82,7 @@ def _ask_all(
 
 
 def _answer(path: Path, what: str, kind: type[T]) -> T | str | None:
-    """Return a process's answer, why there is none, or None if it was killed."""
+    """Return a process's answer, or why there is none; None if it was killed."""
     try:
         return _ask(path, what, kind)
     except ConnectionRefusedError:
@@ -108,7 +108,7 @@ def _ask(path: Path, what: str, kind: type[T]) -> T:
 
 
 def _pid_of_peer(client: socket.socket) -> int:
-    """Return the process that listens at the other end; 0 where nobody can say."""
+    """Return the process at the other end; 0 if the system does not tell."""
     if not hasattr(socket, "SO_PEERCRED"):
         return 0
     credentials = struct.Struct("3i")  # pid, uid, gid

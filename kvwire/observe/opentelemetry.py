@@ -3,24 +3,20 @@
 >>> tracer = TransferTracer(comm)
 
 Each end of a transfer is one span, from the call to the outcome, below the span that is
-current where the call was made. The trace of the end that asks is sent to its peer. So
-both ends are one trace: an end whose call was made below no span lies below the peer's,
-and one that has a span of its own has a link to it.
+current at the call. The asking end sends its trace to its peer, so both ends share one
+trace. An end without a current span lies below the peer's span; an end that has one
+gets a link to it.
 
-==============================  ======================================================
-attribute                       says
-==============================  ======================================================
-``kvwire.transfer.id``          its id
-``kvwire.communicator``         this side's name
-``kvwire.blocks``               blocks in its list
-``kvwire.outcome``              ``complete``, ``partial`` or ``failed``
-``kvwire.landed_blocks``        blocks that landed
-``kvwire.bytes``                payload bytes that landed
-``kvwire.layers_grouped``       layers that moved together
-``kvwire.peers``                the names of the other side
-``kvwire.transports``           what carried the payload, in the same order
-``kvwire.queue_s`` and others   the fields of :class:`kvwire.Timings`, in seconds
-==============================  ======================================================
+============================== ======================================================
+attribute meaning ==============================
+====================================================== ``kvwire.transfer.id`` its id
+``kvwire.communicator`` this side's name ``kvwire.blocks`` blocks in its list
+``kvwire.outcome`` ``complete``, ``partial`` or ``failed`` ``kvwire.landed_blocks``
+blocks that landed ``kvwire.bytes`` payload bytes that landed ``kvwire.layers_grouped``
+layers that moved together ``kvwire.peers`` the names of the other side
+``kvwire.transports`` the payload's transports, in the same order ``kvwire.queue_s`` and
+others the fields of :class:`kvwire.Timings`, in seconds ==============================
+======================================================
 """
 
 from __future__ import annotations
@@ -54,12 +50,12 @@ if TYPE_CHECKING:
 
 
 class TransferTracer:
-    """Traces the KV transfers of one communicator that begin from here on.
+    """Trace the KV transfers of one communicator that begin from now on.
 
     Args:
-        communicator: Which one. To be called on its loop; for a
-            :class:`kvwire.Engine` that is what ``engine.start`` is for.
-        provider: Where spans go; None for the global provider.
+        communicator: The communicator. Call this on its loop; with a
+            :class:`kvwire.Engine`, through ``engine.start``.
+        provider: The provider that gets the spans; None for the global one.
     """
 
     def __init__(
@@ -74,7 +70,7 @@ class TransferTracer:
         communicator.watchers.add(self)
 
     def close(self) -> None:
-        """Trace no more. Spans of transfers under way end here, and say so."""
+        """Stop tracing. Spans of running transfers end here, with an error status."""
         self._communicator.watchers.remove(self)
         for transfer in list(self._begun):
             span = self._span(transfer)
@@ -107,7 +103,7 @@ class TransferTracer:
         outcome: Outcome,
         connections: tuple[Connection, ...],
     ) -> None:
-        """End the span of a transfer, with what became of it."""
+        """End the span of a transfer, with its outcome."""
         if transfer not in self._begun:  # begun before us
             return
         span = self._span(transfer)
@@ -130,9 +126,9 @@ class TransferTracer:
         span.end()
 
     def _span(self, transfer: Incoming | Outgoing) -> Span:
-        """Start a transfer's span, as of when it began, in the trace of both ends.
+        """Start a transfer's span at its time of begin, in the trace of both ends.
 
-        Where the call was made below no span, it lies below the peer's.
+        Without a current span at the call, it lies below the peer's.
         """
         start_ns, context = self._begun.pop(transfer)
         shared = trace.get_current_span(_below(transfer.traceparent))
@@ -157,15 +153,15 @@ class TransferTracer:
 
 
 def follow(traceparent: str) -> None:
-    """Have what the current task begins from here on lie below a span elsewhere.
+    """Attach spans of the current task to a remote parent, from now on.
 
     Args:
-        traceparent: The span, as the header of W3C's Trace Context names it; what
-            names none is passed over.
+        traceparent: The parent, as in the header of W3C's Trace Context; an invalid
+            value is ignored.
     """
     attach(_below(traceparent))
 
 
 def _below(traceparent: str) -> Context:
-    """Return what is below a span elsewhere; below none if none is named."""
+    """Return a context below a remote span; an empty one if the text is invalid."""
     return TraceContextTextMapPropagator().extract({"traceparent": traceparent})

@@ -1,12 +1,11 @@
 """Communicators and stores as Prometheus metrics.
 
->>> from prometheus_client import REGISTRY
->>> REGISTRY.register(CommunicatorCollector(comm))
->>> REGISTRY.register(StoreCollector(store))
+>>> from prometheus_client import REGISTRY >>>
+REGISTRY.register(CommunicatorCollector(comm)) >>>
+REGISTRY.register(StoreCollector(store))
 
-Numbers are read when Prometheus asks and nothing is counted twice, so a scrape costs
-what reading them costs. Names follow the conventions of Prometheus: a unit, ``_total``
-for what only grows.
+The numbers are read when Prometheus scrapes, and are not kept a second time. Names
+follow Prometheus's conventions: a unit, and ``_total`` for counters.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ _GAUGES: Final = {
 
 
 class CommunicatorCollector(Collector):
-    """Collects one communicator's numbers, labelled with its name.
+    """Collect one communicator's numbers, labelled with its name.
 
     Args:
-        communicator: Which one. It must not be closed while it is registered.
-            Transfers that begin from here on are in the distributions; so make it on
-            the communicator's loop.
+        communicator: The communicator; do not close it while it is registered. The
+            distributions count transfers that begin from now on, so make this on the
+            communicator's loop.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -81,11 +80,11 @@ class CommunicatorCollector(Collector):
         communicator.watchers.add(self._distributions)
 
     def describe(self) -> list[Metric]:
-        """Return nothing: names are known without the numbers."""
+        """Return nothing, since the metrics have fixed names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the numbers of now. From any thread."""
+        """Yield the current numbers. From any thread."""
         communicator = self._communicator
         name, counters = communicator.name, communicator.counters
         labels, live = ["communicator"], communicator.live_connections
@@ -138,7 +137,7 @@ class CommunicatorCollector(Collector):
             yield family
 
     def _by_peer(self, name: str) -> Iterator[Metric]:
-        """Yield what has ended, by peer as far as that is bounded."""
+        """Yield the ended transfers by peer; the number of labels is bounded."""
         labels = ["communicator", "peer", "role", "outcome"]
         ends = CounterMetricFamily(
             "kvwire_peer_transfers",
@@ -197,13 +196,13 @@ _TENANT_GAUGES: Final = {
 
 
 class StoreCollector(Collector):
-    """Collects one store's numbers, labelled ``store``; its tiers ``tier``.
+    """Collect one store's numbers, labelled ``store``, and ``tier`` for each tier.
 
-    Tenants are labelled ``tenant``, with "" for who is none.
+    The label ``tenant`` has the tenant's name, or "" for blocks without a tenant.
 
     Args:
-        store: Which one.
-        name: The label's value.
+        store: The store.
+        name: The value of the label ``store``.
     """
 
     def __init__(self, store: BlockStore, name: str = "") -> None:
@@ -211,11 +210,11 @@ class StoreCollector(Collector):
         self._name = name
 
     def describe(self) -> list[Metric]:
-        """Return nothing: names are known without the numbers."""
+        """Return nothing, since the metrics have fixed names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the numbers of now. From any thread."""
+        """Yield the current numbers. From any thread."""
         name, store = self._name, self._store
         count = partial(_families, CounterMetricFamily)
         gauge = partial(_families, GaugeMetricFamily)
@@ -249,7 +248,7 @@ def _families(
     labels: Sequence[str],
     sources: Iterable[tuple[tuple[str, ...], object]],
 ) -> Iterator[Metric]:
-    """Yield the metric of each row: a field of all sources, under their labels."""
+    """Yield one metric per row: a field of every source, with its labels."""
     for field, text in rows.items():
         family = kind(prefix + field, text, labels=labels)
         for values, source in sources:

@@ -1,21 +1,17 @@
 """The last events of processes as one file for Perfetto, or ``chrome://tracing``.
 
-A process is a row; each of its transfers and store calls a slice on it, with an instant
-for each mark, segment and lost link. An arrow goes from the producer's slice to each
-consumer's of the same trace. Times are those of each host's own clock.
+A process is a row. Each of its transfers and store calls is a slice on it, with an
+instant for each mark, segment and lost link. An arrow leads from the producer's slice
+to each consumer's slice in the same trace. Times are those of each host's own clock.
 
-=================  ===================================================================
-event              more
-=================  ===================================================================
-``begin``          its id, or how many blocks; send, receive, put or get
-``met``            the peer's name
-``marked``         layers marked so far, layers
-``sent``           first layer, layers, bytes of a segment
-``acknowledged``   segments
-``landed``         first layer, layers, bytes of a segment
-``lost``           its connection
-``end``            complete, partial, failed or over; bytes; the trace
-=================  ===================================================================
+================= ===================================================================
+event details =================
+=================================================================== ``begin`` its id, or
+how many blocks; send, receive, put or get ``met`` the peer's name ``marked`` layers
+marked so far, layers ``sent`` first layer, layers, bytes of a segment ``acknowledged``
+segments ``landed`` first layer, layers, bytes of a segment ``lost`` its connection
+``end`` complete, partial, failed or over; bytes; the trace =================
+===================================================================
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ Row = dict[str, Any]
 
 
 def document(processes: Sequence[ProcessTrace]) -> dict[str, Any]:
-    """Return the document in Chrome's format of trace events."""
+    """Return the document in Chrome's trace event format."""
     rows: list[Row] = []
     for number, process in enumerate(processes, 1):
         label = f"{process.name}, process {process.pid}"
@@ -50,7 +46,7 @@ def document(processes: Sequence[ProcessTrace]) -> dict[str, Any]:
 
 
 def _rows(number: int, process: ProcessTrace) -> Iterator[Row]:
-    """Slices lie on the first track that is free, so that none hides another."""
+    """Yield the rows of a process, each slice on the first free track."""
     last_us = max((at for at, *_ in process.events), default=0) / _NS_PER_US
     slices: dict[str, Row] = {}
     instants: list[tuple[str, Row]] = []
@@ -97,7 +93,7 @@ def _instant(row: Row, name: str, at_us: float, args: Row) -> Row:
 
 
 def _arrows(rows: Sequence[Row]) -> Iterator[Row]:
-    """Join the ends of each transfer: those of one id, and of one trace."""
+    """Yield arrows between the ends of each transfer, matched by id and trace."""
     ends = [row for row in rows if row["ph"] == "X" and row["args"].get("trace")]
     sent = {
         (row["args"]["trace"], row["args"]["id"]): row

@@ -1,7 +1,7 @@
-"""What tests of kvwire, and of what is built on it, are made of; without pytest.
+"""Tools for tests of kvwire and of programs that use it; pytest is not needed.
 
-Names are imported when they are first used, since the pytest plugin imports this
-package in every run of pytest where kvwire is installed.
+Names are imported on first use, because the pytest plugin imports this package in every
+run of pytest where kvwire is installed.
 """
 
 from __future__ import annotations

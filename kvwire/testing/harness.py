@@ -1,4 +1,4 @@
-"""Two connected communicators in one line, over any backend, with faults if asked for.
+"""Two connected communicators in one line, over any backend, with faults if wanted.
 
 >>> async with kvwire.testing.loopback() as pair:
 ...     await pair.ab.send(7, b"hello")
@@ -25,9 +25,9 @@ class Loopback:
     Attributes:
         a: The communicator that connects.
         b: The communicator that listens.
-        ab: The connection as ``a`` has it.
-        ba: The same connection as ``b`` has it.
-        address: Where ``b`` listens.
+        ab: The connection, from ``a``'s side.
+        ba: The same connection, from ``b``'s side.
+        address: The address on which ``b`` listens.
     """
 
     a: Communicator
@@ -53,12 +53,12 @@ async def loopback(
 
     Args:
         backend: The transport, such as ``"inproc"`` or ``"tcp"``.
-        faults: What befalls the frames of both sides; ``inproc`` only. Its ``spare``
-            lets the handshake through.
-        config: Of both; None for the environment alone.
-        address: Where to listen. By default a free name for ``inproc`` and a free
-            port of the loopback address for every other backend; one without addresses
-            of its own carries the data beside tcp.
+        faults: Faults for the frames of both sides; ``inproc`` only. Its ``spare`` lets
+            the handshake through.
+        config: The configuration of both; None for the environment alone.
+        address: The address to listen on. By default a free name for ``inproc`` and a
+            free port of the loopback address for every other backend; a backend without
+            addresses of its own carries the data beside tcp.
         **arguments: Keys of Config that override it, on both sides.
 
     Raises:
@@ -66,7 +66,7 @@ async def loopback(
         BackendUnavailable: The backend cannot run here.
         HandshakeError: The faults have hit the handshake.
 
-    Cancel safety: safe, what was opened is closed.
+    Cancel safety: safe, both are closed.
     """
     if faults is not None and backend != "inproc":
         raise UsageError(

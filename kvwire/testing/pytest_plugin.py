@@ -11,8 +11,7 @@
 pytest imports this module in every run where kvwire is installed. So it imports nothing
 else of kvwire before a fixture is used.
 
-Async fixtures are run by pytest-asyncio, or by the plugin of anyio where a test is
-marked for that one.
+pytest-asyncio runs the async fixtures, or anyio's plugin where a test is marked for it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def kvwire_backend(request: pytest.FixtureRequest) -> str:
-    """Name the backend of ``kvwire_pair``: ``"inproc"``, or the test's parameter.
+    """Return the backend of ``kvwire_pair``: ``"inproc"``, or the test's parameter.
 
     Override it, or parametrise it indirectly, to run tests over another backend.
     """
@@ -48,9 +47,9 @@ def _async_fixture(function: Callable[..., Any]) -> Any:
 
 @_async_fixture
 async def kvwire_pair(kvwire_backend: str) -> AsyncIterator[Loopback]:
-    """Two connected communicators; see :func:`kvwire.testing.loopback`.
+    """Yield two connected communicators; see :func:`kvwire.testing.loopback`.
 
-    Cancel safety: safe, what was opened is closed.
+    Cancel safety: safe, both are closed.
     """
     from kvwire.testing.harness import loopback  # noqa: PLC0415 - see the top
 

@@ -2,7 +2,7 @@
 
 >>> report = await check_backend("tcp")
 
-or, from a shell, ``python -m kvwire.testing.conformance tcp``. It depends on no test
+or, from a shell, ``python -m kvwire.testing.conformance tcp``. It needs no test
 framework; docs/howto/write-a-backend.md shows one pytest test for each check.
 """
 

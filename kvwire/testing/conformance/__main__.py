@@ -1,7 +1,7 @@
 """``python -m kvwire.testing.conformance tcp``: all checks of one backend.
 
-A line for each check as it ends; what failed is repeated at the end. With ``--lanes``
-the backend's lanes are checked, and not its links.
+It prints a line for each check as it ends, and repeats the failures at the end. With
+``--lanes`` it checks the backend's lanes instead of its links.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the checks and print what came of them; 0 if all passed."""
+    """Run the checks and print their results; return 0 if all passed."""
     chosen = _parser().parse_args(arguments)
 
     known = [check.id for check in (LANE_CHECKS if chosen.lanes else CHECKS)]

@@ -1,4 +1,4 @@
-"""Checks: an id, the promise it is about, a coroutine, and what came of running it."""
+"""Checks: an id, the promise to check, the coroutine that checks it, and the result."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Cases = Mapping[str, Any] | None
 
 
 class CheckFailed(AssertionError):
-    """Reports a promise that was not kept; the message says what was seen."""
+    """Report a broken promise; the message describes what happened."""
 
 
 class Planted(Exception):
-    """Marks what a handler raises where a check wants it to."""
+    """The exception that a handler raises on purpose, where a check wants it."""
 
 
 def raise_planted(*_: object) -> None:
-    """Raise, in the place of a callback."""
+    """Raise :exc:`Planted`, as a callback."""
     raise Planted
 
 
 def require(condition: bool, otherwise: str) -> None:
-    """Fail the check with ``otherwise`` unless the condition holds.
+    """Raise CheckFailed with `otherwise` unless the condition holds.
 
-    Not an ``assert`` statement, which ``python -O`` would remove.
+    It is no ``assert`` statement, which ``python -O`` would remove.
     """
     if not condition:
         raise CheckFailed(otherwise)
@@ -36,12 +36,12 @@ def require(condition: bool, otherwise: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Describes one thing that every backend, lane or directory must do.
+    """One promise that every backend, lane or directory must keep.
 
     Attributes:
         id: Its stable name, such as ``"close.flushed[many]"``.
-        promise: One line: what is promised.
-        run: Shows, on a rig, that it is kept.
+        promise: The promise, in one line.
+        run: The coroutine that checks it on a rig.
     """
 
     id: str
@@ -52,9 +52,9 @@ class Check:
 class Group:
     """Checks about one subject, in the order they are written.
 
-    A check gets a rig. One that takes two sides as well gets a pair that is joined, of
-    which the right side receives nothing yet if it is ``held``. With ``cases`` it is a
-    check for each: the promise names it where it has ``{}``, and its value comes last.
+    A check gets a rig. A check with two more parameters also gets a connected pair; if
+    ``held``, its right side receives nothing yet. With ``cases`` there is one check per
+    case: the case replaces ``{}`` in the promise, and its value is the last argument.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,7 +77,7 @@ class Group:
     def both(
         self, name: str, promise: str, cases: Cases = None, *, held: bool = False
     ) -> Callable[[Run], Run]:
-        """Register the decorated coroutine as a check of links, and one of lanes."""
+        """Register the decorated coroutine both as a check of links and of lanes."""
         where = self.of_links, self.of_lanes
         return self._register(where, name, promise, cases, held)
 
@@ -117,10 +117,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Holds what came of one check.
+    """The result of one check.
 
     Attributes:
-        check: Which.
+        check: The check.
         seconds: How long it took.
         reason: Why it failed; "" if it passed.
     """
@@ -131,7 +131,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Tell whether the promise was kept."""
+        """Whether the promise was kept."""
         return not self.reason
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Holds what came of all checks of one backend.
+    """The results of all checks of one backend.
 
     Attributes:
         backend: Its scheme.
@@ -163,10 +163,10 @@ class Report:
         return tuple(result for result in self.results if not result.passed)
 
     def raise_for_failures(self) -> None:
-        """Do nothing if all passed.
+        """Raise if any check failed.
 
         Raises:
-            CheckFailed: Some did not; the message has the reason of each.
+            CheckFailed: Some checks failed; the message has the reason of each.
         """
         if self.failed:
             raise CheckFailed(f"{self.summary}\n{self.failures}")
@@ -182,7 +182,7 @@ class Report:
 
     @property
     def failures(self) -> str:
-        """List each check that failed: its whole id and the reason, a line each."""
+        """One line for each failed check: its id and the reason."""
         return "\n".join(f"{r.check.id}: {r.reason}" for r in self.failed)
 
     def __iter__(self) -> Iterator[Result]:

@@ -1,8 +1,8 @@
-"""What the checks send, and the memory they send it from and receive it into.
+"""The content that the checks send, and the memory of senders and receivers.
 
-A header says its frame's number and length and carries a digest of both. A payload is a
-pseudo-random run of bytes that follows from the number. So a receiver can tell a frame
-that was lost, doubled, moved, mixed with another, cut or changed, from the frame alone.
+A header has its frame's number and length, and a digest of both. A payload is a
+pseudo-random run of bytes derived from the number. So a receiver detects from the frame
+alone whether it was lost, doubled, moved, mixed with another, cut or changed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SLICE_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Holds what a header says."""
+    """The content of a header."""
 
     number: int
     length: int
@@ -54,7 +54,7 @@ class Head:
 
     @classmethod
     def decode(cls, header: memoryview) -> Head | None:
-        """Read a header; None if it is none that :meth:`encode` made."""
+        """Parse a header; None if :meth:`encode` did not make it."""
         if header.nbytes != HEADER_BYTES:
             return None
         number, length, digest = _HEADER.unpack(header)
@@ -77,7 +77,7 @@ def pattern(number: int, length: int) -> Bytes:
 
 
 def even(size: int) -> Cut:
-    """Cut into pieces of one size, and what is left."""
+    """Return a function that cuts a length into pieces of one size, and the rest."""
 
     def cut(total: int) -> list[int]:
         whole, rest = divmod(total, size)
@@ -87,7 +87,7 @@ def even(size: int) -> Cut:
 
 
 def _uneven(total: int) -> list[int]:
-    """Return 1 byte to 9 KiB, in no order, with no border in common with others."""
+    """Cut a length into pieces of 1 byte to 9 KiB, in irregular order."""
     lengths = []
     step = 1
     while total:
@@ -109,7 +109,7 @@ CUTS: Final[dict[str, Cut | None]] = {
 
 
 class Memory:
-    """Memory of one payload, a view or pieces back to front with gaps between."""
+    """The memory of one payload: a view, or pieces back to front with gaps between."""
 
     def __init__(self, nbytes: int, cut: Cut | None = None) -> None:
         self.nbytes = nbytes
@@ -139,11 +139,11 @@ class Memory:
 
     @property
     def alive(self) -> weakref.ref[Bytes]:
-        """Tells whether anything still holds the memory."""
+        """A weak reference, dead once nothing holds the memory."""
         return weakref.ref(self._arena)
 
     def split_in_place(self, count: int) -> None:
-        """Make a view into fragments of equal length that touch."""
+        """Turn a view into adjacent fragments of equal length."""
         size = self.nbytes // count
         offsets = self._offsets[0] + np.arange(count) * size
         self.payload = self._fragments(offsets, np.full(count, size))
@@ -157,16 +157,16 @@ class Memory:
             piece[:] = data[place]
 
     def poison(self) -> None:
-        """Overwrite everything, the gaps too, as a next user of the memory would."""
+        """Overwrite everything, gaps included, as the memory's next user would."""
         self._arena[:] = _POISON
 
     @property
     def untouched(self) -> bool:
-        """Tell whether everything still is what :meth:`poison` wrote."""
+        """Whether every byte still is as :meth:`poison` wrote it."""
         return bool((self._arena == _POISON).all())
 
     def differs_at(self, data: Bytes) -> int | None:
-        """Find where the payload first differs from ``data``; None if it does not."""
+        """Return where the payload first differs from `data`; None if it does not."""
         if self._short_pieces:
             different = self._arena[self._index] != data
             return int(different.argmax()) if different.any() else None
@@ -176,13 +176,13 @@ class Memory:
         return None
 
     def gaps_are_whole(self) -> bool:
-        """Tell whether nothing was written beside the payload."""
+        """Return whether nothing was written beside the payload."""
         behind = self._arena[self._ends[:, None] + np.arange(_GAP_BYTES)]
         first = self._arena[:_GAP_BYTES]
         return bool((first == _CANARY).all() and (behind == _CANARY).all())
 
     def _pieces(self) -> Iterator[tuple[Bytes, slice]]:
-        """Yield each piece of memory, and which bytes of the payload are its own."""
+        """Yield each piece of memory, and its slice of the payload."""
         start = 0
         for offset, end in zip(
             self._offsets.tolist(), self._ends.tolist(), strict=True
@@ -196,7 +196,7 @@ class Memory:
 
     @property
     def _short_pieces(self) -> bool:
-        """Tell whether an index of each byte is cheaper than a slice of each piece."""
+        """Whether an index of each byte is cheaper than a slice of each piece."""
         return self._lengths.size * _SLICE_BYTES > self.nbytes
 
     @cached_property
@@ -208,12 +208,12 @@ class Memory:
 
 
 class Owned(Protocol):
-    """Knows the memory of one payload; a token or a landing does."""
+    """An object with the memory of one payload, such as a token or a landing."""
 
     memory: Memory | None
 
 
 def poison(owned: Owned) -> None:
-    """Overwrite memory that is its owner's again, as by who reuses a KV block."""
+    """Overwrite memory that its owner has back, as if a KV block were reused."""
     if owned.memory is not None:
         owned.memory.poison()

@@ -1,8 +1,8 @@
-"""What a check works with: the loop, watched, two backends and what joins them.
+"""What a check runs on: a watched loop, two backends, and the links or lanes between.
 
-A rig lives for one check. When it ends it aborts every link or lane, closes every
-listener and then looks for what is left: descriptors, tasks, errors that only the loop
-saw. Whatever it finds fails the check, so every check is a check for leaks as well.
+A rig lives for one check. At its end it aborts every link or lane, closes every
+listener, and looks for leftovers: descriptors, tasks, errors that only the loop saw.
+Any leftover fails the check, so every check also checks for leaks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TURNS: Final = 20
 
 
 class Rig(Generic[S]):
-    """Two backends and the sides of what joins them, on a loop that is watched."""
+    """Two backends, and the sides of their links or lanes, on a watched loop."""
 
     moves: ClassVar[str]
     """What is sent: "frame" or "payload"."""
@@ -80,11 +80,11 @@ class Rig(Generic[S]):
 
     @abstractmethod
     async def pair(self) -> tuple[S, S]:
-        """Two sides that are joined."""
+        """Return two connected sides."""
 
     @abstractmethod
     async def held_pair(self) -> tuple[S, S]:
-        """Two sides of which the right one receives nothing before its ``release``."""
+        """Return two sides; the right one receives nothing before its ``release``."""
 
     @abstractmethod
     def ended_by(self, closer: S, other: S) -> tuple[S, ...]:
@@ -92,7 +92,7 @@ class Rig(Generic[S]):
 
     @abstractmethod
     async def rests(self, side: S) -> None:
-        """Wait until nothing of a side is left under way, or it has closed."""
+        """Wait until a side has nothing under way, or has closed."""
 
     # --- waiting ----------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Rig(Generic[S]):
             raise CheckFailed(f"not within {self.timeout_s:g} s: {what}") from None
 
     async def _reaches(self, counted: Sized, goal: int, what: str) -> None:
-        """Wait until there are as many as ``goal``; each rise has the whole time."""
+        """Wait until the count reaches ``goal``; each increase renews the time limit."""
         while (before := len(counted)) < goal:
             await self._grows(counted, before, f"{goal} {what} (there are {before})")
 
@@ -146,14 +146,14 @@ class Rig(Generic[S]):
         await self.until(lambda: len(counted) > before, what)
 
     async def settle(self) -> None:
-        """Give everything that could still be said the time to be said."""
+        """Give every pending callback time to run."""
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         await self._change()
         self.raise_verdict()
 
     async def arrives(self, side: S, count: int) -> None:
-        """Wait until ``count`` frames or payloads have arrived whole, in all."""
+        """Wait until ``count`` frames or payloads in all have arrived whole."""
         await self._reaches(side.arrived, count, f"{self.moves}s at {side.name}")
 
     async def given_back(self, side: S) -> None:
@@ -162,19 +162,19 @@ class Rig(Generic[S]):
         await self._reaches(side.sent, count, f"{what} for {side.name}")
 
     async def moved(self, sender: S, receiver: S, count: int) -> None:
-        """Wait until ``count`` have arrived in all, and every token is given back."""
+        """Wait until ``count`` in all have arrived, and every token is given back."""
         await self.arrives(receiver, count)
         await self.given_back(sender)
 
     async def closes(self, *sides: S) -> None:
-        """Wait until each side has been told that it has closed."""
+        """Wait until each side has had its closing callback."""
         for side in sides:
             # Not the side itself, which an error that is kept would keep alive.
             closed, what = side.closed, f"{side.kind}_closed for {side.name}"
             await self.until(closed.__len__, what)
 
     async def closes_cleanly(self, *sides: S) -> None:
-        """Wait until each side has been told of a clean end."""
+        """Wait until each side has closed without an error."""
         await self.closes(*sides)
         for side in sides:
             error = side.closed[0]
@@ -184,7 +184,7 @@ class Rig(Generic[S]):
 
     @contextmanager
     def expecting_errors(self) -> Iterator[None]:
-        """Errors that the loop is told of, or that are logged, are what is wanted."""
+        """Accept errors that the loop reports or that are logged, in this block."""
         before = logging.root.manager.disable
         self._errors_expected = True
         logging.disable()
@@ -195,7 +195,7 @@ class Rig(Generic[S]):
             self._errors_expected = False
 
     def raise_verdict(self) -> None:
-        """Fail the check if a promise was seen broken."""
+        """Raise CheckFailed if a broken promise was seen."""
         if self.verdicts.found:
             raise CheckFailed(self.verdicts.found[0])
 
@@ -227,16 +227,16 @@ class Rig(Generic[S]):
         return sorted(opened - {spare})
 
     def forget(self, *sides: S) -> None:
-        """Let go of sides that have ended, so that nothing here keeps them alive."""
+        """Drop sides that have ended, so that nothing here keeps them alive."""
         self.sides = [side for side in self.sides if side not in sides]
 
     def abort_all(self) -> None:
-        """Abort everything there is."""
+        """Abort every side."""
         for side in self.sides:
             side.abort()
 
     async def aclose(self) -> None:
-        """End everything, and look for what is left."""
+        """End everything, and look for leftovers."""
         try:
             self.abort_all()
             await self.closes(*(side for side in self.sides if side.begun))
@@ -296,7 +296,7 @@ class LinkRig(Rig[LinkSide]):
         return link
 
     async def accept(self) -> Link:
-        """Return the next link that came in and was not asked for yet."""
+        """Return the next incoming link."""
         await self.until(lambda: bool(self._accepted), "the listener accepts a link")
         return self._accepted.popleft()
 
@@ -330,11 +330,11 @@ class LinkRig(Rig[LinkSide]):
 
     @property
     def unaccepted(self) -> int:
-        """Links that came in and were not asked for."""
+        """Count the incoming links that :meth:`accept` has not returned."""
         return len(self._accepted)
 
     def side(self, name: str, link: Link) -> LinkSide:
-        """Put a handler that judges on a link, not yet started."""
+        """Put a judging handler on a link, which is not started yet."""
         side = LinkSide(name, link, self.verdicts)
         self.sides.append(side)
         return side
@@ -373,7 +373,7 @@ class LaneRig(Rig[LaneSide]):
         self._opened = 0
 
     async def open(self) -> None:
-        """Listen with the far backend, if it was said where."""
+        """Listen with the far backend, if an address was given."""
         if self.address is not _CONTROL_ADDRESS:
             self.address = (await self.listen_on(self.address, _end_link)).address
 
@@ -389,7 +389,7 @@ class LaneRig(Rig[LaneSide]):
         return left, right
 
     async def half_joined(self) -> tuple[LaneSide, LaneSide]:
-        """Make both sides of a lane; the server's has joined, as it does first."""
+        """Make both sides of a lane; only the server's has joined, as it does first."""
         left, right = self.prepare()
         await self.within(right.join(left.lane.bootstrap), "the server's join")
         return left, right
@@ -429,14 +429,14 @@ AnyRig: TypeAlias = Rig[Any]
 
 
 def _end_link(link: Link) -> None:
-    """Start an accepted link, which is a lane or nobody: with a header it ends."""
+    """Start an accepted link that is no lane, and end it at its first header."""
     stranger = LinkSide("a stranger", link, Verdicts())
     stranger.on_header = lambda _: link.abort()
     stranger.start()
 
 
 def open_descriptors() -> dict[int, str]:
-    """List the open descriptors of this process, and on Linux what each leads to."""
+    """Return the open descriptors of this process, and on Linux their targets."""
     linux = sys.platform == "linux"
     folder = Path("/proc/self/fd" if linux else "/dev/fd")
     found = {}
@@ -447,7 +447,7 @@ def open_descriptors() -> dict[int, str]:
 
 
 def require_collected(seen: Sequence[weakref.ref[T]], what: str) -> None:
-    """Require that nothing keeps these alive any more."""
+    """Require that nothing keeps these objects alive."""
     gc.collect()
     held = sum(alive() is not None for alive in seen)
     require(not held, f"{held} of {len(seen)} {what} are kept alive")

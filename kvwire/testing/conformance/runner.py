@@ -1,4 +1,4 @@
-"""Runs the checks: of links, of lanes, and on whatever else has a rig."""
+"""Run the checks of links, of lanes, or of anything else that has a rig."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ LANE_CHECKS: tuple[Check, ...] = tuple(c for group in _GROUPS for c in group.of_
 
 
 class CheckOptions(TypedDict, total=False):
-    """Says which checks run, and how what comes of them is told.
+    """Which checks run, and how their results are reported.
 
     Attributes:
         only: Ids of the checks to run; by default all.
         raising: Whether a failed check raises in the end, as it does by default.
         first_only: Stop at the first check that fails.
-        progress: Is told of each result as it comes.
+        progress: Called with each result as it comes.
     """
 
     only: Collection[str] | None
@@ -61,17 +61,17 @@ async def check_backend(
     timeout_s: float = TIMEOUT_S,
     **options: Unpack[CheckOptions],
 ) -> Report:
-    """Hold a backend against the contract of :mod:`kvwire.backend`.
+    """Check a backend against the contract of :mod:`kvwire.backend`.
 
-    Needs no test framework, and runs on whatever loop runs it.
+    It needs no test framework, and runs on the running loop.
 
     Args:
         backend: A class, which is made twice for each check, once for each side; or the
             scheme of an installed one; or an instance, which then plays both sides.
-        address: To listen on, as often as a check wants: any free port or name. By
-            default port 0 of the loopback address, or a free name for a backend within
-            one process.
-        timeout_s: How long anything that a backend promises may take.
+        address: An address to listen on, as often as a check wants: any free port or
+            name. By default port 0 of the loopback address, or a free name for a
+            backend within one process.
+        timeout_s: The time limit for everything that a backend promises.
         **options: See :class:`CheckOptions`.
 
     Raises:
@@ -79,7 +79,7 @@ async def check_backend(
         UsageError: The backend has no links, or a check is not known.
         CheckFailed: A check failed.
 
-    Cancel safety: safe, links of the check under way may stay open.
+    Cancel safety: safe, links of the running check may stay open.
     """
     cls = registry.load(backend) if isinstance(backend, str) else backend
     if not _capabilities(cls).links:
@@ -108,16 +108,16 @@ async def check_lanes(
     timeout_s: float = TIMEOUT_S,
     **options: Unpack[CheckOptions],
 ) -> Report:
-    """Hold a backend's lanes against the contract of :mod:`kvwire.backend.lane`.
+    """Check a backend's lanes against the contract of :mod:`kvwire.backend.lane`.
 
     Args:
         backend: A class, which is made twice for each check, once for each side; or the
             scheme of an installed one.
-        settings: The user's settings for it, such as which of its ways to use.
-        address: Where the backend is to listen, for lanes that dial the address of the
-            control link: any free port or name. By default port 0 of the loopback
-            address, for a backend that has links to other processes.
-        timeout_s: How long anything that a lane promises may take.
+        settings: The user's settings for it, such as which of its modes to use.
+        address: The address on which the backend listens, for lanes that dial the
+            address of the control link: any free port or name. By default port 0 of the
+            loopback address, for a backend that has links to other processes.
+        timeout_s: The time limit for everything that a lane promises.
         **options: See :class:`CheckOptions`.
 
     Raises:
@@ -125,7 +125,7 @@ async def check_lanes(
         UsageError: The backend has no lanes, or a check is not known.
         CheckFailed: A check failed.
 
-    Cancel safety: safe, lanes of the check under way may stay open.
+    Cancel safety: safe, lanes of the running check may stay open.
     """
     cls = registry.load(backend) if isinstance(backend, str) else backend
     if not _capabilities(cls).lanes:
@@ -142,7 +142,7 @@ async def check_lanes(
 
 
 def _capabilities(backend: object) -> Capabilities:
-    """Return what a backend can do; all else here asks that first."""
+    """Return a backend's capabilities; refuse an object that is no backend."""
     kind = backend if isinstance(backend, type) else type(backend)
     if not issubclass(kind, Backend):
         raise wrong_type("conformance", backend, "a kvwire.backend.Backend")
@@ -161,7 +161,7 @@ async def run_check(
     address: Address,
     timeout_s: float = TIMEOUT_S,
 ) -> Result:
-    """Run one check, and look for what it leaves behind.
+    """Run one check, and look for leftovers.
 
     Cancel safety: safe, links of the check may stay open.
     """
@@ -197,7 +197,7 @@ async def run_all(
 
 
 async def _run_on(make_rig: Callable[[], Any], check: Check) -> Result:
-    """Run one check on a rig of its own, and look for what it leaves behind."""
+    """Run one check on a rig of its own, and look for leftovers."""
     began = time.perf_counter()
     reason = ""
     try:
@@ -217,7 +217,7 @@ async def _run_on(make_rig: Callable[[], Any], check: Check) -> Result:
 
 
 def _reason_of(error: BaseException) -> str:
-    """Say why a check failed, in one line."""
+    """Return why a check failed, in one line."""
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
         raise error  # the kit was cancelled, not the backend's coroutine

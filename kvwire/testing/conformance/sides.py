@@ -1,10 +1,10 @@
-"""What judges a side under test, be it of a link or of a lane, and plays its caller.
+"""The sides of a link or lane under test; each judges its subject and calls it.
 
-A side holds every callback against what both contracts share: on the loop's thread,
-not from inside a call unless that call may call back, never before the beginning, and
+A side checks every callback against what both contracts share: on the loop's thread;
+not from inside a call unless that call may call back; never before the beginning;
 nothing after the end; each token given back once; no byte wrong, and none written
 beside its destination. Frames of a link come in the order they were sent, each once.
-What is wrong goes to :attr:`Verdicts.found` and fails the check that runs.
+Violations go to :attr:`Verdicts.found` and fail the running check.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvwire.testing.conformance.content import Cut, Head, Memory, pattern
 
 
 class Verdicts:
-    """Broken promises found outside the check's own coroutine, and a wake-up for it.
+    """Broken promises found outside the check's own coroutine, with a wake-up for it.
 
     Attributes:
-        found: What was wrong, first things first.
-        inside: Calls and callbacks of all sides on this loop under way, the innermost
-            last: what one link calls from inside a call to another re-enters as well.
+        found: The violations, oldest first.
+        inside: The running calls and callbacks of all sides on this loop, the innermost
+            last; a call from one link into another counts as nested as well.
         changed: Called after every callback.
     """
 
@@ -38,13 +38,13 @@ class Verdicts:
         self.changed: Callable[[], None] = lambda: None
 
     def add(self, text: str) -> None:
-        """Note a broken promise."""
+        """Record a broken promise."""
         self.found.append(text)
         self.changed()
 
 
 class Token:
-    """Goes with a payload; backends must give it back and not look at it."""
+    """Accompany a payload; a backend must give it back, and not look at it."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -61,7 +61,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Holds what the control link says of one payload."""
+    """The descriptor of one payload, as the control link carries it."""
 
     number: int
     length: int
@@ -69,7 +69,7 @@ class Parcel:
 
 
 class KitLanding(Landing):
-    """Knows the number of the payload that lands."""
+    """A landing that knows the number of its payload."""
 
     __slots__ = ("memory", "number")
 
@@ -84,19 +84,19 @@ def _memory_of(item: Head | Parcel) -> Memory | None:
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing, where a check does not listen to a callback."""
+    """Do nothing, as the callback of a check that needs none."""
 
 
 class Side:
-    """Runs one side of what is under test.
+    """One side of the link or lane under test.
 
     Attributes:
-        arrived: Numbers of what has come in whole.
+        arrived: Numbers of the payloads that arrived whole.
         sent: Tokens that were given back.
-        closed: The error, or None, of each time that the end was told.
-        holding: Of a lane: what the side across sends waits for :meth:`release`.
-        land: Names the memory for a payload that comes in; None drops it.
-        trusting: Whether what arrives is compared with what an honest peer sends.
+        closed: The error, or None, of each closing callback.
+        holding: For a lane: the other side's payloads wait for :meth:`release`.
+        land: Returns the memory for an incoming payload; None drops it.
+        trusting: Whether arrivals are compared with what an honest peer sends.
     """
 
     kind: ClassVar[str]
@@ -128,27 +128,27 @@ class Side:
 
     @property
     def lent(self) -> int:
-        """Tokens that have not been given back."""
+        """Count the tokens that have not been given back."""
         return len(self._lent)
 
     @property
     def queued_bytes(self) -> int:
-        """Count the bytes that wait here, as the link or the lane says."""
+        """Return the queued bytes, as the link or the lane reports them."""
         count: int = self._subject.queued_bytes
         return count
 
     @property
     def received_bytes(self) -> int:
-        """Count the bytes that have come in, as the link or the lane says."""
+        """Return the received bytes, as the link or the lane reports them."""
         count: int = self._subject.received_bytes
         return count
 
     def forget(self) -> None:
-        """Let go of what was lent and will not be given back."""
+        """Drop tokens that will not be given back."""
         self._lent.clear()
 
     def wrong(self, text: str) -> None:
-        """Note a promise that this side saw broken."""
+        """Record a promise that this side saw broken."""
         self._verdicts.add(f"{self.name}: {text}")
 
     # --- what a check does ------------------------------------------------------------
@@ -165,11 +165,11 @@ class Side:
         """Send ``length`` pseudo-random bytes, without a flush.
 
         Args:
-            length: How many.
+            length: The number of bytes.
             cut: How their memory is cut; a view by default.
             number: Chooses the bytes; by default one more than the last.
-            memory: Has them already.
-            token: Whether its owner wants to be told when the memory is free.
+            memory: Memory that holds them already.
+            token: Whether the sender waits for its memory to be free.
         """
         number = self._next_number if number is None else number
         self._next_number = number + 1
@@ -190,7 +190,7 @@ class Side:
     def queue_many(
         self, count: int, length: int, cut: Cut | None = None
     ) -> list[Token]:
-        """Call :meth:`queue` so many times."""
+        """Call :meth:`queue` ``count`` times."""
         return [self.queue(length, cut) for _ in range(count)]
 
     def send(self, length: int = 0, cut: Cut | None = None) -> Token:
@@ -198,7 +198,7 @@ class Side:
         return self.send_many(1, length, cut)[0]
 
     def send_many(self, count: int, length: int, cut: Cut | None = None) -> list[Token]:
-        """Queue so many payloads, and flush once."""
+        """Queue ``count`` payloads, and flush once."""
         tokens = self.queue_many(count, length, cut)
         self.flush()
         return tokens
@@ -221,7 +221,7 @@ class Side:
             self._subject.abort()
 
     def keep_landings(self, cut: Cut | None = None) -> list[Memory]:
-        """Have payloads land in memory that the list gets, all of it."""
+        """Let payloads land in fresh memory; return the list that collects it."""
         landed: list[Memory] = []
 
         def land(item: Head | Parcel) -> Memory:
@@ -232,17 +232,17 @@ class Side:
         return landed
 
     def take(self) -> None:
-        """Receive what the side across has sent, where that does not come by itself."""
+        """Receive what the other side has sent, where that needs a call."""
 
     def release(self) -> None:
-        """Receive what has waited; see :meth:`Rig.held_pair`."""
+        """Receive the held payloads; see :meth:`Rig.held_pair`."""
         raise NotImplementedError
 
     # --- what the subject does --------------------------------------------------------
 
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
-        """Note a call to the subject."""
+        """Record a call to the subject."""
         self._verdicts.inside.append((self, what))
         try:
             yield
@@ -283,7 +283,7 @@ class Side:
             token.memory = None
 
     def _arrive(self, what: str, landing: KitLanding) -> None:
-        """Judge a payload that has come in whole, within the callback named."""
+        """Judge a payload that arrived whole, within the named callback."""
         if self._aborted:
             self.wrong(f"{what} after abort")
         number, memory = landing.number, landing.memory
@@ -315,11 +315,11 @@ class Side:
 
 
 class LinkSide(Side, LinkHandler):
-    """Runs one side of a link, its handler and its caller.
+    """One side of a link: its handler and its caller.
 
     Attributes:
-        across: The other side, if it is here and its frames are known.
-        due: Numbers of the frames that it has sent and that have not come.
+        across: The other side, if it is in this process and its frames are known.
+        due: Numbers of the frames that it has sent and that have not arrived.
     """
 
     kind = "link"
@@ -393,11 +393,11 @@ class LinkSide(Side, LinkHandler):
 
 
 class LaneSide(Side, LaneHandler):
-    """Runs one side of a lane, its handler and its caller.
+    """One side of a lane: its handler and its caller.
 
     Attributes:
         across: The other side.
-        inbox: What the control link has said and this side has not received.
+        inbox: Descriptors from the control link that this side has not used yet.
     """
 
     kind = "lane"
@@ -415,7 +415,7 @@ class LaneSide(Side, LaneHandler):
         self._landings: list[KitLanding] = []
 
     async def join(self, bootstrap: bytes) -> None:
-        """Join the lane across, of which these bytes are the bootstrap."""
+        """Join the lane, with the other side's bootstrap."""
         await self.lane.join(bootstrap, self)
         self.begun = True
 
@@ -430,7 +430,7 @@ class LaneSide(Side, LaneHandler):
         self.across.inbox.append(Parcel(token.number, length, descriptor))
 
     def send_many(self, count: int, length: int, cut: Cut | None = None) -> list[Token]:
-        """Queue so many payloads, flush, and let the side across receive them."""
+        """Queue ``count`` payloads, flush, and let the other side receive them."""
         tokens = super().send_many(count, length, cut)
         if not self.across.holding:
             self.across.take()
@@ -447,7 +447,7 @@ class LaneSide(Side, LaneHandler):
         self.take()
 
     def receive(self, parcel: Parcel | None = None) -> None:
-        """Queue one arrival, as the control link said it: the inbox's first."""
+        """Queue one arrival: the given descriptor, or the inbox's first."""
         if parcel is None:
             parcel = self.inbox.popleft()
         ended = self.closed or self._aborted
@@ -463,14 +463,14 @@ class LaneSide(Side, LaneHandler):
             raise
 
     def forget(self) -> None:
-        """Let go of everything lent that will not be given back."""
+        """Drop everything lent that will not be given back."""
         super().forget()
         self._landings.clear()
         self.inbox.clear()
 
     @property
     def expected(self) -> int:
-        """Payloads that were received and have not arrived."""
+        """Count the payloads that were queued for arrival and have not arrived."""
         return len(self._landings)
 
     # --- what the lane does -----------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Coming up: addresses, links, lanes, and coroutines cancelled wherever they wait."""
+"""How links and lanes come up: addresses, joining, and cancellation at every await."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
 
 def _require_facts(side: LaneSide) -> None:
-    """Require of what a lane says of itself that data can be planned with it."""
+    """Require a lane's properties to have values that data can be planned with."""
     lane, name = side.lane, side.name
     # With a window of 0 no payload would ever be sent.
     for fact, least in (("bytes_min", 1), ("span_bytes", 0), ("window_bytes", 1)):
@@ -328,7 +328,7 @@ async def _cancelled(
 ) -> AsyncIterator[T | None]:
     """Cancel a coroutine after its first step, another after its second, and so on.
 
-    Yields what each returned all the same; ends when one was through in time.
+    Yield each one's result, if it had one in spite of it; end when one finished first.
     """
     for turns in _TURNS[1:]:
         task = asyncio.ensure_future(begin())

@@ -1,7 +1,7 @@
-"""When a handler is called, from where, what it may do then, and whom it harms.
+"""When and where a handler is called, what it may do then, and whom its errors affect.
 
-That callbacks come on the loop's thread, one at a time and never from inside a call is
-judged in every check; these bring about the situations in which it goes wrong.
+Every check already requires that callbacks come on the loop's thread, one at a time and
+never from inside a call. These checks create the situations in which that goes wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""close lets everything queued arrive; abort is at once, at any stage."""
+"""How links and lanes end: close delivers everything queued, abort is immediate."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Whose memory it is and when, and that nothing is left behind.
+"""Who owns memory and when, and that nothing is left behind.
 
-Every check looks for descriptors, tasks and errors that it left; those of leaks repeat
-what might leave a little each time, and look for what only shows in numbers.
+Every check looks for descriptors, tasks and errors that it left. The checks of leaks
+repeat operations that might leave a little each time, and compare counts.
 
 A descriptor that names other memory of the peer than it should cannot be told from a
-right one: the peer chooses what it sends. What counts is that this side raises nothing
-but ProtocolError and writes nowhere but to the landing.
+right one, since the peer chooses what it sends. The requirement is that this side
+raises only ProtocolError and writes only to the landing.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
 
 def _send_and_drop(left: Any, count: int) -> list[weakref.ref[Bytes]]:
-    """Send payloads of which this side keeps nothing; the references tell of them."""
+    """Send payloads and drop all references; return weak ones, to see what is kept."""
     seen = []
     for number in range(count):
         memory = Memory(4 * MIB, CUTS["pages"] if number % 2 else None)
@@ -310,7 +310,7 @@ async def _(rig: AnyRig, cycle: Cycle) -> None:
 
 
 def _counts() -> dict[str, int]:
-    """Count what there is of what may leak."""
+    """Count the resources that may leak."""
     return {
         "descriptors": len(open_descriptors()),
         "tasks": len(asyncio.all_tasks()),
@@ -380,7 +380,7 @@ def _flip(place: int, bit: int, descriptor: bytes) -> bytes:
 async def _harmless(
     rig: LaneRig, cut: Cut | None, change: Callable[[bytes], bytes]
 ) -> int:
-    """Give a lane of its own one changed descriptor; return the right one's length."""
+    """Give a fresh lane one changed descriptor; return the length of the right one."""
     left, right = await rig.pair()
     left.queue(_NBYTES, cut)
     left.flush()

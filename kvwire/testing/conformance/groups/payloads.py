@@ -1,6 +1,6 @@
 """Frames and payloads arrive whole, once and, over links, in order.
 
-Of every size, from and into memory of every kind, however they are queued.
+They have every size, lie in memory of every kind, and are queued in every way.
 """
 
 from __future__ import annotations

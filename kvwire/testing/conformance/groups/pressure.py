@@ -1,7 +1,7 @@
-"""What is said of queues, pausing, and that nobody takes the loop for itself.
+"""Queues, pausing, and fair use of the event loop.
 
-A link may have no ``pause``: then it says so with ``pausable``, and caches in device
-memory are not moved over it. There is nothing to check of such a link.
+A link without ``pause`` reports so in ``pausable``; caches in device memory are not
+moved over it, and these checks skip it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
 
 async def _arrive_in_turns(rig: AnyRig, side: Any, count: int) -> None:
-    """Count the most bytes that arrive between two turns of the loop, until all do."""
+    """Return the most bytes that arrive between two turns of the loop."""
     most, before = side.received_bytes, side.received_bytes
 
     def over() -> bool:
@@ -232,9 +232,9 @@ Far = Callable[[LinkRig, LinkSide], Awaitable[None]]
 
 @asynccontextmanager
 async def _connected(rig: LinkRig, far: Far) -> AsyncIterator[LinkSide]:
-    """Give one side of a link, started, of which the other lives on another thread.
+    """Yield one started side of a link whose other side lives on another thread.
 
-    That is on a loop of its own, and does what ``far`` does with it.
+    That side has a loop of its own, and runs `far`.
     """
     listening: Future[Address] = Future()
     connected: Future[None] = Future()
