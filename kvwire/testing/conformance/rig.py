@@ -138,7 +138,7 @@ class Rig(Generic[S]):
             raise CheckFailed(f"not within {self.timeout_s:g} s: {what}") from None
 
     async def _reaches(self, counted: Sized, goal: int, what: str) -> None:
-        """Wait until the count reaches ``goal``; each increase renews the time limit."""
+        """Wait until the count reaches ``goal``; each increase renews the limit."""
         while (before := len(counted)) < goal:
             await self._grows(counted, before, f"{goal} {what} (there are {before})")
 
