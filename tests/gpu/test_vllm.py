@@ -12,8 +12,8 @@ from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.gpu.devices import Gpu
-from tests.integrations.vllm.fakes import BLOCK_TOKENS, BLOCKS, DIM, FREE, HEADS, NAMES
-from tests.integrations.vllm.steps import FROM, INTO, fetching, sending
+from tests.support.engines.fakes import BLOCK_TOKENS, BLOCKS, DIM, FREE, HEADS, NAMES
+from tests.support.engines.steps import FROM, INTO, fetching, sending
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.integrations.vllm.proxy.members import AllowedHosts, read_member
 from kvwire.integrations.vllm.worker import WorkerSide
-from tests.integrations.vllm.fakes import SHAPE, vllm_configs
+from tests.support.engines.fakes import SHAPE, vllm_configs
 
 
 def vllm_config(**said: Any) -> Any:

@@ -9,8 +9,8 @@ import pytest
 from kvwire import Connection
 from kvwire.integrations.vllm import receiving
 from kvwire.integrations.vllm.metadata import WorkerStep
-from tests.integrations.vllm import fakes, steps
 from tests.integrations.vllm.test_worker import engines, workers
+from tests.support.engines import fakes, steps
 from tests.support.waiting import eventually
 
 Way = Callable[[fakes.Worker, fakes.Worker], None]

@@ -17,7 +17,7 @@ from kvwire.integrations.vllm.caches import (
     find_layout,
     layer_caches,
 )
-from tests.integrations.vllm.fakes import vllm_configs
+from tests.support.engines.fakes import vllm_configs
 
 SHAPE = CacheShape(block_tokens=16, kv_heads=2, total_kv_heads=8, head_dim=64, ranks=4)
 LATENT = CacheShape(

@@ -18,7 +18,7 @@ from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.integrations.vllm.references import UNSIGNED
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.worker import WorkerSide
-from tests.integrations.vllm import fakes, steps
+from tests.support.engines import fakes, steps
 
 # Of a prompt that is sent, on the thread that computes it.
 CALLS = 190

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,30 +12,10 @@ from kvwire.integrations.vllm.announce import DECODE
 from kvwire.integrations.vllm.proxy.client import EngineClient, EngineFailed
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from tests.support.certificates import issue
+from tests.support.engines.proxies import saying
 from tests.support.servers import free_port
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
-
-
-@asynccontextmanager
-async def engine(said: bytes, *, silent: bool = False) -> AsyncIterator[list[bytes]]:
-    """One that says this at its port, and then no more; its requests, port first."""
-    heard: list[bytes] = []
-
-    async def answer(
-        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        heard.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(said)
-        if silent:
-            with suppress(ConnectionError):
-                await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        heard.append(b"%d" % server.sockets[0].getsockname()[1])
-        yield heard
 
 
 def at(port: int | bytes, scheme: str = "http") -> VllmEngine:
@@ -72,7 +50,7 @@ async def asked(port: int | bytes, limit: int | None = None) -> tuple[int, bytes
     ],
 )
 async def test_what_an_engine_answers(said: bytes, answer: tuple[int, bytes]) -> None:
-    async with engine(said) as heard:
+    async with saying(said) as heard:
         assert await asked(heard[0]) == answer
     head = heard[1].lower()
     assert head.startswith(b"get /x http/1.1\r\n")
@@ -84,7 +62,7 @@ async def test_names_of_headers_are_in_small_letters() -> None:
     """Whatever the engine, and aiohttp, make of them; of two, both are there."""
     said = b"HTTP/1.1 200 OK\r\nContent-Type: a/b\r\nVARY: c\r\nvary: d\r\n\r\n"
     client = EngineClient()
-    async with engine(said) as heard, client.ask(at(heard[0]), "/x") as answer:
+    async with saying(said) as heard, client.ask(at(heard[0]), "/x") as answer:
         assert dict(answer.headers) == {"content-type": "a/b", "vary": "c, d"}
     await client.close()
 
@@ -104,7 +82,7 @@ async def test_names_of_headers_are_in_small_letters() -> None:
     ],
 )
 async def test_what_is_no_answer(said: bytes, why: str) -> None:
-    async with engine(said) as heard:
+    async with saying(said) as heard:
         with pytest.raises(EngineFailed, match=why):
             await asked(heard[0], 9)
 
@@ -134,7 +112,7 @@ async def test_a_certificate_that_is_not_accepted(tmp_path: Path) -> None:
 
 
 async def test_an_answer_that_is_given_up_ends_its_connection() -> None:
-    async with engine(HEAD + b"\r\none", silent=True) as heard:
+    async with saying(HEAD + b"\r\none", silent=True) as heard:
         client = EngineClient()
         async with client.ask(at(heard[0]), "/", body={"a": 1}) as said:
             assert await anext(said.parts) == b"one"

@@ -49,7 +49,7 @@ with warnings.catch_warnings():
     from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
     from kvwire.integrations.vllm_store.connector import KvwireStoreConnector
     from kvwire.kv.hashing import vllm_block_hashes
-    from tests.integrations.vllm.fakes import ORDERS, vllm_configs
+    from tests.support.engines.fakes import ORDERS, vllm_configs
     from tests.support.servers import free_port
 
 configs = partial(vllm_configs, kv_heads=2)

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import Pair, running
-from tests.integrations.vllm.serving import NEEDS_VLLM, engine, prompt, tokens_of
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import Pair, running
+from tests.support.engines.serving import NEEDS_VLLM, engine, prompt, tokens_of
 from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.timeout(900)]

@@ -17,9 +17,9 @@ import pytest
 from kvwire import BackendUnavailable, Communicator, UsageError
 from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.limits import MIB
-from tests.integrations.vllm import steps
-from tests.integrations.vllm.fakes import FREE, NAMES, Worker
 from tests.support import inside
+from tests.support.engines import steps
+from tests.support.engines.fakes import FREE, NAMES, Worker
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import eventually
 

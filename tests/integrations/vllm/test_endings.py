@@ -13,8 +13,7 @@ from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
-from tests.integrations.vllm.test_client import engine
-from tests.integrations.vllm.test_proxy import ASK, post
+from tests.support.engines.proxies import ASK, post, saying
 
 JSON = b'{"choices":[{"text":"one two"}]}'
 HALF = JSON[:20]
@@ -44,7 +43,7 @@ def in_one(body: bytes, frame: str = "", **more: Any) -> bytes:
 async def passed_on(answer: bytes) -> bytes:
     """What a client gets of an engine that answers so, and closes its connection."""
     client = EngineClient()
-    async with engine(answer) as heard, AsyncExitStack() as stack:
+    async with saying(answer) as heard, AsyncExitStack() as stack:
         stack.push_async_callback(client.close)
         where = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ("d:1",))
         asking = Dispatcher(client, EngineFleet([], [where]), order=AT_ONCE)
@@ -99,7 +98,7 @@ async def test_an_answer_that_is_cut(answer: bytes) -> None:
 
 async def test_the_client_of_a_stream_that_is_cut() -> None:
     """Its last event is an error."""
-    async with engine(events(EVENT)) as heard:
+    async with saying(events(EVENT)) as heard:
         where = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ("d:1",))
         client = EngineClient()
         application = make_app(EngineFleet([], [where]), order=AT_ONCE, client=client)

@@ -14,9 +14,9 @@ import pytest
 
 from kvwire import Communicator, Config, Engine
 from kvwire.types import Address
-from tests.integrations.vllm.models import make_adapter, make_model
-from tests.integrations.vllm.pairs import Pair, pair_of, running
-from tests.integrations.vllm.serving import (
+from tests.support.engines.models import make_adapter, make_model
+from tests.support.engines.pairs import Pair, pair_of, running
+from tests.support.engines.serving import (
     NEEDS_VLLM,
     before,
     complete,

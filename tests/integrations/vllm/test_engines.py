@@ -21,10 +21,10 @@ import msgspec
 import pytest
 
 import kvwire
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import Pair, running
-from tests.integrations.vllm.relay import BLOCK_TOKENS, Relay
-from tests.integrations.vllm.serving import (
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import Pair, running
+from tests.support.engines.relay import BLOCK_TOKENS, Relay
+from tests.support.engines.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
     Process,

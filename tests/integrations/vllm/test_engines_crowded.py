@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from kvwire.integrations.vllm.metadata import answer
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import running
-from tests.integrations.vllm.serving import (
+from tests.integrations.vllm.test_engines_move import TOKENS, Stream
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import running
+from tests.support.engines.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
     Engine,
@@ -26,7 +27,6 @@ from tests.integrations.vllm.serving import (
     prompt,
     tokens_of,
 )
-from tests.integrations.vllm.test_engines_move import TOKENS, Stream
 from tests.support.servers import free_port
 
 pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]

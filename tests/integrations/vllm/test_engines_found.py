@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integrations.vllm import serving
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import running
 from tests.integrations.vllm.test_engines_move import TOKENS, Stream
+from tests.support.engines import serving
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import running
 from tests.support.servers import redis_server
 from tests.support.waiting import eventually
 

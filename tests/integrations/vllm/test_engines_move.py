@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import running
-from tests.integrations.vllm.serving import (
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import running
+from tests.support.engines.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
     Engine,

@@ -28,22 +28,21 @@ from kvwire.integrations.vllm.proxy.policy import (
     Policy,
     make_policy,
 )
-from tests.integrations.vllm.fake_engine import record
-from tests.integrations.vllm.test_proxy import (
+from tests.support import virtual_time
+from tests.support.engines.fake_engine import record
+from tests.support.engines.proxies import (
     ASK,
     D1,
     D2,
     P1,
     P2,
     Engines,
-    Said,
-    answer,
+    fails,
+    fleet_in_turns,
     refused,
     turns_until,
     when,
 )
-from tests.integrations.vllm.turns import fleet_in_turns
-from tests.support import virtual_time
 from tests.support.pairs import until
 
 HERE = AllowedHosts()
@@ -418,9 +417,6 @@ def test_death_is_noticed_within_a_second() -> None:
     """And silence, and a sick engine, and their ends. Virtual time."""
     silent = asyncio.Event()
 
-    async def sick(_: dict[str, Any]) -> Said:
-        return answer(503, {})
-
     async def watch() -> None:
         clock = asyncio.get_running_loop().time
         fleet = fleet_in_turns([P1, P2], [D1, D2], clock=clock)
@@ -433,7 +429,7 @@ def test_death_is_noticed_within_a_second() -> None:
 
         await virtual_time.pass_time(client.PROBE_S)
         assert states() == ["up"] * 4
-        network.handlers |= {"p1": refused, "p2": when(silent), "d1": sick}
+        network.handlers |= {"p1": refused, "p2": when(silent), "d1": fails(503)}
         given_up = asyncio.create_task(waits(fleet.engines[1]))
         await virtual_time.pass_time(1.0)
         assert states() == ["down", "up", "down", "up"]

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from functools import partial
 
 import pytest
 
 from kvwire.integrations.vllm.proxy.admission import Admission
-from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
-from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from tests.integrations.vllm.test_fleet import member
-from tests.integrations.vllm.test_proxy import (
+from tests.support.engines.proxies import (
     D1,
     D2,
     P1,
-    P2,
     Engines,
+    app,
     call,
+    fleet_in_turns,
+    operate,
     post,
     refused,
     turns_until,
     when,
 )
-from tests.integrations.vllm.turns import fleet_in_turns
 
 # --- the application ------------------------------------------------------------------
-
-
-def app(network: Engines, **options: Any) -> ProxyApp:
-    fleet = options.pop("fleet", None) or fleet_in_turns([P1, P2], [D1, D2])
-    return make_app(fleet, order=AT_ONCE, client=network, **options)
 
 
 async def test_too_many_requests() -> None:
@@ -99,10 +93,7 @@ async def test_draining_an_engine() -> None:
     network = Engines(d1=when(may_answer))
     application = app(network)
 
-    async def drain(**asked: Any) -> tuple[int, Any]:
-        said = await call(application, "POST", "/drain", json=asked)
-        return said.status_code, said.json()
-
+    drain = partial(operate, application, "/drain")
     asking = asyncio.ensure_future(post(application))
     await turns_until(lambda: "d1" in network.hosts())
     assert await drain(engine=D1.url) == (202, {"engine": D1.url, "running": 1})

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integrations.vllm.fake_engine import tokens_of
-from tests.integrations.vllm.serving import Process, engines_of, front
+from tests.support.engines.fake_engine import tokens_of
+from tests.support.engines.serving import Process, engines_of, front
 from tests.support.servers import Server, free_port, nats_server, redis_server
 
 pytestmark = [
@@ -101,7 +101,7 @@ async def fleet(kind: str, folder: Path) -> AsyncIterator[FakeFleet]:
         engines = []
         for role in ["prefill", "decode"] * SIZE:
             port = free_port()
-            command = [sys.executable, "-m", "tests.integrations.vllm.fake_engine"]
+            command = [sys.executable, "-m", "tests.support.engines.fake_engine"]
             log = folder / f"{port}.log"
             where = f"http://127.0.0.1:{port}"
             engines.append(Process([*command, str(port), role, url], log, where))

@@ -14,23 +14,28 @@ import aiohttp
 import pytest
 
 from kvwire.aio import start_task
-from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
-from tests.integrations.vllm.test_moving import COUNT, PROMPT, Client, Decoder
-from tests.integrations.vllm.test_proxy import (
+from tests.support.engines.proxies import (
     ASK,
+    COUNT,
     D1,
-    D2,
     EVENTS,
     P1,
+    PROMPT,
     SCOPE,
+    AsgiClient,
+    Client,
+    Decoder,
     Engines,
     Said,
+    app,
     call,
+    fleet_in_turns,
+    moved,
+    mover,
     when,
 )
-from tests.integrations.vllm.turns import fleet_in_turns
 
 BODY = json.dumps({**ASK, "stream": True}).encode()
 
@@ -68,31 +73,20 @@ async def endless(_: dict[str, Any]) -> Said:
 @pytest.mark.parametrize("fails", ["read", "write"])
 async def test_a_client_that_leaves_within_a_stream(fails: str, migrate: bool) -> None:
     """While the next part is read, and while one is written."""
+
+    class Leaves(AsgiClient):
+        async def send(self, message: Any) -> None:
+            self.sent.append(message)
+            if len(self.sent) == 5:
+                self.left.set()
+                if fails == "write":
+                    await asyncio.Event().wait()
+
     network = Engines(d1=endless)
-    application = make_app(
-        fleet_in_turns([], [D1]), order=AT_ONCE, client=network, migrate=migrate
-    )
-    messages = [{"type": "http.request", "body": BODY}]
-    parts = 0
-    left = asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(_: Any) -> None:
-        nonlocal parts
-        parts += 1
-        if parts == 5:
-            left.set()
-            if fails == "write":
-                await asyncio.Event().wait()
-
+    application = app(network, prefill=(), decode=[D1], migrate=migrate)
     with collected() as names:
         # As uvicorn says it, so Starlette looks itself whether the client is there.
-        await application(SCOPE | {"asgi": {"spec_version": "2.3"}}, receive, send)
+        await Leaves(BODY).ask(application, asgi={"spec_version": "2.3"})
         await asyncio.sleep(0)
     assert not names
 
@@ -100,21 +94,12 @@ async def test_a_client_that_leaves_within_a_stream(fails: str, migrate: bool) -
 @pytest.mark.parametrize("dies", [False, True])
 async def test_a_stream_that_goes_on_elsewhere(dies: bool) -> None:
     first = Decoder(3, dies=dies)
-    network = Engines(d1=first, d2=Decoder())
-    fleet = fleet_in_turns([], [D1, D2])
-    application = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
+    application, _ = mover(d1=first, d2=Decoder())
     with collected() as names:
         client = Client(application)
         await client.read(3)
-        asked = {"engine": D1.url}
-        moving = asyncio.ensure_future(
-            call(application, "POST", "/migrate", json=asked)
-        )
-        stepping = asyncio.ensure_future(first.step())
-        await client.read()
+        await moved(application, client, first, engine=D1.url)
         client.right()
-        await asyncio.wait((moving,))
-        stepping.cancel()
     assert not names
 
 
@@ -126,9 +111,7 @@ async def test_an_answer_in_one_piece_that_is_none() -> None:
 
         return 200, EVENTS, parts()
 
-    network = Engines(d1=says)
-    fleet = fleet_in_turns([], [D1])
-    application = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
+    application, _ = mover([D1], d1=says)
     with collected() as names:
         body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
         said = await call(application, "POST", "/v1/completions", json=body)

@@ -19,8 +19,8 @@ from kvwire.integrations.vllm.metadata import ComputedTokens, WorkerStep
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.worker import WorkerSide
-from tests.integrations.vllm import steps
-from tests.integrations.vllm.fakes import (
+from tests.support.engines import steps
+from tests.support.engines.fakes import (
     BLOCKS,
     SHAPE,
     New,

@@ -23,11 +23,14 @@ from kvwire.integrations.vllm.proxy.limits import (
     PROXY_HEADERS_MAX,
 )
 from kvwire.limits import MIB
-from tests.integrations.vllm.test_proxy import (
+from tests.integrations.vllm.test_upgrades import H2C
+from tests.support.engines.proxies import (
     ASK,
+    BODY,
     D1,
     EVENTS,
     SCOPE,
+    AsgiClient,
     Engines,
     Handler,
     Said,
@@ -35,10 +38,10 @@ from tests.integrations.vllm.test_proxy import (
     call,
     fine,
     post,
+    proxy,
     turns_until,
     when,
 )
-from tests.integrations.vllm.test_upgrades import BODY, H2C, proxy
 
 LENGTH = b"content-length: %d\r\n" % len(BODY)
 CHUNKED = b"transfer-encoding: chunked\r\n"
@@ -449,21 +452,9 @@ async def test_a_client_of_http_1_0_behind_a_server_of_others() -> None:
     """Some send it chunks if there is no length."""
     said = b'{"choices":["%s"]}' % (b"a" * 100)
     engine = whole({"content-type": "application/json"}, said)
-    sent: list[Any] = []
-    messages = [{"type": "http.request", "body": BODY}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    application = app(Engines(d1=engine, d2=engine))
-    await application(SCOPE | {"http_version": "1.0"}, receive, send)
-    start, part = sent
+    one = AsgiClient()
+    await one.ask(app(Engines(d1=engine, d2=engine)), http_version="1.0")
+    start, part = one.sent
     assert (b"content-length", b"%d" % len(said)) in start["headers"]
     assert part["body"] == said
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvwire.security.keys import write_key_file
-from tests.integrations.vllm import serving
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import Pair, pair_of
+from tests.support.engines import serving
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import Pair, pair_of
 from tests.support.waiting import eventually
 
 pytestmark = [serving.NEEDS_VLLM, pytest.mark.timeout(900)]

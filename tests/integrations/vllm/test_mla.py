@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.integrations.vllm import serving
-from tests.integrations.vllm.digests import CacheDigests
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import Pair, pair_of
+from tests.support.engines import serving
+from tests.support.engines.digests import CacheDigests
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import Pair, pair_of
 
 BLOCK_TOKENS = 16
 LAYERS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -12,161 +12,37 @@ import aiohttp
 import pytest
 
 from kvwire.integrations.vllm.proxy import moving
-from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
+from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.engines import VllmServer
 from kvwire.integrations.vllm.proxy.moving import immovable_field
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
-from tests.integrations.vllm.test_client import engine as server_of
-from tests.integrations.vllm.test_proxy import (
+from tests.support.engines.proxies import (
     ASK,
+    CHAT,
+    COUNT,
     D1,
     D2,
     EVENTS,
     P1,
+    PROMPT,
+    Client,
+    Decoder,
     Engines,
-    Handler,
     Said,
-    answer,
+    app,
     call,
+    fleet_in_turns,
+    moved,
+    mover,
+    operate,
     refused,
+    saying,
+    says,
     streamed,
+    whole,
 )
-from tests.integrations.vllm.turns import fleet_in_turns
 
-COUNT = 30
-PROMPT = [1, 2, 3]
-CHAT = {
-    "path": "/v1/chat/completions",
-    "prompt": None,
-    "messages": [{"role": "user", "content": "hello"}],
-}
 KINDS = pytest.mark.parametrize("kind", [{}, CHAT], ids=["completion", "chat"])
-
-
-def next_token(tokens: list[int]) -> int:
-    """What all engines make of tokens: of their sum, so none may lack or be twice."""
-    return sum(tokens) % 9973 + len(tokens)
-
-
-def whole() -> list[int]:
-    tokens = list(PROMPT)
-    for _ in range(COUNT):
-        tokens.append(next_token(tokens))
-    return tokens[3:]
-
-
-class Decoder:
-    """An engine that decodes token after token, as it is let."""
-
-    def __init__(self, steps: int = 1000, *, dies: bool = False) -> None:
-        # How many tokens it may make; it dies behind them if `dies`.
-        self.steps = asyncio.Semaphore(steps)
-        self.dies = dies
-        self.stuck = asyncio.Event()  # it has made all that it may
-        self.silent = -1  # the place of a token that has no text of its own
-        self.details: dict[str, Any] = {}  # what else it says of an answer's usage
-        self.thinks = False  # its parser says what of an answer is thought
-
-    async def __call__(self, body: dict[str, Any]) -> Said:
-        params = body.get("kv_transfer_params") or {}
-        if params.get("do_remote_decode") or not body.get("stream"):
-            return answer(200, {"choices": [{"text": "x"}]})
-        return 200, EVENTS, self.parts(body)
-
-    async def step(self) -> None:
-        """Make a token now and then, until this is cancelled."""
-        while True:
-            self.steps.release()
-            for _ in range(20):
-                await asyncio.sleep(0)
-
-    async def parts(self, body: dict[str, Any]) -> AsyncGenerator[bytes]:
-        """As a completion, or as a chat: of that, the first event says whose it is."""
-        chat = "messages" in body
-        prompt = tokens = PROMPT if chat else list(body["prompt"])
-        named = {"id": f"cmpl-{id(self)}", "created": 1, "object": "completion"}
-        if chat:
-            named["object"] = "chat"
-            who = {"index": 0, "delta": {"role": "assistant", "content": ""}}
-            said = named | {"choices": [who], "prompt_token_ids": prompt}
-            yield f"data: {json.dumps(said)}\n\n".encode()
-        for i in range(body["max_tokens"]):
-            if self.dies and self.steps.locked():
-                raise aiohttp.ClientError("reset")
-            if self.steps.locked():
-                self.stuck.set()
-            await self.steps.acquire()
-            token = next_token(tokens)
-            tokens = [*tokens, token]
-            choice: dict[str, Any] = {"index": 0, "text": f" {token}"}
-            if len(tokens) - 4 == self.silent:
-                choice["text"] = ""
-            if body.get("return_token_ids"):
-                choice["token_ids"] = [token]
-                if not i and not chat:
-                    choice["prompt_token_ids"] = prompt
-            if chat:
-                field = "reasoning" if self.thinks else "content"
-                choice["delta"] = {field: choice.pop("text")}
-            if i + 1 == body["max_tokens"]:
-                choice["finish_reason"] = "length"
-            said = named | {"choices": [choice]}
-            # An event in two parts, as a socket may give it.
-            event = f"data: {json.dumps(said)}\n\n".encode()
-            yield event[:9]
-            yield event[9:]
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": body["max_tokens"]}
-        usage |= self.details
-        said = {"id": "cmpl", "choices": [], "usage": usage}
-        yield f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode()
-
-
-class Client:
-    def __init__(self, application: ProxyApp, **more: Any) -> None:
-        self.parts = streamed(application, **{"max_tokens": COUNT} | more)
-        self.events: list[dict[str, Any]] = []
-        self.done = False
-
-    async def read(self, events: int = 1000) -> None:
-        async for part in self.parts:
-            for event in part.decode().strip().split("\n\n"):
-                said = event.removeprefix("data: ")
-                if said == "[DONE]":
-                    self.done = True
-                elif said:
-                    self.events.append(json.loads(said))
-            events -= 1
-            if not events:
-                return
-
-    @property
-    def id(self) -> str:
-        return str(self.events[0]["id"])
-
-    def right(self) -> None:
-        assert self.done
-        assert len({(one["id"], one.get("object")) for one in self.events}) == 1
-        choices = [c for one in self.events for c in one["choices"]]
-        chat = self.events[0].get("object") == "chat"
-        texts = [c["delta"]["content"] if chat else c["text"] for c in choices]
-        assert "".join(texts).split() == list(map(str, whole()))
-        for one in (*choices, *self.events):
-            assert not one.get("token_ids")
-            assert not one.get("prompt_token_ids")
-        usage = self.events[-1]["usage"]
-        assert usage == {"prompt_tokens": 3, "completion_tokens": COUNT}
-
-
-def front(**decoders: Handler) -> tuple[ProxyApp, Engines]:
-    network = Engines(**decoders)
-    fleet = fleet_in_turns([], [D1, D2])
-    made = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
-    return made, network
-
-
-async def post(application: ProxyApp, path: str, **asked: Any) -> tuple[int, Any]:
-    said = await call(application, "POST", path, json=asked)
-    return said.status_code, said.json()
 
 
 async def test_an_event_without_an_end_is_not_kept(
@@ -174,14 +50,8 @@ async def test_an_event_without_an_end_is_not_kept(
 ) -> None:
     monkeypatch.setattr(moving, "PROXY_EVENT_BYTES_MAX", 1000)
 
-    async def says(_: dict[str, Any]) -> Said:
-        async def parts() -> AsyncIterator[bytes]:
-            for _ in range(100):
-                yield b"x" * 100
-
-        return 200, EVENTS, parts()
-
-    application, _ = front(d1=says, d2=says)
+    endless = says(*[b"x" * 100] * 100)
+    application, _ = mover(d1=endless, d2=endless)
     read = b"".join([part async for part in streamed(application, max_tokens=COUNT)])
     assert b"an event of over 1000 bytes" in read
 
@@ -191,15 +61,12 @@ async def test_an_event_without_an_end_is_not_kept(
 async def test_a_stream_moves(path: str, kind: dict[str, Any]) -> None:
     """The other engine is asked for the rest, as a completion, with the first's KV."""
     first, second = Decoder(3), Decoder()
-    application, network = front(d1=first, d2=second)
+    application, network = mover(d1=first, d2=second)
     client = Client(application, **kind)
     await client.read(3 + bool(kind))
-    moving = asyncio.ensure_future(post(application, path, engine=D1.url, wait_s=5))
-    stepping = asyncio.ensure_future(first.step())
-    await client.read()
+    asked = {"engine": D1.url, "wait_s": 5}
+    status, said = await moved(application, client, first, path, **asked)
     client.right()
-    stepping.cancel()
-    status, said = await moving
     assert status == 200
     if path == "/migrate":
         assert said == {"requests": [{"request": client.id, "moved": D2.url}]}
@@ -225,13 +92,13 @@ async def test_an_answer_that_is_no_stream_moves(
 ) -> None:
     """Between engines and proxy it is a stream; its client gets it in one piece."""
     first, second = Decoder(3, dies=dies), Decoder()
-    application, network = front(d1=first, d2=second)
+    application, network = mover(d1=first, d2=second)
     body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT} | kind
     path = str(body.pop("path", "/v1/completions"))
     asking = asyncio.ensure_future(call(application, "POST", path, json=body))
     if not dies:
         await first.stuck.wait()
-        moving = asyncio.ensure_future(post(application, "/migrate", engine=D1.url))
+        moving = asyncio.ensure_future(operate(application, "/migrate", engine=D1.url))
         stepping = asyncio.ensure_future(first.step())
     answered = await asking
     said = answered.json()
@@ -266,7 +133,7 @@ async def test_an_answer_in_one_piece_that_breaks_off_is_an_error(ends: bool) ->
         status, headers, parts = await first(body)
         return status, headers, events(parts, 2)
 
-    application, _ = front(d1=stops if ends else first, d2=refused)
+    application, _ = mover(d1=stops if ends else first, d2=refused)
     body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
     said = await call(application, "POST", "/v1/completions", json=body)
     assert said.status_code == 502
@@ -301,7 +168,7 @@ async def test_an_engine_whose_answer_is_none_is_gone_on_for(
 
         return 200, EVENTS, parts()
 
-    application, _ = front(d1=lies, d2=Decoder())
+    application, _ = mover(d1=lies, d2=Decoder())
     if stream:
         client = Client(application, **kind)
         await client.read()
@@ -322,28 +189,23 @@ async def test_an_engine_whose_answer_is_none_is_gone_on_for(
 async def test_an_answer_in_one_piece_that_cannot_be_made_is_an_error(
     choice: dict[str, Any],
 ) -> None:
-    async def says(_: dict[str, Any]) -> Said:
-        async def parts() -> AsyncIterator[bytes]:
-            said = {"choices": [choice | {"finish_reason": "stop"}], "object": []}
-            yield f"data: {json.dumps(said)}\n\n".encode()
-
-        return 200, EVENTS, parts()
-
-    application, _ = front(d1=says, d2=says)
+    said = {"choices": [choice | {"finish_reason": "stop"}], "object": []}
+    odd = says(f"data: {json.dumps(said)}\n\n".encode())
+    application, _ = mover(d1=odd, d2=odd)
     body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
-    status, said = await post(application, "/v1/completions", **body)
+    status, told = await operate(application, "/v1/completions", **body)
     assert status == 502
-    assert "its answer is none" in said["error"]["message"]
+    assert "its answer is none" in told["error"]["message"]
 
 
 async def test_a_chat_that_is_parsed_stays() -> None:
     """What a parser has seen of an answer is not in its tokens."""
     first = Decoder(3)
     first.thinks = True
-    application, _ = front(d1=first)
+    application, _ = mover(d1=first)
     client = Client(application, **CHAT)
     await client.read(3)
-    status, said = await post(application, "/migrate", request=client.id)
+    status, said = await operate(application, "/migrate", request=client.id)
     assert (status, said["requests"][0]["stayed"]) == (
         409,
         "its engine parses the answer",
@@ -354,15 +216,11 @@ async def test_a_chat_that_is_parsed_stays() -> None:
 async def test_a_target_that_fails_changes_nothing() -> None:
     """The first engine's stream is read on from where it was left."""
     first = Decoder(3)
-    application, _ = front(d1=first, d2=refused)
+    application, _ = mover(d1=first, d2=refused)
     client = Client(application)
     await client.read(3)
-    moving = asyncio.ensure_future(post(application, "/migrate", request=client.id))
-    stepping = asyncio.ensure_future(first.step())
-    await client.read()
+    status, said = await moved(application, client, first, request=client.id)
     client.right()
-    stepping.cancel()
-    status, said = await moving
     assert status == 409
     assert "Connection refused" in said["requests"][0]["stayed"]
 
@@ -375,7 +233,7 @@ async def test_an_engine_that_dies_is_gone_on_for(
     """A token without text, such as half a character, is made once more."""
     first, second = Decoder(3, dies=True), Decoder()
     first.silent = silent
-    application, network = front(d1=first, d2=second)
+    application, network = mover(d1=first, d2=second)
     client = Client(application, **kind)
     await client.read()
     client.right()
@@ -394,10 +252,10 @@ async def test_a_source_that_dies_while_it_moves() -> None:
             raise aiohttp.ClientError("reset")
         return await first(body)
 
-    application, _ = front(d1=gone, d2=second)
+    application, _ = mover(d1=gone, d2=second)
     client = Client(application)
     await client.read(3)
-    moving = asyncio.ensure_future(post(application, "/migrate", engine=D1.url))
+    moving = asyncio.ensure_future(operate(application, "/migrate", engine=D1.url))
     await client.read()
     client.right()
     status, said = await moving
@@ -406,7 +264,7 @@ async def test_a_source_that_dies_while_it_moves() -> None:
 
 async def test_nobody_else_takes_it() -> None:
     """As without moves, the client hears that its engine broke off."""
-    application, _ = front(d1=Decoder(3, dies=True), d2=refused)
+    application, _ = mover(d1=Decoder(3, dies=True), d2=refused)
     client = Client(application)
     await client.read()
     assert client.done
@@ -415,11 +273,13 @@ async def test_nobody_else_takes_it() -> None:
 
 async def test_a_client_that_leaves_while_it_moves() -> None:
     first = Decoder(3)
-    application, _ = front(d1=first)
+    application, _ = mover(d1=first)
     client = Client(application)
     async with aclosing(client.parts):
         await client.read(3)
-        moving = asyncio.ensure_future(post(application, "/migrate", request=client.id))
+        moving = asyncio.ensure_future(
+            operate(application, "/migrate", request=client.id)
+        )
         first.steps.release()
         await client.read(1)
     assert (await moving)[1]["requests"][0]["stayed"] == "it has ended"
@@ -428,14 +288,13 @@ async def test_a_client_that_leaves_while_it_moves() -> None:
 async def test_a_stream_moves_to_none_but_decode_engines_that_take_requests() -> None:
     first = Decoder(3)
     fleet = fleet_in_turns([P1], [D1, D2])
-    network = Engines(d1=first)
-    application = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
+    application = app(Engines(d1=first), fleet=fleet, migrate=True)
     client = Client(application)
     await client.read(3)
     fleet.drain(D2.url)
     for engine in (P1, D1, D2):
         asked = {"request": client.id, "to": engine.url}
-        status, said = await post(application, "/migrate", **asked)
+        status, said = await operate(application, "/migrate", **asked)
         assert status == 409
         assert said["requests"][0]["stayed"] == "no other engine takes it"
     await client.parts.aclose()
@@ -443,24 +302,24 @@ async def test_a_stream_moves_to_none_but_decode_engines_that_take_requests() ->
 
 async def test_what_cannot_be_moved_is_said() -> None:
     first = Decoder(3)
-    application, _ = front(d1=first)
+    application, _ = mover(d1=first)
     unmoved = streamed(application, max_tokens=COUNT, seed=7)
     await anext(unmoved)
-    status, said = await post(application, "/migrate", engine=D1.url)
+    status, said = await operate(application, "/migrate", engine=D1.url)
     assert (status, said["requests"][0]["stayed"]) == (
         409,
         "it cannot move with its 'seed'",
     )
-    assert (await post(application, "/migrate", request="cmpl-9"))[0] == 404
-    assert (await post(application, "/migrate", engine="http://nobody"))[0] == 400
+    assert (await operate(application, "/migrate", request="cmpl-9"))[0] == 404
+    assert (await operate(application, "/migrate", engine="http://nobody"))[0] == 400
     await unmoved.aclose()
 
 
 async def test_only_whoever_may_drain_moves() -> None:
-    application, _ = front()
+    application, _ = mover()
     said = await call(application, "POST", "/migrate", "10.0.0.1", json={})
     assert said.status_code == 403
-    application = make_app(fleet_in_turns([], [D1]), order=AT_ONCE, client=Engines())
+    application = app(Engines())
     said = await call(application, "POST", "/migrate", json={"engine": D1.url})
     assert "--migrate" in said.json()["error"]["message"]
 
@@ -526,7 +385,7 @@ async def test_what_an_engine_says_of_its_answer_over_http(
         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Request-Id: r\r\n\r\n"
     )
     said = head + event.encode() + b"data: [DONE]\n\n" * ends
-    async with server_of(said) as heard:
+    async with saying(said) as heard:
         there = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ())
         fleet = fleet_in_turns([], [there])
         application = make_app(fleet, order=AT_ONCE, migrate=True)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.test_proxy import (
+from tests.support.engines.proxies import (
     ASK,
     SCOPE,
     Engines,
-    Said,
-    answer,
     app,
     call,
+    fails,
     post,
+    says,
 )
 
 
@@ -38,21 +37,17 @@ async def test_a_header_that_engines_cannot_be_sent(value: str) -> None:
 async def test_a_header_of_an_engine_that_is_not_latin() -> None:
     """It is passed on byte by byte, and its request is over then."""
 
-    async def says(_: dict[str, Any]) -> Said:
-        status, _headers, parts = answer(200, {})
-        return status, {"content-type": "text/plain", "x-request-id": "€\udcff"}, parts
-
-    application = app(Engines(d1=says, d2=says))
+    headers = {"content-type": "text/plain", "x-request-id": "€\udcff"}
+    odd = says(b"{}", headers=headers)
+    application = app(Engines(d1=odd, d2=odd))
     said = await post(application)
     assert dict(said.headers.raw)[b"x-request-id"] == b"\xe2\x82\xac\xff"
     assert (await call(application, "GET", "/fleet")).json()["requests"] == []
 
 
 async def test_an_error_text_that_clients_cannot_be_sent() -> None:
-    async def says(_: dict[str, Any]) -> Said:
-        return answer(500, {"error": {"message": "\ud800"}})
-
-    said = await post(app(Engines(d1=says, d2=says)))
+    odd = fails(500, "\ud800")
+    said = await post(app(Engines(d1=odd, d2=odd)))
     assert said.status_code == 500
     assert "ud800" in json.loads(said.content)["error"]["message"]
 
@@ -67,10 +62,7 @@ async def test_a_header_of_a_client_that_is_not_latin() -> None:
 
 
 async def test_a_header_of_an_engine_that_servers_do_not_send() -> None:
-    async def says(_: dict[str, Any]) -> Said:
-        status, headers, parts = answer(200, {})
-        return status, {**headers, "x-request-id": "a\x01b"}, parts
-
-    said = await post(app(Engines(d1=says)))
+    odd = {"content-type": "application/json", "x-request-id": "a\x01b"}
+    said = await post(app(Engines(d1=says(b"{}", headers=odd))))
     assert said.status_code == 200
     assert "x-request-id" not in said.headers

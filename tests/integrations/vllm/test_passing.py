@@ -20,8 +20,7 @@ from kvwire.integrations.vllm.proxy.passing import PASSED
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from kvwire.integrations.vllm.proxy.server import ProxyServer
 from kvwire.integrations.vllm.proxy.stopping import Ending
-from tests.integrations.vllm.test_proxy import D1, D2, P1, Engines, call, refused
-from tests.integrations.vllm.turns import fleet_in_turns
+from tests.support.engines.proxies import Engines, app, call, mover, refused
 from tests.support.servers import free_port
 from tests.support.waiting import PATIENCE_S
 
@@ -67,13 +66,13 @@ async def proxied(
     engine = Engine(answer)
     port, ending = free_port(), Ending()
     server = VllmServer(f"http://127.0.0.1:{port}", ("127.0.0.1:9",))
-    app = make_app(EngineFleet([], [server]), order=AT_ONCE, ending=ending)
+    served = make_app(EngineFleet([], [server]), order=AT_ONCE, ending=ending)
     async with AsyncExitStack() as stack:
         runner = web.ServerRunner(web.Server(engine.handle))
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", port).start()
-        proxy = ProxyServer(app, "127.0.0.1", 0, ending, 0.0)
+        proxy = ProxyServer(served, "127.0.0.1", 0, ending, 0.0)
         there = await stack.enter_async_context(proxy.serving())
         url = f"http://127.0.0.1:{there}"
         yield (
@@ -241,8 +240,7 @@ async def test_a_stream_comes_part_by_part_and_is_cut_as_it_was(cut: bool) -> No
 
 async def test_an_engine_that_is_down_is_passed_by() -> None:
     network = Engines(d1=refused)
-    fleet = fleet_in_turns([P1], [D1, D2])
-    application = make_app(fleet, order=AT_ONCE, client=network)
+    application = app(network)
     for _ in range(4):
         said = await call(application, "POST", "/tokenize", json={"prompt": "a"})
         assert said.status_code == 200
@@ -255,15 +253,11 @@ async def test_an_engine_that_is_down_is_passed_by() -> None:
 async def test_what_is_passed_does_not_move() -> None:
     answering = asyncio.Event()
 
-    network = Engines()
-    fleet = fleet_in_turns([], [D1, D2])
-
     async def handler(_: dict[str, Any]) -> Any:
         answering.set()
         await asyncio.Event().wait()
 
-    network.handlers = {"d1": handler, "d2": handler}
-    application = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
+    application, network = mover(d1=handler, d2=handler)
     asking = asyncio.ensure_future(call(application, "POST", "/v1/messages", json={}))
     await answering.wait()
     url = f"http://{network.hosts()[0]}"

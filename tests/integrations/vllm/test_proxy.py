@@ -3,201 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from itertools import count
+from collections.abc import AsyncIterator
 from typing import Any
-from unittest.mock import AsyncMock, Mock
-from urllib.parse import urlsplit
 
-import aiohttp
-import httpx
 import pytest
 
 from kvwire import UsageError
 from kvwire.integrations.vllm.proxy import app as proxy_app
 from kvwire.integrations.vllm.proxy import dispatch, policy
-from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
-from kvwire.integrations.vllm.proxy.client import EngineClient
 from kvwire.integrations.vllm.proxy.command import main
 from kvwire.integrations.vllm.proxy.engines import VllmServer, parse_engine
 from kvwire.integrations.vllm.references import UNSIGNED
-from tests.integrations.vllm.turns import fleet_in_turns
-
-P1 = VllmServer("http://p1", ("p1:1",))
-P2 = VllmServer("http://p2", ("p2:1",))
-D1 = VllmServer("http://d1", ("d1:1", "d1:2"))
-D2 = VllmServer("http://d2", ("d2:1",))
-EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
-ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 9}
-SCOPE: dict[str, Any] = {
-    "type": "http",
-    "asgi": {"spec_version": "2.4"},
-    "method": "POST",
-    "path": "/v1/completions",
-    "headers": [],
-    "query_string": b"",
-}
-
-# A status, headers and the parts of a body.
-Said = tuple[int, Mapping[str, str], AsyncIterator[bytes]]
-Handler = Callable[[dict[str, Any]], Awaitable[Said]]
-
-
-class Engines(EngineClient):
-    """Answers for every engine, and notes what each was asked."""
-
-    def __init__(self, **handlers: Handler) -> None:
-        super().__init__()
-        self.handlers = handlers
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.headers: dict[str, Mapping[str, str]] = {}
-        self.sent: list[tuple[str, str, Any]] = []
-
-    @asynccontextmanager
-    async def _request(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: Mapping[str, Any] | bytes | None,
-    ) -> AsyncIterator[Said]:
-        host = urlsplit(url).hostname or ""
-        fields = dict(body) if isinstance(body, Mapping) else {}
-        assert bool(fields) is url.endswith("completions"), url
-        self.asked.append((host, fields))
-        self.sent.append((method, url, body))
-        self.headers[host] = headers
-        yield await self.handlers.get(host, fine)(fields)
-
-    def hosts(self) -> list[str]:
-        return [host for host, _ in self.asked]
-
-    def params(self, host: str) -> list[Any]:
-        return [body.get("kv_transfer_params") for h, body in self.asked if h == host]
-
-
-def answer(status: int, body: Any) -> Said:
-    """As it comes from a socket: part by part."""
-
-    async def parts() -> AsyncIterator[bytes]:
-        for part in json.dumps(body).encode().split(b":"):
-            yield part + b":" * (not part.endswith(b"}"))
-
-    return status, {"content-type": "application/json"}, parts()
-
-
-async def fine(body: dict[str, Any]) -> Said:
-    said = {"tokens": body.get("max_tokens")}
-    asked = body.get("kv_transfer_params") or {}
-    if asked.get("do_remote_decode"):
-        where = {"do_remote_prefill": True, "transfer_id": asked["transfer_id"]}
-        said["kv_transfer_params"] = where
-    return answer(200, said)
-
-
-async def waits(_: dict[str, Any]) -> Said:
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
-def when(event: asyncio.Event, then: Handler = fine) -> Handler:
-    """An engine that answers when an event is set."""
-
-    async def handler(body: dict[str, Any]) -> Said:
-        await event.wait()
-        return await then(body)
-
-    return handler
-
-
-async def refused(_: dict[str, Any]) -> Said:
-    error = ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
-    raise aiohttp.ClientConnectorError(Mock(), error)
-
-
-async def broken(_: dict[str, Any]) -> Said:
-    return answer(500, {})
-
-
-def breaks_off(headers: dict[str, str], first: bytes = b"data: 1") -> Handler:
-    """An engine that dies after the first part of its answer."""
-
-    async def parts() -> AsyncIterator[bytes]:
-        if first:
-            yield first
-        raise aiohttp.ClientError("reset")
-
-    async def handler(_: dict[str, Any]) -> Said:
-        return 200, headers, parts()
-
-    return handler
-
-
-async def streamed(
-    application: ProxyApp, *, path: str = SCOPE["path"], **more: Any
-) -> AsyncGenerator[bytes]:
-    """The parts of an answer as they are sent; httpx's own transport joins them."""
-    parts: asyncio.Queue[bytes] = asyncio.Queue()
-    body = json.dumps({**ASK, "stream": True, **more}).encode()
-    messages = [{"type": "http.request", "body": body}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            await parts.put(message["body"])
-
-    running = asyncio.ensure_future(application(SCOPE | {"path": path}, receive, send))
-    try:
-        while part := await parts.get():
-            yield part
-        await running
-    finally:
-        running.cancel()
-        await asyncio.wait((running,))
-
-
-async def turns_until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise TimeoutError
-
-
-def app(engines: Engines, order: str = policy.AT_ONCE, **options: Any) -> ProxyApp:
-    fleet = fleet_in_turns([P1, P2], [D1, D2])
-    return make_app(fleet, order=order, client=engines, **options)
-
-
-async def post(
-    application: ProxyApp,
-    body: Any = None,
-    path: str = "completions",
-    headers: dict[str, str] | None = None,
-) -> Any:
-    asked = ASK if body is None else body
-    return await call(application, "POST", f"/v1/{path}", json=asked, headers=headers)
-
-
-async def call(
-    application: ProxyApp,
-    method: str,
-    path: str,
-    client: str = "127.0.0.1",
-    **more: Any,
-) -> httpx.Response:
-    transport = httpx.ASGITransport(application, client=(client, 1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as user:
-        return await user.request(method, path, **more)
+from tests.support.engines.proxies import (
+    ASK,
+    EVENTS,
+    AsgiClient,
+    Engines,
+    Handler,
+    Said,
+    answer,
+    app,
+    breaks_off,
+    broken,
+    call,
+    fails,
+    fine,
+    post,
+    refused,
+    says,
+    streamed,
+    turns_until,
+    waits,
+    when,
+)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -303,15 +143,11 @@ async def test_a_prompt_that_prefill_computes_and_does_not_send(
         assert (engine["state"], engine["failed"], engine["running"]) == ("up", 0, 0)
 
 
-async def no_answer(_: dict[str, Any]) -> Said:
-    """What vLLM says in a stream of a request that it fails."""
-
-    async def parts() -> AsyncIterator[bytes]:
-        error = {"message": "Internal server error", "type": "I", "code": 500}
-        yield b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
-        yield b"data: [DONE]\n\n"
-
-    return 200, EVENTS, parts()
+# What vLLM says in a stream of a request that it fails.
+no_answer = says(
+    b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n',
+    b"data: [DONE]\n\n",
+)
 
 
 @pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
@@ -341,14 +177,7 @@ async def test_a_stream_that_begins_with_a_failure_is_tried_elsewhere() -> None:
 async def test_a_stream_that_begins_with_an_error_of_the_client_is_its_answer() -> None:
     said = b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
 
-    async def refuses(_: dict[str, Any]) -> Said:
-        async def parts() -> AsyncIterator[bytes]:
-            yield said
-
-        return 200, EVENTS, parts()
-
-    engines = Engines(d1=refuses)
-    answered = await post(app(engines))
+    answered = await post(app(Engines(d1=says(said))))
     assert (answered.status_code, answered.content) == (200, said)
 
 
@@ -356,13 +185,7 @@ async def test_a_stream_that_begins_with_an_error_of_the_client_is_its_answer() 
 async def test_an_answer_of_prefill_that_cannot_be_read(content: bytes) -> None:
     """It has computed the prompt, and what was agreed before holds."""
 
-    async def garbage(_: dict[str, Any]) -> Said:
-        async def parts() -> AsyncIterator[bytes]:
-            yield content
-
-        return 200, {"content-type": "application/json"}, parts()
-
-    engines = Engines(p1=garbage)
+    engines = Engines(p1=says(content, headers={"content-type": "application/json"}))
     assert (await post(app(engines, policy.IN_SEQUENCE))).status_code == 200
     (asked,) = engines.params("d1")
     assert asked["computed"] is True
@@ -403,15 +226,11 @@ async def test_another_decode_engine_takes_over(failing: Handler) -> None:
     assert engines.hosts().count("d2") == 1
 
 
-async def dead(_: dict[str, Any]) -> Said:
-    return answer(500, {"error": {"message": "EngineDeadError"}})
-
-
 @pytest.mark.parametrize(
     ("failing", "status", "why"),
     [
         (refused, 503, "no engine has answered: decode: Connection refused"),
-        (dead, 500, "no engine has answered: decode: EngineDeadError"),
+        (fails(500, "it is dead"), 500, "no engine has answered: decode: it is dead"),
     ],
 )
 async def test_no_decode_engine_answers(
@@ -419,8 +238,7 @@ async def test_no_decode_engine_answers(
 ) -> None:
     """An error as OpenAI's clients know them, with what the last engine said."""
     engines = Engines(d1=failing, d2=failing)
-    fleet = fleet_in_turns([], [D1, D2])
-    said = await post(make_app(fleet, order=policy.AT_ONCE, client=engines))
+    said = await post(app(engines, prefill=()))
     assert said.status_code == status
     error = said.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -477,12 +295,10 @@ async def test_an_engine_that_dies_within_an_answer_that_is_no_stream() -> None:
     """Half an answer must not look like a whole one: the connection is cut."""
     headers = {"content-type": "application/json", "content-length": "9"}
     engines = Engines(d1=breaks_off(headers))
-    messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    messages.put_nowait({"type": "http.request", "body": b"{}"})
-    send = AsyncMock()
+    client = AsgiClient(b"{}")
     # Servers cut the connection of an answer that is not complete.
-    await app(engines)(SCOPE, messages.get, send)
-    assert [one.args[0].get("more_body") for one in send.mock_calls] == [None, True]
+    await client.ask(app(engines))
+    assert [one.get("more_body") for one in client.sent] == [None, True]
 
 
 async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
@@ -495,9 +311,9 @@ async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
 @pytest.mark.parametrize(
     ("order", "scope", "engines"),
     [
-        (policy.AT_ONCE, SCOPE, 2),
-        (policy.IN_SEQUENCE, SCOPE, 1),
-        (policy.AT_ONCE, SCOPE | {"method": "GET", "path": "/v1/models"}, 1),
+        (policy.AT_ONCE, {}, 2),
+        (policy.IN_SEQUENCE, {}, 1),
+        (policy.AT_ONCE, {"method": "GET", "path": "/v1/models"}, 1),
     ],
 )
 async def test_a_client_that_goes_away_before_the_first_token(
@@ -505,54 +321,34 @@ async def test_a_client_that_goes_away_before_the_first_token(
 ) -> None:
     """The server says so while nothing was answered; nobody works for nobody."""
     stopped: list[str] = []
-    asked = asyncio.Event()
+    client = AsgiClient()
 
     async def waits(_: dict[str, Any]) -> Said:
-        asked.set()
+        client.left.set()
         try:
             await asyncio.Event().wait()
         finally:
             stopped.append("one")
         raise AssertionError
 
-    messages = [{"type": "http.request", "body": json.dumps(ASK).encode()}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await asked.wait()
-        return {"type": "http.disconnect"}
-
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     asking = Engines(p1=waits, d1=waits)
     async with asyncio.timeout(60):
-        await app(asking, order)(scope, receive, send)
+        await client.ask(app(asking, order), **scope)
     assert stopped == ["one"] * engines
-    assert sent[0]["status"] == 499
+    assert client.sent[0]["status"] == 499
 
 
 async def test_a_client_that_leaves_as_its_answer_begins() -> None:
     """Before the first part was asked for: its turn and its engines are free again."""
-    left = asyncio.Event()
-    messages = [{"type": "http.request", "body": json.dumps(ASK).encode()}]
 
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(_: Any) -> None:
-        left.set()
-        await asyncio.sleep(0)
+    class Leaves(AsgiClient):
+        async def send(self, message: Any) -> None:
+            self.left.set()
+            await asyncio.sleep(0)
 
     application = app(Engines())
     # As uvicorn says it, so ProxyApp looks itself whether the client is there.
-    await application(SCOPE | {"asgi": {"spec_version": "2.3"}}, receive, send)
+    await Leaves().ask(application, asgi={"spec_version": "2.3"})
     page = (await call(application, "GET", "/metrics")).text
     assert "\nkvwire_proxy_running 0.0" in page
     assert not re.findall(r"engine_running\{.*\} [1-9]", page)
@@ -560,18 +356,11 @@ async def test_a_client_that_leaves_as_its_answer_begins() -> None:
 
 
 async def test_a_client_that_leaves_within_its_request() -> None:
-    parts = [{"type": "http.request", "body": b"{", "more_body": True}]
-    sent: list[Any] = []
-
-    async def receive() -> dict[str, Any]:
-        return parts.pop() if parts else {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    engines = Engines()
-    await app(engines)(SCOPE, receive, send)
-    assert sent[0]["status"] == 499
+    client, engines = AsgiClient(), Engines()
+    client.parts = [{"type": "http.request", "body": b"{", "more_body": True}]
+    client.left.set()
+    await client.ask(app(engines))
+    assert client.sent[0]["status"] == 499
     assert not engines.asked
 
 
@@ -579,19 +368,13 @@ async def test_a_body_that_does_not_end_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(proxy_app, "PROXY_BODY_BYTES_MAX", 1024)
-    engines, parts = Engines(), count()
-    sent: list[Any] = []
-
-    async def receive() -> dict[str, Any]:
-        assert next(parts) < 3
-        return {"type": "http.request", "body": b" " * 512, "more_body": True}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await app(engines)(SCOPE, receive, send)
-    assert sent[0]["status"] == 413
-    assert b"more than 1 KiB" in sent[1]["body"]
+    part = {"type": "http.request", "body": b" " * 512, "more_body": True}
+    client, engines = AsgiClient(), Engines()
+    client.parts = [part] * 9
+    await client.ask(app(engines))
+    assert client.sent[0]["status"] == 413
+    assert b"more than 1 KiB" in client.sent[1]["body"]
+    assert len(client.parts) == 6, "no more is read than that"
     assert not engines.asked
 
 
@@ -608,13 +391,7 @@ async def test_a_body_that_does_not_end_is_refused(
 async def test_what_prefill_says_that_nobody_can_read(
     order: str, status: int, body: bytes
 ) -> None:
-    async def says(_: dict[str, Any]) -> Said:
-        async def parts() -> AsyncIterator[bytes]:
-            yield body
-
-        return status, {}, parts()
-
-    engines = Engines(p1=says, p2=refused)
+    engines = Engines(p1=says(body, status=status, headers={}), p2=refused)
     assert (await post(app(engines, order))).status_code == 200
     # Nothing, or what the proxy itself knows of the transfer.
     last = engines.params("d1")[-1]

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from kvwire.integrations.vllm.proxy.command import main
-from tests.integrations.vllm.serving import Front, front
+from tests.support.engines.serving import Front, front
 from tests.support.waiting import PATIENCE_S
 
 PROXY = "kvwire.integrations.vllm.proxy"

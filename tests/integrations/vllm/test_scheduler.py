@@ -16,7 +16,8 @@ from kvwire.integrations.vllm.metadata import ComputedTokens, SendPrompt
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.limits import KV_BLOCK_TOKENS_MAX
-from tests.integrations.vllm.fakes import (
+from tests.support.depth import examples
+from tests.support.engines.fakes import (
     SHAPE,
     Cached,
     Feature,
@@ -25,8 +26,7 @@ from tests.integrations.vllm.fakes import (
     Request,
     chunk,
 )
-from tests.integrations.vllm.steps import SPAN
-from tests.support.depth import examples
+from tests.support.engines.steps import SPAN
 
 TOKENS = list(range(100, 110))  # ten: two blocks and a half
 PEERS = References(peers=["a:1", "b:2"])

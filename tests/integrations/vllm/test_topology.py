@@ -20,7 +20,7 @@ from kvwire.integrations.vllm.topology import (
     sources,
     targets,
 )
-from tests.integrations.vllm.fakes import SHAPE
+from tests.support.engines.fakes import SHAPE
 
 LAYERS = 7
 POWERS = st.sampled_from([1, 2, 4, 8])

@@ -10,6 +10,7 @@ import errno
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,27 +18,29 @@ import aiohttp
 import pytest
 
 from kvwire.aio import end_task
-from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
 from kvwire.integrations.vllm.proxy.client import EngineFailed, Prober
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmServer
 from kvwire.integrations.vllm.proxy.limits import PROXY_RETRY_RESERVE
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
-from tests.integrations.vllm.test_moving import Client, Decoder
-from tests.integrations.vllm.test_proxy import (
+from tests.support.engines.proxies import (
     ASK,
     EVENTS,
+    Client,
+    Decoder,
     Engines,
     Handler,
     Said,
     answer,
+    app,
     broken,
+    fails,
     fine,
+    fleet_in_turns,
     post,
     refused,
     turns_until,
 )
-from tests.integrations.vllm.turns import fleet_in_turns
 
 DECODE = [VllmServer(f"http://d{i}", (f"d{i}:1",)) for i in range(6)]
 PREFILL = [VllmServer(f"http://p{i}", (f"p{i}:1",)) for i in range(6)]
@@ -47,10 +50,7 @@ async def dies(_: dict[str, Any]) -> Said:
     raise aiohttp.ServerDisconnectedError
 
 
-def front(engines: Engines, **options: Any) -> ProxyApp:
-    fleet = fleet_in_turns(options.pop("prefill", ()), DECODE)
-    options = {"order": AT_ONCE, **options}
-    return make_app(fleet, client=engines, **options)
+front = partial(app, prefill=(), decode=DECODE)
 
 
 @pytest.mark.parametrize(("fails", "status"), [(broken, 500), (dies, 502)])
@@ -141,7 +141,7 @@ async def test_without_descriptors_no_engine_is_taken_for_down() -> None:
 
     engines = Engines(**{f"d{i}": none_left for i in range(6)})
     fleet = fleet_in_turns([], DECODE)
-    said = await post(make_app(fleet, client=engines, order=AT_ONCE))
+    said = await post(app(engines, fleet=fleet))
     assert said.status_code == 503
     assert said.json()["error"]["message"] == "Too many open files"
     assert len(engines.asked) == 1
@@ -246,9 +246,7 @@ async def test_a_spent_budget_costs_no_answer(
 async def test_engines_without_room_are_no_reason_to_refuse(order: str) -> None:
     """Three say so; it is not the request that they fail of."""
 
-    async def full(_: dict[str, Any]) -> Said:
-        return answer(503, {"error": {"message": "no room"}})
-
+    full = fails(503, "no room")
     engines = Pairs(p0=full, p1=full, d0=full)
     asking = dispatcher(engines, 2, 2, order)
     assert (await ask(asking))[0] == 200
@@ -339,12 +337,7 @@ async def test_a_refusal_is_an_answer(
     status: int, who: str, more: dict[str, Any], order: str
 ) -> None:
     """The client has its text; it costs no other client a try, and harms no engine."""
-    said = {"error": {"message": "no such model", "code": status}}
-
-    async def refuses(_: dict[str, Any]) -> Said:
-        return answer(status, said)
-
-    engines = Pairs(**{who: refuses})
+    engines = Pairs(**{who: fails(status, "no such model")})
     fleet = fleet_in_turns(PREFILL[:1], DECODE[:1])
     asking = Dispatcher(engines, fleet, order=order)
     answers = who == "d0" or "n" not in more
@@ -364,10 +357,7 @@ async def test_a_refusal_is_an_answer(
 async def test_a_refusal_of_a_request_that_could_move(
     status: int, stream: bool, order: str
 ) -> None:
-    async def refuses(_: dict[str, Any]) -> Said:
-        return answer(status, {"error": {"message": "why"}})
-
-    engines = Pairs(p0=refuses, d0=refuses)
+    engines = Pairs(p0=fails(status, "why"), d0=fails(status, "why"))
     application = front(engines, prefill=PREFILL[:1], order=order, migrate=True)
     said = await post(application, {**ASK, "stream": stream})
     assert (said.status_code, said.json()) == (status, {"error": {"message": "why"}})

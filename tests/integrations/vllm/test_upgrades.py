@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import AsyncExitStack
 
 import pytest
 
-from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
-from kvwire.integrations.vllm.proxy.policy import AT_ONCE
-from kvwire.integrations.vllm.proxy.server import ProxyServer
-from kvwire.integrations.vllm.proxy.stopping import Ending
-from tests.integrations.vllm.test_proxy import ASK, D1, Engines
-from tests.integrations.vllm.turns import fleet_in_turns
+from tests.support.engines.proxies import ASK, BODY, Engines, proxy
 
-BODY = json.dumps(ASK).encode()
 H2C = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMA\r\n"
 WEBSOCKET = b"connection: upgrade\r\nupgrade: websocket\r\n"
-
-
-@asynccontextmanager
-async def proxy(serves: Engines | ProxyApp, **options: Any) -> AsyncIterator[int]:
-    """Its port."""
-    app = serves
-    if not isinstance(app, ProxyApp):
-        app = make_app(fleet_in_turns([], [D1]), order=AT_ONCE, client=app)
-    server = ProxyServer(app, "127.0.0.1", 0, Ending(), 1.0, **options)
-    async with server.serving() as port:
-        yield port
 
 
 def request(offer: bytes, *, chunked: bool) -> bytes:

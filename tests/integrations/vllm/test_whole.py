@@ -5,27 +5,28 @@ The answers are as vLLM 0.32 writes them.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from kvwire.integrations.vllm.proxy.app import make_app
-from kvwire.integrations.vllm.proxy.policy import AT_ONCE
-from tests.integrations.vllm.test_moving import CHAT, COUNT, Client, Decoder, post
-from tests.integrations.vllm.test_proxy import (
+from tests.support.engines.proxies import (
+    CHAT,
+    COUNT,
     D1,
-    D2,
     EVENTS,
+    Client,
+    Decoder,
     Engines,
     Handler,
     Said,
     answer,
+    app,
     call,
+    moved,
+    mover,
 )
-from tests.integrations.vllm.turns import fleet_in_turns
 
 NAMED = {"id": "cmpl-1", "created": 7, "model": "m"}
 ANSWER: dict[str, Any] = {
@@ -137,9 +138,7 @@ def engine(whole: dict[str, Any], *deltas: dict[str, Any]) -> Handler:
 
 
 def front(decode: Handler, migrate: bool) -> Any:
-    network = Engines(d1=decode, d2=decode)
-    fleet = fleet_in_turns([], [D1, D2])
-    return make_app(fleet, order=AT_ONCE, client=network, migrate=migrate)
+    return app(Engines(d1=decode, d2=decode), prefill=(), migrate=migrate)
 
 
 CONTENT = ({"content": "one"}, {"content": " two"})
@@ -204,16 +203,10 @@ async def test_no_more_of_a_prompt_is_cached_than_there_is() -> None:
     """The target's prompt has the answer so far in it."""
     first, second = Decoder(3), Decoder()
     second.details = {"prompt_tokens_details": {"cached_tokens": 3 + COUNT}}
-    network = Engines(d1=first, d2=second)
-    fleet = fleet_in_turns([], [D1, D2])
-    application = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
+    application, _ = mover(d1=first, d2=second)
     client = Client(application)
     await client.read(3)
-    moving = asyncio.ensure_future(post(application, "/migrate", engine=D1.url))
-    stepping = asyncio.ensure_future(first.step())
-    await client.read()
-    stepping.cancel()
-    assert (await moving)[0] == 200
+    assert (await moved(application, client, first, engine=D1.url))[0] == 200
     usage = client.events[-1]["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, COUNT)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 3}

@@ -13,7 +13,7 @@ import pytest
 from kvwire import Connection, Incoming
 from kvwire.integrations.vllm import receiving
 from kvwire.integrations.vllm.metadata import WorkerStep
-from tests.integrations.vllm import fakes, steps
+from tests.support.engines import fakes, steps
 from tests.support.traces import Traces
 from tests.support.waiting import eventually
 

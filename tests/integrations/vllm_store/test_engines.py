@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import Pair, running
-from tests.integrations.vllm.serving import (
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import Pair, running
+from tests.support.engines.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
     Engine,
@@ -20,7 +20,7 @@ from tests.integrations.vllm.serving import (
     prompt,
     tokens_of,
 )
-from tests.integrations.vllm_store.server import StoreServer
+from tests.support.engines.store_server import StoreServer
 from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM]

@@ -12,8 +12,8 @@ import pytest
 
 from kvwire.integrations.vllm_store.scheduler import StoreScheduler
 from kvwire.kv.hashing import HashScheme
-from tests.integrations.vllm import fakes
-from tests.integrations.vllm.fakes import BLOCK_TOKENS, Cached, New, Output
+from tests.support.engines import fakes
+from tests.support.engines.fakes import BLOCK_TOKENS, Cached, New, Output
 
 TOKENS = list(range(100, 110))  # two blocks and a half
 

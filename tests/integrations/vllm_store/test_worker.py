@@ -21,7 +21,7 @@ from kvwire.integrations.vllm_store.lookup import Lookup, address_file
 from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
 from kvwire.integrations.vllm_store.worker import StoreWorker
 from kvwire.kv.hashing import HashScheme
-from tests.integrations.vllm.fakes import (
+from tests.support.engines.fakes import (
     BLOCK_TOKENS,
     BLOCKS,
     DIM,

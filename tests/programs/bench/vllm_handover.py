@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tests.integrations.vllm.serving import prompt
 from tests.programs.bench import vllm_servers
 from tests.programs.bench.vllm_requests import Sample
+from tests.support.engines.serving import prompt
 
 # An engine still frees blocks when it has answered, and would take turns on a core with
 # the one that is asked next.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import httpx
 
-from tests.integrations.vllm.serving import Engine, asked
+from tests.support.engines.serving import Engine, asked
 
 DECODE_STEPS: Final = 8
 # One for all: making one takes 40 ms, which belong to no connector. vLLM closes what is

@@ -14,10 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from tests.integrations.vllm import serving
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import running as serving_all
-from tests.integrations.vllm.serving import Engine
 from tests.programs.bench.vllm_requests import (
     Sample,
     ask_alone,
@@ -25,6 +21,10 @@ from tests.programs.bench.vllm_requests import (
     ask_in_sequence,
 )
 from tests.programs.bench.vllm_wire import HERE, Host, two_hosts
+from tests.support.engines import serving
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import running as serving_all
+from tests.support.engines.serving import Engine
 from tests.support.servers import free_port
 
 # The first has 64 KiB of KV a token, and little else to compute; the second next to no

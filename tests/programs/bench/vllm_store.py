@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tests.integrations.vllm import serving
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import running
-from tests.integrations.vllm.serving import Engine, prompt
-from tests.integrations.vllm_store.server import StoreServer
 from tests.programs.bench.vllm_requests import CLIENT, completion, streamed
+from tests.support.engines import serving
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import running
+from tests.support.engines.serving import Engine, prompt
+from tests.support.engines.store_server import StoreServer
 from tests.support.servers import free_port, redis_server
 from tests.support.waiting import eventually
 

@@ -22,9 +22,12 @@ import httpx
 
 from kvwire.integrations.vllm.references import References
 from kvwire.security.keys import read_key_file
-from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import running
-from tests.integrations.vllm.serving import (
+from tests.programs.bench.vllm_wire import Host, two_hosts
+from tests.programs.faults import bystanders
+from tests.programs.faults.answers import Outcome, Reference, judged
+from tests.support.engines.models import make_model
+from tests.support.engines.pairs import running
+from tests.support.engines.serving import (
     Engine,
     Front,
     Process,
@@ -34,9 +37,6 @@ from tests.integrations.vllm.serving import (
     prompt,
     server,
 )
-from tests.programs.bench.vllm_wire import Host, two_hosts
-from tests.programs.faults import bystanders
-from tests.programs.faults.answers import Outcome, Reference, judged
 from tests.support.servers import free_port
 
 DECODE: Final = "decode"

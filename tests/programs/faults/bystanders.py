@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 import httpx
 
-from tests.integrations.vllm.serving import prompt
 from tests.programs.faults.answers import Outcome, Reference, judged
+from tests.support.engines.serving import prompt
 
 if TYPE_CHECKING:
     from tests.programs.faults.arena import Arena

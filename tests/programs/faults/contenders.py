@@ -6,9 +6,9 @@ import secrets
 from typing import Any, Final
 
 from kvwire.integrations.vllm.references import References
-from tests.integrations.vllm.serving import kvwire_config
 from tests.programs.bench.vllm_wire import Host
 from tests.programs.faults.arena import LEASE_S, Contender, Params
+from tests.support.engines.serving import kvwire_config
 
 
 def _kvwire(host: Host, listen: str) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.serving import metric_of
 from tests.programs.faults.__main__ import bad, table
 from tests.programs.faults.answers import Outcome, Reference, judged
 from tests.programs.faults.arena import Tally
 from tests.programs.faults.bystanders import rewound
 from tests.programs.faults.cases import COMPUTED_ONCE
+from tests.support.engines.serving import metric_of
 
 
 def answer(*tokens: int, best: tuple[float, float] = (9.0, 5.0)) -> Any:

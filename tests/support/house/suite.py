@@ -80,9 +80,9 @@ CHECKS = (
             "that it has closed something",
             "tests/support/virtual_time.py::pass_time": "it waits in virtual time, "
             "which takes no real time",
-            "tests/integrations/vllm/fake_engine.py::complete": "it is a process that "
+            "tests/support/engines/fake_engine.py::complete": "it is a process that "
             "stands for an engine, whose tokens take time",
-            "tests/integrations/vllm/fake_engine.py::complete.<locals>.events": "it "
+            "tests/support/engines/fake_engine.py::complete.<locals>.events": "it "
             "is a stream of such tokens",
         },
     ),

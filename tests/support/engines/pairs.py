@@ -12,7 +12,7 @@ from typing import Any
 
 from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.security.keys import read_key_file
-from tests.integrations.vllm.serving import (
+from tests.support.engines.serving import (
     Engine,
     Process,
     engine,

@@ -1,6 +1,6 @@
 """An engine that computes nothing, as a process: it answers, and it announces itself.
 
-python -m tests.integrations.vllm.fake_engine PORT ROLE DIRECTORY
+python -m tests.support.engines.fake_engine PORT ROLE DIRECTORY
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 
 import kvwire
 from kvwire.kv.layout import AxisOrder
-from tests.integrations.vllm.serving import Engine
+from tests.support.engines.serving import Engine
 
 BLOCK_TOKENS = 128
 # As vLLM's worker has it.

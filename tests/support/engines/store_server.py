@@ -9,7 +9,7 @@ from pathlib import Path
 from kvwire.config import Config
 from kvwire.errors import KVWireError
 from kvwire.store.server.client import ask_report
-from tests.integrations.vllm.serving import Process
+from tests.support.engines.serving import Process
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
 

@@ -11,7 +11,7 @@ from kvwire.integrations.vllm.metadata import (
     WorkerStep,
 )
 from kvwire.kv.hashing import HashScheme
-from tests.integrations.vllm.fakes import BLOCK_TOKENS, Worker
+from tests.support.engines.fakes import BLOCK_TOKENS, Worker
 from tests.support.waiting import eventually
 
 TOKENS = list(range(100, 110))  # two blocks and a half
