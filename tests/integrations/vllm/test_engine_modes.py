@@ -236,7 +236,7 @@ def slow_wires(pair: Pair, bytes_per_s: int) -> Iterator[tuple[str, str]]:
 
 def test_through_the_proxy(pair: Pair, tmp_path: Path) -> None:
     """It names the ranks and stages of each engine to the other one."""
-    proxy = front(tmp_path, *before(pair.prefill, pair.decode))
+    proxy = front(tmp_path, *before((pair.prefill, pair.decode)))
     with running(proxy):
         for length in (129, 3000):
             ids, hits = prompt(length, seed=5), pair.fetched

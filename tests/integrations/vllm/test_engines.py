@@ -101,7 +101,7 @@ def pair(
         one.environment["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
         one.environment["OTEL_BSP_SCHEDULE_DELAY"] = "200"
     made = Found(prefill, decode)
-    made.proxy, made.events = front(folder, *before(prefill, decode)), replay
+    made.proxy, made.events = front(folder, *before((prefill, decode))), replay
     with running(prefill, made.decode, made.proxy):
         yield made
 

@@ -6,31 +6,23 @@ import secrets
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import httpx
 import pytest
 
 from kvwire.integrations.vllm.metadata import answer
-from tests.integrations.vllm.test_engines_move import TOKENS, Stream
+from tests.support.engines.fleets import FETCHED, TOKENS, Fleet, Stream, fleet_of, own
 from tests.support.engines.models import make_model
-from tests.support.engines.pairs import running
 from tests.support.engines.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
-    Engine,
-    Front,
-    before,
     complete,
-    engine,
-    front,
     prompt,
     tokens_of,
 )
 from tests.support.servers import free_port
 
 pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]
-FETCHED = "vllm:external_prefix_cache_hits_total"
 MISSING = "vllm:kvwire_missing_blocks_sum"
 # What all prompts begin with.
 SYSTEM = prompt(1024, seed=99)
@@ -39,39 +31,22 @@ QUEUE_S = 8.0
 LONG = 4000
 
 
-@dataclass(frozen=True, slots=True)
-class Crowded:
-    prefill: Engine
-    decode: Engine
-    proxy: Front
-
-    def alone(self, ids: list[int], tokens: int = 12) -> list[int]:
-        salt = f"alone {ids[-4:]}"
-        return tokens_of(self.decode.generate(ids, tokens, cache_salt=salt))
-
-
 @pytest.fixture(scope="module")
-def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowded]:
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One engine of each kind, that fail what they cannot load, as is vLLM's default.
 
     And whose caches keep prompts.
     """
     folder = tmp_path_factory.mktemp("crowded")
     model = make_model("gqa", folder)
-    transfer = {"lease_s": 3.0, "require": ["tcp"]}
-    prefill, decode = (
-        engine(model, folder, name, core, transfer, policy="fail")
-        for core, name in enumerate(("prefill", "decode"))
-    )
-    proxy = front(folder, *before(prefill, decode))
-    with running(prefill, decode, proxy):
-        yield Crowded(prefill, decode, proxy)
+    with fleet_of(model, folder, ("prefill", "decode"), policy="fail") as fleet:
+        yield fleet
 
 
-def test_a_lost_transfer_harms_no_other_request(crowded: Crowded) -> None:
+def test_a_lost_transfer_harms_no_other_request(crowded: Fleet) -> None:
     """A stream of another client uses the same blocks of a system prompt."""
     decode, ids = crowded.decode, [*SYSTEM, *prompt(60, seed=1)]
-    want = crowded.alone(ids, TOKENS)
+    want = own(decode, ids, TOKENS)
     nobody = answer(secrets.token_hex(16), (f"127.0.0.1:{free_port()}",))
     failed: list[int] = []
 
@@ -87,7 +62,7 @@ def test_a_lost_transfer_harms_no_other_request(crowded: Crowded) -> None:
     assert stream.tokens == want
 
 
-def test_nothing_is_computed_twice_because_prefill_is_slow(crowded: Crowded) -> None:
+def test_nothing_is_computed_twice_because_prefill_is_slow(crowded: Fleet) -> None:
     """Asked at once, decode waits for as long as prefill has other prompts to do."""
     decode = crowded.decode
     began = time.monotonic()
@@ -111,10 +86,12 @@ def test_nothing_is_computed_twice_because_prefill_is_slow(crowded: Crowded) -> 
     print(f"{len(prompts)} prompts, one in {one_s:.1f} s, all in {slowest_s:.0f} s")
     assert slowest_s > QUEUE_S / 2
     assert (fetched, missing) == (LONG * len(prompts), 0)
-    assert [said for said, _ in answers] == [crowded.alone(ids) for ids in prompts]
+    assert [said for said, _ in answers] == [
+        own(crowded.decode, ids, 12) for ids in prompts
+    ]
 
 
-def test_a_prefill_engine_that_dies_is_not_waited_for(crowded: Crowded) -> None:
+def test_a_prefill_engine_that_dies_is_not_waited_for(crowded: Fleet) -> None:
     """With as long a queue; its requests are answered by decode alone."""
     prompts = [prompt(LONG, seed) for seed in range(100, 108)]
 
@@ -133,4 +110,4 @@ def test_a_prefill_engine_that_dies_is_not_waited_for(crowded: Crowded) -> None:
         answers = [one.result() for one in asked]
     print(f"decode computes {noticed_s:.1f} s after prefill was killed")
     assert noticed_s < QUEUE_S / 2
-    assert answers == [crowded.alone(ids) for ids in prompts]
+    assert answers == [own(crowded.decode, ids, 12) for ids in prompts]

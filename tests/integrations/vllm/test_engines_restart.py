@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 
-import httpx
 import pytest
 
+from tests.support.engines.fleets import Fleet, Stream, asking, fleet_of
 from tests.support.engines.models import make_model
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import (
-    ANSWERS_WITHIN_S,
     NEEDS_VLLM,
-    Engine,
     Front,
-    asked,
-    engine,
+    before,
     front,
     prompt,
     tokens_of,
 )
-from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(3600)]
 RIGHT = "right"
@@ -40,36 +33,28 @@ LEAST = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    engines: list[Engine]
-    proxy: Front  # finds them in a directory
+class Loaded:
+    fleet: Fleet  # the proxy finds the engines in a directory
     listing: Front  # has them listed, so it never hears that one is gone
     known: list[tuple[list[int], list[int]]]  # prompts, and what is right
-
-    def of(self, role: str) -> list[Engine]:
-        return [
-            one for one, said in zip(self.engines, ROLES, strict=True) if said == role
-        ]
 
     def ask(self, proxy: Front, number: int) -> str:
         """What became of one request: right, or why not. Some are streamed."""
         ids, want = self.known[number % len(self.known)]
-        body = asked(TOKENS, prompt=ids, stream=not number % 3)
-        said = httpx.post(
-            f"{proxy.url}/v1/completions", json=body, timeout=ANSWERS_WITHIN_S
-        )
+        path, body = asking(ids, TOKENS)
+        body["stream"] = not number % 3
+        said = proxy.post(path, **body)
         if said.status_code != 200:
             return f"{said.status_code}: {said.text}"
         if not body["stream"]:
             return RIGHT if tokens_of(said.json()) == want else "wrong"
-        got: list[int] = []
-        for line in said.text.splitlines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    return f"broken off: {event}"
-                got += event["choices"][0]["token_ids"] or []
-        return RIGHT if got == want else "wrong"
+        stream = Stream()
+        try:
+            for line in said.text.splitlines():
+                stream.take(line)
+        except AssertionError as exc:
+            return f"broken off: {exc}"
+        return RIGHT if stream.tokens == want else "wrong"
 
     def load(
         self, work: Callable[[Counter[str]], None], *proxies: Front
@@ -96,65 +81,44 @@ class Fleet:
                 one.result()
         return outcomes
 
-    def restart(self, one: Engine) -> None:
-        """As an operator does: drain it, end it, start it."""
-        said = self.proxy.post("/drain", engine=one.url, wait_s=ANSWERS_WITHIN_S)
-        assert said.json() == {"engine": one.url, "running": 0}
-        assert one.running is not None
-        one.running.send_signal(signal.SIGTERM)
-        one.running.wait(ANSWERS_WITHIN_S)
-        one.start()
-        one.wait()
-        assert eventually(lambda: one.url in self.proxy.engines("up"))
-
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     folder = tmp_path_factory.mktemp("restart")
     model = make_model("gqa", folder)
     url = f"file:{folder}/directory"
-    with ExitStack() as stack:
-        engines = [
-            engine(
-                *(model, folder, f"{role}-{core}", core),
-                {"lease_s": 3.0, "require": ["tcp"], "directory": url, "role": role},
-            )
-            for core, role in enumerate(ROLES)
-        ]
-        proxy = front(folder, "--directory", url)
-        listed = [
-            f"--{role}={one.url}={one.kv}"
-            for role, one in zip(ROLES, engines, strict=True)
-        ]
-        listing = front(folder, *listed)
-        stack.enter_context(running(*engines, proxy, listing))
-        prompts = [[*SYSTEM, *prompt(40 + 20 * seed, seed)] for seed in range(30)]
-        known = [(ids, tokens_of(engines[0].generate(ids, TOKENS))) for ids in prompts]
-        wanted = {one.url for one in engines}
-        assert eventually(lambda: proxy.engines("up") == wanted)
-        yield Fleet(engines, proxy, listing, known)
+    (folder / "listing").mkdir()
+    with fleet_of(model, folder, ROLES, directory=url) as fleet:
+        listing = front(folder / "listing", *before(fleet.engines, ROLES))
+        with running(listing):
+            prompts = [[*SYSTEM, *prompt(40 + 20 * seed, seed)] for seed in range(30)]
+            first = fleet.engines[0]
+            known = [(ids, tokens_of(first.generate(ids, TOKENS))) for ids in prompts]
+            yield Loaded(fleet, listing, known)
 
 
-def test_no_request_is_refused_while_engines_restart_one_by_one(fleet: Fleet) -> None:
+def test_no_request_is_refused_while_engines_restart_one_by_one(
+    loaded: Loaded,
+) -> None:
     def restart_all(_: Counter[str]) -> None:
-        for one in fleet.engines:
-            fleet.restart(one)
+        for one in loaded.fleet.engines:
+            loaded.fleet.restart(one)
 
-    outcomes = fleet.load(restart_all, fleet.proxy)
+    outcomes = loaded.load(restart_all, loaded.fleet.proxy)
     print(dict(outcomes))
     assert outcomes.keys() == {RIGHT}
 
 
-def test_no_request_is_refused_when_prefill_is_killed_for_good(fleet: Fleet) -> None:
+def test_no_request_is_refused_when_prefill_is_killed_for_good(loaded: Loaded) -> None:
     """One engine, and then the other: decode engines answer alone."""
 
     def kill(outcomes: Counter[str]) -> None:
-        for one in fleet.of("prefill"):
+        for one in loaded.fleet.of("prefill"):
             one.kill()
             wanted = outcomes.total() + LEAST
             while outcomes.total() < wanted:
                 threading.Event().wait(0.1)
 
-    outcomes = fleet.load(kill, fleet.proxy, fleet.listing)
+    outcomes = loaded.load(kill, loaded.fleet.proxy, loaded.listing)
     print(dict(outcomes))
     assert outcomes.keys() == {RIGHT}

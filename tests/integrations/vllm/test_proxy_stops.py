@@ -137,17 +137,38 @@ class Clients:
         return await self.ask("/v1/completions", prompt=prompt)
 
 
-async def test_sigterm_does_not_wait_for_ever(tmp_path: Path) -> None:
-    """Each client is told what can be told, and the log has nothing to be read."""
+@dataclass
+class Stopping:
+    engine: SlowEngine
+    url: str
+    proxy: Front
+    process: subprocess.Popen[bytes]
+    clients: Clients
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, *options: str, under: tuple[str, ...] = ()
+) -> AsyncIterator[Stopping]:
+    """A proxy before a slow engine, as a process."""
     engine = SlowEngine()
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(engine.listening())
-        proxy = front(tmp_path, "--decode", f"{url}=127.0.0.1:9", "--stop-s", "0.5")
+        proxy = front(folder, "--decode", f"{url}=127.0.0.1:9", *options)
+        proxy.command = [*under, *proxy.command]
         stack.callback(proxy.kill)
         proxy.start()
         await asyncio.to_thread(proxy.wait)
         assert proxy.running is not None
         clients = Clients(proxy.url, stack)
+        yield Stopping(engine, url, proxy, proxy.running, clients)
+    assert "Traceback" not in proxy.tail()
+
+
+async def test_sigterm_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """Each client is told what can be told, and the log has nothing to be read."""
+    async with serving(tmp_path, "--stop-s", "0.5") as s:
+        engine, proxy, clients = s.engine, s.proxy, s.clients
         stream = await clients.generate("events")
         await stream.readuntil(b"data: 1\n\n")
         whole = await clients.generate("json")
@@ -157,11 +178,11 @@ async def test_sigterm_does_not_wait_for_ever(tmp_path: Path) -> None:
         await clients.ask("/v1/completions", lacks=7)
         for _ in range(4):
             await engine.asked.get()
-        drains = await clients.ask("/drain", engine=url, wait_s=3600)
+        drains = await clients.ask("/drain", engine=s.url, wait_s=3600)
         while await asyncio.to_thread(state, proxy) != "draining":
             pass
         began = time.monotonic()
-        proxy.running.send_signal(signal.SIGTERM)
+        s.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
             told = await stream.read()
             assert b"the proxy was stopped" in told
@@ -169,49 +190,32 @@ async def test_sigterm_does_not_wait_for_ever(tmp_path: Path) -> None:
             assert (await waits.read()).startswith(b"HTTP/1.1 503")
             assert not (await whole.read()).endswith(b"\r\n0\r\n\r\n")
             assert (await drains.read()).startswith(b"HTTP/1.1 503")
-            status = await asyncio.to_thread(proxy.running.wait)
+            status = await asyncio.to_thread(s.process.wait)
         assert status == -signal.SIGTERM
         assert 0.5 <= time.monotonic() - began < 10
-    assert "Traceback" not in proxy.tail()
 
 
 async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    engine = SlowEngine()
-    async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(engine.listening())
-        proxy = front(tmp_path, "--decode", f"{url}=127.0.0.1:9", "--stop-s", "600")
-        stack.callback(proxy.kill)
-        proxy.start()
-        await asyncio.to_thread(proxy.wait)
-        assert proxy.running is not None
-        clients = Clients(proxy.url, stack)
-        stream = await clients.generate("events")
+    async with serving(tmp_path, "--stop-s", "600") as s:
+        stream = await s.clients.generate("events")
         await stream.readuntil(b"data: 1\n\n")
-        idle = await clients.ask("/nothing")
+        idle = await s.clients.ask("/nothing")
         await idle.readuntil(b"}}")
-        proxy.running.send_signal(signal.SIGTERM)
+        s.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(20):
             assert await idle.read() == b""  # it was let go of at the first
-            proxy.running.send_signal(signal.SIGINT)
-            status = await asyncio.to_thread(proxy.running.wait)
+            s.process.send_signal(signal.SIGINT)
+            status = await asyncio.to_thread(s.process.wait)
     assert status == -signal.SIGTERM
-    assert "Traceback" not in proxy.tail()
 
 
 async def test_it_has_descriptors_for_all_requests(tmp_path: Path) -> None:
     """Shells give a process 1024, which 1024 requests at once do not fit in."""
-    engine = SlowEngine()
-    async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(engine.listening())
-        proxy = front(tmp_path, "--decode", f"{url}=127.0.0.1:9")
-        proxy.command = ["sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *proxy.command]
-        stack.callback(proxy.kill)
-        proxy.start()
-        await asyncio.to_thread(proxy.wait)
-        clients = Clients(proxy.url, stack)
+    few = ("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh")
+    async with serving(tmp_path, under=few) as s:
         async with asyncio.timeout(60):
             for _ in range(40):
-                stream = await clients.generate("events")
+                stream = await s.clients.generate("events")
                 told = await stream.readuntil(b"data: 1\n\n")
                 assert told.startswith(b"HTTP/1.1 200")
 

@@ -212,9 +212,14 @@ def front(folder: Path, *arguments: str) -> Front:
     return Front(command, folder / "proxy.log", f"http://127.0.0.1:{port}")
 
 
-def before(prefill: Engine, decode: Engine) -> list[str]:
-    said = [f"{e.url}={e.kv},stages={e.stages}" for e in (prefill, decode)]
-    return ["--prefill", said[0], "--decode", said[1]]
+def before(
+    engines: Sequence[Engine], roles: Sequence[str] = ("prefill", "decode")
+) -> list[str]:
+    """How a proxy is called that is to serve before these engines."""
+    return [
+        f"--{role}={one.url}={one.kv},stages={one.stages}"
+        for role, one in zip(roles, engines, strict=True)
+    ]
 
 
 def asked(tokens: int, **more: Any) -> dict[str, Any]:
