@@ -408,6 +408,11 @@ class Grant:
         )
 
 
+def text_of(id: str | bytes | int) -> str:
+    """Return the id of a transfer as a text, for people."""
+    return id.hex() if isinstance(id, bytes) else str(id)
+
+
 def whole(value: object) -> int | None:
     """Return a whole number of any type, also NumPy's, as an int, or else None."""
     if isinstance(value, bool):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvwire.limits import MIB
-
 # Handshakes that may be pending on one listener. At 32 KiB each
 # (tests/fault/test_strangers.py), strangers pin at most 8 MiB together.
 PENDING_HANDSHAKES_MAX: Final = 256
@@ -18,13 +16,9 @@ PEER_REDIAL_S_MAX: Final = 1.0
 # How often a host refused for its key is a WARNING; refusals in between are INFO.
 REFUSED_LOG_S: Final = 60.0
 REFUSED_HOSTS_MAX: Final = 256
-# Connections and transfers in a snapshot: a megabyte of JSON at most.
-SNAPSHOT_ROWS_MAX: Final = 1000
 # Those who watch one process at a time, and what they may ask in a line.
 INSPECT_CLIENTS_MAX: Final = 8
 INSPECT_LINE_BYTES_MAX: Final = 4096
-# What the process answers in a line: a snapshot or a trace, several times over.
-INSPECT_ANSWER_BYTES_MAX: Final = 64 * MIB
 # Redialling after a lost connection: the first try at once, then doubling with jitter.
 REDIAL_S: Final = 0.05
 REDIAL_S_MAX: Final = 0.5

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from kvwire.endpoint.limits import SNAPSHOT_ROWS_MAX
 from kvwire.errors import printable
-from kvwire.limits import NAME_CHARS_MAX
-from kvwire.transfers.base import text_of
+from kvwire.limits import NAME_CHARS_MAX, SNAPSHOT_ROWS_MAX
+from kvwire.types import text_of
 
 if TYPE_CHECKING:
     from kvwire.endpoint.communicator import CommunicatorState

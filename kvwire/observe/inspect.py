@@ -16,8 +16,8 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from kvwire import Config, KVWireError, Snapshot, UsageError
-from kvwire.endpoint.limits import INSPECT_ANSWER_BYTES_MAX
 from kvwire.errors import shown
+from kvwire.limits import INSPECT_ANSWER_BYTES_MAX
 from kvwire.wire.control import DECODE_ERRORS
 
 # A loop that is busy answers late; one that does not turn never does.

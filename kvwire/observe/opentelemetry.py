@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Self
 import kvwire
 from kvwire import Communicator, Connection, Outcome
 from kvwire.extras import needed_by
-from kvwire.transfers.base import text_of
+from kvwire.types import text_of
 
 with needed_by("kvwire.observe.opentelemetry", extra="traces"):
     from opentelemetry import trace

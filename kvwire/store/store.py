@@ -30,13 +30,13 @@ from kvwire.aio import (
     yields_before_raising,
 )
 from kvwire.driver.trace_ring import RINGS
-from kvwire.endpoint.limits import SNAPSHOT_ROWS_MAX
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
 from kvwire.errors import KVWireError, UsageError, nearest, with_remedy
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import TransferPlan
+from kvwire.limits import SNAPSHOT_ROWS_MAX
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS

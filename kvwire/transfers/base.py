@@ -62,7 +62,7 @@ from kvwire.transfers.state import (
     TransferState,
 )
 from kvwire.transfers.timings import PhaseTimer
-from kvwire.types import BufferId, whole
+from kvwire.types import BufferId, text_of, whole
 
 if TYPE_CHECKING:
     from kvwire.transfers.matching import TransferRegistry
@@ -119,11 +119,6 @@ class UnnotifiedPeers(NamedTuple):
 
     unseen: int
     known: frozenset[bytes]
-
-
-def text_of(id: str | bytes | int) -> str:
-    """Return a transfer's id as a text, for people."""
-    return id.hex() if isinstance(id, bytes) else str(id)
 
 
 class Progress(NamedTuple):

@@ -7,8 +7,8 @@ import dataclasses
 import msgspec
 
 import kvwire
-from kvwire.endpoint.limits import SNAPSHOT_ROWS_MAX
 from kvwire.endpoint.snapshot import SILENCE_S
+from kvwire.limits import SNAPSHOT_ROWS_MAX
 from tests.scenarios.world import LAYERS, Memory, World, scenario
 from tests.support import inside, virtual_time
 

@@ -19,7 +19,7 @@ from numbers import Integral, Real
 from time import monotonic
 from typing import Any, Final, Literal, Protocol
 
-from kvwire.connection import Connection
+from kvwire import Connection, Outgoing
 from kvwire.errors import KVWireError, UsageError, shown
 from kvwire.integrations.migration.limits import (
     MIGRATION_ROUNDS,
@@ -38,7 +38,6 @@ from kvwire.integrations.migration.messages import (
     transfer_id,
 )
 from kvwire.kv.paged import PagedCache
-from kvwire.transfer import Outgoing
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvwire import Communicator, Connection, Incoming
 from kvwire.aio import start_task
-from kvwire.communicator import Communicator
-from kvwire.connection import Connection
 from kvwire.errors import ConnectionClosed, UsageError, shown
 from kvwire.integrations.migration.limits import MIGRATIONS_MAX
 from kvwire.integrations.migration.messages import (
@@ -25,7 +24,6 @@ from kvwire.integrations.migration.messages import (
     transfer_id,
 )
 from kvwire.kv.paged import PagedCache
-from kvwire.transfer import Incoming
 
 logger = logging.getLogger("kvwire.migration")
 

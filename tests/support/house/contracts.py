@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import posixpath
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from tests.support.house import check
@@ -55,6 +57,63 @@ def classes_of_one_name(files: Sequence[Source]) -> Iterator[check.Finding]:
             seen[node.name] = source.path
 
 
+# Of named tuples, which have no other name for them.
+_NAMEDTUPLE = {"_replace", "_make", "_asdict", "_fields"}
+_OWN = {"self", "cls", "mcs"}
+
+
+def private_reaches(files: Sequence[Source]) -> Iterator[check.Finding]:
+    """A private name of an object whose class is in another folder.
+
+    Modules of others are left alone, and so is what a class inherits.
+    """
+    defined: dict[str, set[str]] = defaultdict(set)
+    for source in files:
+        defined[posixpath.dirname(source.path)].update(_defined(source.syntax))
+    for source in files:
+        imported = {
+            alias.asname or alias.name
+            for node in ast.walk(source.syntax)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        known = defined[posixpath.dirname(source.path)] | _NAMEDTUPLE
+        for node in ast.walk(source.syntax):
+            owner, name = _reached(node)
+            if not name.startswith("_") or name.endswith("__") or name in known:
+                continue
+            if owner not in _OWN | imported | {"super()"}:
+                text = f"{owner}.{name} is private to another folder"
+                yield check.Finding(source.path, getattr(node, "lineno", 0), name, text)
+
+
+def _reached(node: ast.AST) -> tuple[str, str]:
+    """The owner and the name of an attribute; both empty where it is none."""
+    match node:
+        case ast.Attribute(value=owner, attr=name):
+            return ast.unparse(owner), name
+        case ast.Call(
+            func=ast.Name(id="getattr" | "setattr" | "hasattr"),
+            args=[owner, ast.Constant(value=str(name)), *_],
+        ):
+            return ast.unparse(owner), name
+        case _:
+            return "", ""
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Names of functions and classes, and of attributes that a class gives itself."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id=owner), attr=name, ctx=ast.Store()):
+                if owner in _OWN:
+                    yield name
+
+
 _TIERS = (
     *("coded", "disk", "mooncake", "object"),
     *("redis", "remote", "sharded", "values"),
@@ -69,6 +128,45 @@ CHECKS = (
         find=classes_of_one_name,
         bad=[("kvwire/a.py", "class A: ...\nclass B:\n    class A: ...")],
         good=[("kvwire/a.py", "class A: ...\nclass _A: ...\nclass B: ...")],
+    ),
+    check.Check(
+        name="private names stay in their folder",
+        over=("kvwire/", "backends/"),
+        find=private_reaches,
+        bad=[
+            ("kvwire/a.py", "def f(store):\n    return store._tiers"),
+            ("kvwire/a.py", "class A:\n    def f(self):\n        self.x._y()"),
+            ("kvwire/a.py", "state = getattr(connection, '_state', None)"),
+        ],
+        good=[
+            ("kvwire/a.py", "class A:\n    def f(self):\n        return self._x"),
+            ("kvwire/a.py", "class A:\n    def _g(self, other): other._g(1)"),
+            ("kvwire/a.py", "rows = rows._replace(a=1)\nsuper()._clear()"),
+            ("kvwire/a.py", "import threading\nthreading._register_atexit(f)"),
+        ],
+        excused={
+            "kvwire/integrations/vllm/identity.py::_get_attn_isa": "it is vLLM's, "
+            "which has no other name for it",
+            "kvwire/integrations/vllm/scheduler.py::_all_token_ids": "it is vLLM's, "
+            "which has no call that takes the last token off",
+            # What has no public name yet.
+            "kvwire/cli/store.py::_communicator": "the metrics of a server are those "
+            "of its communicator as well",
+            "kvwire/integrations/vllm/device.py::_state": "streams are made before "
+            "vLLM captures its graphs, by the communicator",
+            "kvwire/integrations/vllm_store/worker.py::_threads": "an event is "
+            "recorded on vLLM's thread, for the store",
+            "kvwire/observe/prometheus.py::_state": "the validity of a certificate "
+            "has no public name",
+            "kvwire/store/server/server.py::_closed": "a server ends with its store, "
+            "in the same process",
+            "kvwire/store/server/server.py::_servers": "a server ends with its store, "
+            "in the same process",
+            "kvwire/store/server/server.py::_thread": "a server is on the loop of its "
+            "store, in the same process",
+            "kvwire/store/server/session.py::_run": "what a client asks runs as a call "
+            "of the store",
+        },
     ),
     check.Check(
         name="public coroutines state their cancel safety",
