@@ -1,8 +1,8 @@
-"""Links within one process: the reference for the backend contract, and its faults.
+"""Links within one process: the backend contract's reference, with fault injection.
 
 :mod:`kvwire_inproc.link` is the contract of :mod:`kvwire.backend` as executable text,
 on one loop or between two loops in two threads. :mod:`kvwire_inproc.faults` breaks that
-contract on purpose and by a seed, so that what stands above can show that it notices.
+contract on purpose, reproducibly by a seed, to show that the layers above notice.
 """
 
 from kvwire_inproc.backend import InprocBackend

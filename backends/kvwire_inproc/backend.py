@@ -1,4 +1,4 @@
-"""The in-process transport: names, and links between whoever uses them."""
+"""The in-process transport: names to listen on, and links between event loops."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _log = logging.getLogger("kvwire.inproc")
 
 
 class InprocBackend(Backend):
-    """Links event loops of this process, at ``inproc://name``.
+    """Links between event loops of this process, at ``inproc://name``.
 
     Args:
-        faults: What befalls the frames that this side sends; by default the plan of
-            :func:`~kvwire_inproc.faults.injected`, if one is in force.
+        faults: The faults to inject into frames that this side sends; by default the
+            plan of the surrounding :func:`~kvwire_inproc.faults.injected`, if there is
+            one.
     """
 
     scheme: ClassVar[str] = "inproc"
@@ -40,12 +41,12 @@ class InprocBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """Return the first place: an inproc address is in this process."""
+        """Return the first rank: an inproc address is always in this process."""
         return 0
 
     @classmethod
     def availability(cls) -> Availability:
-        """Return that it is always available."""
+        """Return that it is available, since it always is."""
         return Availability(available=True, reason="part of kvwire, no dependencies")
 
     async def listen(
@@ -83,7 +84,7 @@ class InprocBackend(Backend):
         return InprocLane()
 
     def _pipe(self, lock: threading.RLock) -> InprocPipe:
-        """Return the pipe for what one link of this side sends."""
+        """Return a new pipe for the frames that one link of this side sends."""
         if self._faults is None:
             return InprocPipe(lock)
         return FaultyPipe(lock, self._faults, str(next(self._pipe_numbers)))
@@ -122,7 +123,7 @@ class InprocListener(Listener):
             link.abort()
 
     async def close(self) -> None:
-        """Give the name back; links already accepted live on.
+        """Release the name; links already accepted live on.
 
         Cancel safety: safe, it never waits.
         """
@@ -131,7 +132,7 @@ class InprocListener(Listener):
 
 
 class _Names:
-    """Holds who listens where; loops of several threads ask."""
+    """The listeners by name; loops in several threads use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -160,7 +161,7 @@ class _Names:
                 del self._listeners[listener.name]
 
     def _free(self, name: str) -> bool:
-        """Tell whether nobody has the name, or only a loop that was closed."""
+        """Return whether the name is unused, or its listener's loop was closed."""
         listener = self._listeners.get(name)
         return listener is None or listener.loop.is_closed()
 

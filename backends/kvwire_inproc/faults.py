@@ -1,15 +1,15 @@
-"""Which faults a link has, by a plan, and the pipe that has them.
+"""Plans of faults, and the pipe that injects them.
 
 A plan is a value: printed, it can be pasted into a test, and the same plan gives the
-same faults again, frame for frame. :func:`injected` hands one to every
-:class:`~kvwire_inproc.InprocBackend` that is made inside it, since a communicator makes
-its backends without arguments.
+same faults again, frame for frame. A communicator makes its backends without arguments,
+so :func:`injected` passes a plan to every :class:`~kvwire_inproc.InprocBackend` made
+inside it.
 
 A faulty pipe breaks the first promise of :mod:`kvwire.backend` on purpose: the core has
-to notice by sequence numbers, checksums, deadlines and liveness. Memory is lent for as
-long as a frame is held back, and each token is reported once. What happens to a frame
-is decided when it comes to the head of the queue, so that it depends on the seed and
-the frame's number, and not on how the loops take turns.
+to notice by sequence numbers, checksums, deadlines and liveness. Memory stays lent
+while a frame is held back, and each token is reported once. A frame's faults are drawn
+when it reaches the head of the queue. So they depend on the seed and the frame's number
+only, not on the order in which the loops run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvwire_inproc.pipe import InprocPipe, PipeEnd, PipeFrame
 
 
 class Fault(enum.Flag):
-    """Lists what befalls one frame; several may."""
+    """The faults that one frame can have; several may be combined."""
 
     NONE = 0
     DROP = enum.auto()
@@ -49,24 +49,25 @@ _CHANCES: Final = ("drop", "delay", "reorder", "duplicate", "corrupt", "stall", 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FaultPlan:
-    """Says how often which fault befalls the frames that one side sends.
+    """How often each fault is injected into the frames that one side sends.
 
-    Chances are from 0 to 1, for each frame and independent of one another. Frames are
+    Chances are from 0 to 1, per frame, and independent of each other. Frames are
     counted from 0, for each direction of each link, control frames included.
 
     Attributes:
         seed: Chooses the schedule.
-        drop: The frame vanishes; its sender is told that it was sent.
-        delay: The frame, and with it all behind it, comes ``delay_s`` later.
-        reorder: The frame comes ``delay_s`` later; those behind it overtake it.
-        duplicate: The frame comes twice in a row.
+        drop: The frame is lost, while its sender sees it as sent.
+        delay: The frame and all behind it arrive ``delay_s`` later.
+        reorder: The frame arrives ``delay_s`` later; those behind it overtake it.
+        duplicate: The frame arrives twice in a row.
         corrupt: One bit of the header or of the payload is flipped.
-        stall: From this frame on nothing moves, the link's end included; it stays open.
+        stall: From this frame on nothing moves, and the end of the link is not reported
+            either; it stays open.
         kill: Instead of this frame, both ends get an error.
         delay_s: Seconds, for ``delay`` and ``reorder``.
-        stall_after: Frames before the first that ``stall`` can befall.
-        kill_after: Frames before the first that ``kill`` can befall.
-        spare: Frames before the first that anything else can befall, so that a
+        stall_after: The number of the first frame that can have ``stall``.
+        kill_after: The number of the first frame that can have ``kill``.
+        spare: The number of the first frame that can have any other fault, so that a
             handshake gets through.
     """
 
@@ -104,17 +105,17 @@ class FaultPlan:
 
 
 def schedule(plan: FaultPlan, direction: str) -> Iterator[tuple[Fault, float]]:
-    """Draw what happens to each frame of one direction of one link, in order.
+    """Draw the faults of each frame of one direction of one link, in order.
 
-    With it comes a number from 0 to 1: the bit that a corruption flips.
+    Each comes with a number from 0 to 1, which chooses the bit that a corruption flips.
     """
-    # Seeded by text: the same in every Python version and process.
+    # Seeding with text gives the same numbers in every Python version and process.
     chance = random.Random(f"{plan.seed}/{direction}")  # noqa: S311 - not a secret
     first = {"stall": plan.stall_after, "kill": plan.kill_after}
     for number in itertools.count():
         faults = Fault.NONE
         for name in _CHANCES:
-            # Always drawn: what happens to a frame depends on its number only.
+            # Draw always, so that the faults of a frame depend on its number only.
             drawn = chance.random()
             if drawn < getattr(plan, name) and number >= first.get(name, plan.spare):
                 faults |= Fault[name.upper()]
@@ -128,7 +129,7 @@ _injected: ContextVar[FaultPlan | None] = ContextVar(
 
 @contextmanager
 def injected(plan: FaultPlan) -> Iterator[FaultPlan]:
-    """Give ``plan`` to each backend made in this context: it governs what they send."""
+    """Apply ``plan`` to frames sent by backends that are made inside this context."""
     before = _injected.set(plan)
     try:
         yield plan
@@ -137,12 +138,12 @@ def injected(plan: FaultPlan) -> Iterator[FaultPlan]:
 
 
 def injected_plan() -> FaultPlan | None:
-    """Return the plan that a backend made here gets."""
+    """Return the plan for a backend that is made here, or None."""
     return _injected.get()
 
 
 class FaultyPipe(InprocPipe):
-    """Carries most frames from one link to its peer."""
+    """A pipe that injects faults on the way from one link to its peer."""
 
     wake_sender: Callable[[], None]
     wake_receiver: Callable[[], None]
@@ -151,15 +152,15 @@ class FaultyPipe(InprocPipe):
         super().__init__(lock)
         self._schedule = schedule(plan, direction)
         self._delay_s = plan.delay_s
-        # Frames that others overtake at this moment.
+        # Frames that others are overtaking.
         self._overtaken: list[PipeFrame] = []
-        # The head waits for its time, and everything with it.
+        # The first frame is delayed, and everything behind it too.
         self._delaying = False
         self._stalled = False
         self._timers: set[asyncio.TimerHandle] = set()
 
     def head(self) -> PipeFrame | None:
-        """Return the frame to deliver now, after whatever befell those before it."""
+        """Return the frame to deliver now, after injecting faults."""
         with self._lock:
             while not (self._stalled or self._delaying):
                 frame = super().head()
@@ -170,12 +171,12 @@ class FaultyPipe(InprocPipe):
             return None
 
     def outcome(self) -> PipeEnd | None:
-        """Return how the sender ended; a stalled pipe does not say."""
+        """Return how the sender ended; a stalled pipe does not report it."""
         return None if self._stalled else super().outcome()
 
     @property
     def drained(self) -> bool:
-        """Tell whether no frame waits, at the head or held back."""
+        """Return whether no frame waits, at the head or set aside."""
         return super().drained and not self._overtaken
 
     def _clear(self) -> None:
@@ -183,7 +184,7 @@ class FaultyPipe(InprocPipe):
         self._overtaken.clear()
 
     def retire(self) -> None:
-        """End the receiver on its own loop, where the timers are."""
+        """End the receiver, on its own loop, and its timers."""
         super().retire()
         for timer in self._timers:
             timer.cancel()
@@ -208,7 +209,7 @@ class FaultyPipe(InprocPipe):
                 self._delay()
 
     def _duplicate(self, frame: PipeFrame) -> None:
-        """Put a copy before the frame: its memory is lent until both are done."""
+        """Put a copy before the frame: its memory stays lent until both are done."""
         twin = PipeFrame(frame.header, frame.payload, None)
         twin.judged = True
         self._frames.appendleft(twin)
@@ -229,7 +230,7 @@ class FaultyPipe(InprocPipe):
     def _put_back(self, frame: PipeFrame) -> None:
         if frame in self._overtaken:
             self._overtaken.remove(frame)
-            # Behind what is being delivered or has come back before.
+            # After the frames that are being delivered or came back earlier.
             judged = sum(1 for waiting in self._frames if waiting.judged)
             self._frames.insert(judged, frame)
 
@@ -246,9 +247,9 @@ class FaultyPipe(InprocPipe):
 
 
 def _flip_bit(frame: PipeFrame, where: float) -> None:
-    """Flip one bit of a copy: the sender's memory is not ours to change.
+    """Flip one bit in a copy, since the sender's memory must not change.
 
-    Header and payload are hit equally often, however long the payload.
+    Header and payload are equally likely, however long the payload is.
     """
     in_header = where < 0.5 or frame.payload is None
     if in_header:

@@ -1,7 +1,7 @@
 """Lanes between event loops of one process: a link whose frames are the payloads.
 
-A frame's header is the descriptor of its payload. The control link says where that
-belongs; while no payload is awaited the link is paused, and what was sent waits in its
+A frame's header is the descriptor of its payload. Its destination comes by the control
+link; while no payload is expected the link is paused, and payloads wait in their
 sender's memory.
 """
 
@@ -29,7 +29,7 @@ _endpoints: dict[bytes, InprocLane] = {}
 
 
 class InprocLane(Lane, LinkHandler):
-    """Implements one endpoint of a lane."""
+    """One endpoint of a lane."""
 
     intact = True
     _handler: LaneHandler
@@ -37,11 +37,12 @@ class InprocLane(Lane, LinkHandler):
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._bootstrap = _PREFIX + next(_numbers).to_bytes(_NUMBER_BYTES, "little")
-        # Made by whichever side joins first, for both; and taken by the own join.
+        # Whichever side joins first makes both ends; the other side's `join` takes its
+        # own.
         self.made: InprocLink | None = None
         self._link: InprocLink | None = None
         self._sent = self._given_back = self._received_bytes = 0
-        # Descriptors, and where the payloads go; the first may be coming in.
+        # Descriptors with their landings, in order; the first may be arriving now.
         self._awaited: deque[tuple[bytes, Landing]] = deque()
         self._is_coming = False
         self._closing = False
@@ -117,7 +118,7 @@ class InprocLane(Lane, LinkHandler):
     def received_bytes(self) -> int:
         return self._received_bytes
 
-    # --- what the link tells ----------------------------------------------------------
+    # --- callbacks of the link --------------------------------------------------------
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
         descriptor, landing = self._awaited[0]
@@ -149,7 +150,7 @@ class InprocLane(Lane, LinkHandler):
         self.loop.call_soon(self._handler.lane_closed, self, self._error)
 
     def _end_if_done(self) -> None:
-        """End a lane that is closed, once nothing of this side is under way."""
+        """End a closed lane once everything it sent or expected is done."""
         if self._closing and not self._awaited and self._given_back == self._sent:
             self._end(None)
 

@@ -1,19 +1,18 @@
 """The reference link: the contract of :mod:`kvwire.backend` as executable text.
 
-Everything a link tells its handler is told from :meth:`InprocLink._turn`, which runs on
-the link's own loop, so no callback comes from inside a call. Calls change the state and
-wake the link, or its peer, for a turn. A turn does, in this order:
+All callbacks come from :meth:`InprocLink._turn`, which runs on the link's own loop, so
+no callback comes from inside a call. Calls change the state and schedule a turn of the
+link, or of its peer. A turn does the following, in this order:
 
-1. report the frames that the peer has received: their memory is free (``frame_sent``);
-2. say that the queue is empty, if somebody has reason to wait for it;
-3. receive up to ``WAKEUP_BYTES``: ask the handler where each payload goes, and copy it
-   there from the sender's memory *at this moment*. A sender that reuses memory before
-   ``frame_sent`` therefore delivers wrong bytes, always, instead of once in a while;
-4. end, if this side aborted, or the peer has ended and nothing of it is left to
-   receive.
+1. Report the frames that the peer has received: their memory is free (``frame_sent``).
+2. Report an empty queue, if an earlier flush left some.
+3. Receive up to ``WAKEUP_BYTES``: ask the handler for each payload's destination, and
+   copy it there from the sender's memory *at this moment*. So a sender that reuses
+   memory before ``frame_sent`` always delivers wrong bytes, not just once in a while.
+4. End, if this side aborted, or if the peer has ended and nothing is left to receive.
 
-A close by both sides at once loses nothing: a closing link goes on receiving, and a
-link that has itself been closed ends only when its own queue has been received as well.
+If both sides close at the same time nothing is lost: a closing link continues to
+receive, and a link whose peer closed ends only when the peer has received its queue.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _log = logging.getLogger("kvwire.inproc")
 
 
 class InprocLink(Link):
-    """Implements one end of a pair; made by :func:`join`."""
+    """One end of a link; made by :func:`join`."""
 
     pausable = True
     _peer: InprocLink
@@ -51,13 +50,13 @@ class InprocLink(Link):
         self._handler: LinkHandler | None = None
         self._unflushed: list[PipeFrame] = []
         self._unflushed_bytes = 0
-        # A flush has left bytes: the handler is told when none are left.
+        # A flush left bytes: the handler is to be notified when none are left.
         self._waiting = False
         self._closing = False
-        # Set when this side decides to end, at once; the next turn tells the handler.
+        # Set at once when this side decides to end; the next turn notifies the handler.
         self._ending: PipeEnd | None = None
         self._ended = False
-        # The frame whose header the handler has seen, and where its payload goes.
+        # The landing of the frame whose header the handler has seen.
         self._landing: Landing | None = None
         self._received_bytes = 0
         self._paused = False
@@ -142,7 +141,7 @@ class InprocLink(Link):
     # --- turns ------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Have a turn soon; from any thread."""
+        """Schedule a turn; from any thread."""
         if self._woken:
             return
         self._woken = True
@@ -152,7 +151,7 @@ class InprocLink(Link):
             self._loop.call_soon_threadsafe(self._turn)
 
     def wake_peer(self) -> None:
-        """Give the peer a turn soon; if its loop is gone, end this side."""
+        """Schedule a turn of the peer; if its loop is closed, end this side."""
         try:
             self._peer.wake()
         except RuntimeError:  # its loop is closed, so nobody is there any more
@@ -196,7 +195,7 @@ class InprocLink(Link):
             if self._landing is None:
                 self._received_bytes += HEADER_BYTES
                 budget -= HEADER_BYTES
-                # Released at once: who keeps the view shall notice.
+                # Released at once, so that a handler that keeps the view notices.
                 with memoryview(frame.header) as header:
                     self._landing = handler.header_received(self, header)
                 if self._ending is None:
@@ -210,13 +209,13 @@ class InprocLink(Link):
                 handler.body_received(self, landing)
 
     def _receive_payload(self, frame: PipeFrame, landing: Landing) -> int:
-        # In pieces, since the sender may wait for the lock.
+        # In pieces, since the sender may be waiting for the lock.
         moved = self._into.move(frame, landing.payload, CHUNK_BYTES)
         self._received_bytes += moved
         return moved
 
     def _end_unstarted(self) -> None:
-        """End without a callback: there is no handler to tell."""
+        """End without a callback, since there is no handler."""
         self._ended = True
         self._into.retire()
 
@@ -253,9 +252,10 @@ def join(
 
 
 def _check_landing(landing: Landing, frame: PipeFrame) -> None:
-    """Refuse a landing that does not fit.
+    """Refuse a landing that does not fit the frame.
 
-    A stream could not tell the first mistake, since only the header knows the length.
+    On a stream the first mistake could not be noticed, since only the header has the
+    length.
     """
     if landing.length != frame.payload_bytes:
         raise UsageError(

@@ -1,9 +1,9 @@
-"""One direction of a link: the frames under way, still in their sender's memory.
+"""One direction of a link: the frames in flight, still in their sender's memory.
 
-A pipe is shared by two links that may live on loops in two threads. Whatever it holds
-is read and written under one lock for both pipes of a pair, and payload is copied under
-it too. That is what makes the end of a link prompt: once :meth:`InprocPipe.end` has
-returned, nobody reads the sender's memory any more.
+Two links share a pipe, and may live on loops in two threads. Its fields are read and
+written under one lock for both pipes of a pair, and payload is copied under it too. So
+a link ends at once: when :meth:`InprocPipe.end` has returned, nobody reads the sender's
+memory any more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvwire.memory.copy import copy
 
 
 class PipeFrame:
-    """Holds a frame that was sent and has not been delivered whole."""
+    """A frame that was sent and is not yet delivered whole."""
 
     __slots__ = ("header", "judged", "moved", "payload", "token")
 
@@ -30,7 +30,7 @@ class PipeFrame:
         self.payload = payload if payload is not None and payload.nbytes else None
         self.token = token
         self.moved = 0
-        self.judged = False  # whether a pipe with faults has decided on it
+        self.judged = False  # whether its faults were drawn already
 
     @property
     def payload_bytes(self) -> int:
@@ -45,7 +45,7 @@ class PipeFrame:
 
 @dataclass(frozen=True, slots=True)
 class PipeEnd:
-    """Holds the error that a side has ended with; None after a clean end."""
+    """How a side ended: with an error, or cleanly with None."""
 
     error: Exception | None
 
@@ -65,19 +65,19 @@ class InprocPipe:
     # --- the sender -------------------------------------------------------------------
 
     def put(self, frames: list[PipeFrame]) -> None:
-        """Add frames behind those that wait."""
+        """Append frames to the queue."""
         with self._lock:
             if self._end is None and not self._retired:
                 self._frames.extend(frames)
                 self.queued_bytes += sum(frame.nbytes for frame in frames)
 
     def finish(self) -> None:
-        """End it cleanly: nothing follows the frames that wait."""
+        """End cleanly: no frame follows the queued ones."""
         with self._lock:
             self._finishing = True
 
     def end(self, error: Exception | None) -> None:
-        """Drop what waits; from here on the sender's memory is not touched."""
+        """Drop the queue; from here on the sender's memory is not touched."""
         with self._lock:
             self._clear()
             if self._end is None:
@@ -97,7 +97,7 @@ class InprocPipe:
             return self._frames[0] if self._frames else None
 
     def move(self, frame: PipeFrame, landing: Payload | None, bytes_max: int) -> int:
-        """Deliver more of the payload of the head, to the same place in ``landing``.
+        """Deliver more of the first frame's payload, to the same offset in ``landing``.
 
         Returns:
             Bytes moved; 0 once the sender has ended, since its memory is its own again.
@@ -114,13 +114,13 @@ class InprocPipe:
             return count
 
     def done(self, frame: PipeFrame) -> None:
-        """Remove the head, which has been delivered whole."""
+        """Remove the first frame, which has been delivered whole."""
         with self._lock:
             if self._end is None:
                 self._remove(frame)
 
     def outcome(self) -> PipeEnd | None:
-        """Return how the sender ended, once all it sent has been delivered."""
+        """Return how the sender ended, once everything it sent has been delivered."""
         with self._lock:
             if self._end is None and self._finishing and self.drained:
                 return PipeEnd(None)
@@ -128,11 +128,11 @@ class InprocPipe:
 
     @property
     def drained(self) -> bool:
-        """Tell whether no frame waits."""
+        """Return whether no frame waits."""
         return not self._frames
 
     def retire(self) -> None:
-        """End the receiver; drop what waits and what comes."""
+        """End the receiver; drop queued and future frames."""
         with self._lock:
             self._clear()
             self._retired = True

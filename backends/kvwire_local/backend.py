@@ -1,4 +1,4 @@
-"""The backend: lanes between processes of one host, and no links of its own."""
+"""The backend ``local``: lanes between processes of one host, and no links."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class LocalBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """Return a place before networks, behind what stays in the process."""
+        """Return a rank before networks and after transports within one process."""
         return 10
 
     @classmethod
     def availability(cls) -> Availability:
-        """Tell whether this system has what it takes, if not whether it permits it."""
+        """Return whether this system has the needed calls; it may still forbid them."""
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):
             return Availability(
                 available=False,
@@ -48,18 +48,18 @@ class LocalBackend(Backend):
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
-        """Return what the kernel permits."""
+        """Return the kernel's permissions for reading other processes."""
         return findings() if cls.availability().available else ()
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """Prepare a lane to a process that is hopefully on this host."""
+        """Prepare a lane to a process that may or may not be on this host."""
         return LocalLane(context)
 
 
 # --- for `kvwire doctor` --------------------------------------------------------------
 
 _REMEDY = "use arenas: docs/howto/same-host.md"
-# What `kernel.yama.ptrace_scope` means for a peer of the same user.
+# The meaning of `kernel.yama.ptrace_scope` for a peer of the same user.
 _OPEN = {
     0: "peers of this user may read this process",
     1: "one peer process at a time may read this one; others use arenas",
@@ -71,7 +71,7 @@ _CLOSED = {
 
 
 def findings() -> tuple[Finding, ...]:
-    """Return the kernel's permissions, and whether both methods work here."""
+    """Return the kernel's permissions, and whether both ways of reading work here."""
     return (_scope(), _reads(), _arenas())
 
 

@@ -1,10 +1,10 @@
-"""Descriptors: where a payload lies, in at most ``DESCRIPTOR_BYTES_MAX`` bytes.
+"""Descriptors: a payload's place in memory, in at most ``DESCRIPTOR_BYTES_MAX`` bytes.
 
-A payload of a KV cache is a list of fragments that nearly all have one length: only the
-first and the last are cut where the chunk was. So a descriptor is a head of 32 bytes
-and a table with 4 bytes for each fragment: its distance from the lowest one, in units
-of the largest power of two that divides all distances. Fragments of many lengths have 4
-bytes more each. 1 MiB in fragments of 512 bytes is 8 KiB that way.
+The fragments of a KV cache's payload nearly all have one length: only the first and the
+last are cut shorter by the chunk's borders. So a descriptor is a head of 32 bytes and a
+table with 4 bytes for each fragment: its distance from the lowest one, in units of the
+largest power of two that divides all distances. Fragments of various lengths take 4
+more bytes each. A payload of 1 MiB in fragments of 512 bytes takes 8 KiB.
 
 ========= ===== ======================================================================
 kind      u8    LATER (nothing follows), MEMORY (of the sender), ARENA (shared by it)
@@ -36,14 +36,14 @@ from kvwire.limits import DESCRIPTOR_BYTES_MAX
 
 RULE: Final = "KVW-LN-07"
 _HEAD: Final = struct.Struct("<BBBxIQIIII")
-# No process has addresses beyond, and no sum below can overflow 64 bits.
+# No process has addresses beyond this, and no sum below can overflow 64 bits.
 _ADDRESS_MAX: Final = 2**63
 _UINT32_MAX: Final = 2**32 - 1
 _TABLE: Final = np.dtype("<u4")
 
 
 class PlaceKind(enum.IntEnum):
-    """Names the kinds of memory that a payload lies in."""
+    """The kinds of memory that a payload can lie in."""
 
     LATER = 0
     MEMORY = 1
@@ -52,13 +52,13 @@ class PlaceKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DescribedPlace:
-    """Holds what a descriptor says of a payload.
+    """A payload's place in memory, as its descriptor describes it.
 
     Attributes:
-        kind: Where the payload lies.
-        arena: Which arena of the sender, for ARENA.
-        fragments: Its pieces: addresses of the sender, or offsets in the arena. None
-            for LATER: another descriptor comes on the socket.
+        kind: The kind of memory.
+        arena: For ARENA, the number of the sender's arena.
+        fragments: The payload's pieces: addresses of the sender, or offsets in the
+            arena. None for LATER: another descriptor follows on the socket.
     """
 
     kind: PlaceKind
@@ -67,11 +67,11 @@ class DescribedPlace:
 
 
 LATER: Final = bytes([PlaceKind.LATER])
-"""The descriptor of a payload whose place is told on the socket."""
+"""The descriptor of a payload whose place follows on the socket."""
 
 
 def encode(kind: PlaceKind, arena: int, fragments: Fragments) -> bytes | None:
-    """Describe a payload of at least one byte; None if that does not fit."""
+    """Return the descriptor of a payload of 1 byte or more; None if it is too long."""
     addresses, lengths = fragments.addresses, fragments.lengths
     count = len(fragments)
     if fragments.nbytes > _UINT32_MAX or _HEAD.size + 4 * count > DESCRIPTOR_BYTES_MAX:
@@ -97,12 +97,16 @@ def encode(kind: PlaceKind, arena: int, fragments: Fragments) -> bytes | None:
 
 
 def encode_piece(kind: PlaceKind, arena: int, base: int, nbytes: int) -> bytes:
-    """Return the descriptor of a payload in one piece, as :func:`encode` makes it."""
+    """Return the descriptor of a contiguous payload, as :func:`encode` makes it."""
     return _HEAD.pack(kind, 0, 0, arena, base, 1, nbytes, nbytes, nbytes) + bytes(4)
 
 
 def decode(descriptor: bytes, nbytes: int) -> DescribedPlace:
-    """Read a descriptor of the peer for a payload of ``nbytes`` bytes."""
+    """Decode a peer's descriptor of a payload of ``nbytes`` bytes.
+
+    Raises:
+        ProtocolError: The peer's lane would not make such a descriptor.
+    """
     if descriptor == LATER:
         return DescribedPlace(PlaceKind.LATER)
     if not _HEAD.size < len(descriptor) <= DESCRIPTOR_BYTES_MAX:
@@ -130,13 +134,13 @@ def decode(descriptor: bytes, nbytes: int) -> DescribedPlace:
 
 
 def _common_shift(distances: Array) -> int:
-    """Return the largest power of two that divides all distances, as an exponent."""
+    """Return the exponent of the largest power of two that divides all distances."""
     bits = int(np.bitwise_or.reduce(distances))
     return (bits & -bits).bit_length() - 1 if bits else 0
 
 
 def _piece(descriptor: bytes, nbytes: int) -> Fragments:
-    """Read a descriptor of one fragment; NumPy would take longer than the reading."""
+    """Decode a descriptor of one fragment; NumPy would take longer than the copy."""
     _, form, _, _, base, _, first, middle, last = _HEAD.unpack_from(descriptor)
     if form or descriptor[_HEAD.size :] != bytes(4) or not first == middle == last:
         raise _refused("one fragment that is not told as one")

@@ -1,36 +1,37 @@
 """A lane between two processes of one host: the receiver reads the sender's memory.
 
-Nothing is sent. A descriptor says where the payload lies, and the receiver copies it
-from there, once, to where it belongs: with ``process_vm_readv`` from the sender's
+No payload is sent. A descriptor names the payload's place, and the receiver copies it
+from there, once, to its destination: with ``process_vm_readv`` from the sender's
 address space ("cma"), or from an arena of the sender that is mapped here ("arena").
-Beside the lane there is a Unix socket on which the receiver says what it has read
-(:mod:`kvwire_local.wire`)::
+Beside the lane there is a Unix socket on which the receiver reports the payloads it has
+read (:mod:`kvwire_local.wire`)::
 
     made --join()--> WAITING --the two have met--> UP --close(), all read--> ENDED
-                     (server only: what is sent      --abort(), peer gone-->
-                      is told where it lies later)
+                     (server only: places          --abort(), peer gone-->
+                      of payloads follow)
 
-**Whose memory it is.** A payload is given back, by ``payload_sent``, when the peer has
-said that it has read it. That leaves one race: this side ends its lane while the peer
-is in the middle of reading, and the owner reuses the memory at once. The peer cannot be
-stopped, and it need not be waited for. It is made to notice:
+**Whose memory it is.** A payload is released, by ``payload_sent``, when the peer has
+reported that it has read it. That leaves one race: this side ends its lane while the
+peer is in the middle of reading, and the owner reuses the memory at once. The peer
+cannot be stopped, and need not be waited for. It is made to notice:
 
 * the sender shuts its end of the socket down *before* it calls ``lane_closed``;
 * the receiver reads a batch of payloads, *then* asks the kernel whether the other end
   of the socket is still open, and reports the batch as received only if it is.
 
-Why no torn payload can be reported: both touch the receiver's end of the socket under
-its lock, in the kernel (``unix_shutdown`` and ``unix_stream_recvmsg`` of Linux take
-``unix_state_lock``). Suppose the receiver found it open. Then its critical section came
-first. Its loads of the payload come before its release of the lock, that before the
-sender's acquisition of the lock, and that before the sender's next store to the memory.
-So every byte was loaded before it could be overwritten, on any processor. This is a
-sequence lock whose counter is a socket, and that also tells of a process that has died:
-the kernel takes its memory away before it closes its sockets.
+Why no torn payload can be reported: both sides access the receiver's end of the socket
+under its lock, in the kernel (``unix_shutdown`` and ``unix_stream_recvmsg`` of Linux
+take ``unix_state_lock``). Suppose the receiver found the socket open. Then its critical
+section came first. Its loads of the payload come before its release of the lock; that
+comes before the sender's acquisition of the lock; and that comes before the sender's
+next store to the memory. So every byte was loaded before it could be overwritten, on
+any processor. This is a sequence lock whose counter is a socket. It also detects a
+process that has died: the kernel takes away the process's memory before it closes the
+sockets.
 
-**Who is read.** Addresses in descriptors are the peer's, and are used in nothing but
-``process_vm_readv`` of the peer: the pid comes from the kernel, and a cookie in the
-peer's memory is read again after each batch, since a pid may be used again.
+**Which process is read.** Addresses in descriptors come from the peer, and are used in
+nothing but ``process_vm_readv`` on the peer. The pid comes from the kernel, and a
+cookie in the peer's memory is read again after each batch, since a pid may be reused.
 """
 
 from __future__ import annotations
@@ -58,25 +59,24 @@ READ_METHODS: Final = {
 
 
 class LocalLane(Lane):
-    """Implements one endpoint of a lane.
+    """One endpoint of a lane.
 
     Args:
-        context: What the core knows about it. Settings: ``way`` is how this side reads
-            the other one (auto, cma, arena); ``tracer`` is one, none or any, see
+        context: The lane's parameters. Settings: ``way`` is how this side reads the
+            other (auto, cma, arena); for ``tracer`` (one, none, any) see
             :mod:`kvwire_local.tracer_slot`.
 
     Raises:
-        BackendUnavailable: /proc does not say which host this is.
+        BackendUnavailable: /proc does not identify this host.
     """
 
-    # A payload by a lane takes some 140 Python calls more on both sides: it is
-    # announced, read and acknowledged. The socket copies so many bytes twice in that
-    # time.
+    # On a lane a payload costs some 140 more Python calls on both sides, to announce,
+    # read and acknowledge it. In that time the socket copies this many bytes twice.
     bytes_min = 128 * KIB
     intact = True
     span_bytes = SPAN_BYTES_MAX
     # Two spans: the reader never waits for the round trip of an acknowledgement, and
-    # what is urgent waits for no more than these.
+    # urgent payload waits for no more than these.
     window_bytes = 2 * SPAN_BYTES_MAX
 
     def __init__(self, context: LaneContext) -> None:
@@ -93,9 +93,9 @@ class LocalLane(Lane):
         self._wire: LocalWire | None = None
         self._outgoing = SentPayloads()
         self._incoming = ReceivedPayloads()
-        # Bytes were kept at a flush; lane_writable tells when they have gone.
+        # A flush left bytes; lane_writable is due when they are gone.
         self._kept = False
-        # No callback comes from inside another one, although each may call flush.
+        # No callback may come from inside another, although each may call flush.
         self._moving = False
         self._scheduled = False
         self._closing = False
@@ -105,12 +105,12 @@ class LocalLane(Lane):
 
     @property
     def bootstrap(self) -> bytes:
-        """Return which host this is."""
+        """Return the identity of this host."""
         return self._host.encode()
 
     @property
     def description(self) -> str:
-        """Say how this side reads the other one."""
+        """Return how this side reads the other one."""
         return self._rendezvous.description
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
@@ -130,7 +130,7 @@ class LocalLane(Lane):
                     self._rendezvous.connect(), loop=self._loop
                 )
                 self._come_up(await self._rendezvous_task)
-                if self._ended:  # between the end of the meeting and this turn
+                if self._ended:  # aborted since the rendezvous ended
                     raise BackendUnavailable("local: the lane was aborted")
         except asyncio.CancelledError:
             aborted = self._ended and not _is_cancelled()
@@ -144,7 +144,7 @@ class LocalLane(Lane):
         self._handler = handler
 
     def _on_rendezvous(self, task: asyncio.Task[RendezvousResult]) -> None:
-        """Take the server's result: the client has come, or never will."""
+        """Handle the end of a server's rendezvous: the client came, or never will."""
         if task.cancelled():
             return
         error = task.exception()
@@ -155,7 +155,7 @@ class LocalLane(Lane):
             self._end(error)
 
     def _come_up(self, result: RendezvousResult) -> None:
-        """Start moving payloads: the two sides have met."""
+        """Start moving payloads, now that the two sides have met."""
         if self._ended:
             result.sock.close()
             return
@@ -193,7 +193,7 @@ class LocalLane(Lane):
 
     @property
     def queued_bytes(self) -> int:
-        """Return the bytes of payloads whose places the peer has not been told."""
+        """Return the bytes of payloads whose places the peer does not know yet."""
         return self._outgoing.queued_bytes
 
     @property
@@ -203,7 +203,7 @@ class LocalLane(Lane):
     # --- the loop's turns -------------------------------------------------------------
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Do some work; whatever goes wrong with it ends the lane."""
+        """Run some work; an exception in it ends the lane."""
         if self._ended or self._moving:
             return
         self._moving = True
@@ -217,7 +217,7 @@ class LocalLane(Lane):
             self._moving = False
 
     def _move(self) -> None:
-        """Read a batch, and report it if the peer was there all the while."""
+        """Read a batch, and report it if the peer was there all the time."""
         self._scheduled = False
         whole = self._incoming.read()
         if not whole:
@@ -225,13 +225,13 @@ class LocalLane(Lane):
         there = self._peer_is_there()
         handler, wire = self._handler, self._wire
         if handler is None or wire is None:
-            return  # a callback has ended it
+            return  # a callback has ended the lane
         if not there:
-            raise _gone()  # what was read may be anything
+            raise _gone()  # the batch may contain anything
         wire.say(LocalMessageType.READ, read_so_far(self._incoming.count))
         for landing in whole:
             handler.payload_received(self, landing)
-            if self._handler is None:  # it has ended
+            if self._handler is None:  # the lane has ended
                 return
 
     def _readable(self) -> None:
@@ -243,7 +243,7 @@ class LocalLane(Lane):
             raise _gone()
 
     def _peer_is_there(self, *, all_of_it: bool = True) -> bool:
-        """Take in what the peer has said, and look whether it has ended its side."""
+        """Handle the peer's records, and return whether its side is still open."""
         assert self._wire is not None
         records, there = self._wire.hear(all_of_it=all_of_it)
         for record in records:
@@ -261,7 +261,7 @@ class LocalLane(Lane):
             self._incoming.peer.adopt(record.body, wire.take_fd())
 
     def _read(self, body: bytes) -> None:
-        """Report payloads of ours that the peer has read."""
+        """Report our payloads that the peer has read."""
         handler = self._handler
         assert handler is not None
         for token in self._outgoing.read(body):
@@ -274,7 +274,7 @@ class LocalLane(Lane):
             handler.lane_writable(self)
 
     def _go_on(self) -> None:
-        """Do what comes next: another batch, a full socket, the end."""
+        """Schedule further work: a batch, records that wait for room, or the end."""
         wire = self._wire
         if wire is not None:
             if self._incoming.can_read and not self._scheduled:
@@ -301,7 +301,7 @@ class LocalLane(Lane):
         if self._wire is not None:
             self._loop.remove_reader(self._wire.fileno())
             self._loop.remove_writer(self._wire.fileno())
-            # From here on the peer reports nothing more that it reads.
+            # From here on the peer reports no further payload as received.
             self._wire.close()
         self._outgoing.close()
         self._incoming.close()
@@ -311,7 +311,7 @@ class LocalLane(Lane):
             self._loop.call_soon(handler.lane_closed, self, error)
 
     def _close_unused(self, task: asyncio.Task[RendezvousResult]) -> None:
-        """Close what a rendezvous has made for a lane that ended before."""
+        """Close the socket of a rendezvous that succeeded after the lane had ended."""
         done = not task.cancelled() and task.exception() is None
         if done and self._wire is None:
             task.result().sock.close()

@@ -1,9 +1,8 @@
-"""The process at the other end: how its memory is read here.
+"""The peer process, and how this process reads its memory.
 
-Its pid comes from the kernel. That the pid still names the process it named when the
-lane came up is shown by a cookie: 16 bytes that follow from the lane's secret, at an
-address that the peer has told. Whatever else has the pid one day does not have them
-there.
+Its pid comes from the kernel. A cookie shows that the pid still names the same process
+as when the lane came up: 16 bytes derived from the lane's secret, at an address that
+the peer has sent. Another process that gets the pid later does not have them there.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ ARENA_BODY: Final = struct.Struct("<I")
 
 
 class PeerMemory:
-    """Reads the memory of one lane's peer."""
+    """The memory of one lane's peer."""
 
     def __init__(self, pid: int, cookie_address: int, cookie: bytes) -> None:
-        self.pid = pid  # as the kernel says; 0 if it is not visible from here
+        self.pid = pid  # from the kernel; 0 if it is not visible from here
         self.cookie_address = cookie_address
         self.cookie = cookie
         self._arenas: list[SharedMapping] = []
 
     def refusal(self) -> str:
-        """Return why its memory cannot be read in place; "" if it can."""
+        """Return why the peer's memory cannot be read in place; "" if it can."""
         if self.pid < 1:
             return "the peer is in another pid namespace"
         try:
@@ -51,7 +50,7 @@ class PeerMemory:
 
         Raises:
             ProtocolError: Its number is not the next one, or its descriptor is not
-                sealed as an arena's is: pages could vanish under us.
+                sealed as an arena's is, so that pages could vanish while they are read.
             OSError: It cannot be mapped.
         """
         try:
@@ -66,7 +65,11 @@ class PeerMemory:
         self._arenas.append(arena)  # bounded: ARENAS_MAX
 
     def reading(self, place: DescribedPlace, destination: Fragments) -> PeerRead | None:
-        """Return a payload's reader; None while its arena is not announced."""
+        """Return the reader of a payload; None while its arena is not announced.
+
+        Raises:
+            ProtocolError: The payload extends beyond its arena.
+        """
         fragments = place.fragments
         assert fragments is not None
         if place.kind is PlaceKind.MEMORY:
@@ -80,7 +83,7 @@ class PeerMemory:
         return MappedReading(fragments.shifted(arena.address), destination)
 
     def close(self) -> None:
-        """Unmap what the peer has shared."""
+        """Unmap the arenas that the peer has shared."""
         for arena in self._arenas:
             arena.close()
         self._arenas.clear()
@@ -106,7 +109,11 @@ class MemoryReading:
         self.rest = source.nbytes
 
     def step(self, bytes_max: int) -> int:
-        """Read some more, at most so many bytes, and say how many."""
+        """Read at most ``bytes_max`` more bytes; return how many.
+
+        Raises:
+            ConnectionLost: The payload is gone, or the pid no longer names the peer.
+        """
         remote = self._remote.window(bytes_max, self._tails[0])
         local = self._local.window(bytes_max, self._tails[1])
         try:
@@ -131,7 +138,7 @@ class MappedReading:
         self.rest = source.nbytes
 
     def step(self, bytes_max: int) -> int:
-        """Read some more, at most so many bytes, and say how many."""
+        """Read at most ``bytes_max`` more bytes; return how many."""
         done = self._source.nbytes - self.rest
         length = min(self.rest, bytes_max)
         part = self._source.slice(done, length)
@@ -148,4 +155,4 @@ def _seals(fd: int) -> int:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        return 0  # no memfd
+        return 0  # not a memfd

@@ -1,8 +1,9 @@
-"""What this side receives: payloads of the peer, read in their descriptors' order.
+"""The payloads that a lane receives: read from the peer in their descriptors' order.
 
-Payloads are read in batches of about a millisecond, so that the loop has its turns. A
-batch counts only if the peer was still there after it (see :mod:`kvwire_local.lane`),
-so :meth:`ReceivedPayloads.read` gives back what is whole and says nothing to anybody.
+Payloads are read in batches of about a millisecond, so that the loop can run other
+tasks. A batch counts only if the peer was still there after it (see
+:mod:`kvwire_local.lane`). So :meth:`ReceivedPayloads.read` returns complete payloads
+and reports nothing by itself.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from kvwire.memory.copy import as_fragments
 from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind, decode
 from kvwire_local.peer import PeerMemory, PeerRead
 
-# Reading blocks the loop. A budget of bytes alone would not bound that: fragments of
+# Reading blocks the loop. A limit of bytes alone would not bound the time: fragments of
+# 256 bytes are read at a twentieth of the rate of 1 MiB.
 # 256 bytes are read at a twentieth of the rate of 1 MiB.
 _BATCH_S: Final = 0.001
-# What is read between two looks at the clock: a whole span where fragments are so long
-# that this takes less than a batch. A step costs about 20 us, and the next one finds
-# none of this code in the processor's caches any more.
+# Bytes between two looks at the clock. With long fragments, a whole span is one step,
+# since it takes less than a batch. A step costs about 20 us, and after it the
+# processor's caches no longer have this code.
 _STEP_BYTES: Final = 1 * MIB
 _LONG_FRAGMENT_BYTES: Final = 64 * KIB
 
@@ -37,7 +39,7 @@ class _Arrival:
 
 
 class ReceivedPayloads:
-    """Queues the payloads that a lane is to receive."""
+    """The queue of payloads that a lane is to receive."""
 
     def __init__(self) -> None:
         self.peer: PeerMemory | None = None
@@ -52,18 +54,18 @@ class ReceivedPayloads:
         return len(self._arrivals)
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """Queue one."""
+        """Queue a payload for reading."""
         place = decode(descriptor, landing.length)
         self._arrivals.append(_Arrival(landing, place))  # bounded: LANE_PAYLOADS_MAX
 
     def placed(self, descriptor: bytes) -> None:
-        """Note where the first unplaced payload lies, as the peer says."""
+        """Store the place of the first payload without one, as the peer reports it."""
         if len(self._placed) >= LANE_PAYLOADS_MAX:
             raise ProtocolError(RULE, "local: more descriptors than payloads")
         self._placed.append(descriptor)  # bounded: LANE_PAYLOADS_MAX
 
     def read(self) -> list[Landing]:
-        """Read one batch; returns what is whole."""
+        """Read one batch; return the landings that are complete."""
         whole: list[Landing] = []
         budget = SPAN_BYTES_MAX
         end = time.perf_counter() + _BATCH_S
@@ -84,11 +86,11 @@ class ReceivedPayloads:
 
     @property
     def can_read(self) -> bool:
-        """Tell whether the next batch would read anything."""
+        """Return whether the next batch would read anything."""
         return bool(self._arrivals) and self._is_ready(self._arrivals[0])
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._arrivals.clear()
         self._placed.clear()
         if self.peer is not None:
@@ -96,7 +98,7 @@ class ReceivedPayloads:
             self.peer = None
 
     def _is_ready(self, arrival: _Arrival) -> bool:
-        """Tell whether its place is known and its reader made."""
+        """Return whether an arrival's place is known; create its reader."""
         if self.peer is None:
             return False
         if arrival.place.kind is PlaceKind.LATER:

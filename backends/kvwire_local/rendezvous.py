@@ -1,7 +1,7 @@
-"""How the two sides of a lane meet, and find out how each can read the other.
+"""The rendezvous of a lane's two sides, where each finds out how it can read the other.
 
-The server listens on an abstract Unix socket whose name only those know who know the
-lane's secret. The client connects, and three greetings go over the socket, each proved
+The server listens on an abstract Unix socket whose name is derived from the lane's
+secret. The client connects, and three greetings go over the socket, each authenticated
 with the secret::
 
     client                                        server
@@ -13,8 +13,8 @@ with the secret::
       tries to read the server's cookie
       greeting: how I read you             ->
 
-Each side has permitted the other before the other tries, which is what Yama's scope 1
-needs. When the client's join returns, all is known to it, and the last greeting is in
+Each side permits the other before the other tries to read, as Yama's scope 1 requires.
+When the client's join returns, the client knows everything, and the last greeting is in
 the server's socket.
 """
 
@@ -41,28 +41,28 @@ from kvwire_local.sent_payloads import ReadMethod
 from kvwire_local.tracer_slot import TracerSlot
 from kvwire_local.wire import peer_pid
 
-# Address of the cookie, and how this side reads the other one.
+# The address of the cookie, and how this side reads the other one.
 _GREETING: Final = struct.Struct("<QQ")
 _PROOF_BYTES: Final = hashlib.sha256().digest_size
 _GREETING_BYTES: Final = _GREETING.size + _PROOF_BYTES
 _COOKIE_BYTES: Final = 16
-# Strangers of this host may connect as well. They are heard one after the other, and
-# none for longer than this.
+# Other processes of this host may connect as well. They are served one after the other,
+# and none for longer than this.
 _BACKLOG: Final = 8
 _STRANGER_S: Final = LANE_TIMEOUT_S / 2
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousResult:
-    """Holds what a rendezvous has found out."""
+    """The result of a rendezvous: a socket, and how each side reads the other."""
 
     sock: socket.socket
     peer: PeerMemory
-    is_read: ReadMethod  # how the other one reads this side
+    is_read: ReadMethod  # how the peer reads this side
 
 
 class Rendezvous:
-    """Runs one side of a rendezvous."""
+    """One side of a rendezvous."""
 
     def __init__(
         self,
@@ -80,11 +80,15 @@ class Rendezvous:
         self.description = "not up"
         self._refusal = ""
         self._permitted: list[int] = []
-        # It stays where it is, as long as this object lives.
+        # Its address does not change as long as this object lives.
         self._cookie = np.frombuffer(bytearray(self._cookie_of(role)), np.uint8)
 
     def listen(self) -> socket.socket:
-        """Open the server's socket, which the client will connect to."""
+        """Open the server's socket, which the client will connect to.
+
+        Raises:
+            BackendUnavailable: There can be no such socket here.
+        """
         sock = _socket()
         try:
             sock.bind(self._name())
@@ -95,7 +99,7 @@ class Rendezvous:
         return sock
 
     async def wait(self, listener: socket.socket) -> RendezvousResult:
-        """Wait, as the server, for the client; turn strangers away."""
+        """Wait, as the server, for the client; reject other processes."""
         while True:
             sock = await _accepted(listener)
             try:
@@ -109,7 +113,12 @@ class Rendezvous:
                 raise
 
     async def connect(self) -> RendezvousResult:
-        """Connect, as the client, to the server."""
+        """Connect, as the client, to the server.
+
+        Raises:
+            BackendUnavailable: The server is not there, or one side cannot read the
+                other.
+        """
         loop = asyncio.get_running_loop()
         sock = _socket()
         try:
@@ -137,7 +146,7 @@ class Rendezvous:
         return RendezvousResult(sock, peer, is_read)
 
     def close(self) -> None:
-        """Withdraw what was permitted."""
+        """Withdraw the permissions that were given to the peer."""
         while self._permitted:
             self._tracers.withdraw(self._permitted.pop(), self._tracer)
 
@@ -157,7 +166,7 @@ class Rendezvous:
             self._permitted.append(pid)
 
     def _look_at(self, pid: int, address: int) -> tuple[PeerMemory, ReadMethod]:
-        """Try to read the other side."""
+        """Try to read the other side; return it with the possible methods."""
         peer = PeerMemory(pid, address, self._cookie_of(self._role.other))
         if ReadMethod.MEMORY not in self._allowed:
             self.description = "arena (asked for)"
@@ -178,7 +187,11 @@ class Rendezvous:
         await asyncio.get_running_loop().sock_sendall(sock, greeting)
 
     async def _greeting(self, sock: socket.socket) -> tuple[int, ReadMethod]:
-        """Return the peer's next greeting: its cookie's address, how it reads us."""
+        """Receive a greeting: the address of the peer's cookie, and how it reads us.
+
+        Raises:
+            BackendUnavailable: The peer left, or does not know the secret.
+        """
         loop = asyncio.get_running_loop()
         greeting = b""
         while len(greeting) < _GREETING_BYTES:
@@ -208,10 +221,10 @@ class Rendezvous:
 async def _accepted(listener: socket.socket) -> socket.socket:
     """Return the next connection to a listening socket.
 
-    loop.sock_accept() of asyncio accepts a connection for a waiter that was cancelled
-    in the same turn, fails with InvalidStateError, and leaves the socket open.
+    asyncio's loop.sock_accept() accepts a connection for a waiter that was cancelled in
+    the same turn, fails with InvalidStateError, and leaves the socket open.
 
-    Cancel safety: safe, what was not accepted waits in the socket.
+    Cancel safety: safe, a connection that was not accepted waits in the socket.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -235,10 +248,10 @@ def _socket() -> socket.socket:
     return keep_from_children(sock)
 
 
-# --- whether there can be one ---------------------------------------------------------
+# --- whether there can be a lane ------------------------------------------------------
 
-# The boot id is random and new with each boot of a kernel; all containers of a host see
-# the same. An abstract Unix socket is seen within one network namespace.
+# The boot id is random and new with each boot of a kernel; all containers of a host
+# have the same. An abstract Unix socket is visible within one network namespace.
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")
 _MAGIC: Final = b"kvwlocl2"
@@ -247,14 +260,18 @@ _BOOTSTRAP: Final = struct.Struct("<8s16sQ")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Describes where a process runs."""
+    """The host and the network namespace of a process."""
 
     boot_id: bytes
     network: int
 
     @classmethod
     def here(cls) -> Self:
-        """Return where this process runs."""
+        """Return those of this process.
+
+        Raises:
+            BackendUnavailable: /proc does not have them.
+        """
         try:
             boot_id = uuid.UUID(_BOOT_ID.read_text().strip()).bytes
             network = _NETWORK.stat().st_ino
@@ -265,12 +282,16 @@ class Host:
         return cls(boot_id, network)
 
     def encode(self) -> bytes:
-        """Return the bootstrap of a lane."""
+        """Return them as the bootstrap of a lane."""
         return _BOOTSTRAP.pack(_MAGIC, self.boot_id, self.network)
 
     @classmethod
     def decode(cls, bootstrap: bytes) -> Self:
-        """Read the bootstrap of a peer."""
+        """Read them from the bootstrap of a peer.
+
+        Raises:
+            BackendUnavailable: It is not a bootstrap of this version.
+        """
         if len(bootstrap) != _BOOTSTRAP.size or bootstrap[:8] != _MAGIC:
             raise BackendUnavailable(
                 f"local: {len(bootstrap)} bytes from the peer are no bootstrap of "
@@ -280,7 +301,11 @@ class Host:
         return cls(boot_id, network)
 
     def require_same(self, other: Host) -> None:
-        """Do nothing if a socket can lead there."""
+        """Refuse a peer that no Unix socket can lead to.
+
+        Raises:
+            BackendUnavailable: It is on another host or in another network namespace.
+        """
         if other.boot_id != self.boot_id:
             raise BackendUnavailable(
                 f"local: the peer is on another host (boot id "

@@ -1,14 +1,15 @@
-"""What this side sends: payloads that lie here until the peer has read them.
+"""The payloads that a lane sends: they stay here until the peer has read them.
 
-Each payload gets a descriptor at once, by the first of these that holds:
+Each payload gets a descriptor at once, by the first of these rules that applies:
 
-1. its fragments are long enough and lie in one arena that the peer can map: where;
-2. they are, and the peer reads this process: their addresses;
-3. it is gathered into the lane's staging ring: where in the ring;
-4. the ring is full, or the lane is not up here: LATER, and the descriptor follows on
-   the socket.
+1. Its fragments are long enough and lie in one arena that the peer can map: their
+   offsets in the arena.
+2. They are long enough, and the peer can read this process: their addresses.
+3. It is gathered into the lane's staging ring: its place there.
+4. The ring is full, or the lane is not up here: LATER, and a descriptor follows on the
+   socket.
 
-Memory is given back when the peer has read the payload, whatever the descriptor was.
+Memory is released when the peer has read the payload, whatever the descriptor was.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire
 
 # Fragments of a few hundred bytes cost the reader more to look up than to copy, and
 # some peers cannot read this process at all. Such payloads are gathered into a ring of
-# shared memory, from where the peer reads each in one piece. Room is given in the order
-# of sending, and comes back in that order.
+# shared memory, from which the peer reads each in one piece. Room is allocated in the
+# order of sending, and freed in that order.
 
-# What a lane has under way, so that gathering need not wait for the reader; half of a
-# third-level cache of today.
+# As much as a lane can have in flight, so that gathering need not wait for the reader;
+# half of a common third-level cache.
 STAGING_BYTES: Final = 2 * SPAN_BYTES_MAX
 
 
 class Staging:
-    """Manages the ring of one lane."""
+    """The staging ring of one lane."""
 
     def __init__(self, nbytes: int = STAGING_BYTES) -> None:
         self.arena: Arena | None = None
         self._nbytes = nbytes
-        # Where each payload begins and ends, in the order of sending.
+        # The beginning and end of each payload, in the order of sending.
         self._rooms: deque[tuple[int, int]] = deque()
         self._view = memoryview(b"")
-        # Where the ring begins in the arena.
+        # The ring's offset in the arena.
         self._base = 0
 
     def place(self, payload: Payload) -> int | None:
-        """Copy a payload into the ring."""
+        """Copy a payload into the ring; return its offset in the arena, or None."""
         if payload.nbytes > self._nbytes or self.arena is None:
             if self._rooms:
                 return None  # the arena is in use; wait until it can be replaced
@@ -68,11 +69,11 @@ class Staging:
         return self._base + begin
 
     def give_back(self) -> None:
-        """Free the memory of the payload that was placed first."""
+        """Free the room of the payload that was placed first."""
         self._rooms.popleft()
 
     def close(self) -> None:
-        """Unmap it; the peer keeps the pages that it has mapped until it ends."""
+        """Unmap the ring; the peer keeps the pages it has mapped until it ends."""
         self._view.release()
         self._rooms.clear()
         if self.arena is not None:
@@ -88,11 +89,11 @@ class Staging:
         self._view = memory.data
 
     def _room_for(self, nbytes: int) -> int | None:
-        """Return where so many bytes in a row are free."""
+        """Return the beginning of so many free bytes in a row, or None."""
         if not self._rooms:
             return 0 if nbytes <= self._nbytes else None
         first, last = self._rooms[0][0], self._rooms[-1][1]
-        if last <= first:  # the end and the beginning of the ring are in use
+        if last <= first:  # both the end and the beginning of the ring are in use
             return last if first - last >= nbytes else None
         if self._nbytes - last >= nbytes:
             return last
@@ -101,17 +102,18 @@ class Staging:
 
 # --- payloads -------------------------------------------------------------------------
 
-# Mean length of fragments, from the table in docs/howto/same-host.md. Below it,
-# gathering here and reading one piece there is faster than reading each in place: 5.8
-# against 3.6 GB/s of the reader's processor time at 4 KiB, 5.2 against 4.8 at 8, 6.6
-# against 5.8 at 16, where the writer has to gather for it. So it is in an arena, where
-# the reader would have to copy twice: 2.7 against 1.4 GB/s at 4 KiB.
+# A mean length of fragments, from the table in docs/howto/same-host.md. Below it,
+# gathering here and reading one piece there is faster than reading each in place. In GB
+# per second of the reader's processor time: 5.8 against 3.6 at 4 KiB, 5.2 against 4.8
+# at 8; at 16 it is 6.6 against 5.8, but then the writer spends time on gathering. In an
+# arena it is the same, where the reader would have to copy twice: 2.7 against 1.4 GB/s
+# at 4 KiB.
 _GATHER_BELOW_BYTES: Final = 8 * KIB
 _COUNT: Final = struct.Struct("<Q")
 
 
 class ReadMethod(enum.IntFlag):
-    """Names how a side can read the other one's payloads."""
+    """How one side can read the other's payloads."""
 
     MEMORY = 1
     ARENA = 2
@@ -125,7 +127,7 @@ class _Sent:
 
 
 class SentPayloads:
-    """Queues the payloads that a lane has sent and the peer has not read."""
+    """The queue of payloads that a lane has sent and the peer has not read."""
 
     def __init__(self) -> None:
         self.queued_bytes = 0
@@ -143,12 +145,12 @@ class SentPayloads:
         return len(self._unread)
 
     def come_up(self, wire: LocalWire, methods: ReadMethod) -> None:
-        """Start sending: note how the peer reads and where it is told."""
+        """Start sending, by this socket, to a peer that reads in these ways."""
         self._wire, self._methods = wire, methods
         self.place_later()
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """Queue a payload of at least one byte; returns its descriptor."""
+        """Queue a payload of at least one byte; return its descriptor."""
         sent = _Sent(payload, token)
         self._unread.append(sent)  # bounded: LANE_PAYLOADS_MAX
         descriptor = None if self._later else self._descriptor(sent)
@@ -159,7 +161,7 @@ class SentPayloads:
         return descriptor
 
     def place_later(self) -> None:
-        """Tell the peer where payloads lie for which there is room now."""
+        """Send the peer the places of waiting payloads, as far as there is room now."""
         while self._later:
             descriptor = self._descriptor(self._later[0])
             if descriptor is None:
@@ -170,7 +172,11 @@ class SentPayloads:
             self._wire.say(LocalMessageType.PLACED, descriptor)
 
     def read(self, body: bytes) -> list[object]:
-        """Note that the peer has read more; return the payloads' tokens."""
+        """Handle the peer's report of read payloads; return their tokens.
+
+        Raises:
+            ProtocolError: It reports more than there are.
+        """
         (count,) = _COUNT.unpack(body) if len(body) == _COUNT.size else (-1,)
         placed = len(self._unread) - len(self._later)
         if not 0 < count - self._read_count <= placed:
@@ -187,14 +193,14 @@ class SentPayloads:
         return tokens
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._unread.clear()
         self._later.clear()
         self.queued_bytes = 0
         self._staging.close()
 
     def _descriptor(self, sent: _Sent) -> bytes | None:
-        """Say where a payload lies; None if that cannot be said now."""
+        """Place a payload and return its descriptor; None if it must wait."""
         if self._wire is None:
             return None
         fragments = as_fragments(sent.payload).merged()
@@ -215,7 +221,7 @@ class SentPayloads:
         return encode_piece(PlaceKind.ARENA, number, begin, sent.payload.nbytes)
 
     def _in_place(self, fragments: Fragments) -> bytes | None:
-        """Describe a payload that the peer can well read where it lies."""
+        """Return the descriptor of a payload that is best read in place, or None."""
         count = len(fragments)
         if count > 1 and fragments.nbytes < _GATHER_BELOW_BYTES * count:
             return None
@@ -232,14 +238,14 @@ class SentPayloads:
         return None
 
     def _number_of(self, arena: Arena) -> int | None:
-        """Return the number under which the peer has an arena, or would get it."""
+        """Return the number of an arena at the peer, now or once shared; else None."""
         if ReadMethod.ARENA not in self._methods:
             return None
         number = self._shared.get(arena.serial, len(self._shared))
         return number if number < ARENAS_MAX else None
 
     def _share(self, arena: Arena, number: int) -> None:
-        """Give an arena to the peer, unless it has it."""
+        """Share an arena with the peer, unless it has it."""
         if arena.serial not in self._shared:
             assert self._wire is not None
             self._wire.say(

@@ -1,17 +1,17 @@
-"""Who may read this process, where the Yama security module restricts that.
+"""Permits a peer to read this process, if the Yama security module restricts that.
 
-With ``kernel.yama.ptrace_scope = 1``, the default of Debian and Ubuntu, a process reads
-another one of the same user only if that one has named it with
-``prctl(PR_SET_PTRACER, pid)``. What is granted is more than reading: whoever may trace
-a process controls it. And a process has one place for one name. So:
+With ``kernel.yama.ptrace_scope = 1``, the default of Debian and Ubuntu, a process can
+read another one of the same user only if that one has named it with
+``prctl(PR_SET_PTRACER, pid)``. This permits more than reading: a process that may trace
+another controls it. And only one process can be named. So:
 
-* by default the place is given to one peer process at a time, the first one that comes,
-  for as long as it has a lane. Lanes of further peers use arenas, which need no
-  permission; the transport report says so;
-* the setting ``tracer=none`` never gives it; ``tracer=any`` lets all processes of this
-  user read, which is what scope 0 is.
+* By default one peer process at a time is named: the first one that comes, for as long
+  as it has a lane. Lanes of further peers use arenas, which need no permission; the
+  transport report mentions it.
+* With the setting ``tracer=none`` nobody is ever named. ``tracer=any`` lets all
+  processes of this user read, as with scope 0.
 
-Under scope 0 nothing has to be named. Under 2 and 3 naming does not help.
+With scope 0 nobody has to be named. With 2 and 3 naming does not help.
 
 https://docs.kernel.org/admin-guide/LSM/Yama.html
 """
@@ -34,26 +34,26 @@ CHOICES: Final = ("one", "none", "any")
 
 
 class TracerSlot:
-    """Guards the one tracer that the kernel permits this process to name."""
+    """The one tracer that the kernel lets this process name."""
 
     def __init__(
         self, name: Callable[[int], bool], scope_file: Path = SCOPE_FILE
     ) -> None:
         self._name = name
         self._scope_file = scope_file
-        # How many lanes each peer process has; one process has the place.
+        # How many lanes each named peer process has; at most one process is named.
         self._named: Counter[int] = Counter()
 
     @property
     def scope(self) -> int | None:
-        """Return ``kernel.yama.ptrace_scope``; None where Yama is not at work."""
+        """Return ``kernel.yama.ptrace_scope``; None if Yama is not active."""
         try:
             return int(self._scope_file.read_text())
         except (OSError, ValueError):
             return None
 
     def permit(self, pid: int, choice: str) -> bool:
-        """Let a peer process read this one; True if the place was given, or kept.
+        """Let a peer process read this one; return whether it is named now.
 
         Each success is undone by one :meth:`withdraw`.
         """
@@ -68,7 +68,7 @@ class TracerSlot:
         return True
 
     def withdraw(self, pid: int, choice: str) -> None:
-        """End one lane's permission; the last one empties the slot."""
+        """End one lane's permission; with the last one, nobody is named any more."""
         holder = pid if choice == "one" else _PR_SET_PTRACER_ANY
         self._named[holder] -= 1
         if self._named[holder] < 1:
@@ -78,7 +78,7 @@ class TracerSlot:
 
 @functools.cache
 def tracers() -> TracerSlot:
-    """Return the place of this process."""
+    """Return the tracer slot of this process."""
     return TracerSlot(_prctl)
 
 

@@ -1,20 +1,20 @@
-"""The Unix socket beside a lane: who is there, what was read, descriptors of arenas.
+"""The Unix socket beside a lane: identity, read payloads, and arenas' descriptors.
 
-No payload passes through it. It exists because only the kernel can say these things:
+No payload passes through it. It exists because only the kernel can answer these
+questions:
 
-* who the peer is: ``SO_PEERCRED`` gives the process at the other end, in our own pid
-  namespace, so that no pid is ever taken from a peer's word;
-* that the peer is still there. Its end of the socket is shut down before its lane lets
-  go of any memory, and closed by the kernel when it dies. Whether that has happened is
-  read under the same lock of the kernel under which it is done: see
-  :meth:`LocalWire.hear`;
-* what a descriptor of the peer's is here (``SCM_RIGHTS``).
+* Who is the peer? ``SO_PEERCRED`` gives the process at the other end, in our own pid
+  namespace, so that a pid is never taken from a peer.
+* Is the peer still there? Its end of the socket is shut down before its lane releases
+  any memory, and closed by the kernel when the process dies. That is read under the
+  same lock of the kernel under which it is done: see :meth:`LocalWire.hear`.
+* What is a descriptor of the peer's in this process? (``SCM_RIGHTS``)
 
 Records are a head of 8 bytes and a body::
 
-    READ    u64     payloads of yours that I have read, in all
+    READ    u64         payloads of yours that I have read, in all
     PLACED  descriptor  of the next of my payloads whose descriptor was LATER
-    ARENA   u32     the number of the arena whose descriptor comes with this record
+    ARENA   u32         the number of the arena whose descriptor comes with this record
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _HEAD: Final = struct.Struct("<BxxxI")
 # `struct ucred`: pid, uid, gid.
 _CREDENTIALS: Final = struct.Struct("iII")
 _READ_BYTES: Final = 64 * KIB
-# A place for each payload that may be under way, and as much again.
+# Records for every payload that may be in flight, twice over.
 _HEARD_MAX: Final = 2 * LANE_PAYLOADS_MAX * (DESCRIPTOR_BYTES_MAX + _HEAD.size)
 ARENAS_MAX: Final = 64
-"""Arenas that one lane shares; what lies in further ones is read as other memory is."""
+"""The most arenas one lane shares; payloads in others are read as ordinary memory."""
 
 
 class LocalMessageType(enum.IntEnum):
-    """Names the kinds of messages."""
+    """The kinds of records."""
 
     READ = 1
     PLACED = 2
@@ -56,14 +56,14 @@ _KINDS: Final = {int(kind): kind for kind in LocalMessageType}
 
 @dataclass(frozen=True, slots=True)
 class LocalMessage:
-    """Holds one message of the peer."""
+    """One record from the peer."""
 
     kind: LocalMessageType
     body: bytes
 
 
 class LocalWire:
-    """Owns one end of the socket, connected and non-blocking."""
+    """One end of the socket, connected and non-blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -77,20 +77,20 @@ class LocalWire:
 
     @property
     def has_unsaid(self) -> bool:
-        """Tell whether the socket was full; flush when it is writable."""
+        """Return whether records wait for room; then call ``say_rest``."""
         return bool(self._unsaid)
 
     def say(self, kind: LocalMessageType, body: bytes, fd: int = -1) -> None:
-        """Send one record, now or when there is room; order is kept."""
+        """Send one record, now or when there is room; the order is kept."""
         record = _HEAD.pack(kind, len(body)) + body
         if fd >= 0:
-            # Ours, since the arena may be closed before there is room.
+            # A duplicate, since the arena may be closed before there is room.
             fd = os.dup(fd)
         self._unsaid.append((record, fd))  # bounded: LANE_PAYLOADS_MAX
         self.say_rest()
 
     def say_rest(self) -> None:
-        """Send what there was no room for. Whether the peer has gone, `hear` sees."""
+        """Send records that wait. If the peer has gone, only `hear` reports it."""
         try:
             while self._unsaid:
                 record, fd = self._unsaid[0]
@@ -107,26 +107,29 @@ class LocalWire:
             self._forget_unsaid()
 
     def hear(self, *, all_of_it: bool = True) -> tuple[list[LocalMessage], bool]:
-        """Return what the peer has said, and whether it is still there.
+        """Return the peer's records, and whether it is still there.
 
-        "Still there" is true as of a moment after everything that this thread has read
-        so far: the kernel looks, under the lock of our end of the socket, whether that
-        was shut down, and the peer shuts it down under the same lock before it reuses
-        memory. So if the answer is yes, all bytes read before are those that were sent.
-        It says nothing of that without ``all_of_it``, for who has read nothing: then it
-        takes one system call, and the loop calls again if there is more.
+        "Still there" holds for a moment after everything that this thread has read so
+        far. The kernel checks, under the lock of our end of the socket, whether that
+        end was shut down; and the peer shuts it down under the same lock before it
+        reuses memory. So if the answer is yes, all bytes read before are those that
+        were sent.
+
+        Without ``all_of_it``, for a caller that has read no memory, the answer does not
+        prove that. Then it takes one system call, and the loop calls again if there is
+        more.
         """
         there = self._receive(all_of_it=all_of_it)
         return list(self._records()), there
 
     def take_fd(self) -> int:
-        """Return the descriptor of an ARENA message; close it after."""
+        """Return the descriptor of an ARENA record, which the caller must close."""
         if not self._fds:
             raise ProtocolError(RULE, "local: an arena without its descriptor")
         return self._fds.popleft()
 
     def close(self) -> None:
-        """Shut it down, which the peer sees, and close it."""
+        """Shut the socket down, which the peer sees, and close it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -135,7 +138,7 @@ class LocalWire:
             os.close(self._fds.popleft())
 
     def _receive(self, *, all_of_it: bool) -> bool:
-        """Take all that is there, or some; False at the end of the stream."""
+        """Receive all that is there, or some; return False at the end of the stream."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(
@@ -155,7 +158,7 @@ class LocalWire:
                 return True
 
     def _records(self) -> Iterator[LocalMessage]:
-        """Yield the records that have come whole; keep the beginning of the next."""
+        """Yield the complete records; keep the beginning of the next one."""
         received, begin = self._received, 0
         while len(received) >= (body := begin + _HEAD.size):
             number, length = _HEAD.unpack_from(received, begin)

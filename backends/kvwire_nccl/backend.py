@@ -1,4 +1,4 @@
-"""The entry point: lanes for GPU memory."""
+"""The entry point of the backend ``nccl``: lanes for GPU memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvwire.types import MemoryKind
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.nccl import DEVICE, MOVE, START, Nccl
 
-# Behind every transport of host memory: it must be asked for. Two processes on one GPU
-# cannot use it, and its kernels share the GPU with the model's.
+# After every transport of host memory, so it must be asked for. Two processes on one
+# GPU cannot use it, and its kernels share the GPU with the model's.
 _RANK = 90
 
 
 class NcclBackend(Backend):
     """Moves GPU memory over NCCL, beside another transport's control link.
 
-    One library object for each connection's settings; lanes hold what they need of it.
+    Each lane has its own library object, made from its connection's settings.
     """
 
     scheme: ClassVar[str] = "nccl"
@@ -41,7 +41,7 @@ class NcclBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Tell whether NCCL can run here; looks, and loads nothing."""
+        """Return whether NCCL can run here, by looking only; loads nothing."""
         missing = next((why for there, why in _NEEDS if not there()), "")
         if missing:
             return Availability(available=False, reason=missing, remedy=_remedy())

@@ -1,4 +1,4 @@
-"""The state of one direction, from its making to its end: what to do next, and when.
+"""The state of one direction of a lane: it decides what to do next, and when.
 
 ::
 
@@ -8,10 +8,10 @@
       +---- failed, ended, or too late at what is awaited -----> ENDING ---> QUIET
                                                                        quiet
 
-A pure state machine: its thread asks :meth:`DirectionState.step` what to do, does it,
-and says what came of it. It knows the time only by being told. Nothing leaves ENDING
-but proof that no memory is touched any more; a communicator that cannot give it is in
-quarantine, and so is the memory of everything under way.
+A pure state machine: its thread calls :meth:`DirectionState.step`, does what that
+returns, and reports the result. The time is an argument. Only proof that no memory is
+touched any more leads from ENDING to QUIET. A communicator that cannot give it stays in
+quarantine, and so does the memory of all its moves.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvwire.backend import Payload
 from kvwire.errors import ConnectionLost
 from kvwire.types import MemoryKind
 
-# Handed to the library at once: enough that the next is there when one is done, and
-# few enough that an abort has little to wait for.
+# Moves handed to the library at once: enough that the next is there when one is done,
+# and few enough that an abort has little to wait for.
 MOVES_MAX: Final = 8
 
 
 class DirectionStage(enum.Enum):
-    """Names how far a direction is."""
+    """The stages of a direction's life."""
 
     MADE = "made"
     STARTING = "starting"
@@ -41,7 +41,7 @@ class DirectionStage(enum.Enum):
 
 
 class DirectionStep(enum.Enum):
-    """Names what the thread of a direction does next."""
+    """The next step of a direction's thread."""
 
     BEGIN = "begin"
     WATCH_START = "watch the start"
@@ -54,7 +54,7 @@ class DirectionStep(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class PayloadMove:
-    """Describes one payload to move."""
+    """One payload to move."""
 
     payload: Payload | None
     nbytes: int
@@ -66,21 +66,21 @@ class DirectionState:
     """Decides what one direction does next."""
 
     start_timeout_s: float
-    # Until the next of the jobs under way is done.
+    # The most time until the next of the moves in progress is done.
     move_timeout_s: float
     waiting: deque[PayloadMove] = field(default_factory=deque)
     moving: deque[PayloadMove] = field(default_factory=deque)
     stage: DirectionStage = DirectionStage.MADE
     error: Exception | None = None
     _closing: bool = False
-    # The last one handed over was taken by the library.
+    # Whether the library has taken the last move that was handed over.
     _launched: bool = True
     _since: float = 0.0
 
-    # --- what its thread does ---------------------------------------------------------
+    # --- reports of its thread --------------------------------------------------------
 
     def step(self, now: float) -> DirectionStep:
-        """Return what to do next."""
+        """Return the next step; a deadline that has passed ends the direction."""
         if (
             self.stage is DirectionStage.STARTING
             and now - self._since > self.start_timeout_s
@@ -94,17 +94,17 @@ class DirectionState:
         )
 
     def begun(self, now: float) -> None:
-        """Note that it is coming up."""
+        """Record that the direction has begun to come up."""
         if self.stage is DirectionStage.MADE:
             self.stage, self._since = DirectionStage.STARTING, now
 
     def up(self) -> None:
-        """Note that it has come up."""
+        """Record that the direction is up."""
         if self.stage is DirectionStage.STARTING:
             self.stage = DirectionStage.UP
 
     def next_job(self, now: float) -> PayloadMove:
-        """Return the job to hand over now."""
+        """Return the move to hand over now, and count it as in progress."""
         job = self.waiting.popleft()
         if not self.moving:
             self._since = now
@@ -113,34 +113,34 @@ class DirectionState:
         return job
 
     def launched(self) -> None:
-        """Note that the library has taken the last job."""
+        """Record that the library has taken the last move."""
         self._launched = True
 
     def done(self, now: float) -> PayloadMove:
-        """Note that the oldest job under way is done."""
+        """Record that the oldest move in progress is done; return it."""
         self._since = now
         return self.moving.popleft()
 
     def quiet(self) -> None:
-        """Note that nothing touches any memory any more."""
+        """Record that nothing touches any memory any more."""
         assert self.stage is DirectionStage.ENDING
         self.stage = DirectionStage.QUIET
         self.waiting.clear()
         self.moving.clear()
 
-    # --- what is said to it -----------------------------------------------------------
+    # --- orders from the lane ---------------------------------------------------------
 
     def submit(self, job: PayloadMove) -> None:
-        """Queue a job behind those that wait."""
+        """Queue a move."""
         if self.stage not in (DirectionStage.ENDING, DirectionStage.QUIET):
             self.waiting.append(job)  # bounded: LANE_PAYLOADS_MAX
 
     def close(self) -> None:
-        """End once there is nothing left to do."""
+        """End once all moves are done."""
         self._closing = True
 
     def fail(self, error: Exception | None) -> None:
-        """End now; None if it is as wished. The first reason counts."""
+        """End now; only the first error counts, and None is a wanted end."""
         if self.stage not in (DirectionStage.ENDING, DirectionStage.QUIET):
             self.stage, self.error = DirectionStage.ENDING, error
 

@@ -1,8 +1,8 @@
-"""The thread of one direction: does what the state says, and tells the loop.
+"""The thread of one direction: takes the steps of its state, and reports to the loop.
 
-While something is under way the thread looks at it at a bounded rate: NCCL has no call
-that waits for an operation, an error and a deadline at once. While nothing is, it
-sleeps. A call into the library that hangs holds up this thread and nothing else.
+While moves are in progress the thread polls them at a bounded rate: NCCL has no call
+that waits for an operation, an error and a deadline at once. Otherwise it sleeps. A
+library call that hangs holds up this thread and nothing else.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvwire_nccl.nccl import MoveProgress, NcclMove, NcclPipe
 
 _log = logging.getLogger("kvwire.nccl")
 
-# Between two looks at what is under way. A chunk of 1 MiB takes about as long on
-# PCIe 4; looking more often would only take the GIL from the loop.
+# Time between two polls of moves in progress. A chunk of 1 MiB takes about as long on
+# PCIe 4; polling more often would only take the GIL from the loop.
 LOOK_S: Final = 0.0002
-# Between two looks at a communicator that comes up, which takes from 10 ms to seconds.
+# Time between two polls of a communicator that comes up, which takes 10 ms to seconds.
 START_LOOK_S: Final = 0.002
 
 
@@ -32,12 +32,12 @@ class Driver:
     Args:
         pipe: The direction, which belongs to the thread from now on.
         state: Its state.
-        name: Of the thread.
-        call_soon: Calls something on the loop, from any thread; raises RuntimeError
+        name: The thread's name.
+        call_soon: Schedules a call on the loop, from any thread; raises RuntimeError
             once the loop is closed.
-        moved: Told on the loop which jobs are done.
-        gone: Told on the loop, last of all, that no memory is touched any more, and
-            why it ended; None if it was asked to.
+        moved: Called on the loop with the moves that are done.
+        gone: Called on the loop, last of all, when no memory is touched any more, with
+            the error that ended the direction, or None.
     """
 
     def __init__(
@@ -54,30 +54,30 @@ class Driver:
         self._state = state
         self._completions = CompletionQueue(call_soon, moved, lambda job: job.nbytes)
         self._tell_gone = gone
-        # Guards the state; notified when something was said to it.
+        # Guards the state; notified when it has changed from outside.
         self._changed = threading.Condition()
         self._moves: list[NcclMove] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, jobs: Iterable[PayloadMove]) -> None:
-        """Move these as well, in this order."""
+        """Queue these moves, in this order."""
         with self._changed:
             for job in jobs:
                 self._state.submit(job)
             self._changed.notify()
 
     def close(self) -> None:
-        """End once nothing is left to do; ``gone`` tells."""
+        """End once all moves are done; ``gone`` reports it."""
         with self._changed:
             self._state.close()
             self._changed.notify()
 
     def abort(self, error: Exception | None = None) -> None:
-        """End now; ``gone`` tells when that is through."""
+        """End now; ``gone`` reports when that is complete."""
         with self._changed:
             self._state.fail(error)
             self._changed.notify()
@@ -114,7 +114,8 @@ class Driver:
             case DirectionStep.MOVE:
                 with self._changed:
                     job = self._state.next_job(time.monotonic())
-                # Without the lock: the lane goes on while the library thinks.
+                # Without the lock, so that the lane can continue while the library
+                # works.
                 self._moves.append(self._pipe.move(job.payload, job.nbytes))
             case DirectionStep.WATCH:
                 self._watch()
@@ -132,7 +133,7 @@ class Driver:
             self._pause(START_LOOK_S)
 
     def _watch(self) -> None:
-        """Look at what is under way; on a stream it is done in its order."""
+        """Poll the moves in progress; on a stream they are done in order."""
         newest = self._moves[-1].progress()
         if newest is not MoveProgress.QUEUED:
             with self._changed:
@@ -149,12 +150,12 @@ class Driver:
         self._pause(LOOK_S)
 
     def _pause(self, seconds: float) -> None:
-        """Rest a moment, or until something is said."""
+        """Wait a moment, or until the state is changed from outside."""
         with self._changed:
             self._changed.wait(seconds)
 
     def _quarantine(self, error: Exception) -> None:
-        """Keep the memory: it cannot prove that nothing touches it."""
+        """Keep the memory, since nothing proves that it is no longer touched."""
         _log.error(
             "%s: the abort failed; its memory stays in quarantine",
             self._thread.name,

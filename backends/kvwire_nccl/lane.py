@@ -1,7 +1,7 @@
 """A lane of two directions, each with a communicator and a thread of its own.
 
 Descriptors are empty: both sides queue the payloads of a direction in the same order.
-What the library cannot move (host memory, to NCCL) ends the lane with the reason, and
+Payload that the library cannot move (host memory) ends the lane with the reason, and
 the core sends it by the control link, if that is allowed.
 """
 
@@ -23,11 +23,12 @@ from kvwire_nccl.direction_state import DirectionState, PayloadMove, refusal
 from kvwire_nccl.driver import Driver
 from kvwire_nccl.nccl import Nccl
 
-# --- what the endpoints tell each other before anything is initialised ----------------
+# --- bootstraps, which the endpoints exchange before anything is initialised ----------
 
-# Both say which library they have loaded: NCCL refuses a peer of another version only
-# once both have begun, and not always by name. It travels in the authenticated
-# handshake; the names are secrets, since whoever knows one can take the peer's place.
+# Each names the library it has loaded, since NCCL refuses a peer of another version
+# only once both have begun, and not always with a clear reason. The bootstrap travels
+# in the authenticated handshake. The directions' names are secret: with one, anybody
+# could take the peer's place.
 _MAGIC: Final = b"KVNCCL01"
 # magic, length of the library's name, lengths of the two directions' names
 _HEAD: Final = struct.Struct("<8sBHH")
@@ -38,21 +39,25 @@ _NAME_BYTES_MAX: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class NcclBootstrap:
-    """Holds what one lane endpoint tells the other."""
+    """The information that one lane endpoint sends the other before they start."""
 
     library: str
     there: bytes = b""
     back: bytes = b""
 
     def encode(self) -> bytes:
-        """Encode it."""
+        """Return it as bytes."""
         library = self.library.encode()[:_LIBRARY_BYTES_MAX]
         head = _HEAD.pack(_MAGIC, len(library), len(self.there), len(self.back))
         return head + library + self.there + self.back
 
     @classmethod
     def decode(cls, raw: bytes) -> NcclBootstrap:
-        """Read what a peer has sent."""
+        """Read a peer's bootstrap.
+
+        Raises:
+            BackendUnavailable: It is malformed or of another version.
+        """
         if len(raw) < _HEAD.size:
             raise _unreadable(f"{len(raw)} bytes")
         magic, library, there, back = _HEAD.unpack_from(raw)
@@ -70,7 +75,11 @@ class NcclBootstrap:
         return cls(name, rest[library : library + there], rest[library + there :])
 
     def require_same_library(self, own: str) -> None:
-        """Refuse a peer that has loaded something else."""
+        """Refuse a peer that has loaded another library.
+
+        Raises:
+            BackendUnavailable: The names or versions differ.
+        """
         if self.library != own:
             raise BackendUnavailable(
                 f"{own} is loaded here and {self.library!r} at the peer; both sides "
@@ -84,14 +93,14 @@ def _unreadable(what: str) -> BackendUnavailable:
 
 _log = logging.getLogger("kvwire.nccl")
 
-# Per operation NCCL launches a kernel on both sides: some 10 us, in which the slowest
-# link between two GPUs moves this much.
+# For each operation NCCL launches a kernel on both sides. That takes some 10 us, in
+# which the slowest link between two GPUs moves this much.
 _BYTES_MIN: Final = 64 * KIB
 _WINDOW_BYTES: Final = 16 * MIB
 
 
 class NcclLane(Lane):
-    """Implements one endpoint of a lane."""
+    """One endpoint of a lane."""
 
     bytes_min = _BYTES_MIN
     window_bytes = _WINDOW_BYTES
@@ -135,7 +144,7 @@ class NcclLane(Lane):
         return self._received_bytes
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """Begin to make the communicators; they come up behind it.
+        """Start making the communicators, which come up in the background.
 
         Cancel safety: safe, it does not wait.
         """
@@ -204,8 +213,7 @@ class NcclLane(Lane):
         if self._outbound is None or self._inbound is None:
             self._end(None)
             return
-        # The peer may still announce what we are to receive: that ends with this
-        # endpoint.
+        # The peer may still announce payloads for us; they end when this endpoint ends.
         self._outbound.close()
         self._inbound.close()
 
@@ -246,7 +254,7 @@ class NcclLane(Lane):
                 self._tell(self._handler.payload_received, job.token)
 
     def _tell(self, call: Callable[..., None], *what: object) -> None:
-        """Tell the handler something, unless it has heard or said that this is over."""
+        """Call a method of the handler, unless the lane has ended."""
         if self._ended:
             return
         try:
@@ -269,7 +277,7 @@ class NcclLane(Lane):
             self._inbound.abort()
 
     def _driver_gone(self, error: Exception | None) -> None:
-        """End the other direction when one is quiet."""
+        """End the other direction when one is quiet, and report the end after both."""
         self._gone += 1
         if error is not None and not self._ended:
             self._end(error)

@@ -1,16 +1,17 @@
 """NCCL by nccl4py: a non-blocking communicator of two ranks for each direction.
 
 A lane has one pipe for each direction. A single communicator would do its operations in
-one order on both sides, and the two sides do not know each other's: each could wait in
-a send for the other's receive, for ever. In one direction alone the order is that of
-the descriptors.
+one order on both sides, and neither side knows the other's order: each could wait in a
+send for the other's receive, for ever. Within one direction, the order is that of the
+descriptors.
 
-Written against nccl4py 0.6 and NCCL 2.28 to 2.30. What of it has run on a GPU,
-docs/topics/gpu.md says.
+Written against nccl4py 0.6 and NCCL 2.28 to 2.30. docs/topics/gpu.md lists what of it
+has run on a GPU.
 
-A call on a non-blocking communicator may return before it is done: until its state is
-"success" again, neither it nor its stream may be given anything else. So a movement has
-two parts: the call, and, once the state says that it was taken, the event behind it.
+A call on a non-blocking communicator may return before it is done. Until the
+communicator's state is "success" again, neither it nor its stream may be given anything
+else. So a move has two parts: the call and, once the state shows that it was taken, an
+event behind it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from kvwire.memory.device.ops import DeviceArray, DeviceOps, Event, Stream
 from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device, MemoryKind
 
-# ncclResult_t of nccl.h.
+# ncclResult_t in nccl.h.
 _SUCCESS: Final = 0
 _IN_PROGRESS: Final = 7
-# Thread blocks of a communicator: two move what a PCIe or network link carries, and
-# more would be taken from the model.
+# Thread blocks of a communicator: two are enough for a PCIe or network link, and more
+# would be taken from the model.
 _CTAS_MAX: Final = 4
 
 DEVICE: Final = "device"
@@ -38,22 +39,23 @@ START: Final = "start_timeout_s"
 MOVE: Final = "move_timeout_s"
 _DEFAULTS: Final = {
     DEVICE: "0",
-    # NCCL's first communicator of a process loads kernels and looks for networks.
+    # A process's first communicator loads kernels and looks for networks.
     START: "20",
-    # Nothing moves for so long only where the peer is gone, and that is known earlier.
+    # Nothing moves for so long only if the peer is gone, which is usually noticed
+    # earlier.
     MOVE: "30",
 }
 
 
 class MoveFailed(KVWireError):
-    """Reports an error of the communicator, which is undefined from then on."""
+    """The communicator has failed, and its state is undefined from then on."""
 
 
 class MoveProgress(enum.Enum):
-    """Names how far one movement is."""
+    """How far one move is."""
 
     QUEUED = "queued"
-    """NCCL has not taken it yet: nothing else may be given to it."""
+    """NCCL has not taken it yet; nothing else may be given to NCCL."""
     LAUNCHED = "launched"
     DONE = "done"
 
@@ -63,9 +65,13 @@ class Nccl:
 
     Attributes:
         version: Its name and version, which must be the same on both sides.
-        kinds: Memory that it moves.
+        kinds: The kinds of memory that it moves.
         start_timeout_s: How long a direction may take to come up.
-        move_timeout_s: How long it may take until the next payload under way is done.
+        move_timeout_s: How long it may take until the next move in progress is done.
+
+    Raises:
+        BackendUnavailable: NCCL, its library or the GPU is missing.
+        UsageError: A setting is not a number in range.
     """
 
     kinds = frozenset({MemoryKind.CUDA})
@@ -86,7 +92,7 @@ class Nccl:
             raise BackendUnavailable(f"NCCL gives no unique id: {exc}") from exc
 
     def open(self, name: bytes, sends: bool) -> NcclPipe:
-        """Open one end of the named direction; await nothing yet."""
+        """Make one end of the named direction, without coming up yet."""
         try:
             unique_id = self.core.UniqueId.from_bytes(name)
         except Exception as exc:
@@ -95,7 +101,7 @@ class Nccl:
 
 
 def load() -> Any:
-    """Return nccl4py's public module."""
+    """Import and return nccl4py's public module."""
     try:
         import nccl.core  # noqa: PLC0415 - optional
     except ImportError as exc:
@@ -104,7 +110,7 @@ def load() -> Any:
 
 
 def loaded_version(core: Any) -> str:
-    """Return the version of libnccl, which torch may have brought."""
+    """Return the version of libnccl, which may be the one that torch has loaded."""
     library = core.get_version().libnccl
     if library is None:
         raise BackendUnavailable("no libnccl.so.2 is found")
@@ -112,10 +118,10 @@ def loaded_version(core: Any) -> str:
 
 
 class NcclPipe:
-    """Sends, or receives, all payloads of one direction.
+    """One direction: sends, or receives, all of its payloads.
 
-    All methods are called by one thread, the direction's own, and by no other. They
-    raise whatever NCCL raises. None waits for the peer but :meth:`abort`.
+    Only the direction's own thread calls these methods. They raise whatever NCCL
+    raises. Only :meth:`abort` waits for the peer.
     """
 
     def __init__(self, library: Nccl, unique_id: Any, *, sends: bool) -> None:
@@ -130,7 +136,7 @@ class NcclPipe:
         from cuda.core import Device as CudaDevice  # noqa: PLC0415 - comes with nccl4py
 
         core = self._library.core
-        # Of this thread: NCCL binds the communicator to the current device.
+        # For this thread: NCCL binds the communicator to the current device.
         CudaDevice(self._library.ops.device.index).set_current()
         self._stream = self._library.ops.stream()
         config = core.NCCLConfig(blocking=False, min_ctas=1, max_ctas=_CTAS_MAX)
@@ -139,9 +145,11 @@ class NcclPipe:
         self._comm.initialize(2, rank, self._unique_id, config)
 
     def taken(self) -> bool:
-        """Tell whether it has come up, and has taken the last call.
+        """Return whether it is up, and has taken the last call.
 
-        Raises errors that no movement reports.
+        Raises:
+            MoveFailed: The communicator has failed; moves do not report that
+                themselves.
         """
         state = int(self._comm.get_async_error())
         if state not in (_SUCCESS, _IN_PROGRESS):
@@ -149,7 +157,7 @@ class NcclPipe:
         return state == _SUCCESS
 
     def move(self, payload: Payload | None, nbytes: int) -> NcclMove:
-        """Send a payload, or receive one; None receives and drops."""
+        """Start sending or receiving a payload; None receives and drops it."""
         assert self._stream is not None
         assert not isinstance(payload, memoryview), "refused before"
         move = NcclMove(self, self._stream, payload, nbytes, sends=self._sends)
@@ -161,21 +169,21 @@ class NcclPipe:
         return move
 
     def abort(self) -> None:
-        """End it, finished or not; raise where that cannot be proved.
+        """End it, finished or not; raise if that cannot be proved.
 
-        Returns once nothing touches any memory, as late as that may be.
+        Returns once nothing touches any memory, however long that takes.
         """
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.abort()
         if self._stream is not None:
-            # What was gathered or scattered around it may still run.
+            # A gather or scatter on the stream may still be running.
             self._stream.record().synchronize()
             self._stream.close()
 
 
 class NcclMove:
-    """Follows one payload under way."""
+    """One payload in progress."""
 
     def __init__(
         self,
@@ -199,7 +207,7 @@ class NcclMove:
             stream.gather(payload, self.packed)
 
     def progress(self) -> MoveProgress:
-        """Return how far it is, or raise: it failed, and with it the communicator."""
+        """Return how far it is; raise if it failed, and the communicator with it."""
         if self._event is None:
             if not self._pipe.taken():
                 return MoveProgress.QUEUED
