@@ -1,4 +1,4 @@
-"""The entry point: an agent of NIXL for each lane."""
+"""The entry point of the backend ``nixl``: one NIXL agent per lane."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvwire_nixl.settings import parse
 
 _log: Final = logging.getLogger("kvwire.nixl")
 
-# Behind TCP: it must be asked for. What it brings depends on the plug-in and the
-# fabric, of which the installation of NIXL says nothing.
+# After TCP, so it must be asked for. Its benefit depends on the plug-in and the fabric,
+# which cannot be known from the installation of NIXL.
 _RANK: Final = 80
 
 
 class NixlBackend(Backend):
-    """Moves payload by an agent of NIXL, beside another transport's control link."""
+    """Moves payload by a NIXL agent, beside another transport's control link."""
 
     scheme: ClassVar[str] = "nixl"
     capabilities: ClassVar[Capabilities] = Capabilities(links=False, lanes=True)
@@ -39,7 +39,7 @@ class NixlBackend(Backend):
 
     @classmethod
     def check_settings(cls, given: Mapping[str, str]) -> None:
-        """Check what is known here; a plug-in knows its parameters."""
+        """Check the settings that are known here; a plug-in checks its own later."""
         parse(given)
 
     @classmethod
@@ -48,7 +48,7 @@ class NixlBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Tell whether NIXL can run here; looks, and loads nothing."""
+        """Return whether NIXL can run here, by looking only; loads nothing."""
         if not library.installed():
             return Availability(
                 available=False,
@@ -59,7 +59,7 @@ class NixlBackend(Backend):
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
-        """Find out which plug-ins there are."""
+        """Return the version of NIXL and its plug-ins."""
         found = cls.availability()
         if not found.available:
             return (

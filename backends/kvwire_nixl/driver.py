@@ -1,27 +1,28 @@
-"""The thread of a lane: reads what the peer has offered, and hears what it has read.
+"""The thread of a lane: reads payloads that the peer offers, and reports read ones.
 
 ::
 
-    waiting --post--> reading --all there--> read --word read, and alive--> told
+    waiting --post--> reading --all there--> read --word read, and alive--> reported
 
 *A sender may end its half at any time*, and reuse its memory at once. The reader cannot
-be stopped. It is made to notice: a half has a word in its memory that says it is alive,
-and wipes it *before* it ends. The reader reads payloads, *then* the word, and reports
-the payloads if the word is alive: all of their bytes were read while the sender still
-kept them. This is a sequence lock over any fabric, and tells of a peer that has died.
+be stopped. It is made to notice: each half has a word in its memory that marks it as
+alive, and wipes that word *before* it ends. The reader reads payloads, *then* the word,
+and reports the payloads only if the word is intact: all of their bytes were read while
+the sender still kept them. This is a sequence lock over any fabric, and it also detects
+a peer that has died.
 
-*Nothing is under way: the thread sleeps* until something is said to it. Otherwise it
-looks, with pauses that grow while nothing moves: NIXL has no call that waits.
+*With nothing in progress the thread sleeps* until the loop wakes it. Otherwise it
+polls, with pauses that grow while nothing moves, since NIXL has no call that waits.
 
-*An end waits for our own reads.* NIXL cannot cancel one, so what it may still write to
-is given back when it is over, and then only with the agent closed. A peer that stands
-still keeps such memory in quarantine until it goes on or dies.
+*An end waits for our own reads.* NIXL cannot cancel one, so the memory it may still
+write to is released when the read is over and the agent is closed. With a peer that
+stands still, such memory stays in quarantine until the peer continues or dies.
 
 *An end waits for a peer that may be connecting.* NIXL connects at the first use. If the
-agent that it connects to is closed meanwhile, and both are on one host, UCX ends the
-process that connects ("stubs.c: Assertion `0' failed": NIXL 1.5.1). So a half that has
-told its peer where it is stays until a note of the peer's is there, or for a while.
-Nothing helps against a peer that is killed at that moment.
+other agent is closed meanwhile, and both are on one host, UCX ends the process that
+connects ("stubs.c: Assertion `0' failed": NIXL 1.5.1). So a half whose address the peer
+knows stays until a note from the peer has arrived, or for a while. Nothing helps
+against a peer that is killed at that moment.
 """
 
 from __future__ import annotations
@@ -50,28 +51,28 @@ from kvwire_nixl.wire import BYE, WORD_BYTES, LaneProofs, NixlBootstrap, NixlPla
 
 _log = logging.getLogger("kvwire.nixl")
 
-# Reads at NIXL at once: the next one is there when one is over, and an end has little
-# to wait for.
+# Reads handed to NIXL at once: enough that the next is there when one is over, and few
+# enough that an end has little to wait for.
 READS_MAX: Final = 4
-# Between two looks at what is under way: a part of how long that has taken, so that its
-# end is noticed that much late at most; from a fraction of what a small read takes, up
-# to where looking costs a percent of a core.
+# Time between two polls: a share of the time since the last progress, so that an end is
+# noticed at most that much later. It ranges from a fraction of a small read's duration
+# to a value at which polling costs a percent of a core.
 _LOOK_SHARE: Final = 1 / 8
 _LOOK_S: Final = 20e-6
 _LOOK_S_MAX: Final = 2e-3
-# While the peer has payloads of ours to read, its word is looked at so often.
+# While the peer has payloads of ours to read, its word is read this often.
 _WORD_S: Final = 0.1
 
-# Many times what connecting takes, some 10 ms, since other things may run.
+# Connecting takes some 10 ms; this is many times that, since other things may run.
 _LINGER_S: Final = 0.5
 
 _PAGE_BYTES: Final = 4096
-# Our word lies at the page's beginning; the peer's is read to here.
+# Our word is at the page's beginning; the peer's is read to this offset.
 _THEIRS: Final = 64
 
 
 class NixlRead:
-    """Tracks a payload of the peer's on its way here."""
+    """The read of one payload of the peer."""
 
     __slots__ = ("handle", "is_direct", "landing", "place", "slot")
 
@@ -84,25 +85,25 @@ class NixlRead:
 
 
 class NixlDriver:
-    """Runs one half of a lane.
+    """Runs one half of a lane, on a thread.
 
     Args:
-        settings: What the agent is made with.
-        own: What the half says before it has an agent.
-        proofs: Of the lane's secret.
-        name: Of the thread.
-        call_soon: Calls something on the loop, from any thread; raises RuntimeError
+        settings: The agent's settings.
+        own: The half's bootstrap before it has an agent.
+        proofs: Makes and checks proofs of the lane's secret.
+        name: The thread's name.
+        call_soon: Schedules a call on the loop, from any thread; raises RuntimeError
             once the loop is closed.
-        joined: Told on the loop that the agent is there, and a client's has reached the
-            peer's; or why not.
-        received: Told on the loop of payloads that are in place.
-        sent: Told on the loop how many payloads the peer has read in all.
-        gone: Told on the loop, last of all, that no memory is touched any more, and why
-            it ended; None if it was asked to.
+        joined: Called on the loop when the agent exists, and for a client when the
+            peer's was reached; or with the error.
+        received: Called on the loop with payloads that are in place.
+        sent: Called on the loop with the number of payloads the peer has read, in all.
+        gone: Called on the loop, last of all, when no memory is touched any more, with
+            the error that ended the half, or None.
 
     Attributes:
-        agent: Once ``joined`` is told.
-        own: Then with the way to reach it.
+        agent: The agent, after ``joined``.
+        own: The bootstrap; after ``joined`` it includes the agent's address.
     """
 
     agent: NixlAgent
@@ -130,14 +131,15 @@ class NixlDriver:
         self._tell_sent = sent
         self._tell_gone = gone
         self._page = NixlSlot(_PAGE_BYTES)
-        # Guards what both threads use; notified when something was said.
+        # Guards the fields that both threads use; notified when the loop has changed
+        # them.
         self._changed = threading.Condition()
         self._inbox: deque[NixlRead] = deque()
         self._offered = 0
         self._closing = False
         self._ending = False
         self._error: Exception | None = None
-        # The thread's own.
+        # Fields of the thread.
         self._peer: NixlBootstrap | None = None
         self._made = False
         self._epolls: frozenset[int] = frozenset()
@@ -155,33 +157,36 @@ class NixlDriver:
         self._moved_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    # --- what the lane says -----------------------------------------------------------
+    # --- calls from the lane ----------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to make the agent."""
+        """Start the thread, which creates the agent."""
         self._thread.start()
 
     def meet(self, peer: NixlBootstrap) -> None:
-        """Go on with this peer; ``joined`` tells."""
+        """Continue with this peer; ``joined`` reports the result."""
         with self._changed:
             self._peer = peer
             self._changed.notify()
 
     def read(self, reads: list[NixlRead], offered: int) -> None:
-        """Fetch these payloads too; the peer has been offered so many in all."""
+        """Read these payloads too; the peer was offered ``offered`` of ours, in all."""
         with self._changed:
             self._inbox += reads  # bounded: LANE_PAYLOADS_MAX
             self._offered = offered
             self._changed.notify()
 
     def close(self) -> None:
-        """End once nothing is left to do; ``gone`` tells."""
+        """End once nothing is left to do; ``gone`` reports it."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def end(self, error: Exception | None = None) -> None:
-        """End now; ``gone`` tells when memory is free. The first error counts."""
+        """End now; ``gone`` reports when memory is free.
+
+        Only the first error counts.
+        """
         with self._changed:
             if not self._ending:
                 self._ending, self._error = True, error
@@ -219,7 +224,8 @@ class NixlDriver:
         peer = self._peer
         if peer is not None and peer.metadata:
             self._learn((peer.metadata,), peer.word)
-            # With a note, so that one more is on its way at once should this end soon.
+            # With a note, so that another one is in flight if this half should end
+            # soon.
             self._post_word(self._proofs.note(0))
             self._moved_at = time.monotonic()
             while not self._ending and not self._word_is_there():
@@ -229,7 +235,7 @@ class NixlDriver:
             self._completions.on_loop(lambda: self._tell_joined(None))
 
     def _learn(self, news: tuple[bytes, ...], word: int) -> None:
-        """Take in what the peer has described."""
+        """Load the peer's descriptions of memory; prepare to read its word."""
         assert self._peer is not None
         for each in news:
             self.agent.learn(each, self._peer.agent)
@@ -239,7 +245,7 @@ class NixlDriver:
             )
 
     def _is_busy(self) -> bool:
-        """Sleep while there is nothing to do; return False once it is over."""
+        """Sleep until there is work and return True, or at the end False."""
         with self._changed:
             while not self._ending:
                 self._waiting += self._inbox  # bounded: LANE_PAYLOADS_MAX
@@ -255,14 +261,15 @@ class NixlDriver:
             return False
 
     def _turn(self) -> bool:
-        """Move what can be moved; return whether anything did."""
+        """Move as much as possible; return whether anything moved."""
         moved = self._post_reads()
         moved |= self._collect()
         moved |= self._hear()
         try:
             return moved | self._confirm()
         except ConnectionLost:
-            # One that has read everything may end, and its word with it, while we look.
+            # A peer that has read everything may end, and wipe its word, while we read
+            # the word.
             self._hear()
             unread = self._waiting or self._reading or self._read or self._confirming
             if unread or self._taken < self._offered:
@@ -302,7 +309,7 @@ class NixlDriver:
         self.agent.post(handle)
 
     def _collect(self) -> bool:
-        """Take in reads that are over, in the order of sending."""
+        """Complete the reads that are over, in the order of sending."""
         moved = False
         while self._reading:
             read = self._reading[0]
@@ -319,7 +326,7 @@ class NixlDriver:
         return moved
 
     def _confirm(self) -> bool:
-        """Make sure that the peer was alive when its payloads had been read."""
+        """Report payloads as received if the peer was alive after the reads."""
         if self._word_posted:
             if not self._word_is_there():
                 return False
@@ -342,7 +349,11 @@ class NixlDriver:
         self.agent.post(self._word_handle, note)
 
     def _word_is_there(self) -> bool:
-        """Return whether the peer's word has been read."""
+        """Return whether the peer's word has been read.
+
+        Raises:
+            ConnectionLost: The word is wiped, so the peer has ended.
+        """
         assert self._word_handle is not None
         if not self.agent.is_done(self._word_handle):
             return False
@@ -354,7 +365,7 @@ class NixlDriver:
         return True
 
     def _hear(self) -> bool:
-        """Take in what the peer has read of ours."""
+        """Handle the peer's notes about the payloads it has read."""
         if self._taken >= self._offered:
             return False
         notes = self.agent.notes()
@@ -370,13 +381,13 @@ class NixlDriver:
         return True
 
     def _unpace(self) -> None:
-        """Unpace what connects both agents, once: it has answered by now."""
+        """Turn off pacing, once, now that the agents are connected."""
         if self._epolls:
             unpace(self._epolls)
             self._epolls = frozenset()
 
     def _rest(self) -> None:
-        """Let some time pass before the next look, or something be said."""
+        """Wait for the next poll, or until the loop needs something."""
         share = (time.monotonic() - self._moved_at) * _LOOK_SHARE
         with self._changed:
             if not (self._ending or self._inbox):
@@ -385,7 +396,7 @@ class NixlDriver:
     # --- the end ----------------------------------------------------------------------
 
     def _quiesce(self) -> None:
-        """Let go of all memory: ours wiped, reads waited out, the agent closed."""
+        """Release all memory: wipe our word, wait for reads, and close the agent."""
         if not self._made:
             return
         self._page.memory[:WORD_BYTES] = bytes(WORD_BYTES)
@@ -404,17 +415,17 @@ class NixlDriver:
                     )
                 time.sleep(_LOOK_S_MAX)
         self._linger()
-        # What the word is read to is the driver's own: nobody waits for that.
+        # The word is read into the driver's own page, so nobody needs to wait for that.
         if self._word_handle is not None:
             with contextlib.suppress(KVWireError):
                 self.agent.release(self._word_handle)
         self.agent.close()
 
     def _linger(self) -> None:
-        """Wait until a peer that knows the way here has connected: its notes tell."""
+        """Wait until a peer that knows our address has connected: its notes show it."""
         connects_itself = self._peer is not None and bool(self._peer.metadata)
         if connects_itself and not self._offered:
-            return  # it has told nobody where it is
+            return  # nobody knows our address
         until = time.monotonic() + _LINGER_S
         with contextlib.suppress(KVWireError):
             while not (self._heard or time.monotonic() > until):
@@ -425,10 +436,10 @@ class NixlDriver:
         try:
             return self.agent.is_done(handle)
         except KVWireError:
-            return True  # failed: the agent's end is what proves that it is quiet
+            return True  # it failed: closing the agent proves that it is quiet
 
     def _leave(self) -> None:
-        """Say the last word."""
+        """Report the end to the lane."""
         if not self._joined:
             error = self._error or BackendUnavailable("the lane was aborted")
             self._tell_joined(error)

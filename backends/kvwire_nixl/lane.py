@@ -1,21 +1,21 @@
-"""A lane over NIXL: the receiver reads what the sender has offered.
+"""A lane over NIXL: the receiver reads the payloads that the sender offers.
 
 ::
 
     OPENED --join()--> UP --close(), all read--> ENDING --quiet--> ENDED
-       |                |                           ^
-       +--- abort() ----+--- abort(), peer gone ----+
+     |                |                           ^
+     +--- abort() ----+--- abort(), peer gone ----+
 
-Nothing is written to a peer: who ends need not wait for anybody else's hand to leave
-its memory (:mod:`kvwire_nixl.driver` has how a reader notices). Each lane has an agent
-of its own. With it go its sockets, its keys, and whatever else a peer could reach our
-memory by.
+Nobody writes to a peer's memory, so a half that ends need not wait for the peer
+(:mod:`kvwire_nixl.driver` explains how a reader notices). Each lane has its own agent.
+When that is closed, so are its sockets and keys, and every other way in which a peer
+could reach our memory.
 
 **Who may read what.** Metadata and addresses travel on the control link, under its
-authentication. A peer is told of the arrays that its payloads lie in, or of staging
-slots alone (``expose = "staging"``); the lane's secret proves whom a read has reached.
-NIXL itself does not authenticate: over UCX and TCP whoever reaches the agent's port can
-read this process. Such a network is to be trusted, as NIXL asks for.
+authentication. A peer receives those of the arrays that its payloads lie in, or of
+staging slots alone (``expose = "staging"``); the lane's secret proves whose memory was
+read. NIXL itself does not authenticate: over UCX and TCP anybody who reaches the
+agent's port can read this process. So the network must be trusted, as NIXL requires.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
 
 _log = logging.getLogger("kvwire.nixl")
 
-# A read costs two round trips and a wake-up of two threads beside its bytes: smaller
+# Beside its bytes, a read costs two round trips and waking two threads: smaller
 # payloads are faster on the control link.
 _BYTES_MIN = 32 * KIB
 _SPAN_BYTES = 4 * MIB
@@ -48,7 +48,7 @@ _WINDOW_BYTES = 4 * _SPAN_BYTES
 
 
 class _Offer:
-    """Tracks a payload that the peer may read."""
+    """A payload that the peer may read."""
 
     __slots__ = ("payload", "slot", "token")
 
@@ -59,7 +59,7 @@ class _Offer:
 
 
 class NixlLane(Lane):
-    """Implements one endpoint of a lane."""
+    """One endpoint of a lane."""
 
     _ranges: Ranges
     _slots: NixlSlots
@@ -94,13 +94,15 @@ class NixlLane(Lane):
         )
         self._bootstrap = self._own.encode()
         self._exposes = settings.exposes_caches
-        # What the client's bootstrap could not say, for its first payload.
+        # The agent's metadata, which the client's bootstrap lacked; sent with its first
+        # payload.
         self._unsaid: tuple[bytes, ...] = ()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
         self._handler: LaneHandler | None = None
         self._offers: deque[_Offer] = deque()
-        # Were copied to a slot: the core has them back with the next turn of the loop.
+        # Offers that were copied to a slot: the core gets them back in the next turn of
+        # the loop.
         self._copied: list[_Offer] = []
         self._offered = 0
         self._given_back = 0
@@ -115,12 +117,12 @@ class NixlLane(Lane):
 
     @property
     def bootstrap(self) -> bytes:
-        """Return the agent's metadata; who asks is about to use the lane."""
+        """Return the bootstrap, and start creating the agent, since it will be used."""
         self._start()
         return self._bootstrap
 
     def _start(self) -> None:
-        """Begin to make the agent: both halves do at the same time."""
+        """Start creating the agent; both halves do that at the same time."""
         if not (self._started or self._ending):
             self._started = True
             self._driver.start()
@@ -130,7 +132,7 @@ class NixlLane(Lane):
         return f"NIXL {self._own.version}: {self._own.plugin}"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """Exchange a first word with the peer; a client reads the server's.
+        """Connect the two agents: a client reads the server's word.
 
         Cancel safety: safe, the lane is then closed without ``lane_closed``.
         """
@@ -144,7 +146,7 @@ class NixlLane(Lane):
             self._start()
             self._driver.meet(peer)
             await asyncio.shield(self._came_up)
-            if self._ending:  # between its coming up and this turn
+            if self._ending:  # since it came up
                 raise BackendUnavailable("the lane was aborted")
             self._be_up()
         except BaseException:
@@ -174,7 +176,7 @@ class NixlLane(Lane):
 
     @property
     def queued_bytes(self) -> int:
-        """Return 0: everything is offered at once."""
+        """Return 0, since everything is offered at once."""
         return 0
 
     @property
@@ -262,7 +264,7 @@ class NixlLane(Lane):
             self._give_back(offer)
 
     def _sent(self, count: int) -> None:
-        """Take back what the peer has read, in the order of sending."""
+        """Take back the offers that the peer has read, in the order of sending."""
         while self._given_back < count and self._offers:
             self._given_back += 1
             offer = self._offers.popleft()
@@ -297,7 +299,7 @@ class NixlLane(Lane):
             self._end(exc)
 
     def _end(self, error: Exception | None) -> None:
-        """End it now; `lane_closed` follows when the driver is through."""
+        """End the lane now; `lane_closed` follows when the driver has ended."""
         if self._ending:
             return
         self._ending, self._error = True, error

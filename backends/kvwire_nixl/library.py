@@ -1,8 +1,8 @@
-"""NIXL as installed, and an agent of it that one lane has for itself.
+"""The installed NIXL, and one agent of it per lane.
 
 The wheels are called ``nixl_cu12`` and ``nixl_cu13``; both move host memory without a
-GPU. Only the compiled module of them is imported: what is above it in Python unpickles
-what peers send, and opens listeners.
+GPU. Only their compiled module is imported: the Python code above it unpickles data
+from peers, and opens listeners.
 """
 
 from __future__ import annotations
@@ -26,29 +26,33 @@ from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire_nixl.settings import NixlSettings
 
 _WHEELS: Final = ("nixl_cu12", "nixl_cu13")
-# The wheel has copies of these, and UCX's drivers load the system's after them, whose
-# names then mean both: the process crashes when it exits, in `rtnl_tc_unregister`. Each
-# keeps to its own where the system's are there first.
+# The wheel contains copies of these, and UCX's drivers load the system's after them.
+# Then their symbols mean both, and the process crashes at exit, in
+# `rtnl_tc_unregister`. If the system's are loaded first, each keeps to its own.
 _TWICE: Final = ("libnl-3.so.200", "libnl-route-3.so.200")
-# NIXL's own thread serves the peer when UCX wakes it; at this pace it looks by itself
-# as well, for wake-ups that UCX may lose. 0, the default of NIXL, would be to poll
-# without a pause: one core for each agent.
+# NIXL's own thread serves the peer when UCX wakes it. At this interval it also polls by
+# itself, for wake-ups that UCX may lose. 0, NIXL's default, would poll without pause:
+# one core per agent.
 _WAKEUP_US: Final = 100_000
 
 Rows = npt.NDArray[np.uint64]
-# NIXL has ended the process where two agents of it ended at once.
+# NIXL has ended the process when two of its agents ended at once.
 _ENDING: Final = threading.Lock()
 
 
 @lru_cache(maxsize=1)
 def installed() -> str:
-    """Return the name of the wheel that is installed; "" if there is none."""
+    """Return the name of the installed wheel; "" if there is none."""
     return next((name for name in _WHEELS if importlib.util.find_spec(name)), "")
 
 
 @lru_cache(maxsize=1)
 def version() -> str:
-    """Return the version of NIXL that is installed."""
+    """Return the version of the installed NIXL.
+
+    Raises:
+        BackendUnavailable: It is not installed.
+    """
     if not installed():
         raise BackendUnavailable("NIXL is not installed")
     return metadata.version(installed().replace("_", "-"))
@@ -56,7 +60,11 @@ def version() -> str:
 
 @lru_cache(maxsize=1)
 def load() -> Any:
-    """Import the compiled module of NIXL."""
+    """Import the compiled module of NIXL.
+
+    Raises:
+        BackendUnavailable: It is not installed, or cannot be loaded.
+    """
     name = installed()
     version()
     try:
@@ -72,10 +80,10 @@ def load() -> Any:
 
 
 def _calm(ucs: ctypes.CDLL) -> None:
-    """Keep the UCX of the wheel from what a library must not do, unless the user asks.
+    """Turn off intrusive defaults of the wheel's UCX, unless the user has set them.
 
-    It takes over the signals of crashes, and prints on standard output that a peer has
-    gone, which it also returns as a status.
+    By default it takes over the signals of crashes, and prints to standard output that
+    a peer has gone, which it also returns as a status.
     """
     if "UCX_ERROR_SIGNALS" not in os.environ:
         ucs.ucs_debug_disable_signals()
@@ -91,7 +99,7 @@ def plugins() -> list[str]:
 
 
 def rows(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> Rows:
-    """Return descriptors as NIXL takes them: address, length, device."""
+    """Return descriptors in NIXL's form: address, length, device."""
     table = np.zeros((addresses.size, 3), np.uint64)
     table[:, 0] = addresses
     table[:, 1] = lengths
@@ -99,7 +107,12 @@ def rows(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> 
 
 
 class NixlAgent:
-    """Wraps an agent with one plug-in; its calls may come from any thread."""
+    """A NIXL agent with one plug-in; its methods may be called from any thread.
+
+    Raises:
+        BackendUnavailable: The plug-in is not there, or does not start.
+        UsageError: The plug-in does not have a parameter.
+    """
 
     def __init__(self, settings: NixlSettings, name: str) -> None:
         self._bindings: Any = load()
@@ -130,24 +143,28 @@ class NixlAgent:
     # --- memory -----------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> None:
-        """Make memory known to the plug-in."""
+        """Register memory with the plug-in."""
         self._checked("registerMem", self._region(address, nbytes), self._plugin)
 
     def deregister(self, address: int, nbytes: int) -> None:
-        """Take memory back; nothing happens once the agent is closed."""
+        """Deregister memory; does nothing once the agent is closed."""
         with self._lock:
             if self._agent is not None:
                 region = self._region(address, nbytes)
                 self._checked("deregisterMem", region, self._plugin)
 
     def describe(self, address: int, nbytes: int, *, connection: bool = False) -> bytes:
-        """Return what a peer's agent must know to read this memory."""
+        """Return the description that lets a peer's agent read this memory."""
         region = self._region(address, nbytes)
         said = self._checked("getLocalPartialMD", region, connection, self._plugin)
         return bytes(said)
 
     def learn(self, said: bytes, name: str) -> None:
-        """Take in what the peer's agent of that name has described."""
+        """Load a description from the peer's agent of that name.
+
+        Raises:
+            ConnectionLost: It comes from another agent.
+        """
         heard = self._checked("loadRemoteMD", said)
         if heard.decode(errors="replace") != name:
             raise ConnectionLost("nixl: the peer describes memory of another agent")
@@ -156,7 +173,7 @@ class NixlAgent:
     # --- moving -----------------------------------------------------------------------
 
     def prepare(self, local: Rows, remote: Rows) -> int:
-        """Prepare to read the peer's memory into our own; both lists pair up."""
+        """Prepare a read of the peer's memory; row i of each list is the same piece."""
         kind, make = self._bindings.DRAM_SEG, self._bindings.nixlXferDList
         handle: int = self._checked(
             "createXferReq",
@@ -170,7 +187,7 @@ class NixlAgent:
         return handle
 
     def post(self, handle: int, note: bytes = b"") -> bool:
-        """Begin to read, then tell the peer ``note``; return whether that was all."""
+        """Start a read, followed by ``note`` to the peer; return whether it is done."""
         state = self._checked("postXferReq", handle, note)
         return bool(state == self._bindings.NIXL_SUCCESS)
 
@@ -180,25 +197,26 @@ class NixlAgent:
         return bool(state == self._bindings.NIXL_SUCCESS)
 
     def release(self, handle: int) -> None:
-        """Forget a read that is over."""
+        """Release a read that is over."""
         self._checked("releaseXferReq", handle)
 
     def notes(self) -> list[bytes]:
-        """Return what has come with reads since the last call, whoever sent it."""
+        """Return the notes received since the last call, from anybody."""
         heard: dict[str, list[bytes]] = self._checked("getNotifs", {}, self._plugin)
         return [note for notes in heard.values() for note in notes]
 
     def tell(self, note: bytes) -> None:
-        """Send the peer a note by itself."""
+        """Send the peer a note without a read."""
         self._checked("genNotif", self._peer, note, self._plugin)
 
     def close(self) -> None:
-        """End the agent: from here on nobody reaches memory by it."""
+        """Close the agent: from here on nobody reaches memory through it."""
         with self._lock, _ENDING:
             self._agent = None
 
     def _checked(self, call: str, *args: object) -> Any:
-        # No variable holds the agent: the error's traceback would, and so keep it open.
+        # No variable holds the agent: an error's traceback would keep that, and it,
+        # alive.
         if self._agent is None:
             raise ConnectionLost("nixl: the agent is closed")
         try:

@@ -1,13 +1,13 @@
-"""Memory that an agent knows: whole arrays of long life, and slots for the rest.
+"""Memory that an agent has registered: whole arrays that live long, and slots.
 
-To register memory with a network card takes as long as to copy it. So the arrays that
+Registering memory with a network card takes as long as copying it. So the arrays that
 payloads lie in, such as the layers of a cache, are registered whole and once. They stay
-so until they are freed, of which a weak reference tells *before* their memory goes.
+so until they are freed; a weak reference reports that *before* the memory goes.
 
-NIXL cannot take back from a peer what it has described. Where an array that the peer
-has heard of has been freed, another one may come to lie: it is not registered, and its
-payloads go by a slot. So do small pieces, each of which NIXL would charge for, and what
-says nothing of its life, such as ``bytearray``.
+NIXL cannot take back a description that a peer has. After a described array was freed,
+another one may be allocated in its place: that is not registered, and its payloads go
+through a slot. So do small pieces, each of which would cost NIXL time, and objects that
+cannot be weakly referenced, such as ``bytearray``.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from kvwire.limits import KIB, SPAN_PIECES_MAX
 from kvwire.memory.copy import as_fragments
 from kvwire_nixl.library import NixlAgent
 
-# Pieces that are shorter than this on average are gathered: NIXL takes about 5 us for
-# each descriptor of a list, in which a copy moves as much.
+# Pieces that are shorter than this on average are gathered: NIXL takes about 5 us per
+# descriptor of a list, in which time a copy moves as much.
 PIECE_BYTES_MIN: Final = 32 * KIB
-# Arrays of one lane's life: 128 layers with keys and values apart, in four groups.
+# Arrays registered over one lane's life: enough for 128 layers with separate keys and
+# values, in four groups.
 RANGES_MAX: Final = 1024
 
 _SLOT_BYTES_MIN: Final = 64 * KIB
 
 
 class NixlRange:
-    """Names memory that the agent knows."""
+    """A range of memory that the agent has registered."""
 
     __slots__ = ("address", "is_told", "nbytes", "owner")
 
@@ -51,21 +52,22 @@ class NixlRange:
 
 
 class Ranges:
-    """Knows the arrays that an agent has registered."""
+    """The arrays that an agent has registered."""
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
-        # An array may be freed on any thread, at any step: also of this one.
+        # An array may be freed on any thread at any moment, also while this thread
+        # holds it.
         self._lock = threading.RLock()
-        # Disjoint, by address; those that are dead but told stay.
+        # Disjoint, by address; freed ones that the peer knows stay.
         self._ranges: list[NixlRange] = []
         self._starts: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
         self._ends: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def covering(self, payload: Payload) -> list[NixlRange]:
-        """Return the ranges that a payload lies in, registered now if need be.
+        """Return the ranges that contain a payload, registering arrays if necessary.
 
-        Empty if it is to go by a slot.
+        The list is empty if the payload is to go through a slot.
         """
         pieces = as_fragments(payload)
         count = len(pieces)
@@ -91,7 +93,7 @@ class Ranges:
         return [] if dead else found
 
     def _add(self, owner: object) -> bool:
-        """Register an array, unless it lies where another one does or has lain."""
+        """Register an array, unless its range overlaps a registered or freed one."""
         extent = _extent(owner)
         if extent is None or len(self._ranges) >= RANGES_MAX:
             return False
@@ -122,7 +124,7 @@ class Ranges:
 
 
 class NixlSlot:
-    """Holds memory of the lane's own, for one payload at a time."""
+    """Memory of the lane's own, for one payload at a time."""
 
     __slots__ = ("memory", "range")
 
@@ -133,7 +135,7 @@ class NixlSlot:
 
 
 class NixlSlots:
-    """Hands out registered slots, and keeps those that come back."""
+    """Hands out registered slots, and keeps returned ones for reuse."""
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
@@ -165,7 +167,7 @@ def _owners(payload: Payload) -> Iterable[object]:
 
 
 def _extent(owner: object) -> tuple[int, int] | None:
-    """Return where the memory of an array begins and ends; None if it is not host's."""
+    """Return the first and end address of an array in host memory, or else None."""
     try:
         view = tensor_view(owner, "owner")
     except KVWireError:

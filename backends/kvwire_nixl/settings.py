@@ -1,7 +1,8 @@
-"""The settings of NIXL lanes: which plug-in moves the bytes, and what it is told.
+"""The settings of NIXL lanes: the plug-in that moves the bytes, and its parameters.
 
-A user writes ``backends = {nixl = {plugin = "UCX", "param.num_workers" = "2"}}``. A
-name that nobody knows is an error: NIXL itself ignores parameters that it has not.
+A user writes ``backends = {nixl = {plugin = "UCX", "param.num_workers" = "2"}}``. An
+unknown name is an error here, since NIXL itself ignores parameters that it does not
+have.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ STAGING: Final = "staging"
 
 _UCX: Final = "UCX"
 _ENGINE: Final = "engine_config"
-# What the plug-in of that name tells UCX; what a user gives comes behind it, and wins.
+# Settings of UCX for the plug-in of that name; the user's come after them, and win.
 _UCX_DEFAULTS: Final = ",".join(
     (
-        # UCX's own leaves a dead peer unnoticed for 20 s; kvwire allows a third.
+        # UCX's default leaves a dead peer unnoticed for 20 s; kvwire allows a third of
+        # that.
         "KEEPALIVE_INTERVAL=2s",
-        # UCX serves a read over TCP in messages of this size. Its own 8 KiB take 1.3 s
-        # of CPU for a GiB, of both sides; these take 0.7, as a write does.
+        # UCX serves a read over TCP in messages of this size. With its default of 8 KiB
+        # that takes 1.3 s of CPU per GiB, on both sides together; with these 0.7, as
+        # much as a write.
         "TCP_TX_SEG_SIZE=256K",
         "TCP_RX_SEG_SIZE=512K",
     )
 )
-# What the UCX plug-in takes beside what it lists.
+# Parameters that the UCX plug-in takes but does not list.
 _UCX_UNLISTED: Final = frozenset(
     {_ENGINE, "num_threads", "device_list", "split_batch_size"}
 )
-# They move to files, objects and disks, and know no other process.
+# These move data to files, objects and disks, and not to another process.
 _STORAGE: Final = frozenset(
     {"POSIX", "GDS", "GDS_MT", "OBJ", "AZURE_BLOB", "GUSLI", "HF3FS", "INFINIA"}
 )
@@ -43,14 +46,18 @@ _STORAGE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NixlSettings:
-    """Holds what an agent is made with."""
+    """The settings of an agent."""
 
     plugin: str
     params: Mapping[str, str]
     exposes_caches: bool
 
     def require_known(self, listed: Mapping[str, str]) -> None:
-        """Refuse a parameter that the plug-in does not have."""
+        """Refuse a parameter that the plug-in does not have.
+
+        Raises:
+            UsageError: There is one; the text has the nearest name.
+        """
         known = {*listed, *(_UCX_UNLISTED if self.plugin == _UCX else ())}
         for name in self.params:
             if listed and name not in known:
@@ -61,7 +68,11 @@ class NixlSettings:
 
 
 def parse(given: Mapping[str, str]) -> NixlSettings:
-    """Return the settings that a user gave, with defaults for the rest."""
+    """Parse a user's settings; return them with defaults for the rest.
+
+    Raises:
+        UsageError: A name or a value is unknown.
+    """
     params = {
         name.removeprefix(PARAM): value
         for name, value in given.items()

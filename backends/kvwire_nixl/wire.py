@@ -1,11 +1,10 @@
-"""What the two halves of a lane tell each other, on the control link and by NIXL.
+"""Messages between the two halves of a lane, on the control link and by NIXL.
 
-A *bootstrap* names the agent. The server's says how to reach it as well; the client's
-cannot, since its agent is still being made: it says so with its first payload. A
-*descriptor* says where a payload lies, and describes registered memory that the peer
-has not heard of. A *note* comes back with a read and says how many payloads have been
-read. All of these carry a proof of the lane's secret, but the first, which the control
-link seals.
+A *bootstrap* names the agent. The server's also has its address; the client's cannot,
+since its agent is still being created, so that comes with the first payload. A
+*descriptor* names a payload's place, and describes registered memory that the peer does
+not know yet. A *note* comes with a read and has the number of payloads read so far. All
+but the bootstrap, which the control link protects, carry a proof of the lane's secret.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvwire.types import Role
 
 RULE: Final = "KVW-LN-07"
 WORD_BYTES: Final = 8
-# In the place of a count: the half has ended.
+# Instead of a count: the half has ended.
 BYE: Final = 2**64 - 1
 PROOF_BYTES: Final = 8
 
@@ -44,16 +43,20 @@ _PIECE_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class NixlBootstrap:
-    """Holds what one half of a lane tells the other before anything moves."""
+    """The first message from one half of a lane to the other, before anything moves."""
 
     version: str
     plugin: str
     agent: str
-    word: int = 0  # where the half's word of life lies; 0 if it is not known yet
+    word: int = 0  # address of the half's word of life; 0 if unknown
     metadata: bytes = b""
 
     def encode(self) -> bytes:
-        """Encode it."""
+        """Return it as bytes.
+
+        Raises:
+            BackendUnavailable: It is too long, because of too many devices.
+        """
         texts = [text.encode() for text in (self.version, self.plugin, self.agent)]
         lengths = (*map(len, texts), len(self.metadata))
         size = _HEAD.size + sum(lengths)
@@ -68,7 +71,11 @@ class NixlBootstrap:
 
     @classmethod
     def decode(cls, raw: bytes) -> NixlBootstrap:
-        """Read what a peer has sent."""
+        """Read a peer's bootstrap.
+
+        Raises:
+            BackendUnavailable: It is malformed or of another version.
+        """
         if not _HEAD.size <= len(raw) <= BOOTSTRAP_BYTES_MAX:
             raise _unreadable(f"{len(raw)} bytes")
         magic, word, *lengths = _HEAD.unpack_from(raw)
@@ -87,7 +94,11 @@ class NixlBootstrap:
         return cls(version, plugin, agent, word, parts[3])
 
     def require_same(self, own: NixlBootstrap) -> None:
-        """Refuse a peer whose NIXL may not understand ours."""
+        """Refuse a peer whose NIXL may be incompatible with ours.
+
+        Raises:
+            BackendUnavailable: The plug-in or the minor version differs.
+        """
         theirs = f"NIXL {self.version} with {self.plugin}"
         ours = f"NIXL {own.version} with {own.plugin}"
         if (_minor(self.version), self.plugin) != (_minor(own.version), own.plugin):
@@ -99,7 +110,7 @@ class NixlBootstrap:
 
 @dataclass(frozen=True, slots=True)
 class NixlPlace:
-    """Says where a payload lies at its sender."""
+    """The place of a payload in its sender's memory."""
 
     addresses: Array
     lengths: Array
@@ -108,18 +119,18 @@ class NixlPlace:
 
 
 class LaneProofs:
-    """Proves the lane's secret in all that its halves tell each other."""
+    """Makes and checks the proofs of the lane's secret in all its messages."""
 
     def __init__(self, secret: bytes, role: Role) -> None:
         self._secret = secret
         self._role = role
 
     def word(self, *, of_peer: bool = False) -> bytes:
-        """Return what the memory of a side says for as long as its half lives."""
+        """Return the word in a side's memory that marks its half as alive."""
         return self._proof(b"alive", of_peer)
 
     def place(self, place: NixlPlace) -> bytes:
-        """Return the descriptor of a payload; b"" if it is too long for one."""
+        """Return the descriptor of a payload; b"" if it would be too long."""
         body = [_PLACE.pack(place.addresses.size, len(place.news), place.word)]
         for news in place.news:
             body += (_LENGTH.pack(len(news)), news)
@@ -130,7 +141,11 @@ class LaneProofs:
         return raw + self._proof(b"place" + raw, False)
 
     def read_place(self, raw: bytes, nbytes: int) -> NixlPlace:
-        """Read a peer's descriptor of a payload of so many bytes."""
+        """Read a peer's descriptor of a payload of ``nbytes`` bytes.
+
+        Raises:
+            MalformedFrame: The peer's lane would not make such a descriptor.
+        """
         body, proof = raw[:-PROOF_BYTES], raw[-PROOF_BYTES:]
         if not _PLACE.size + PROOF_BYTES <= len(raw) <= DESCRIPTOR_BYTES_MAX:
             raise _malformed(f"a descriptor of {len(raw)} bytes")
@@ -150,20 +165,20 @@ class LaneProofs:
         addresses, lengths = np.frombuffer(body, np.uint64, 2 * pieces, begin).reshape(
             2, pieces
         )
-        # Each is compared before they are added up, which would wrap.
+        # Each is compared before they are added up, since the sum could wrap.
         if (lengths > nbytes).any() or not lengths.all() or lengths.sum() != nbytes:
             raise _malformed(f"pieces that are not the {nbytes} bytes of the payload")
         return NixlPlace(addresses, lengths, word, tuple(news))
 
     def note(self, count: int) -> bytes:
-        """Return what tells the peer that so many of its payloads have been read."""
+        """Return a note that so many payloads have been read."""
         said = _COUNT.pack(count)
         return said + self._proof(b"read" + said, False)
 
     def read_notes(self, notes: Iterable[bytes]) -> tuple[int, bool]:
-        """Return how many payloads the peer has read, and whether it says bye.
+        """Return how many payloads the peer has read, and whether a note is a goodbye.
 
-        What does not prove the secret is not the peer's, and counts for nothing.
+        Notes that do not prove the secret are not the peer's, and are ignored.
         """
         most, bye = 0, False
         for note in notes:

@@ -1,8 +1,8 @@
 """The TCP transport: non-blocking sockets on the running loop, no copy of payloads.
 
-A link reads and writes its socket itself, since the transports of asyncio own neither
-end of the memory: they copy what they cannot send (CPython before 3.12), never say when
-the memory is free again, and give received bytes away in buffers of their own.
+Links read and write their sockets themselves, because asyncio's transports own neither
+end of the memory. They copy data they cannot send (CPython before 3.12), do not report
+when the memory is free again, and deliver received bytes in buffers of their own.
 """
 
 from kvwire_tcp.backend import TcpBackend

@@ -1,4 +1,4 @@
-"""The entry point: listens and connects; everything else is the links' work."""
+"""The entry point of the backend ``tcp``: listens, and connects."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from kvwire_tcp.tls_wire import Buffers, TlsWire
 from kvwire_tcp.waiting import hands_shaken
 from kvwire_tcp.wire import PlainWire, Wire
 
-# As many as the kernel allows; a full backlog looks like packet loss to a client.
+# As many as the kernel allows; to a client, a full backlog looks like packet loss.
 _BACKLOG: Final = socket.SOMAXCONN
 _REQUIRED: Final = ("sendmsg", "recvmsg_into")
 
-# Family and socket address, as getaddrinfo gives them.
+# Family and socket address, as getaddrinfo returns them.
 _Target = tuple[int, Any]
 
 
@@ -56,7 +56,7 @@ class TcpBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """Return a place behind what reads memory, before what is asked for."""
+        """Return a rank after ``local``, and before transports to be asked for."""
         return 30
 
     @classmethod
@@ -72,7 +72,7 @@ class TcpBackend(Backend):
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
-        """Show the kernel's socket buffers."""
+        """Return the sizes of the kernel's socket buffers."""
         return findings()
 
     async def listen(
@@ -95,7 +95,7 @@ class TcpBackend(Backend):
             # A restart must not wait for the connections of its predecessor to expire.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                # "::" would otherwise mean every IPv4 address as well.
+                # Otherwise "::" would include every IPv4 address.
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             sock.bind(sockaddr)
             sock.listen(_BACKLOG)
@@ -124,7 +124,7 @@ class TcpBackend(Backend):
         )
 
     async def _dial(self, address: Address) -> tuple[Wire, Address]:
-        """Return a wire that is ready for use, and where it leads."""
+        """Connect; return a wire that is ready for use, and the address it leads to."""
         sock, remote = await _connected(address)
         with contextlib.ExitStack() as undo:
             undo.enter_context(sock)
@@ -141,7 +141,7 @@ class TcpBackend(Backend):
 
 
 async def _connected(address: Address) -> tuple[socket.socket, Address]:
-    """Return a connected socket, tuned, and where it leads.
+    """Return a connected socket with its options set, and the address it leads to.
 
     Cancel safety: safe, a half-made connection is closed.
     """
@@ -153,8 +153,8 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
         await _connect(sock, sockaddr)
         remote = sock.getpeername()
         if remote == sock.getsockname():
-            # A port of the ephemeral range where nobody listens can be given to
-            # this very socket, which then meets itself (simultaneous open, RFC 9293
+            # If nobody listens on a port of the ephemeral range, this very socket can
+            # be given that port and connect to itself (simultaneous open, RFC 9293
             # 3.5).
             code = errno.ECONNREFUSED
             raise ConnectionRefusedError(code, os.strerror(code))
@@ -163,13 +163,14 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
 
 
 async def _connect(sock: socket.socket, sockaddr: Any) -> None:
-    """Connect a socket that does not block.
+    """Connect a non-blocking socket.
 
-    Not by ``loop.sock_connect``: uvloop's asks libuv's threads for the address, which a
-    process that is forked later waits for at its exit, and they are not there.
+    ``loop.sock_connect`` is not used, since uvloop's version resolves the address on
+    libuv's threads. A process that is forked later waits for those threads at its exit,
+    and does not have them.
 
     Raises:
-        OSError: It cannot be reached.
+        OSError: The address cannot be reached.
 
     Cancel safety: safe, the caller closes the socket.
     """
@@ -191,8 +192,8 @@ def _numeric(address: Address) -> _Target:
     """Return the socket address of a numeric host.
 
     Raises:
-        OSError: It is a name, and kvwire resolves those (RFC 8305), or it is empty,
-            which would be taken for every address of this machine.
+        OSError: The host is a name, which kvwire should have resolved (RFC 8305), or it
+            is empty, which would mean every address of this machine.
     """
     if not address.host:
         raise OSError(errno.EADDRNOTAVAIL, f"{address}: no host is named")

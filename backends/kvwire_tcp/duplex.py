@@ -1,36 +1,37 @@
-"""Both directions of one connected socket: when to receive, to send, and how it ends.
+"""Both directions of one connected socket: when to receive, to send, and to end.
 
 ::
 
     made --begin--> OPEN --close()--> CLOSING --queue empty--> SHUT --end of stream--+
-      |               |                  |                      |                    |
-      | close, abort  +--- end of stream, error, abort(), handler raised ------------+
-      v                                                                              v
+     |               |                  |                      |                    |
+     | close, abort  +--- end of stream, error, abort(), handler raised ------------+
+     v                                                                              v
     socket closed, no callback                            ENDED: `_closed`, then none
 
 *Receiving* is level-triggered: each wake-up receives until the kernel has no more, or
-its share of bytes or calls is spent, and the loop wakes us again for the rest. For an
-error of the socket too, on asyncio's own loops; on others it is asked for each time.
+its share of bytes or calls is spent; then the loop wakes us again for the rest.
+asyncio's own loops wake us for an error of the socket too; on others we query it each
+time.
 
-*Sending* happens in ``flush``, at once. Only what the kernel did not take waits for a
-wake-up; until then further flushes leave the socket alone, since it is full.
+*Sending* happens in ``flush``, at once. Only data that the kernel did not take waits
+for a wake-up; until then further flushes leave the socket alone, since it is full.
 
-A wire inside TLS (:mod:`kvwire_tcp.tls_wire`) holds bytes on both ways: what it has
-received and nobody has read, of which the socket will not tell us, so we wake
-ourselves; and what it has encrypted and the kernel has not taken, which counts as
-queued. Until its handshake is over it sends nothing of ours.
+A wire inside TLS (:mod:`kvwire_tcp.tls_wire`) holds bytes in both directions. Bytes
+that it has received and nobody has read do not show on the socket, so we schedule our
+own wake-ups. Bytes that it has encrypted and the kernel has not taken count as queued.
+It sends nothing of ours until its handshake is over.
 
 *Ending.* The end of the stream between two frames is a clean end; within a frame, or by
-an error of the socket, it is :exc:`~kvwire.errors.ConnectionLost`. A process that is
-killed between two frames ends its links cleanly, as far as TCP can tell: whether that
-was meant, the protocol above must say. Inside TLS the end is said, and a stream that
-ends otherwise is lost. When sending fails, what the peer sent before is
-received first, since it may say why.
+an error of the socket, it is :exc:`~kvwire.errors.ConnectionLost`. To TCP, a process
+killed between two frames looks like a clean end: the protocol above must know whether
+it was meant. Inside TLS the end is announced, and a stream that ends otherwise is lost.
+When sending fails, data that the peer sent earlier is received first, since it may
+contain the reason.
 
-Whoever closed goes on receiving until the peer's stream ends as well, and whoever sees
-the peer's end sends what it has queued before it ends. So a clean end loses nothing
-that was queued, on either side. Every other end resets the connection: the peer must
-not take half a frame for silence.
+The side that closes continues to receive until the peer's stream ends as well, and a
+side that sees the peer's end sends its queue before it ends. So a clean end loses
+nothing that was queued, on either side. Every other end resets the connection, so that
+the peer does not wait for the rest of a frame.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ from kvwire_tcp.reader import FrameReader
 from kvwire_tcp.wire import PlainWire, Wire
 from kvwire_tcp.writer import SendQueue
 
-# Bytes alone do not bound a wake-up: 4 MiB of 64-byte messages are 40,000 callbacks.
-# 16 calls read at most 128 KiB of small frames, 1,400 of them, in some milliseconds.
+# Bytes alone do not bound a wake-up: 4 MiB of 64-byte messages are 40,000 callbacks. 16
+# calls read at most 128 KiB of small frames, 1,400 of them, in some milliseconds.
 CALLS_PER_WAKEUP: Final = 16
-# Loops that tell of a socket's error again and again, until it is received.
+# Loops that report a socket's error again and again, until it is received.
 TELLING_LOOPS: tuple[type[asyncio.AbstractEventLoop], ...] = (
     asyncio.SelectorEventLoop,
 )
-# How long a closing link waits for the peer without sending one byte more. Then the
+# How long a closing link waits without the peer taking a single further byte. Then the
 # peer is gone or stuck, and the link ends with an error.
 LINGER_S: Final = CLOSE_TIMEOUT_S
 
@@ -81,7 +82,7 @@ class Duplex(ABC):
         queue: SendQueue | None = None,
     ) -> None:
         self._wire = wire
-        # It holds nothing back, on neither way.
+        # A plain wire holds no bytes back, in either direction.
         self._plain = isinstance(wire, PlainWire)
         self._sock = wire.sock
         self._remote = remote
@@ -89,39 +90,41 @@ class Duplex(ABC):
         self._asks_for_errors = not isinstance(loop, TELLING_LOOPS)
         self._queue = SendQueue() if queue is None else queue
         self._started = False
-        # Paused links look away, or the loop would wake us for what may not be read.
+        # A paused link stops watching its socket, or the loop would wake us all the
+        # time.
         self._watching = True
-        # Within `_transmit`, whose callbacks may send and flush.
+        # Inside `_transmit`, whose callbacks may send and flush.
         self._transmitting = False
-        # The kernel had no room, or the wake-up's bytes were spent: a wake-up is due.
+        # A wake-up is due, because the kernel was full or a wake-up's share was spent.
         self._waiting = False
-        # No more is queued: close(), abort() or an error came.
+        # Nothing more is queued, after close(), abort() or an error.
         self._closing = False
-        # All was sent, and the peer knows that this is the end.
+        # Everything was sent, and the peer has been sent the end of the stream.
         self._shut = False
         self._end_of_stream = False
         self._ended = False
-        # The socket has failed, and only what it still holds is received.
+        # The socket has failed; only bytes it still holds are received.
         self._failure: OSError | None = None
         self._linger: asyncio.TimerHandle | None = None
-        # The wire holds something to be received, of which the socket knows nothing.
+        # A scheduled turn for bytes that the wire holds, which do not show on the
+        # socket.
         self._again: asyncio.Handle | None = None
 
     @abstractmethod
     def _sent(self, token: object) -> None:
-        """Report that what was queued with a token is not needed any more."""
+        """Called when the memory of a token is no longer needed."""
 
     @abstractmethod
     def _writable(self) -> None:
-        """Report that the queue is empty after a flush that left some."""
+        """Called when the queue is empty after a flush that left some."""
 
     @abstractmethod
     def _closed(self, error: Exception | None) -> None:
-        """Report the end, with an error or clean; the last callback."""
+        """Called last of all, with an error or None after a clean end."""
 
     @property
     def queued_bytes(self) -> int:
-        """Return the bytes queued and not yet taken by the kernel."""
+        """Return the queued bytes that the kernel has not taken yet."""
         return 0 if self._ended else self._queue.nbytes + self._wire.unsent
 
     @property
@@ -137,7 +140,7 @@ class Duplex(ABC):
             self._transmit()
 
     def close(self) -> None:
-        """Send what is queued, then end."""
+        """Send the queue, then end."""
         if self._closing:
             return
         self._closing = True
@@ -154,16 +157,16 @@ class Duplex(ABC):
         self._end(ConnectionLost("it was aborted on this side"))
 
     def _begin(self, reader: Reader) -> None:
-        """Begin to call back."""
+        """Start receiving, which leads to callbacks."""
         self._started = True
         self._reader = reader
         self._loop.add_reader(self._sock, self._on_readable)
         if not self._wire.opened:
-            # Whoever dialled has the first word.
+            # The side that connected speaks first.
             self._again = self._loop.call_soon(self._on_more)
 
     def _detach(self, reason: Exception) -> Wire:
-        """Give the socket away; this has ended, for the reason given."""
+        """Give the socket away; this duplex has ended, for the given reason."""
         self._quieten(reason)
         return self._wire
 
@@ -187,12 +190,12 @@ class Duplex(ABC):
         if self._wire.opened and not opened and (self._queue.nbytes or self._closing):
             self._wait_for_room()
         elif self._wire.unsent and not self._waiting:
-            self._transmit()  # what TLS has answered by itself
+            self._transmit()  # TLS's own answers
         if self._wire.more:
             self._receive_more()
 
     def _receive_more(self) -> None:
-        """Receive what the wire still holds, in a turn of its own."""
+        """Schedule a turn to receive bytes that the wire still holds."""
         if self._wire.more and self._again is None and self._listens:
             self._again = self._loop.call_soon(self._on_more)
 
@@ -203,15 +206,18 @@ class Duplex(ABC):
 
     @property
     def _listens(self) -> bool:
-        """Tell whether there is anything that may still be received."""
+        """Return whether anything may still be received."""
         return not (self._ended or self._end_of_stream or self._failure)
 
     def _receive(self) -> bool:
-        """Receive until there is no more (False) or a wake-up is spent (True)."""
+        """Receive until nothing is left (False), or a wake-up's share is spent."""
         reader, wire = self._reader, self._wire
         if reader.paused and reader.waits:
             return False
         budget = WAKEUP_BYTES
+        # Before: `reader` knows the destination of the next bytes. Each call of it
+        # receives once; `deliver` then hands over everything these bytes complete, and
+        # may stop or pause us.
         try:
             for _ in range(CALLS_PER_WAKEUP):
                 try:
@@ -256,7 +262,7 @@ class Duplex(ABC):
             self.close()
 
     def _has_said_all(self) -> bool:
-        """Tell whether all is sent; inside TLS, the end of the stream too."""
+        """Return whether everything is sent, inside TLS also the end of the stream."""
         if self._closing or self._queue.nbytes:
             return False
         self._wire.say_end()
@@ -267,8 +273,9 @@ class Duplex(ABC):
     def _error(self) -> OSError | None:
         """Return the socket's error, if it has one.
 
-        libuv stops watching a socket with its first error, of which its loops only tell
-        us that something can be read. A short read would be the last we hear of it.
+        libuv stops watching a socket after its first error, which its loops report as
+        mere readability. Without this query, a short read would be the last thing to
+        happen.
         """
         try:
             code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -279,7 +286,10 @@ class Duplex(ABC):
     # --- sending ----------------------------------------------------------------------
 
     def _transmit(self) -> None:
-        """Send until the queue is empty, the kernel is full, or a wake-up is spent."""
+        """Send until the queue is empty, the kernel full, or the share spent."""
+        # Before: memory of queued payload is lent or borrowed. After: tokens of all
+        # frames that were sent whole have been given back, and a wake-up is due for a
+        # rest.
         queue, wire, budget = self._queue, self._wire, WAKEUP_BYTES
         self._transmitting = True
         try:
@@ -324,7 +334,7 @@ class Duplex(ABC):
             self._handler_failed(exc)
 
     def _keep_rest(self) -> None:
-        """Keep what was not sent, until there is room for it."""
+        """Copy borrowed memory in the queue, and wait until there is room."""
         self._queue.own()
         due = self._wire.opened or self._wire.unsent
         if due and self._failure is None and not self._ended:
@@ -343,7 +353,7 @@ class Duplex(ABC):
     # --- ending -----------------------------------------------------------------------
 
     def _socket_failed(self, error: OSError) -> None:
-        """Drop the queue, and receive what the peer sent before it went."""
+        """Drop the queue, and receive the data that the peer sent before it failed."""
         self._failure = error
         self._closing = True
         self._queue.clear()
@@ -358,21 +368,21 @@ class Duplex(ABC):
             self._end(self._broken(error))
 
     def _finish(self) -> None:
-        """Begin to close: send the queue, if nobody does."""
+        """Start closing: send the queue, unless a wake-up will."""
         if not self._waiting and not self._ended:
             self._transmit()
             if not self.queued_bytes and self._failure is None:
                 self._shut_down()
 
     def _shut_down(self) -> None:
-        """Tell the peer that nothing follows, and wait for it to end as well."""
+        """Send the end of the stream, and wait for the peer's."""
         if not self._wire.opened:
-            return  # we come back when it can be told
+            return  # this runs again when it can be sent
         self._wire.say_end()
         if self._wire.unsent:
             self._transmit()
         if self._wire.unsent or self._failure is not None:
-            return  # we come back when there is room
+            return  # this runs again when there is room
         self._shut = True
         try:
             self._sock.shutdown(socket.SHUT_WR)
@@ -421,18 +431,19 @@ class Duplex(ABC):
         if self._ended:
             return
         self._quieten(error)
-        # The socket may already know that the peer is gone; there is nothing to add.
-        # Whoever is refused inside TLS is to read why, which a reset may overtake.
+        # If the socket already knows that the peer is gone, nothing needs to be added.
+        # A peer that is refused inside TLS should read the reason, which a reset could
+        # overtake.
         if error is not None and not isinstance(error, AuthenticationFailed):
             with contextlib.suppress(OSError):
                 reset_on_close(self._sock)
         with contextlib.suppress(OSError):
             self._sock.close()
-        # What TLS holds, 40 KiB and more, is not to wait for the garbage collector.
+        # TLS's buffers, 40 KiB and more, should not wait for the garbage collector.
         self._wire = PlainWire(self._sock)
 
     def _quieten(self, error: Exception | None) -> None:
-        """Touch neither memory nor socket any more; `_closed` follows."""
+        """Stop touching memory and socket; `_closed` follows."""
         self._ended = self._closing = True
         self._queue.clear()
         if not self._started:

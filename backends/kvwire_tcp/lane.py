@@ -1,15 +1,15 @@
-"""A lane over TCP: a second socket to where the control link leads.
+"""A lane over TCP: a second socket to the address of the control link.
 
-The client dials the address of the control link and proves with a preamble which lane
-the socket is for; the listener knows it by that and proves itself in turn
-(:mod:`kvwire_tcp.preamble`). From then on payload bytes follow one another, in each
-direction in the order of ``send`` and of ``receive``, and so a descriptor is empty::
+The client connects to the address of the control link, and sends a preamble that proves
+which lane the socket is for. The listener finds the lane by it and proves itself in
+turn (:mod:`kvwire_tcp.preamble`). From then on payloads follow one another, in each
+direction in the order of ``send`` and of ``receive``, so descriptors are empty::
 
     made --join--> WAITING --socket--> OPEN --close()--> ... --> ENDED: lane_closed
                    (listener's side only;
-                    what is sent is queued)
+                    payloads are queued)
 
-A lane is inside TLS if the link beside it is, in a TLS connection of its own.
+A lane is inside TLS if the control link is, in a TLS connection of its own.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ from kvwire_tcp.waiting import heard, said
 from kvwire_tcp.wire import Wire
 from kvwire_tcp.writer import SendQueue
 
-# The client knows the address already. The number is that of the preamble's layout.
+# The client knows the address already. The number is the version of the preamble's
+# layout.
 BOOTSTRAP: Final = b"tcp lane 1"
 
 Dial = Callable[[Address], Awaitable[tuple[Wire, Address]]]
-"""A wire to an address, ready for use, and where it leads."""
+"""Connects to an address; returns a wire that is ready for use, and where it leads."""
 
 
 class TcpLane(Lane):
-    """Implements one endpoint of a lane."""
+    """One endpoint of a lane."""
 
     _handler: LaneHandler
 
@@ -74,7 +75,7 @@ class TcpLane(Lane):
         self.reader = PayloadReader(self._received, self._early)
         self._socket: LaneSocket | None = None
         self._joined = False
-        # close() or abort() was called, or it has ended.
+        # close() or abort() was called, or the lane has ended.
         self._ending = False
         self._aborted = False
 
@@ -157,7 +158,7 @@ class TcpLane(Lane):
     # --- coming up --------------------------------------------------------------------
 
     def admits(self, wire: Wire, preamble: bytes) -> bool:
-        """Tell whether a preamble proves that this socket is this lane's."""
+        """Return whether a preamble proves that its socket belongs to this lane."""
         try:
             binding = _binding(wire)
         except AuthenticationFailed:
@@ -166,14 +167,19 @@ class TcpLane(Lane):
         return is_proof(preamble, secret, number, binding)
 
     def arrived(self, wire: Wire, remote: Address, preamble: bytes) -> None:
-        """Take the socket, which is tuned and has received nothing else."""
-        # Its send buffer is empty. If the peer is gone already, we hear of that next.
+        """Take a socket with its options set, which has received nothing else."""
+        # Its send buffer is empty, so the answer fits. If the peer is gone, we will
+        # notice next.
         with contextlib.suppress(OSError):
             wire.send(answer_to(preamble, self._context.secret, _binding(wire)))
         self._open(wire, remote)
 
     async def _connect(self) -> tuple[Wire, Address]:
-        """Dial, prove who we are and see the peer's proof."""
+        """Connect, prove our identity, and check the peer's proof.
+
+        Raises:
+            BackendUnavailable: It cannot be reached, or does not prove the secret.
+        """
         context = self._context
         assert context.remote_address is not None
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -201,7 +207,7 @@ class TcpLane(Lane):
         return wire, remote
 
     def _open(self, wire: Wire, remote: Address) -> None:
-        """Begin to move payload."""
+        """Start moving payload."""
         self._socket = LaneSocket(
             wire, remote, self._loop, self._queue, self, self._handler
         )
@@ -210,14 +216,18 @@ class TcpLane(Lane):
         self._ending = True
 
     def _check_open(self) -> None:
-        """Refuse to go on once it was closed."""
+        """Refuse to continue after ``close``.
+
+        Raises:
+            BackendUnavailable: The lane was closed.
+        """
         if self._ending:
             raise BackendUnavailable("the lane was closed before it was up")
 
     # --- from the socket --------------------------------------------------------------
 
     def closed(self, error: Exception | None) -> None:
-        """Report that the socket has ended and touches no memory."""
+        """Handle the end of the socket, which touches no memory any more."""
         if self._aborted:
             error = None
         elif error is None and not self._ending:
@@ -234,7 +244,7 @@ class TcpLane(Lane):
 
 
 class LaneSocket(Duplex):
-    """Runs the socket of a lane that is up."""
+    """The socket of a lane that is up."""
 
     def __init__(
         self,
@@ -254,7 +264,7 @@ class LaneSocket(Duplex):
             self._wait_for_room()
 
     def pause(self) -> None:
-        """Leave what can be received where it is."""
+        """Stop receiving; data stays in the kernel."""
         self._paused = True
         self._loop.remove_reader(self._sock)
 
@@ -267,7 +277,7 @@ class LaneSocket(Duplex):
 
     @property
     def takes_more(self) -> bool:
-        """Tell whether more may be queued: it has not ended, nor has the peer."""
+        """Return whether more may be queued: neither side has ended."""
         return not self._closing
 
     @property
@@ -285,7 +295,7 @@ class LaneSocket(Duplex):
 
 
 def _binding(wire: Wire) -> bytes:
-    """Return what ties a proof to this one wire."""
+    """Return the bytes that bind a proof to this one wire."""
     proven = wire.proven()
     return b"" if proven is None else proven.binding
 
@@ -294,19 +304,24 @@ _log = logging.getLogger("kvwire.tcp")
 
 
 class PendingLanes:
-    """Holds the lanes of one backend that wait for their sockets, by token.
+    """The lanes of one backend that wait for their sockets, by token.
 
-    Whoever connects is a stranger until the proof in its preamble holds. One that is
-    not expected is reset without a word, so that a scanner learns nothing; how many may
-    knock, and for how long, are the limits of strangers in general.
+    An incoming socket is untrusted until the proof in its preamble holds. Without a
+    waiting lane for it, it is reset without an answer, so that a scanner learns
+    nothing. The protocol's limits for unauthenticated connections bound how many there
+    are, and for how long.
     """
 
     def __init__(self) -> None:
         self._lanes: dict[bytes, TcpLane] = {}
 
     def expect(self, token: bytes, lane: TcpLane) -> None:
-        """Let a lane wait."""
-        # A connection raises its lanes one after the other.
+        """Add a lane that waits.
+
+        Raises:
+            BackendUnavailable: Too many lanes wait.
+        """
+        # A connection brings up its lanes one after the other.
         if len(self._lanes) >= CONNECTIONS_MAX:
             raise BackendUnavailable(
                 f"{CONNECTIONS_MAX} lanes wait for their sockets already"
@@ -314,11 +329,11 @@ class PendingLanes:
         self._lanes[token] = lane  # bounded: CONNECTIONS_MAX
 
     def forget(self, token: bytes) -> None:
-        """Remove a lane that waits no more."""
+        """Remove a lane that no longer waits."""
         self._lanes.pop(token, None)
 
     def claim_socket(self, wire: Wire, remote: Address, preamble: bytes) -> None:
-        """Give a socket to its lane, once; any other is reset."""
+        """Give a socket to its lane, once; reset any other socket."""
         token = token_in(preamble)
         lane = self._lanes.get(token)
         if lane is not None and lane.admits(wire, preamble):

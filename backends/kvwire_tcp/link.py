@@ -1,9 +1,9 @@
 """One TCP connection as a link: frames over a socket.
 
-A listener cannot know whether a socket that it accepts is a link or a lane before it
-has read from it. So every accepted socket begins as a link, under whatever limits the
-protocol above has for strangers, and :class:`FirstHeader` takes those aside that turn
-out to be lanes.
+A listener cannot know whether an accepted socket is a link or a lane before reading
+from it. So every accepted socket begins as a link, under the protocol's limits for
+unauthenticated connections, and :class:`FirstHeader` sets those aside that turn out to
+be lanes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvwire_tcp.writer import JOINED_BYTES_MAX
 
 
 class TcpLink(Duplex, Link):
-    """Implements a link over a connected socket, which it owns."""
+    """A link over a connected socket, which it owns."""
 
     pausable = True
     _handler: LinkHandler
@@ -71,7 +71,7 @@ class TcpLink(Duplex, Link):
             self._queue.push(header, payload, token)
 
     def send_now(self, header: bytes, payload: Payload | None = None) -> None:
-        """Send a frame at once; what the kernel takes meets no queue."""
+        """Send a frame at once; without the queue if the kernel takes it."""
         queue = self._queue
         if (
             queue.nbytes
@@ -112,7 +112,7 @@ class TcpLink(Duplex, Link):
             self._resuming = self._loop.call_soon(self._go_on)
 
     def is_link(self) -> None:
-        """Pass frames on to the handler without a detour: one has come."""
+        """Pass frames directly to the handler from now on, since this is a link."""
         self._frames.handler = self._handler
 
     def is_lane(self, preamble: bytes) -> None:
@@ -122,7 +122,7 @@ class TcpLink(Duplex, Link):
         self._pending_lanes.claim_socket(wire, self._remote, preamble)
 
     def _go_on(self) -> None:
-        """Hand over what came while it was paused, and look at the socket again."""
+        """Hand over frames that arrived during a pause, and watch the socket again."""
         self._resuming = None
         if self._ended:
             return

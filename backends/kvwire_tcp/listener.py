@@ -1,10 +1,9 @@
-"""The accept loop: takes connections in, and outlives everything that stops it.
+"""The accept loop, which survives every error.
 
 A wake-up accepts at most ``ACCEPTS_PER_WAKEUP``, so that a flood of connections leaves
-the loop to the links that exist. Running out of descriptors does not end it: the
-connection stays in the kernel's backlog, where it would wake us again at once and for
-ever, so the listener stops watching for a moment. That is logged once, until an accept
-succeeds.
+time for existing links. Without free descriptors the connection stays in the kernel's
+backlog, and would wake us again at once and for ever. So the listener stops watching
+for a moment, and logs that once, until an accept succeeds.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvwire_tcp.options import address_from, tune
 from kvwire_tcp.wire import Wire
 
 ACCEPTS_PER_WAKEUP: Final = 16
-# Long against a wake-up, short against the peer's handshake timeout.
+# Long compared with a wake-up, short compared with the peer's handshake timeout.
 BACKOFF_S: Final = 0.1
 # Descriptors or memory are short: trying again at once cannot help.
 _EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -59,7 +58,7 @@ class TcpListener(Listener):
         return self._address
 
     async def close(self) -> None:
-        """Stop listening; what was accepted goes on.
+        """Stop listening; accepted links go on.
 
         Cancel safety: safe, it never waits.
         """
@@ -83,8 +82,8 @@ class TcpListener(Listener):
                 if exc.errno in _EXHAUSTED:
                     self._back_off(exc)
                     return
-                # That connection broke before it was accepted (accept(2)); the next
-                # may be sound.
+                # That connection broke before it was accepted (accept(2)); the next may
+                # be intact.
                 continue
             keep_from_children(sock)
             self._exhausted = False
@@ -94,14 +93,14 @@ class TcpListener(Listener):
         try:
             tune(sock, sockaddr[0])
         except OSError:
-            sock.close()  # reset by the peer already
+            sock.close()  # already reset by the peer
             return
         link = TcpLink(
             self._wire(sock), address_from(sockaddr), self._loop, self._pending_lanes
         )
         try:
             self._accept(link)
-        except Exception:  # noqa: BLE001 - the caller's bug costs this link only
+        except Exception:  # noqa: BLE001 - the caller's bug ends this link only
             _log.exception(
                 "%s: accepting %s failed", self._address, link.remote_address
             )

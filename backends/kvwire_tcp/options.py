@@ -1,8 +1,8 @@
 """Socket options of every link and lane, each with its reason.
 
-SO_SNDBUF and SO_RCVBUF are left alone on purpose: setting either switches the kernel's
-autotuning off, and what can be set is less than what autotuning reaches (on Linux
-``rmem_max`` is commonly 4 MiB where ``tcp_rmem`` goes to 32).
+SO_SNDBUF and SO_RCVBUF are left alone on purpose: setting either switches off the
+kernel's autotuning, which reaches larger sizes than can be set (on Linux ``rmem_max``
+is commonly 4 MiB, while ``tcp_rmem`` goes up to 32).
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from kvwire.backend import Finding
 from kvwire.limits import MIB
 from kvwire.types import Address, is_loopback, numeric_host
 
-# Liveness is the core's: it pings, and forgives its own stalls. The kernel's probes are
-# for links whose core is gone or stuck, and must never be the first to give up. So a
-# dead host is probed every second, and given up by the time below.
+# Liveness is the core's job: it pings, and makes allowance for its own stalls. The
+# kernel's probes are for links whose core is gone or stuck, and must never give up
+# first. So a dead host is probed every second, and given up after the time below.
 KEEPALIVE_IDLE_S: Final = 1
 KEEPALIVE_INTERVAL_S: Final = 1
-# Counts on macOS only; TCP_USER_TIMEOUT replaces it on Linux (tcp(7)).
+# Used on macOS only; on Linux TCP_USER_TIMEOUT replaces it (tcp(7)).
 KEEPALIVE_COUNT: Final = 3
-# Five times the liveness period of 6 s. It also ends a link whose peer lives but has
-# read nothing for this long, which is why the 3 s often seen would kill healthy peers
-# that wait for a GPU.
+# Five times the liveness period of 6 s. It also ends a link whose peer is alive but has
+# read nothing for this long. The often seen 3 s would kill healthy peers that wait for
+# a GPU.
 USER_TIMEOUT_MS: Final = 30_000
-# A control frame overtakes bulk that waits in this process, but not what the kernel
-# holds unsent. Measured on loopback with 1 MiB frames: 512 KiB costs 15 % of the rate
-# and a third more CPU time of the sender; 1 MiB costs nothing.
+# A control frame overtakes bulk data that waits in this process, but not data the
+# kernel holds unsent. Measured on loopback with 1 MiB frames: 512 KiB costs 15 % of the
+# rate and a third more CPU time at the sender; 1 MiB costs nothing.
 NOTSENT_LOWAT_BYTES: Final = 1 * MIB
 
-# On loopback nothing is congested, and pacing is only timers and small bursts: where
-# BBR is the default of the host, one stream runs at 0.55 of its rate without. Every
-# Linux has this one, and lets everybody choose it (tcp(7)).
+# On loopback nothing is congested, and pacing adds only timers and small bursts: where
+# BBR is the host's default, one stream runs at 0.55 of its rate without. Every Linux
+# has this algorithm, and lets everybody choose it (tcp(7)).
 LOOPBACK_CONGESTION: Final = b"reno"
 
 _TCP = socket.IPPROTO_TCP
-# macOS names the idle time differently; what a platform lacks is skipped.
+# macOS has another name for the idle time; options a platform lacks are skipped.
 _IDLE_OPTION = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
 _OPTIONS: Final = (
     # A small frame must not wait for the acknowledgement of the one before.
@@ -69,30 +69,30 @@ def tune(sock: socket.socket, host: str) -> None:
 
 
 def reset_on_close(sock: socket.socket) -> None:
-    """Make ``close`` send RST and drop what is unsent: the peer knows at once."""
+    """Make ``close`` send RST and drop unsent data, so the peer notices at once."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NONE)
 
 
 def address_from(sockaddr: tuple[Any, ...]) -> Address:
-    """Return the address that a socket reports, of IPv4 or of IPv6."""
+    """Return the address in a socket address of IPv4 or IPv6."""
     return Address("tcp", numeric_host(sockaddr), sockaddr[1])
 
 
-# --- how much the kernel keeps in flight for one connection, for `kvwire doctor` ------
+# --- data that the kernel keeps in flight per connection, for `kvwire doctor` ---------
 
-# The ends of autotuning's range count: the third number of `net.ipv4.tcp_rmem` and
+# The upper ends of autotuning matter: the third numbers of `net.ipv4.tcp_rmem` and
 # `tcp_wmem`. A sender that waits for acknowledgements moves at most one such buffer per
 # round trip.
 
-# Linux's own default for sending; 33 Gbit/s at a round trip of 1 ms. Below it somebody
-# has turned it down.
+# Linux's own default for sending; 33 Gbit/s at a round trip of 1 ms. If it is less,
+# somebody has lowered it.
 _BYTES_MIN: Final = 4 * MIB
-# Between hosts of one data centre it is at most this.
+# An upper bound between hosts of one data centre.
 _ROUND_TRIP_S: Final = 1e-3
 
 
 def findings(root: Path = Path("/")) -> tuple[Finding, ...]:
-    """Return what the kernel allows to receive and to send."""
+    """Return the kernel's limits for receiving and sending."""
     settings = root / "proc/sys/net/ipv4"
     tuned = _text(settings / "tcp_moderate_rcvbuf") != "0"
     return tuple(

@@ -1,9 +1,9 @@
-"""Bytes in, payloads out: what a lane receives has no frames, only an order.
+"""The receiver of a lane's payloads, which come as a plain byte stream without frames.
 
-Payloads come in the order in which they were expected, one behind the other, straight
-to where they belong. Bytes that nobody expects stay in the kernel: they are early, as
-payload overtakes the control link that announces it, and a peer that sends more than
-it announces fills a window and no memory of ours.
+Payloads come in the order in which they were expected, one directly after another, and
+each straight into its destination. Bytes that are not expected yet stay in the kernel,
+since payload can overtake the control link that announces it. So a peer that sends more
+than it announces fills a TCP window and none of our memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvwire.memory.iovec import Iovecs, simplest
 from kvwire_tcp.reader import check_destination
 from kvwire_tcp.wire import Wire
 
-# What is dropped goes here, so many bytes a call.
+# Dropped payload is received into this many bytes at a time.
 _DROPPED_BYTES: Final = 64 * KIB
 
 
 class PayloadReader:
     """Receives the payloads of one lane."""
 
-    # A lane that is paused does not listen.
+    # A paused lane removes its reader from the loop, so this stays False.
     paused = waits = False
 
     def __init__(
@@ -35,7 +35,8 @@ class PayloadReader:
     ) -> None:
         self._received = received
         self._early = early
-        # The first is under way: so many bytes of it are to come, and go here.
+        # The first is being received: `_rest` of its bytes are missing, and go to
+        # `_target`.
         self._expected: deque[Landing] = deque()
         self._rest = 0
         self._target: memoryview | Iovecs | None = None
@@ -45,7 +46,7 @@ class PayloadReader:
 
     @property
     def position(self) -> str:
-        """Return how much of what is expected has come; "" if nothing is."""
+        """Return how much of the expected payload has come; "" if none is expected."""
         if not self._expected:
             return ""
         length = self._expected[0].length
@@ -53,7 +54,7 @@ class PayloadReader:
         return f"{length - self._rest} of {length} payload bytes, {more} more expected"
 
     def expect(self, landing: Landing) -> None:
-        """Receive one more payload."""
+        """Append a payload to those that are expected."""
         assert landing.length, "a payload has at least one byte"
         if landing.payload is not None:
             check_destination(landing.payload, landing.length)
@@ -62,13 +63,13 @@ class PayloadReader:
             self._enter(landing)
 
     def stop(self) -> None:
-        """Deliver nothing more, and forget the memory of every payload."""
+        """Deliver nothing more, and drop all references to payload memory."""
         self.stopped = True
         self._expected.clear()
         self._target = None
 
     def receive(self, wire: Wire) -> int:
-        """Receive once, into the payload that is next."""
+        """Receive once, into the payload that is next; return the bytes received."""
         if not self._expected:
             return self._look(wire)
         target, rest = self._target, self._rest
@@ -87,13 +88,13 @@ class PayloadReader:
         return count
 
     def deliver(self, count: int) -> None:
-        """Count what has come, and say so if that completes a payload."""
+        """Count received bytes, and report the payload that they complete."""
         self._rest -= count
         if self._rest:
             if type(self._target) is Iovecs:
                 self._target.rest = self._rest
             return
-        # No reference may be left to memory that the handler now has back.
+        # Keep no reference to memory that the handler is about to get back.
         landing = self._expected.popleft()
         self._target = None
         if self._expected:
@@ -109,7 +110,7 @@ class PayloadReader:
             self._target = Iovecs(payload)
 
     def _look(self, wire: Wire) -> int:
-        """Look for the end of the stream where nothing is expected; 0 at it."""
+        """Return 0 at the end of the stream; pause if there are bytes instead."""
         if not wire.look():
             return 0
         self._early()

@@ -1,4 +1,4 @@
-"""The first bytes on a lane's socket: which lane it is, proved by both sides.
+"""The first bytes on a lane's socket: the lane's identity, proved by both sides.
 
 ========= ======================================== =====================================
 bytes     client to listener                       listener to client
@@ -12,13 +12,13 @@ bytes     client to listener                       listener to client
 256                                                so the client knows whom it met
 ========= ======================================== =====================================
 
-It is as long as the first message of a handshake, and of a fixed length for the same
-reason: nothing that a stranger says has to be sized. The secret is new for each lane
-and a lane is admitted once, so a preamble that was overheard is worth nothing.
+It is as long as the first message of a handshake. Both have a fixed length, so that an
+unauthenticated peer cannot choose how much is read. The secret is new for each lane and
+a lane is admitted once, so an eavesdropped preamble is useless.
 
 Inside TLS both HMACs also cover the *binding*, the digests of the two certificates of
-this one TLS connection. Somebody between the two sides, whose certificate both accept,
-could else pass the preamble on from one TLS connection to another.
+this one TLS connection. Otherwise a man in the middle with a certificate that both
+sides accept could pass the preamble on from one TLS connection to another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvwire.limits import HANDSHAKE_BODY_BYTES, HEADER_BYTES
 PREAMBLE_BYTES: Final = HEADER_BYTES + HANDSHAKE_BODY_BYTES
 NONCE_BYTES: Final = 32
 ANSWER_BYTES: Final = 32
-# 0x4B is no type of frame, so no header begins like this.
+# 0x4B is not a frame type, so no header begins like this.
 MAGIC: Final = b"KVWIRE+L"
 
 _FIELDS: Final = struct.Struct("<8sQ16s32s160x")
@@ -45,36 +45,36 @@ assert _FIELDS.size + hashlib.sha256().digest_size == PREAMBLE_BYTES
 def make_preamble(
     secret: bytes, number: int, nonce: bytes, binding: bytes = b""
 ) -> bytes:
-    """Return what the client sends first."""
+    """Return the client's preamble."""
     fields = _FIELDS.pack(MAGIC, number, token_of(secret), nonce)
     return fields + _proof(secret, b"client", fields + binding)
 
 
 def is_preamble(header: memoryview) -> bool:
-    """Tell whether these bytes, at least 8, begin a preamble."""
+    """Return whether these bytes, at least 8, begin a preamble."""
     return header[: len(MAGIC)] == _MAGIC_VIEW
 
 
 def token_of(secret: bytes) -> bytes:
-    """Return what a listener finds the lane by."""
+    """Return the token by which a listener finds the lane."""
     return _proof(secret, b"token", b"")[:16]
 
 
 def token_in(preamble: bytes) -> bytes:
-    """Return the token of the lane that a preamble is for."""
+    """Return the token in a preamble."""
     token: bytes = _FIELDS.unpack_from(preamble)[2]
     return token
 
 
 def is_proof(preamble: bytes, secret: bytes, number: int, binding: bytes = b"") -> bool:
-    """Tell whether a preamble proves that its sender knows the lane's secret."""
+    """Return whether a preamble proves that its sender knows the lane's secret."""
     nonce = _FIELDS.unpack_from(preamble)[3]
     expected = make_preamble(secret, number, nonce, binding)
     return hmac.compare_digest(preamble, expected)
 
 
 def answer_to(preamble: bytes, secret: bytes, binding: bytes = b"") -> bytes:
-    """Return what the listener answers, and nobody else could."""
+    """Return the listener's answer, which proves that it knows the secret too."""
     return _proof(secret, b"server", preamble + binding)
 
 

@@ -1,11 +1,11 @@
-"""Bytes in, frames out: how a received stream is split, and where each byte goes.
+"""Splits received bytes into frames, and puts each byte where it belongs.
 
-Two states. **Between payloads** bytes go into scratch, so that several small frames
-come with one system call; whole frames are handed over from there, small payloads by a
-copy, and what is left is the beginning of a header. **In a payload** longer than what
-scratch held of it, bytes go straight to their destination, with scratch behind it in
-the same call for the header that follows. A payload that is dropped goes to scratch as
-well.
+There are two states. **Between payloads** bytes go into scratch, so that several small
+frames come with one system call. Complete frames are handed over from there, small
+payloads by a copy; the rest is the beginning of a header. **In a payload** that is
+longer than its part in scratch, bytes go straight to their destination, with scratch
+behind it in the same call for the header that follows. A payload that is dropped goes
+to scratch too.
 
 ::
 
@@ -15,13 +15,13 @@ well.
              +--->|  _landing: None  | <------------------------------- | _rest > 0  |
                   +------------------+    last byte: body_received      +------------+
 
-How far to read ahead follows the frame before: after a small one all of scratch is
-asked for; after one that did not fit scratch only a header, since the next is probably
-as large and none of its payload shall be copied.
+The previous frame decides how far to read ahead: after a small one all of scratch is
+requested; after one that did not fit into scratch only a header, since the next is
+probably as large and none of its payload should be copied.
 
-:meth:`FrameReader.receive` is the one call of the wire, :meth:`FrameReader.deliver`
-everything that its bytes lead to. Splitting depends on the bytes alone, never on how
-they were cut.
+:meth:`FrameReader.receive` makes the one call of the wire, and
+:meth:`FrameReader.deliver` does everything that its bytes lead to. The result depends
+on the bytes only, never on how the network cut them.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from kvwire.memory.copy import address_of, copy
 from kvwire.memory.iovec import Iovecs, simplest
 from kvwire_tcp.wire import Wire
 
-# Measured: a burst of 64-byte frames gains nothing from more. All that a peer pins
-# before it is authenticated.
+# Measured: a burst of 64-byte frames gains nothing from more. It is also all the memory
+# that a peer can pin before it is authenticated.
 SCRATCH_BYTES: Final = 8 * KIB
 
 
 class FrameHandler(Protocol):
-    """Takes the frames that come in; the part of a LinkHandler for that."""
+    """Receives incoming frames; the receiving part of a LinkHandler."""
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        """Take a header, and say where its body goes; as LinkHandler."""
+        """As LinkHandler.header_received: returns the destination of the body."""
 
     def body_received(self, link: Link, landing: Landing) -> None:
-        """Take note of a body that is in its place; as LinkHandler."""
+        """As LinkHandler.body_received: called when a body is in place."""
 
 
 class FrameReader:
-    """Splits what one link receives into frames.
+    """Splits the bytes that one link receives into frames.
 
     Attributes:
-        handler: Another one may take its place, also from within a callback.
+        handler: The receiver of frames; may be replaced, also from within a callback.
         received_bytes: Bytes received since the link began.
-        drained: Whether the last call got all there was, or nothing more may be handed
-            over.
-        paused: Set it to have no further header handed over; then, unset, call
-            ``deliver(0)`` for those that have come meanwhile.
+        drained: Whether the last call received everything available, or nothing more
+            may be handed over.
+        paused: Set it to stop handing over headers. After resetting it, call
+            ``deliver(0)`` for those that have arrived meanwhile.
         stopped: Set by :meth:`stop`, often from within a callback.
     """
 
@@ -68,16 +68,16 @@ class FrameReader:
         self.handler = handler
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._scratch_address = address_of(self._scratch)
-        # What handlers see of it: none may write there.
+        # Handlers get read-only views of it.
         self._headers = self._scratch.toreadonly()
-        # How much of scratch to ask for.
+        # How many bytes of scratch to request.
         self._ahead = SCRATCH_BYTES
-        # Bytes at the front of scratch that wait: between payloads, part of a header.
+        # Bytes kept at the front of scratch: between payloads, a part of a header.
         self._held = 0
         self._landing: Landing | None = None
-        # Where the stream ended, what there was of a header.
+        # The part of a header that had arrived when the reader was stopped.
         self._left = b""
-        # Payload bytes of the landing to come, and where they go: None drops them.
+        # Missing payload bytes of the landing, and their destination: None drops them.
         self._rest = 0
         self._target: memoryview | Iovecs | None = None
         self.received_bytes = 0
@@ -87,12 +87,12 @@ class FrameReader:
 
     @property
     def waits(self) -> bool:
-        """Tell whether it is paused between two frames."""
+        """Return whether it is paused between two frames."""
         return self.paused and self._landing is None
 
     @property
     def position(self) -> str:
-        """Return where in a frame the stream stands; "" between two frames."""
+        """Return how far the current frame has arrived; "" between two frames."""
         if self._landing is not None:
             length = self._landing.length
             return f"{length - self._rest} of {length} payload bytes"
@@ -100,20 +100,20 @@ class FrameReader:
 
     @property
     def beginning(self) -> bytes:
-        """Return what there is of the next header."""
+        """Return the bytes of an incomplete header."""
         if self.stopped or self._landing is not None:
             return self._left
         return bytes(self._headers[: min(self._held, HEADER_BYTES)])
 
     def stop(self) -> None:
-        """Deliver nothing more, and forget the memory of a payload under way."""
+        """Deliver nothing more, and drop references to the memory of a payload."""
         self._left = self.beginning
         self.stopped = True
         self._held = 0
         self._landing = self._target = None
 
     def receive(self, wire: Wire) -> int:
-        """Receive once, to wherever the next bytes belong."""
+        """Receive once, to the place of the next bytes; return how many."""
         target, rest, ahead = self._target, self._rest, self._ahead
         if target is None:
             room = self._scratch
@@ -137,7 +137,7 @@ class FrameReader:
         return count
 
     def deliver(self, count: int) -> None:
-        """Tell the handler what the last ``count`` bytes have completed."""
+        """Report to the handler everything that the last ``count`` bytes complete."""
         landing = self._landing
         if landing is None:
             self._split(0, self._held + count)
@@ -149,22 +149,22 @@ class FrameReader:
                 self._target.rest -= count
             return
         dropped = self._target is None
-        # No reference may be left to memory that the handler now has back.
+        # Keep no reference to memory that the handler is about to get back.
         self._landing = self._target = None
         self.handler.body_received(self._link, landing)
         if self.stopped:
             return
-        if dropped:  # in scratch, before what follows it
+        if dropped:  # it is in scratch, before the bytes that follow it
             self._split(rest, count)
         else:
             self._split(0, count - rest)
 
     def _split(self, begin: int, end: int) -> None:
-        """Hand over the frames in ``scratch[begin:end]``, and keep what is left."""
+        """Hand over the frames in ``scratch[begin:end]``, and keep the rest."""
         link, handler = self._link, self.handler
         scratch, headers = self._scratch, self._headers
         self._held = end
-        # A callback may stop us, which leaves nothing held.
+        # A callback may call `stop`, which sets `_held` to 0.
         while not self.paused and (body := begin + HEADER_BYTES) <= self._held:
             landing = handler.header_received(link, headers[begin:body])
             if self.stopped:
@@ -175,7 +175,7 @@ class FrameReader:
                 self._held = 0
                 self._enter(landing, scratch[body:end])
                 return
-            # A copy of a whole small payload refuses differing lengths and formats.
+            # Slice assignment refuses other lengths and formats by itself.
             if type(payload) is memoryview:
                 payload[:] = scratch[body:begin]
             elif length and payload is not None:
@@ -190,7 +190,7 @@ class FrameReader:
             scratch[: end - begin] = scratch[begin:end]
 
     def _enter(self, landing: Landing, arrived: memoryview) -> None:
-        """Begin a payload of which only ``arrived`` is there."""
+        """Begin a payload, of which only the bytes ``arrived`` are there."""
         payload, length = landing.payload, landing.length
         self._ahead = SCRATCH_BYTES
         if payload is not None:
@@ -211,7 +211,11 @@ class FrameReader:
 
 
 def check_destination(payload: Payload, length: int) -> None:
-    """Refuse memory that a payload cannot go to."""
+    """Refuse memory that a payload cannot be received into.
+
+    Raises:
+        UsageError: It has another length, is read-only, or is not a view of bytes.
+    """
     if payload.nbytes != length:
         raise UsageError(
             f"landing: a destination of {payload.nbytes} bytes for a payload of "

@@ -4,28 +4,28 @@
 
     sending     payload --write--> outgoing BIO --read--> `_unsent` --send--> kernel
     receiving   kernel --recv_into--> shared buffer --write--> incoming BIO
-                                                        --read--> where it belongs
+                                              --read--> destination
 
-Payload is encrypted from where it lies and decrypted to where it belongs; only fragment
-lists go through a buffer, which all wires of a backend share, as they do the one for
-what was received: both are used within one call.
+Payload is encrypted directly from its memory and decrypted directly into its
+destination; only fragment lists go through a buffer. All wires of a backend share that
+buffer and the one for received bytes, since both are used within one call only.
 
-What follows from the two BIOs:
+The two BIOs have these consequences:
 
-* *Memory is free once it is encrypted*, before the kernel has it. What was encrypted
-  and not taken is ``unsent``, less than two pieces: nothing is encrypted before it is
-  gone.
-* *The socket does not know what we hold.* What was received and not read makes ``more``
-  true. The kernel is asked for more only when OpenSSL has used up what it was given, so
-  the incoming BIO holds one piece at most.
-* *Reading may write*: answers to a peer that changes its keys. One that asks for them
-  and takes none is cut off, or it would fill the outgoing BIO.
-* *The end is said inside TLS* (``close_notify``). A stream that ends without it was cut
-  off, by whomever: never a clean end. To say it, ``SSLObject.unwrap`` also reads, and
-  drops, what was not read; so that is read ahead first.
+* *Memory is free once it is encrypted*, before the kernel has the data. Encrypted bytes
+  that the kernel has not taken are ``unsent``, less than two pieces: nothing more is
+  encrypted before they are gone.
+* *The socket does not know what we hold.* While there are bytes that were received and
+  not read, ``more`` is true. The kernel is asked for more only when OpenSSL has used up
+  its input, so the incoming BIO holds one piece at most.
+* *Reading may write*: answers to a peer that changes its keys. A peer that requests
+  such answers and does not read them is cut off, or it would fill the outgoing BIO.
+* *The end is announced inside TLS* (``close_notify``). A stream that ends without it
+  was cut off by somebody: never a clean end. To announce the end, ``SSLObject.unwrap``
+  also reads, and drops, unread data; so that is read ahead first.
 
-The handshake is the same pump, within the first receives: a server's is under the
-limits that the protocol above has for strangers.
+The handshake uses the same calls, within the first receives: a server's is under the
+protocol's limits for unauthenticated connections.
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ from kvwire.security.tls_errors import explained
 from kvwire.types import PeerIdentity, Role
 from kvwire_tcp.wire import Bytes
 
-# Encrypted or decrypted in one call: 8 records of TLS, some 50 us of processor time.
+# Encrypted or decrypted in one call: 8 TLS records, some 50 us of processor time.
 PIECE_BYTES: Final = 128 * KIB
-# Received at once before the peer is known: its whole flight, and no more is pinned.
+# Received at once before the handshake is over: a whole flight, and no more memory is
+# pinned.
 STRANGER_BYTES: Final = 16 * KIB
-# Unsent bytes at which a peer that asks for new keys, and takes none, is cut off.
+# With more unsent bytes, a peer that requests new keys and does not read is cut off.
 UNSENT_BYTES_MAX: Final = 2 * PIECE_BYTES
-# The longest record, decrypted (RFC 8446 5.1).
+# The length of the longest record, decrypted (RFC 8446 5.1).
 _RECORD_BYTES: Final = 16 * KIB
-# What begins the records of a handshake: a handshake, or an alert (RFC 8446 5.1).
+# The types of a handshake's records: handshake, and alert (RFC 8446 5.1).
 _HANDSHAKE, _ALERT = 0x16, 0x15
-# A fatal alert, "protocol_version", for whoever speaks no TLS (RFC 8446 6).
+# A fatal alert, "protocol_version", for a peer that does not speak TLS (RFC 8446 6).
 _NO_TLS_HERE: Final = bytes((_ALERT, 3, 3, 0, 2, 2, 70))
-# The same, "access_denied": a certificate is valid, and its owner is not wanted.
+# The same, "access_denied": a certificate is valid, but its owner is not accepted.
 _NOT_YOU: Final = bytes((_ALERT, 3, 3, 0, 2, 2, 49))
 
 
 class Buffers:
-    """Lends memory to all wires of one backend, each within one call."""
+    """Memory for all wires of one backend, used by each within one call."""
 
     def __init__(self) -> None:
         self.received = memoryview(bytearray(PIECE_BYTES))
@@ -91,10 +92,10 @@ class TlsWire:
         self._refused: AuthenticationFailed | None = None
         # Encrypted, and not yet taken by the kernel.
         self._unsent = memoryview(b"")
-        # Decrypted before anybody asked for it, and what came after that.
+        # Decrypted before it was requested.
         self._ahead = memoryview(b"")
         self._failure: ssl.SSLError | None = None
-        # The kernel had as much as we asked for, and so perhaps has more.
+        # The kernel had as much as was requested, so it may have more.
         self._kernel_has_more = False
         self._nothing_came = True
         self._end_said = False
@@ -124,20 +125,20 @@ class TlsWire:
     # --- the handshake ----------------------------------------------------------------
 
     def shake_hands(self) -> None:
-        """Go on with the handshake until it is over.
+        """Continue the handshake until it is over.
 
         Raises:
-            BlockingIOError: The peer's turn.
-            OSError: The connection is broken. That it has ended, and the peer has said
-                nothing, is the end of the stream instead.
+            BlockingIOError: It is the peer's turn.
+            OSError: The connection is broken. If the peer ended it without sending
+                anything, that is the end of the stream instead.
             AuthenticationFailed: There is no TLS between us, or not with this peer.
         """
         while not (self.opened or self._end_heard or self._failure is not None):
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
-                # What the kernel does not take waits: who reads nothing may still say
-                # something.
+                # Data that the kernel does not take waits: a peer that reads nothing
+                # may still send something.
                 with contextlib.suppress(BlockingIOError):
                     self.flush()
                 self._receive(STRANGER_BYTES)
@@ -152,11 +153,11 @@ class TlsWire:
             self._fail(self._failure)
 
     def _meet_peer(self) -> None:
-        """Find out who the peer is.
+        """Check the peer's certificate.
 
         A client that does not accept its server leaves before it has shown its own
-        certificate, with an alert that may be in the clear until then (RFC 8446 6.2).
-        A server goes on, so that the protocol above can say why not.
+        certificate, with an alert that may be unencrypted until then (RFC 8446 6.2). A
+        server continues, so that the protocol above can send the reason.
         """
         try:
             self._peer_identity = self._credentials.proven(self._tls, self._role)
@@ -165,7 +166,7 @@ class TlsWire:
                 with contextlib.suppress(OSError):
                     self.sock.send(_NOT_YOU)
                 raise
-            # Its traceback would keep this very object alive.
+            # Its traceback would keep this object alive.
             self._refused = exc.with_traceback(None)
 
     # --- sending ----------------------------------------------------------------------
@@ -208,7 +209,7 @@ class TlsWire:
             return
         self._end_said = True
         self._read_ahead()
-        # It waits for the peer's end as well, which comes when it comes.
+        # It also waits for the peer's end, which may come later.
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
 
@@ -232,7 +233,7 @@ class TlsWire:
         return count
 
     def recv_two(self, target: memoryview, behind: memoryview) -> int:
-        """Receive into ``target``; what comes behind is left for the next call."""
+        """Receive into ``target``; data that follows it stays for the next call."""
         return self.recv_into(target)
 
     def recv_list(self, part: Iovecs, behind: tuple[int, int] | None = None) -> int:
@@ -250,12 +251,12 @@ class TlsWire:
         return bool(self._ahead)
 
     def _decrypt(self, target: memoryview) -> int:
-        """Fill ``target`` from what OpenSSL has; 0 if that is not one byte."""
+        """Fill ``target`` from OpenSSL's data; return 0 if it has not one byte."""
         filled = 0
         while filled < len(target) and not self._end_heard and self._failure is None:
             rest = target[filled:]
             try:
-                # With a buffer it returns how much, whatever typeshed says.
+                # With a buffer it returns a count, whatever typeshed declares.
                 count = cast("int", self._tls.read(len(rest), rest))
                 self._end_heard = count == 0
                 filled += count
@@ -271,13 +272,13 @@ class TlsWire:
         return filled
 
     def _fail(self, error: ssl.SSLError) -> NoReturn:
-        """Tell the peer, whom the alert may reach, and whoever has called."""
+        """Send the alert to the peer, if possible, and raise the error."""
         with contextlib.suppress(OSError):
             self.flush()
         raise explained(error, self._role, opened=self.opened)
 
     def _read_ahead(self) -> None:
-        """Decrypt all that we hold, which is not more than a piece and a record."""
+        """Decrypt everything we hold, which is at most a piece and a record."""
         filled = len(self._ahead)
         held = self._incoming.pending + self._tls.pending() + _RECORD_BYTES
         ahead = bytearray(filled + held)
@@ -288,7 +289,7 @@ class TlsWire:
         self._ahead = memoryview(ahead)[:filled]
 
     def _receive(self, count_max: int) -> None:
-        """Give OpenSSL what the kernel has."""
+        """Pass the kernel's data to OpenSSL."""
         received = self._buffers.received[:count_max]
         self._kernel_has_more = False
         try:
@@ -296,7 +297,7 @@ class TlsWire:
         except ConnectionError as exc:
             raise exc if self.opened else _unshaken(exc.errno) from None
         if count == 0 and self._nothing_came:
-            self._end_heard = True  # whoever has said nothing at all was not cut off
+            self._end_heard = True  # a peer that sent nothing at all was not cut off
             return
         if count == 0:
             raise _cut_off() if self.opened else _unshaken(errno.ECONNRESET)
@@ -307,7 +308,11 @@ class TlsWire:
         self._incoming.write(received[:count])
 
     def _check_first(self, byte: int) -> None:
-        """Tell from its first byte whether the peer speaks TLS."""
+        """Check by its first byte whether the peer speaks TLS.
+
+        Raises:
+            AuthenticationFailed: It does not.
+        """
         if byte in (_HANDSHAKE, _ALERT):
             return
         if self._role is Role.SERVER:
@@ -321,7 +326,7 @@ class TlsWire:
 
 
 def _unshaken(code: int | None) -> ConnectionResetError:
-    """Return the error of a missing handshake; without TLS peers may just end."""
+    """Return the error of a broken handshake; a peer without TLS may just end."""
     return ConnectionResetError(
         code, "it ended during the TLS handshake; is the peer's trust mtls as well?"
     )

@@ -1,7 +1,7 @@
-"""What a wire does before anything else listens to its socket, awaited.
+"""Operations of a wire as coroutines, before a link or lane uses its socket.
 
-Coroutines that dial shake hands and say a few words before there is a link or a lane.
-None of them may run beside a link or lane of the same socket.
+Coroutines that connect shake hands and exchange a few bytes first. None of these may
+run while a link or lane uses the same socket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 async def hands_shaken(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
     """Wait until the wire is open.
 
-    Cancel safety: safe, but the wire is of no more use.
+    Cancel safety: safe, but the wire cannot be used any more.
     """
     await _done(wire, loop, wire.shake_hands)
     if not wire.opened:
@@ -29,7 +29,7 @@ async def hands_shaken(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
 async def said(wire: Wire, data: bytes, loop: asyncio.AbstractEventLoop) -> None:
     """Send all of ``data``.
 
-    Cancel safety: safe, but some of it may have gone.
+    Cancel safety: safe, but a part may have been sent.
     """
     rest = memoryview(data)
     while rest:
@@ -40,7 +40,7 @@ async def said(wire: Wire, data: bytes, loop: asyncio.AbstractEventLoop) -> None
 async def heard(wire: Wire, count: int, loop: asyncio.AbstractEventLoop) -> bytes:
     """Receive ``count`` bytes; less if the stream ends before that.
 
-    Cancel safety: safe, but some of it may be lost.
+    Cancel safety: safe, but a part may be lost.
     """
     received = memoryview(bytearray(count))
     filled = 0
@@ -56,7 +56,7 @@ async def heard(wire: Wire, count: int, loop: asyncio.AbstractEventLoop) -> byte
 async def _done(
     wire: Wire, loop: asyncio.AbstractEventLoop, call: Callable[[], _T]
 ) -> _T:
-    """Call until it does not block, whenever the socket may let it go on."""
+    """Call until it does not block, each time the socket may allow it."""
     while True:
         try:
             return call()
@@ -65,7 +65,7 @@ async def _done(
 
 
 async def _ready(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
-    """Wait for the peer, or for room where something is unsent."""
+    """Wait until the socket is readable, or writable if something is unsent."""
     ready = loop.create_future()
 
     def wake() -> None:

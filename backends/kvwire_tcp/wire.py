@@ -1,8 +1,8 @@
-"""What moves bytes between memory and one socket: as they are, or inside TLS.
+"""Moves bytes between memory and one socket: as they are, or inside TLS.
 
-A link and a lane decide when to send and to receive, their queue and their reader from
-where and to where; a *wire* is the one thing between them and the socket. So what is
-said in :mod:`kvwire_tcp.duplex` about turns and endings holds for both kinds.
+A link or lane decides when to send and to receive, and its queue and reader decide from
+where and to where. A *wire* is the one thing between them and the socket. So the rules
+in :mod:`kvwire_tcp.duplex` about turns and endings hold for both kinds.
 """
 
 from __future__ import annotations
@@ -21,69 +21,68 @@ Bytes = bytes | memoryview
 class Wire(Protocol):
     """Moves the bytes of a connected socket, encrypted or as they are.
 
-    Each call that moves bytes does so once, blocks for nobody, and says how many of
-    *our* bytes it has moved.
+    Each call that moves bytes does so once, never blocks, and returns how many of *our*
+    bytes it has moved.
 
     Raises:
-        BlockingIOError: None can be moved now; the socket will say when.
+        BlockingIOError: None can be moved now; the socket will become ready.
         OSError: The connection is broken.
-        AuthenticationFailed: It is not, but the peer is nobody we may talk to.
+        AuthenticationFailed: The connection works, but the peer is not accepted.
     """
 
     @property
     def sock(self) -> socket.socket:
-        """Return the socket, which it owns."""
+        """Return the socket, which the wire owns."""
 
     @property
     def opened(self) -> bool:
-        """Tell whether bytes can be sent without receiving some first."""
+        """Return whether bytes can be sent without receiving some first."""
 
     @property
     def unsent(self) -> int:
-        """Return the bytes that were taken from us and not yet by the kernel."""
+        """Return the bytes that the wire has taken and the kernel has not."""
 
     @property
     def more(self) -> bool:
-        """Tell whether the wire holds received bytes the socket does not announce."""
+        """Return whether it holds received bytes that do not show on the socket."""
 
     def proven(self) -> PeerIdentity | None:
         """Return the peer's identity, if this wire proves it."""
 
     def shake_hands(self) -> None:
-        """Go on with what has to be done before it is ``opened``."""
+        """Continue the handshake that makes the wire ``opened``."""
 
     def send(self, data: Bytes, /) -> int:
         """Send bytes."""
 
     def sendmsg(self, views: Sequence[Bytes], /) -> int:
-        """Send several views, one behind the other."""
+        """Send several views, one directly after another."""
 
     def send_list(self, part: Iovecs) -> int:
-        """Send what is left of a fragment list."""
+        """Send the rest of a fragment list."""
 
     def recv_into(self, target: memoryview, /) -> int:
-        """Receive; 0 at the end of the stream."""
+        """Receive; return 0 at the end of the stream."""
 
     def recv_two(self, target: memoryview, behind: memoryview) -> int:
-        """Receive into one view, and what comes behind it perhaps into another."""
+        """Receive into one view and, if the wire can, into another behind it."""
 
     def recv_list(self, part: Iovecs, behind: tuple[int, int] | None = None) -> int:
-        """Receive into what is left of a fragment list, and perhaps behind it.
+        """Receive into the rest of a fragment list and, if the wire can, behind it.
 
         Args:
-            part: The list. How much was asked for is noted in it, and how much is left
-                of it not changed.
-            behind: Address and length of memory for what follows the list.
+            part: The list. The call sets ``asked`` and leaves ``rest`` unchanged.
+            behind: Address and length of memory that follows the list.
         """
 
     def look(self) -> bool:
-        """Tell whether bytes are there, without taking them; False at the end."""
+        """Return whether bytes are there, without taking them; False at the end."""
 
     def flush(self) -> None:
-        """Send what is ``unsent``, all of it."""
+        """Send everything that is ``unsent``."""
 
     def say_end(self) -> None:
-        """Prepare to tell the peer that nothing follows; this may make bytes unsent."""
+        """Prepare to send the end of the stream; this may make bytes unsent."""
 
 
 @final
@@ -92,14 +91,14 @@ class PlainWire:
 
     __slots__ = ("recv_into", "send", "sendmsg", "sock")
 
-    # The kernel takes from our memory, keeps what is not received, and says so.
+    # It takes no memory of its own, so these never change.
     opened: ClassVar[bool] = True
     unsent: ClassVar[int] = 0
     more: ClassVar[bool] = False
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        # Without a detour: a small message is sent and received in some microseconds.
+        # Bound directly: a small message is sent and received in some microseconds.
         self.send: Callable[[Any], int] = sock.send
         self.sendmsg: Callable[[Any], int] = sock.sendmsg
         self.recv_into: Callable[[Any], int] = sock.recv_into
@@ -123,7 +122,7 @@ class PlainWire:
         return bool(self.sock.recv(1, socket.MSG_PEEK))
 
     def flush(self) -> None:
-        """Do nothing: nothing is held back."""
+        """Do nothing: no bytes are held back."""
 
     def say_end(self) -> None:
-        """Do nothing: the end of the stream says it."""
+        """Do nothing: shutting the socket down is enough."""

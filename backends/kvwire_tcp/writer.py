@@ -1,13 +1,13 @@
-"""What a link still has to send: a queue of bytes with frame borders marked on it.
+"""The bytes that a link still has to send: a queue with frame borders marked on it.
 
-Progress is counted in bytes since the link began, so that a short write, wherever it
-ends, is one addition. A frame with a token is complete when ``sent_bytes`` has reached
-the position of its last byte.
+Progress is counted in bytes since the link began, so a short write, wherever it ends,
+is one addition. A frame with a token is complete when ``sent_bytes`` has reached the
+position of its last byte.
 
 An entry is a header (bytes), a header joined to its small payload (bytes), a payload
 (memoryview), or header and fragments together (:class:`~kvwire.memory.iovec.Iovecs`).
 Payload memory is *lent* with a token, until the token is given back. Without one it is
-*borrowed*, until :meth:`SendQueue.own` replaces what is left of it by a copy.
+*borrowed*, until :meth:`SendQueue.own` replaces the rest of it by a copy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
 from kvwire.memory.iovec import Iovecs, simplest
 from kvwire_tcp.wire import Wire
 
-# Up to here a copy costs less than a second view in the system call.
+# Up to this size a copy costs less than a second view in the system call.
 JOINED_BYTES_MAX: Final = 4 * KIB
-# Half of IOV_MAX: a longer list gains nothing, and building it costs.
+# Half of IOV_MAX: a longer list gains nothing, and takes time to build.
 VIEWS_MAX: Final = 512
 
 Entry = bytes | memoryview | Iovecs
 
 
 class SendQueue:
-    """Queues the unsent bytes of one link."""
+    """The queue of unsent bytes of one link."""
 
     __slots__ = ("_borrowed", "_entries", "_first", "_tokens", "nbytes", "sent_bytes")
 
@@ -85,14 +85,14 @@ class SendQueue:
         self._tokens.append((self.sent_bytes + self.nbytes, token))
 
     def transmit(self, wire: Wire) -> int:
-        """Offer the head of the queue to the wire in one call."""
+        """Offer the head of the queue to the wire, once; return the bytes taken."""
         entries = self._entries
         head = entries[0]
         if type(head) is Iovecs:
             return wire.send_list(head)
         if len(entries) == 1 and type(head) is bytes:
             return wire.send(head)
-        # Up to the first fragment list, and one wake-up's bytes.
+        # Up to the first fragment list, and a wake-up's share of bytes.
         views: list[bytes | memoryview] = []
         room = WAKEUP_BYTES
         for entry in entries:
@@ -104,7 +104,7 @@ class SendQueue:
         return wire.sendmsg(views)
 
     def taken(self, count: int) -> Sequence[object]:
-        """Count ``count`` bytes as sent; the tokens of the frames this completes."""
+        """Count ``count`` bytes as sent; return the tokens of frames this completes."""
         self.sent_bytes = sent = self.sent_bytes + count
         self.nbytes -= count
         if self.nbytes == 0:
@@ -132,7 +132,7 @@ class SendQueue:
         self._borrowed.clear()
 
     def clear(self) -> None:
-        """Forget everything unsent, and every reference to its memory."""
+        """Drop everything unsent, and every reference to its memory."""
         self._entries.clear()
         self._tokens.clear()
         self._borrowed.clear()
@@ -156,7 +156,7 @@ class SendQueue:
 
 
 def _no_bytes(view: memoryview) -> UsageError:
-    """Return the error of a view of which `len` and slices do not count bytes."""
+    """Return the error for a view whose `len` and slices do not count bytes."""
     return UsageError(
         f"payload: a view of format {view.format!r}, shape {view.shape}, is not a "
         f'1-D contiguous view of bytes; pass memoryview(x).cast("B")'
