@@ -1,4 +1,4 @@
-"""The entry point: a UCX context for a communicator, and a worker for each lane."""
+"""The entry point of the backend ``ucx``: a context, and one worker per lane."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log: Final = logging.getLogger("kvwire.ucx")
 class UcxBackend(Backend):
     """Moves payload over UCX, beside another transport's control link.
 
-    Contexts are made with the first lane, one for each set of settings: in practice
+    A context is made with the first lane, one for each set of settings: in practice
     one, since a communicator has one configuration.
     """
 
@@ -40,17 +40,17 @@ class UcxBackend(Backend):
 
     @classmethod
     def check_settings(cls, given: Mapping[str, str]) -> None:
-        """Check what is known here; UCX itself knows which it has."""
+        """Check the settings that are known here; UCX checks its own later."""
         parse(given, OLD)
 
     @classmethod
     def rank(cls) -> int:
-        """Return a place before TCP where a network card moves the bytes."""
+        """Return a rank before TCP if a network card moves the bytes, else after."""
         return diagnosis.rank()
 
     @classmethod
     def availability(cls) -> Availability:
-        """Tell whether UCX can run here; loads the library, once."""
+        """Return whether UCX can run here; loads the library, once."""
         return diagnosis.availability()
 
     @classmethod
@@ -69,7 +69,7 @@ class UcxBackend(Backend):
         return lane
 
     async def aclose(self) -> None:
-        """End the context, and what UCX still had under way with it.
+        """Free the contexts, once UCX has finished the operations of all lanes.
 
         Cancel safety: safe.
         """
@@ -80,7 +80,7 @@ class UcxBackend(Backend):
         if endings:
             await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
         if self._lanes:
-            # To free a context under them would end the process.
+            # Freeing a context while lanes use it would end the process.
             left = len(self._lanes)
             _log.error("%d lanes have not ended; UCX is left as it is", left)
             return

@@ -1,12 +1,12 @@
 """libucp as Python sees it: the structures and functions kvwire calls, nothing more.
 
-The layouts are those of UCX 1.13, which later versions only append to: every structure
+The layouts are those of UCX 1.13, to which later versions only append: every structure
 begins with a mask of the fields its caller has set, so an older library never reads
-what it does not know. https://openucx.readthedocs.io documents each function.
+fields it does not know. https://openucx.readthedocs.io documents each function.
 
-Two things are easily got wrong. ``ucs_status_t`` is a packed enum of *one byte*: read
+Two things are easy to get wrong. ``ucs_status_t`` is a packed enum of *one byte*: read
 as an int, -15 (busy) is 241, which looks like success. And a call that returns a
-"status pointer" returns nothing (done at once), a status in the last 100 addresses
+"status pointer" returns NULL (done at once), a status in the last 100 addresses
 (failed), or a request; see :func:`request_of`.
 """
 
@@ -29,7 +29,7 @@ from ctypes import (
 )
 from typing import ClassVar, Final
 
-# The version of the API that these declarations were written for. A newer library
+# The version of the API for which these declarations were written. A newer library
 # accepts an older caller of the same major version.
 API_MAJOR: Final = 1
 API_MINOR: Final = 13
@@ -66,10 +66,10 @@ OP_USER_DATA: Final = 1 << 2
 OP_DATATYPE: Final = 1 << 3
 OP_FLAGS: Final = 1 << 4
 OP_MEMORY_TYPE: Final = 1 << 6
-# Completions come through the callback, never by the result of the call.
+# Completions come through the callback, never as the result of the call.
 OP_NO_IMMEDIATE: Final = 1 << 16
 CLOSE_FORCE: Final = 1 << 0
-# Of what is registered: its address, its length, and who may do what with it.
+# The fields set for registered memory: its address, its length, and its protection.
 MAP_ADDRESS: Final = 1 << 0
 MAP_LENGTH: Final = 1 << 1
 MAP_PROTECTION: Final = 1 << 3
@@ -83,7 +83,7 @@ DATATYPE_IOV: Final = 2
 
 
 def request_of(pointer: int | None) -> tuple[int, int]:
-    """Return a status pointer as (status, request); the request may be 0."""
+    """Split a status pointer into (status, request); the request may be 0."""
     if pointer is None:
         return OK, 0
     if pointer >= _STATUS_POINTERS:
@@ -92,7 +92,7 @@ def request_of(pointer: int | None) -> tuple[int, int]:
 
 
 class Params(Structure):
-    """``ucp_params_t``."""
+    """The C struct ``ucp_params_t``."""
 
     _fields_: ClassVar = [
         ("field_mask", c_uint64),
@@ -109,7 +109,7 @@ class Params(Structure):
 
 
 class WorkerParams(Structure):
-    """``ucp_worker_params_t``."""
+    """The C struct ``ucp_worker_params_t``."""
 
     _fields_: ClassVar = [
         ("field_mask", c_uint64),
@@ -124,7 +124,7 @@ class WorkerParams(Structure):
 
 
 class WorkerAttr(Structure):
-    """``ucp_worker_attr_t``."""
+    """The C struct ``ucp_worker_attr_t``."""
 
     _fields_: ClassVar = [
         ("field_mask", c_uint64),
@@ -139,13 +139,13 @@ class WorkerAttr(Structure):
 
 
 class SockAddr(Structure):
-    """``ucs_sock_addr_t``."""
+    """The C struct ``ucs_sock_addr_t``."""
 
     _fields_: ClassVar = [("address", c_void_p), ("length", c_uint32)]
 
 
 class EndpointParams(Structure):
-    """``ucp_ep_params_t``."""
+    """The C struct ``ucp_ep_params_t``."""
 
     _fields_: ClassVar = [
         ("field_mask", c_uint64),
@@ -163,7 +163,7 @@ class EndpointParams(Structure):
 
 
 class RequestParams(Structure):
-    """``ucp_request_param_t``, read only during the call it is given to."""
+    """The C struct ``ucp_request_param_t``, read only during the call it is for."""
 
     _fields_: ClassVar = [
         ("op_attr_mask", c_uint32),
@@ -180,7 +180,7 @@ class RequestParams(Structure):
 
 
 class MapParams(Structure):
-    """``ucp_mem_map_params_t``."""
+    """The C struct ``ucp_mem_map_params_t``."""
 
     _fields_: ClassVar = [
         ("field_mask", c_uint64),
@@ -194,26 +194,26 @@ class MapParams(Structure):
 
 
 class TagInfo(Structure):
-    """``ucp_tag_recv_info_t``: what a receive has got."""
+    """The C struct ``ucp_tag_recv_info_t``: a received message's tag and length."""
 
     _fields_: ClassVar = [("sender_tag", c_uint64), ("length", c_size_t)]
 
 
-# (request, status, user data): of sends, puts, gets, flushes, closes.
+# (request, status, user data), for sends, puts, gets, flushes and closes.
 SendCallback = CFUNCTYPE(None, c_void_p, c_int8, c_void_p)
-# (request, status, tag info, user data).
+# (request, status, tag info, user data), for receives.
 ReceiveCallback = CFUNCTYPE(None, c_void_p, c_int8, POINTER(TagInfo), c_void_p)
-# (user data, endpoint, status).
+# (user data, endpoint, status), for endpoints.
 ErrorCallback = CFUNCTYPE(None, c_void_p, c_void_p, c_int8)
 
-# Posts an operation with the parameters it gets; returns UCX's status pointer.
+# Posts an operation with the given parameters; returns UCX's status pointer.
 Post = Callable[[object], "int | None"]
 
 _HANDLE = c_void_p
 _OUT = POINTER(c_void_p)
 _PARAMS = POINTER(RequestParams)
 
-# name: (result, *arguments). These may move payload, and so run without the GIL.
+# name: (result, *arguments). These may move payload, so they run without the GIL.
 MOVING: Final = {
     "ucp_worker_progress": (c_uint, _HANDLE),
     "ucp_tag_send_nbx": (
@@ -245,7 +245,7 @@ MOVING: Final = {
     "ucp_ep_close_nbx": (c_void_p, _HANDLE, _PARAMS),
     "ucp_ep_flush_nbx": (c_void_p, _HANDLE, _PARAMS),
 }
-# These return at once; giving the GIL away would cost more than they do.
+# These return at once; releasing the GIL would cost more than they do.
 BRIEF: Final = {
     "ucp_get_version": (None, *(POINTER(c_uint),) * 3),
     "ucp_config_read": (c_int8, c_char_p, c_char_p, _OUT),

@@ -1,4 +1,4 @@
-"""What a lane's other side needs to join, and the tags that follow from it.
+"""The bootstrap of a lane, and the message tags that are derived from it.
 
 ::
 
@@ -6,15 +6,15 @@
                 process id, 4 bytes | its namespace, 4 bytes |
                 flags, 1 byte | lane, 7 bytes | length | address
 
-Bit 0 of the flags says that this side lends memory for reading and reads what is lent.
-Lanes do that if both sides have set it. The process id tells a lender on the same host
-when its reader has died, if both count in one namespace: containers that share memory
-need not.
+Bit 0 of the flags means that this side lends memory for reading and reads lent memory.
+Lanes do that if both sides have set it. By the process id, a lender on the same host
+can notice that its reader has died, if both are in one pid namespace, which even
+containers that share memory need not be.
 
-``lane`` is a random number of 40 bits, which only those know who read the bootstrap.
-Every message *to* that lane has a tag with these bits on top: so nobody who merely
-reaches the worker over the network can hit a receive that is posted. Below them is a
-bit that says "I have read the one with this number", and 23 bits count the messages.
+``lane`` is a random number of 40 bits, which only the bootstrap reveals. Every message
+*to* that lane has these bits at the top of its tag. So somebody who merely reaches the
+worker over the network cannot match a posted receive. Below them, one bit means "I have
+read the message with this number", and 23 bits number the messages.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvwire.errors import BackendUnavailable
 from kvwire.limits import BOOTSTRAP_BYTES_MAX
 from kvwire_ucx.library import Version
 
-# The first two say that the lane is there, and that it ends; the others are payloads.
+# The first message opens the lane and the second ends it; the others are payloads.
 HELLO: Final = 0
 BYE: Final = 1
 FIRST_PAYLOAD: Final = 2
 MESSAGES: Final = 2**23
-# Added to the number of a message: its receiver has read it itself.
+# Added to a message's number: its receiver has read the payload itself.
 RECEIPT: Final = MESSAGES
 
 _FORMAT: Final = struct.Struct(">4sB3BIIQH")
@@ -44,13 +44,13 @@ _VERSION: Final = 2
 _LANE_BITS: Final = 40
 _ONE_SIDED: Final = 1 << 56
 _MESSAGE_BITS: Final = 24
-# UCX reads addresses without a length. A malicious one then leads into zeros.
+# UCX reads addresses without knowing their length. A malicious one then ends in zeros.
 _PADDING: Final = bytes(4096)
 _NAMESPACE: Final = Path("/proc/self/ns/pid")
 
 
 def _own_namespace() -> int:
-    """Return the number of the namespace of process ids; 0 if it has none to show."""
+    """Return the number of this process's pid namespace; 0 if it is not visible."""
     try:
         return _NAMESPACE.stat().st_ino & 0xFFFF_FFFF
     except OSError:
@@ -59,7 +59,7 @@ def _own_namespace() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxBootstrap:
-    """Holds what one lane endpoint tells the other."""
+    """The first message from one lane endpoint to the other."""
 
     lane: int
     version: Version
@@ -69,7 +69,11 @@ class UcxBootstrap:
     pid_namespace: int = field(default_factory=_own_namespace)
 
     def to_bytes(self) -> bytes:
-        """Encode it."""
+        """Return it as bytes.
+
+        Raises:
+            BackendUnavailable: UCX's address is too long, because of too many devices.
+        """
         head = _FORMAT.pack(
             *(_MAGIC, _VERSION, *self.version, self.pid, self.pid_namespace),
             self.lane | (_ONE_SIDED if self.one_sided else 0),
@@ -93,7 +97,11 @@ class UcxBootstrap:
 
 
 def parse(data: bytes) -> UcxBootstrap:
-    """Read what a peer has sent."""
+    """Read a peer's bootstrap.
+
+    Raises:
+        BackendUnavailable: It is malformed or of another version.
+    """
     if not _FORMAT.size < len(data) <= BOOTSTRAP_BYTES_MAX:
         raise BackendUnavailable(f"the peer's bootstrap has {len(data)} bytes")
     magic, format_, *version, pid, namespace, lane, length = _FORMAT.unpack_from(data)
@@ -125,5 +133,5 @@ def new_lane() -> int:
 
 
 def next_message(message: int) -> int:
-    """Return the number after this one; numbers begin again, long after."""
+    """Return the next message's number; numbers restart after ``MESSAGES``."""
     return message + 1 if message + 1 < MESSAGES else FIRST_PAYLOAD

@@ -15,17 +15,18 @@ from kvwire_ucx.binding import OK
 from kvwire_ucx.library import UcxLibrary, load, rdma_devices, remedy
 from kvwire_ucx.settings import OLD, REQUIRE_RDMA, UcxSettings, parse
 
-# "#  resource 1  :  md 1  dev 1  flags -- tcp/eth0", as ucp_context_print_info says.
+# "#  resource 1  :  md 1  dev 1  flags -- tcp/eth0", as ucp_context_print_info prints
+# it.
 _RESOURCE: Final = re.compile(r"resource \d+\s*:.*?(\w+)/(\S+)")
 _COMPONENT: Final = re.compile(r"component \d+\s*:\s*(\w+)")
-# Transports of libuct_ib and its plug-ins; `ib` is the component they belong to.
+# Transports of libuct_ib and its plug-ins, which belong to the component `ib`.
 _RDMA_TRANSPORTS: Final = re.compile(r"(rc|ud|dc|srd)(_|$)|gga|efa")
 _RDMA_COMPONENTS: Final = frozenset({"ib", "mlx5", "efa", "gga"})
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Names one transport on one device, such as ``tcp`` on ``eth0``."""
+    """One transport on one device, such as ``tcp`` on ``eth0``."""
 
     transport: str
     device: str
@@ -35,13 +36,18 @@ class Resource:
 
     @property
     def is_rdma(self) -> bool:
-        """Tell whether a network card moves the bytes."""
+        """Return whether a network card moves the bytes."""
         return _RDMA_TRANSPORTS.match(self.transport) is not None
 
 
 @final
 class Context:
-    """Owns a UCX context. Close its workers first."""
+    """A UCX context. Close its workers before it.
+
+    Raises:
+        BackendUnavailable: UCX is missing or refuses a setting, or there is no RDMA
+            device and the settings require one.
+    """
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.library = library = load()
@@ -58,19 +64,19 @@ class Context:
 
     @property
     def one_sided(self) -> bool:
-        """Tell whether lanes lend memory: the user wants it, and UCX is up to it.
+        """Return whether lanes lend memory: the user wants it, and UCX is new enough.
 
-        1.13 did not pass the kit's checks of damaged keys.
+        UCX 1.13 failed the conformance kit's checks of damaged keys.
         """
         return self.settings.one_sided and self.library.version >= OLD
 
     @property
     def rdma(self) -> tuple[Resource, ...]:
-        """Return the resources that are RDMA."""
+        """Return the resources that use RDMA."""
         return tuple(resource for resource in self.resources if resource.is_rdma)
 
     def close(self) -> None:
-        """Free it."""
+        """Free the context."""
         handle, self.handle = self.handle, 0
         if handle:
             self.library.ucp.cleanup(handle)
@@ -89,7 +95,7 @@ class Context:
 
 
 def printed(function: Callable[[int, int], None], handle: int) -> str:
-    """Return what one of UCX's ``print_info`` functions writes to a file."""
+    """Return the text that one of UCX's ``print_info`` functions writes to a file."""
     libc = _libc()
     text, length = ctypes.c_void_p(), ctypes.c_size_t()
     file = libc.open_memstream(ctypes.byref(text), ctypes.byref(length))
@@ -135,7 +141,7 @@ def _modify(
 ) -> None:
     for name, value in values.items():
         status = library.ucp.config_modify(config, name.encode(), value.encode())
-        # Not every version knows every default.
+        # Not every version knows every setting of our defaults.
         if status != OK and name in named:
             raise BackendUnavailable(
                 f"UCX {library.version} does not take the setting {name} = {value!r}: "

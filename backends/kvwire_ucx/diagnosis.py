@@ -1,4 +1,4 @@
-"""What there is of UCX on this machine, for the report and for ``kvwire doctor``."""
+"""Facts about UCX on this machine, for the transport report and ``kvwire doctor``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MEMLOCK_BYTES_MIN: Final = 1 << 30
 
 @functools.cache
 def probed() -> tuple[tuple[Resource, ...], bool]:
-    """Return what a context finds by default, and whether UCX was built with RDMA.
+    """Return the resources of a default context, and whether UCX was built with RDMA.
 
-    Asked once for the process: devices do not come and go, and it takes 10 ms.
+    Cached for the process: devices do not come and go, and it takes 10 ms.
     """
     context = Context({})
     try:
@@ -35,10 +35,9 @@ def probed() -> tuple[tuple[Resource, ...], bool]:
 
 @functools.cache
 def availability() -> Availability:
-    """Tell whether UCX can run here.
+    """Return whether UCX can run here.
 
-    Found out once for the process: every handshake asks, and to look was a tenth of
-    what one costs.
+    Cached for the process: every handshake calls it, and took a tenth longer without.
     """
     try:
         library = load()
@@ -48,7 +47,7 @@ def availability() -> Availability:
 
 
 def rank() -> int:
-    """Return the backend's place where nobody has a preference."""
+    """Return the backend's rank, for users without a preference."""
     try:
         has_rdma = bool(rdma_devices()) and load().has_rdma
     except BackendUnavailable:
@@ -57,7 +56,7 @@ def rank() -> int:
 
 
 def summary(library: UcxLibrary) -> str:
-    """Return one line, without asking UCX for its devices."""
+    """Return one line about UCX, without asking it for its devices."""
     if not library.has_rdma:
         rdma = "built without RDMA"
     elif devices := rdma_devices():
@@ -68,7 +67,7 @@ def summary(library: UcxLibrary) -> str:
 
 
 def findings() -> tuple[Finding, ...]:
-    """Return what `kvwire doctor` shows of UCX."""
+    """Return the findings about UCX for `kvwire doctor`."""
     try:
         load()
         return tuple(_findings())

@@ -2,37 +2,38 @@
 
 ::
 
-    OPENED --join()--> GREETING --hello--> UP --close()--> DRAINING --none under way--+
-       |                  |                |                  |
-       |                  |                +--- abort(), bye, endpoint or handler ----+
-       +----- abort() ----+                     failed: cancel, say bye                |
-       v                                                                              v
-     ENDED, and no            endpoint gone, no operation open: lane_closed <---- ENDING
-     lane_closed
+    OPENED --join()--> GREETING --hello--> UP --close()--> DRAINING --all done----+
+     |                  |                |                  |                      |
+     |                  |                +--- abort(), bye, endpoint or handler ---+
+     +----- abort() ----+                     failed: cancel, send bye             |
+     v                                                                             v
+    ENDED, and no            endpoint gone, no operation open: lane_closed <--- ENDING
+    lane_closed
 
-*A payload* is sent under a tag that only this lane's peer knows; the descriptor says
-which. The receiver posts its memory under that tag, and UCX brings the two together: by
-rendezvous, so nothing moves before the receiver has named its memory. A send is over
-when the receiver's operation has met it.
+*A payload* is sent under a tag that only this lane's peer knows, and that the
+descriptor contains. The receiver posts its memory under that tag, and UCX matches the
+two by rendezvous, so nothing moves before the receiver has named its memory. A send is
+over when it has been matched with the receiver's operation.
 
-*One-sided*, where both sides have asked for it, large fragments are not sent: the peer
-reads them where they lie (:mod:`kvwire_ucx.one_sided`).
+*One-sided* lanes, if both sides have enabled them, do not send large fragments: the
+peer reads them in place (:mod:`kvwire_ucx.one_sided`).
 
-*Quiet* is not a matter of time. A lane has a worker of its own: its end closes the
-endpoint by force, which ends what the peer would have to, and then destroys the worker,
-and with it the sockets, queue pairs and shared memory that anybody could reach ours by.
-``lane_closed`` comes after that.
+*Quiet* is not a matter of time. A lane has its own worker. When the lane ends, it
+closes the endpoint by force, which ends all operations, even those the peer would have
+to end. Then it destroys the worker, and with it the sockets, queue pairs and shared
+memory through which anybody could reach our memory. ``lane_closed`` comes after that.
 
-*Hello.* UCX connects when it is used, so a lane that is merely made proves nothing. The
-client says hello and its join waits for the answer. Both prove the lane's secret.
+*Hello.* UCX connects on first use, so a newly made lane proves nothing. The client
+sends a hello, and its join waits for the answer. Both prove the lane's secret.
 
-*Bye.* Over shared memory UCX does not notice an endpoint that a living peer has closed,
-and the peer may be reading our memory at this moment. So a side that ends with sends
-under way waits for the peer's own bye: after that, the peer takes nothing for received.
-A peer that does not answer, because it is stopped, is not waited for. Should it go on
-one day, it may find that it has read memory which had other contents by then: then the
-payload's checksum is wrong, and it knows. A one-sided lane waits for it, however long
-that takes: what it may be reading stays in quarantine until it goes on, or dies.
+*Bye.* Over shared memory UCX does not notice that a living peer has closed an endpoint,
+and the peer may be reading our memory at this moment. So a side that ends with sends in
+progress waits for the peer's own bye: after that, the peer reports no payload as
+received. A peer that does not answer, because it is stopped, is not waited for. If it
+continues one day, it may have read memory that was already reused: then the payload's
+checksum is wrong, and the peer notices. A one-sided lane does wait, however long it
+takes: memory that the peer may be reading stays in quarantine until the peer continues
+or dies.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ from kvwire_ucx.pieces import (
 from kvwire_ucx.requests import MemoryHandles, UcxRequest
 from kvwire_ucx.worker import UcxEndpoint, Worker
 
-# A rendezvous costs two messages more than the payload: below this the control link is
-# faster, where the payload travels with its header.
+# A rendezvous costs two messages beside the payload: below this size the control link
+# is faster, where the payload travels with its header.
 BYTES_MIN: Final = 32 * KIB
 # Four spans, so that none waits for the round trip of an acknowledgement.
 SPAN_BYTES: Final = 4 * MIB
 WINDOW_BYTES: Final = 4 * SPAN_BYTES
-# How long the end of a lane waits for the peer to hear its last word. One that has
-# stopped never does.
+# How long the end of a lane waits until the peer has received the bye. A stopped peer
+# never does.
 LINGER_S: Final = 1.0
 
 _GREETING_BYTES: Final = 16
@@ -99,7 +100,7 @@ class _State(enum.Enum):
 
 
 class _MessageParts:
-    """Counts the messages of a payload under way."""
+    """A payload in progress, and how many of its messages are not over."""
 
     __slots__ = ("left", "what")
 
@@ -110,7 +111,7 @@ class _MessageParts:
 
 @final
 class UcxLane(Lane):
-    """Implements one endpoint of a lane."""
+    """One endpoint of a lane."""
 
     bytes_min = BYTES_MIN
     window_bytes = WINDOW_BYTES
@@ -141,10 +142,10 @@ class UcxLane(Lane):
         self._one_sided: OneSidedPayloads | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
-        # Whether the core has been given the lane, and so is told of its end.
+        # Whether the core has the lane, and so gets `lane_closed`.
         self._given = False
         self._error: Exception | None = None
-        # Receives of payload, which may not have met their message.
+        # Receives of payload, which may not be matched with their messages yet.
         self._receives: set[UcxRequest] = set()
         # Messages of payload that are not over.
         self._sends = 0
@@ -163,7 +164,7 @@ class UcxLane(Lane):
 
     @property
     def description(self) -> str:
-        """Name the transports that UCX has chosen."""
+        """Return the transports that UCX has chosen."""
         if self._endpoint is None or not self._endpoint.transports:
             return f"UCX {self._own.version}"
         reads = self._one_sided is not None and self._one_sided.reads
@@ -171,7 +172,7 @@ class UcxLane(Lane):
         return f"UCX {self._own.version}: {', '.join(self._endpoint.transports)}{how}"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """Connect the endpoint; a client returns when the server answers.
+        """Connect the endpoint; a client returns when the server has answered.
 
         Cancel safety: safe, the lane is then closed without ``lane_closed``.
         """
@@ -196,9 +197,12 @@ class UcxLane(Lane):
         self._given = True
 
     def _check_version(self, theirs: Version) -> None:
-        """Refuse a UCX that would say hello and then break with the first payload.
+        """Refuse a UCX that would connect and then break with the first payload.
 
         1.13 and 1.22 do: their rendezvous differ, and UCX does not notice.
+
+        Raises:
+            BackendUnavailable: The minor versions differ.
         """
         ours = self._own.version
         if theirs[:2] != ours[:2]:
@@ -208,11 +212,11 @@ class UcxLane(Lane):
             )
 
     def _reach(self) -> UcxEndpoint:
-        """Return the endpoint to the peer, made when it is first used.
+        """Return the endpoint to the peer, created on first use.
 
-        So a server makes its own when it answers. Where both sides connect at once, UCX
-        drops one of two sockets; with 1.22 a process that ended a lane about then often
-        crashed, over what it had freed twice.
+        So a server creates its own when it answers. If both sides connect at the same
+        time, UCX drops one of two sockets; with 1.22, a process that ended a lane at
+        about that time often crashed with a double free.
 
         Raises:
             BackendUnavailable: UCX has no way to the peer.
@@ -227,7 +231,7 @@ class UcxLane(Lane):
         return self._endpoint
 
     def _greeted(self, data: bytes) -> None:
-        """Answer the peer's hello, as the server."""
+        """Check the peer's hello; as the server, answer it."""
         role = self._context.role
         if self._state is _State.ENDING:
             return
@@ -252,7 +256,7 @@ class UcxLane(Lane):
         self._worker.send(endpoint, memory, tag, _nothing, eager=True)
 
     def _greeting(self, role: Role) -> bytes:
-        """Return what a side says that knows the secret, for these two only."""
+        """Return the greeting that proves the secret, for one side of this lane."""
         if role is self._context.role:
             near, far = self._own.lane, self._peer.lane
         else:
@@ -265,12 +269,12 @@ class UcxLane(Lane):
 
     @property
     def intact(self) -> bool:  # type: ignore[override]  # known once it is up
-        """Tell whether payload meets memory alone, and no cable or socket."""
+        """Return whether payload passes through memory only: no cable or socket."""
         return self._one_sided is not None and self._one_sided.in_memory
 
     @property
     def queued_bytes(self) -> int:
-        """Return 0: UCX takes everything at once."""
+        """Return 0, since UCX takes everything at once."""
         return 0
 
     @property
@@ -361,7 +365,7 @@ class UcxLane(Lane):
             raise MalformedFrame(RULE, text)
 
     def flush(self) -> None:
-        """Wake the worker; what UCX can send at once, it has sent."""
+        """Wake the worker; UCX has already sent as much as it could at once."""
         self._worker.wake()
 
     def _post_receive(self, parts: _MessageParts, piece: Payload, message: int) -> None:
@@ -427,7 +431,7 @@ class UcxLane(Lane):
         self._hang_up()
 
     def _end(self, error: Exception | None) -> None:
-        """End it now, from any state: first step."""
+        """End the lane now, from any state: the first of three steps."""
         if self._state in (_State.ENDING, _State.ENDED):
             return
         self._state = _State.ENDING
@@ -437,7 +441,7 @@ class UcxLane(Lane):
         for request in self._receives:
             self._worker.cancel(request)
         if self._endpoint is None:
-            self._gone()  # a peer that was not answered has not come up either
+            self._gone()  # a peer that was not answered is not up either
         elif self._endpoint.failed:
             self._hang_up()
         else:
@@ -447,20 +451,20 @@ class UcxLane(Lane):
     def _say_bye(self) -> None:
         assert self._endpoint is not None
         memory, tag = MemoryHandles(memoryview(b"\0")), self._peer.tag(BYE)
-        # To an answer there is none.
+        # To a bye that answers the peer's there is no reply.
         answers = self._peer_has_left
         told = self._answered if answers else self._heard
         self._worker.send(self._endpoint.handle, memory, tag, told, eager=answers)
 
     def _answered(self, _status: int, _nbytes: int) -> None:
-        # Over TCP the peer hangs up first, which UCX tells: 1.22 crashes where a socket
-        # that it closes with bytes to send is reset (`uct_tcp_iface_handle_events`).
+        # Over TCP the peer closes first, which UCX reports: 1.22 crashes if a socket is
+        # reset that it is closing with bytes to send (`uct_tcp_iface_handle_events`).
         assert self._endpoint is not None
         if not any(name.startswith("tcp") for name in self._endpoint.transports):
             self._hang_up()
 
     def _heard(self, _status: int, _nbytes: int) -> None:
-        """Note that the peer has read our bye and what came before it."""
+        """Continue after the peer has received our bye and everything before it."""
         if not self._sends:
             self._hang_up()
 
@@ -472,8 +476,8 @@ class UcxLane(Lane):
             self._end(ConnectionLost("ucx: the peer ended the lane"))
 
     def _give_up(self) -> None:
-        """Wait no longer for the peer, unless it may be reading memory of ours."""
-        # A peer that has said bye reads nothing any more.
+        """Stop waiting for the peer, unless it may be reading our memory."""
+        # After its bye, a peer reads nothing any more.
         one_sided = None if self._peer_has_left else self._one_sided
         if self._sends and one_sided is not None and one_sided.must_wait:
             _log.warning(
@@ -485,19 +489,19 @@ class UcxLane(Lane):
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Close the endpoint: the second step, once the peer knows."""
-        if self._endpoint is not None:  # else that step is behind us
+        """Close the endpoint, once the peer has our bye: the second step."""
+        if self._endpoint is not None:  # otherwise this step is done
             self._endpoint.close(self._gone)
 
     def _gone(self) -> None:
-        """Begin the last step: UCX has let go of the endpoint."""
+        """Continue with the last step, now that UCX has released the endpoint."""
         self._worker.when_idle(self._finish)
 
     def _finish(self) -> None:
-        """Destroy the worker: last step.
+        """Destroy the worker: the last step.
 
-        With the worker goes what UCX has not reported as over, such as a receive that
-        had begun to arrive: nobody is left to write to its memory.
+        That ends even operations that UCX has not reported as over, such as a receive
+        that had begun to arrive: nothing is left that could write to its memory.
         """
         if self._state is _State.ENDED:
             return

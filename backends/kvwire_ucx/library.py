@@ -1,14 +1,13 @@
-"""Finding libucp and loading it, once for the process.
+"""Finds libucp and loads it, once per process.
 
-Which one, the first that is there:
+It takes the first of these that exists:
 
-1. the one ``LIBUCP`` names: a path of ``libucp.so``, ``system`` or
-   ``wheel``;
-2. the one this process has loaded already, by ucxx for example: two copies of UCX in
-   one process each patch the memory functions of libc and fight over them;
-3. the system's, on a machine with RDMA devices: the ``libucx`` wheels of PyPI are built
-   without them, and would silently move the data over TCP;
-4. the wheel, then the system's.
+1. the one in the variable ``LIBUCP``: a path of ``libucp.so``, ``system`` or ``wheel``;
+2. one that this process has already loaded, through ucxx for example: two copies of UCX
+   in one process each patch libc's memory functions, and conflict;
+3. on a machine with RDMA devices, the system's: the ``libucx`` wheels on PyPI are built
+   without RDMA, and would silently move the data over TCP;
+4. the wheel's, then the system's.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from kvwire.extras import install_command
 from kvwire_ucx import binding
 
 ENVIRONMENT: Final = "LIBUCP"
-# What every function and structure of `binding` is there since.
+# The first version with every function and structure of `binding`.
 VERSION_MIN: Final = (1, 13)
-# Each must be there before the next: the wheel's need no search path then.
+# Each is loaded before the next, so that the wheel's need no search path.
 _SONAMES: Final = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 _SYSTEM: Final = "system"
@@ -37,7 +36,7 @@ _WHEEL: Final = "wheel"
 
 
 def remedy() -> str:
-    """Return what brings a libucp."""
+    """Return the commands that install a libucp."""
     return (
         f"{install_command('ucx')} (shared memory, TCP and CUDA on one host), or for "
         f"RDMA the UCX of the system, such as apt install libucx0"
@@ -45,7 +44,7 @@ def remedy() -> str:
 
 
 class Version(NamedTuple):
-    """Holds a version of UCX."""
+    """A version of UCX."""
 
     major: int
     minor: int
@@ -57,7 +56,7 @@ class Version(NamedTuple):
 
 @final
 class Ucp:
-    """Calls libucp's functions without prefix: ``ucp.worker_progress(handle)``."""
+    """libucp's functions without their prefix: ``ucp.worker_progress(handle)``."""
 
     def __init__(self, path: str) -> None:
         waiting, brief = ctypes.CDLL(path), ctypes.PyDLL(path)
@@ -77,7 +76,7 @@ class Ucp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxLibrary:
-    """Holds a loaded libucp."""
+    """A loaded libucp."""
 
     path: str
     version: Version
@@ -85,18 +84,21 @@ class UcxLibrary:
 
     @property
     def has_rdma(self) -> bool:
-        """Tell whether the plug-in for RDMA came with it, device or not."""
+        """Return whether it came with the plug-in for RDMA, whatever the devices."""
         return any(Path(self.path).parent.glob("ucx/libuct_ib*.so*"))
 
     def status_text(self, status: int) -> str:
-        """Return what UCX calls a status."""
+        """Return UCX's text for a status."""
         return _status_text(self.path, status)
 
 
 def load() -> UcxLibrary:
     """Return the UCX of this process.
 
-    Looked for once, also where there is none: who installs one starts anew.
+    Cached, also if there is none: after installing one, start a new process.
+
+    Raises:
+        BackendUnavailable: There is none, it cannot be loaded, or it is too old.
     """
     found = answer()
     if isinstance(found, str):
@@ -106,7 +108,7 @@ def load() -> UcxLibrary:
 
 @functools.cache
 def answer() -> UcxLibrary | str:
-    """Return the library, or why there is none; looked for once."""
+    """Return the library, or the reason why there is none; cached."""
     try:
         return _load()
     except BackendUnavailable as exc:
@@ -133,7 +135,7 @@ def _load() -> UcxLibrary:
 
 
 def find() -> str | None:
-    """Return the libucp that :func:`load` takes; None if there is none."""
+    """Return the path of the libucp for :func:`load`; None if there is none."""
     wanted = os.environ.get(ENVIRONMENT, "")
     if wanted not in ("", _SYSTEM, _WHEEL):
         if not Path(wanted).is_file():
@@ -150,15 +152,15 @@ def find() -> str | None:
 
 
 def copies() -> list[str]:
-    """Return the copies of libucp in this process, of which there should be one.
+    """Return the paths of all copies of libucp in this process; there should be one.
 
-    Wheels that bring a UCX of their own give it another name: ``libucp-0a1b2c3d.so``.
+    Wheels with a UCX of their own rename it: ``libucp-0a1b2c3d.so``.
     """
     return _shared_objects("libucp")
 
 
 def rdma_devices() -> tuple[str, ...]:
-    """Return the RDMA devices the kernel knows, usable by UCX or not."""
+    """Return the RDMA devices that the kernel knows, usable by UCX or not."""
     try:
         return tuple(sorted(entry.name for entry in _INFINIBAND.iterdir()))
     except OSError:
@@ -166,7 +168,7 @@ def rdma_devices() -> tuple[str, ...]:
 
 
 def _wheel() -> str | None:
-    """Return the libucp of the ``libucx`` wheel, without importing that."""
+    """Return the path of libucp in the ``libucx`` wheel, without importing that."""
     try:
         spec = importlib.util.find_spec("libucx")
     except (ImportError, ValueError):
@@ -179,10 +181,10 @@ def _wheel() -> str | None:
 
 
 def _system() -> str | None:
-    """Return the libucp that the dynamic linker finds.
+    """Return the path of the libucp that the dynamic linker would find.
 
-    Looked for where distributions put it: to ask the linker is to load it, and
-    ``ctypes.util.find_library`` runs a compiler.
+    It is looked for in the usual folders of distributions, since asking the linker
+    means loading it, and ``ctypes.util.find_library`` runs a compiler.
     """
     machine = os.uname().machine
     folders = [
@@ -195,7 +197,7 @@ def _system() -> str | None:
 
 
 def _shared_objects(prefix: str) -> list[str]:
-    """Return the mapped files whose name begins with a prefix, once each."""
+    """Return the distinct mapped files whose name begins with a prefix."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -206,11 +208,11 @@ def _shared_objects(prefix: str) -> list[str]:
 
 
 def _load_dependencies(path: str) -> ctypes.CDLL:
-    """Load what libucp needs from beside it; returns libucs.
+    """Load the libraries that libucp needs from its folder; return libucs.
 
-    Their symbols are for nobody else: a second UCX in the process, such as that in
-    NIXL's wheel, would call ours in the place of its own, and fails where they differ.
-    Plug-ins that UCX opens later name what they need, and find it by name.
+    Their symbols stay local. Otherwise a second UCX in the process, such as that in
+    NIXL's wheel, would call ours instead of its own, and fail where they differ.
+    Plug-ins that UCX opens later declare their dependencies, and find them by name.
     """
     folder = Path(path).parent
     loaded = []
@@ -222,10 +224,10 @@ def _load_dependencies(path: str) -> ctypes.CDLL:
 
 
 def _calm(ucs: ctypes.CDLL) -> None:
-    """Keep UCX from what a library must not do to its process, unless the user asks.
+    """Turn off UCX's intrusive defaults, unless the user has set them.
 
-    It takes over the signals of crashes, which are ``faulthandler``'s, and it prints
-    what it also returns as a status, on standard output.
+    By default it takes over the signals of crashes, which belong to ``faulthandler``,
+    and prints to standard output errors that it also returns as a status.
     """
     if "UCX_ERROR_SIGNALS" not in os.environ:
         ucs.ucs_debug_disable_signals()

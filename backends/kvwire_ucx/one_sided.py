@@ -1,4 +1,4 @@
-"""One-sided lanes: the sender lends memory, the receiver reads it where it lies.
+"""One-sided lanes: the sender lends memory, and the receiver reads it in place.
 
 ::
 
@@ -9,18 +9,18 @@
                <------- receipt, 1 byte, tagged -- all gets are over
       unregister; payload_sent                     payload_received
 
-Nobody writes to memory of the other side: what a get writes to is the reader's own, by
-its own worker, and is quiet when that is destroyed. The sender's memory is quiet when
-its receipt has come, when the peer has said bye, or when its keys are dead, which ends
-all reading but one kind: a process of this host reads another's memory without asking
-it (cma). Then only the peer's own word counts, or its death; see
-:attr:`OneSidedPayloads.must_wait`. So is it with messages of such a lane, which UCX may
-have the peer read likewise.
+Neither side writes to the other's memory. A get writes to the reader's own memory,
+through its own worker, and is quiet when that is destroyed. The sender's memory is
+quiet when the receipt or the peer's bye has come, or when its keys are invalid. Invalid
+keys end every kind of reading but one: a process of this host can read another's memory
+without its help (cma). Then only the peer's receipt or bye counts, or its death; see
+:attr:`OneSidedPayloads.must_wait`. The same holds for messages of such a lane, since
+UCX may make the peer read those in the same way.
 
-Only what reads by itself is used, a network card or the kernel. Over TCP and plain
-shared memory UCX emulates a get with messages, and ends the *lender's* process when one
-comes in whose endpoint has failed (1.22, ``ucp_get_req_handler``): there payloads are
-messages as ever.
+Lanes lend only if a network card or the kernel does the reading. Over TCP and plain
+shared memory UCX emulates a get with messages, and ends the *lender's* process when
+such a message comes from an endpoint that has failed (1.22, ``ucp_get_req_handler``).
+There payloads are sent as messages.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ from kvwire_ucx.worker import UcxEndpoint, Worker
 _log = logging.getLogger("kvwire.ucx")
 
 _UNNOTICED: Final = "ucx: it will not be noticed if the peer dies: %s"
-# Fragments of fewer bytes on average are packed by UCX into a message.
+# With fewer bytes on average, UCX packs the fragments into a message.
 LENT_BYTES_MIN: Final = 128 * KIB
-# A payload is read in at most so many gets: where the destination is cut into more, it
-# is read into memory of its own and scattered from there, in one call.
+# The most gets per payload. If the destination is cut into more pieces, the payload is
+# read into one buffer and scattered from there, in one call.
 GETS_MAX: Final = 2 * PIECES_MAX
-# Transports of UCX that read memory of the peer without its help: the kernel within
-# this host, network cards elsewhere.
+# Transports of UCX that read a peer's memory without its help: the kernel within this
+# host, network cards elsewhere.
 _KERNEL: Final = re.compile(r"(cma|knem|xpmem)(/|$)")
 _MEMORY: Final = re.compile(r"(cma|knem|xpmem|sysv|posix|self)(/|$)")
 _CARD: Final = re.compile(r"(rc|dc|srd)(_|/|$)")
-# UCX reads keys without a length. A malicious one then leads into zeros: at most 64
-# domains of 255 bytes.
+# UCX reads keys without knowing their length. A malicious one then ends in zeros: at
+# most 64 domains of 255 bytes.
 _PADDING: Final = bytes(64 * 256)
 
-# Gets the status when the operations of a payload are over.
+# Called with the status when the operations of a payload are over.
 OnRead = Callable[[int], None]
 
 
 @final
 class OneSidedPayloads:
-    """Lends the payloads of one lane to its peer, and reads the peer's."""
+    """Lends one lane's payloads to the peer, and reads payloads that the peer lends."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class OneSidedPayloads:
         context = worker.context
         self._ranges = Registrations(context, context.settings.registrations)
         self._process: int | None = None
-        # A byte for all receipts: that one has come is all there is to know.
+        # One byte serves all receipts, since only their arrival matters.
         self._receipt = MemoryHandles(memoryview(bytearray(1)))
 
     @functools.cached_property
@@ -94,24 +94,24 @@ class OneSidedPayloads:
 
     @functools.cached_property
     def reads(self) -> bool:
-        """Tell whether something here reads by itself; asked when the lane is up."""
+        """Return whether a card or the kernel can read here, once the lane is up."""
         return any(_KERNEL.match(one) or _CARD.match(one) for one in self._transports)
 
     @property
     def must_wait(self) -> bool:
-        """Tell whether the peer may read what is under way whatever ends here."""
+        """Return whether the peer can read payloads even after this side has ended."""
         return any(map(_KERNEL.match, self._transports))
 
     @property
     def in_memory(self) -> bool:
-        """Tell whether payload goes from memory to memory, and never on a wire."""
+        """Return whether payload passes through memory only, never through a wire."""
         return self.reads and all(map(_MEMORY.match, self._transports))
 
     def when_reader_dies(self, call: Callable[[], None]) -> None:
-        """Call once the peer's process, which is of this host, has ended.
+        """Call ``call`` once the peer's process, which is on this host, has ended.
 
-        UCX does not tell: it looks after peers whose endpoints it knows, and one that
-        only reads has never named its own.
+        UCX does not report that: it watches peers whose endpoints it knows, and a peer
+        that only reads has none.
         """
         loop, peer = asyncio.get_running_loop(), self._peer
         if not peer.pid_namespace or peer.pid_namespace != self._own.pid_namespace:
@@ -121,7 +121,8 @@ class OneSidedPayloads:
             process = self._process = os.pidfd_open(peer.pid)
         except ProcessLookupError:
             call()
-        # An old kernel, a Python built for one, such as conda's, or no process id.
+        # An old kernel, a Python built for one (such as conda's), or an invalid process
+        # id.
         except (OSError, AttributeError, OverflowError) as exc:
             _log.warning(_UNNOTICED, exc)
         else:
@@ -133,16 +134,16 @@ class OneSidedPayloads:
             loop.add_reader(process, died)
 
     def lend(self, payload: Payload, number: int, on_read: OnRead) -> bytes | None:
-        """Return the descriptor by which the peer reads a payload.
+        """Lend a payload; return the descriptor by which the peer reads it.
 
         Args:
             payload: Lent until ``on_read``.
-            number: Of the message that it is instead of.
+            number: The number of the message that it replaces.
             on_read: Called when the peer has read it, or never will.
 
         Returns:
-            None if it is to be sent: nothing reads by itself, its fragments are small,
-            or too many, or UCX refuses to register them.
+            None if the payload must be sent instead: nothing can read it, its fragments
+            are small or too many, or UCX refuses to register them.
         """
         if not self.reads:
             return None
@@ -169,7 +170,7 @@ class OneSidedPayloads:
         def done(status: int, _nbytes: int) -> None:
             if status == OK:
                 self._ranges.give_back(lent)
-                assert payload is not None  # it has lived until here
+                assert payload is not None  # it has been kept alive until here
             on_read(status)
 
         self._worker.receive(self._receipt, self._own.tag(number | RECEIPT), done)
@@ -177,7 +178,11 @@ class OneSidedPayloads:
     def read(
         self, number: int, lent: list[LentFragment], payload: Payload, on_read: OnRead
     ) -> None:
-        """Read a payload of the peer's into memory of ours."""
+        """Read a lent payload into our memory.
+
+        Raises:
+            BackendUnavailable: Nothing here can read it, or a key is invalid.
+        """
         if not self.reads:
             raise BackendUnavailable(
                 f"ucx: the peer lends memory, and nothing here reads it: UCX uses "
@@ -208,12 +213,12 @@ class OneSidedPayloads:
             self._get(local, nbytes, remote, keys[which], (payload, into), done)
 
     def say_read(self, number: int) -> None:
-        """Tell the peer that a payload has been read."""
+        """Send the peer a receipt for a payload."""
         tag, handle = self._peer.tag(number | RECEIPT), self._endpoint.handle
         self._worker.send(handle, self._receipt, tag, lambda *_: None, eager=True)
 
     def close(self) -> None:
-        """Unregister what is registered. The worker is destroyed: nobody reads."""
+        """Unregister all ranges. The worker must be destroyed, so nobody reads them."""
         self._ranges.close()
         if self._process is not None:
             asyncio.get_running_loop().remove_reader(self._process)
@@ -252,7 +257,7 @@ class OneSidedPayloads:
         return keys
 
     def _destroy(self, keys: list[int]) -> None:
-        if not self._worker.closed:  # they go with it
+        if not self._worker.closed:  # otherwise they went with it
             for key in keys:
                 self._worker.context.library.ucp.rkey_destroy(key)
 
@@ -260,7 +265,7 @@ class OneSidedPayloads:
 def _meet(
     lent: list[LentFragment], into: Fragments
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Cut both sides where either is cut: (fragment, address there, here, bytes)."""
+    """Cut both lists at each other's borders: fragment, address there, here, bytes."""
     places = zip(into.addresses.tolist(), into.lengths.tolist(), strict=True)
     here = room = 0
     for which, one in enumerate(lent):

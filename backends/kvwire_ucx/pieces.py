@@ -1,4 +1,4 @@
-"""Descriptors of payloads: as messages that come, or as memory to be read.
+"""Descriptors of payloads, which are either sent as messages or lent for reading.
 
 ::
 
@@ -7,10 +7,10 @@
     lent = number with its top bit set | fragment | fragment ...
     fragment = address, 8 bytes | length, 4 bytes | length of the key, 2 bytes | key
 
-Large fragments are moved as they lie, each as a message of its own: over RDMA by the
-card, over shared memory in one copy. Small ones are packed by UCX into one message.
+Large fragments are moved in place, each as a message of its own: over RDMA by the card,
+over shared memory in one copy. UCX packs small ones into one message.
 
-Keys of lent memory travel here and nowhere else: inside the control link, under its
+Keys of lent memory travel in descriptors only, so on the control link, under its
 authentication and encryption.
 """
 
@@ -29,10 +29,10 @@ from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB
 from kvwire.memory.buffers import slice_payload
 from kvwire_ucx.bootstrap import MESSAGES
 
-# Fragments of at least this are messages of their own, which nobody has to pack.
+# Fragments of at least this size are messages of their own, which need no packing.
 PIECE_BYTES: Final = 128 * KIB
 PIECES_MAX: Final = 32
-# Of docs/topics/protocol.md: what a descriptor and its payload have to be.
+# The rule in docs/topics/protocol.md about a descriptor and its payload.
 RULE: Final = "KVW-LN-07"
 
 _NUMBER: Final = struct.Struct(">I")
@@ -41,7 +41,7 @@ _NUMBER: Final = struct.Struct(">I")
 KEY_BYTES_MAX: Final = 1000
 _LENT: Final = 1 << 31
 _FRAGMENT: Final = struct.Struct(">QIH")
-# No process has addresses beyond, and no sum with a length overflows 64 bits.
+# No process has addresses beyond this, and no sum with a length overflows 64 bits.
 _ADDRESS_MAX: Final = 2**63
 
 assert (
@@ -50,7 +50,7 @@ assert (
 
 
 def piece_lengths(payload: Payload) -> list[int]:
-    """Return the bytes of each message of a payload; none if it is one."""
+    """Return the length of each message of a payload; [] if it is one message."""
     if not isinstance(payload, Fragments) or not 2 <= len(payload) <= PIECES_MAX:
         return []
     if payload.nbytes < PIECE_BYTES * len(payload):
@@ -60,7 +60,7 @@ def piece_lengths(payload: Payload) -> list[int]:
 
 
 def pieces(payload: Payload, lengths: list[int]) -> Iterator[Payload]:
-    """Cut a payload; return all of it for no lengths."""
+    """Yield the pieces of a payload that have these lengths, or all of it for []."""
     if not lengths:
         yield payload
         return
@@ -70,12 +70,16 @@ def pieces(payload: Payload, lengths: list[int]) -> Iterator[Payload]:
 
 
 def descriptor(first: int, lengths: list[int]) -> bytes:
-    """Return the descriptor that the receiver gets."""
+    """Return the descriptor of a payload that is sent as messages."""
     return b"".join(map(_NUMBER.pack, (first, *lengths)))
 
 
 def read_descriptor(data: bytes, nbytes: int) -> tuple[int, list[int]]:
-    """Return the first message's number and all lengths; none if it is one."""
+    """Read such a descriptor: the first message's number, and the lengths or [].
+
+    Raises:
+        MalformedFrame: The peer's lane would not make it.
+    """
     count, rest = divmod(len(data), _NUMBER.size)
     if rest or not 1 <= count <= PIECES_MAX + 1 or count == 2:
         raise MalformedFrame(RULE, f"ucx: a descriptor of {len(data)} bytes")
@@ -88,7 +92,7 @@ def read_descriptor(data: bytes, nbytes: int) -> tuple[int, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class LentFragment:
-    """Names a range of the peer's memory, and the key to it."""
+    """A range of the peer's memory, and the key for reading it."""
 
     address: int
     nbytes: int
@@ -96,12 +100,12 @@ class LentFragment:
 
 
 def is_lent(descriptor: bytes) -> bool:
-    """Tell whether a descriptor is of a payload that is to be read."""
+    """Return whether a descriptor is for a lent payload."""
     return bool(descriptor) and descriptor[0] >= _LENT >> 24
 
 
 def lent_descriptor(number: int, fragments: list[LentFragment]) -> bytes | None:
-    """Return the descriptor that the receiver gets; None if a key is too long."""
+    """Return the descriptor of a lent payload; None if a key is too long."""
     parts = [_NUMBER.pack(number | _LENT)]
     for one in fragments:
         if len(one.key) > KEY_BYTES_MAX:
@@ -111,7 +115,11 @@ def lent_descriptor(number: int, fragments: list[LentFragment]) -> bytes | None:
 
 
 def read_lent(data: bytes, nbytes: int) -> tuple[int, list[LentFragment]]:
-    """Return the payload's number and its fragments."""
+    """Read such a descriptor: the payload's number and its fragments.
+
+    Raises:
+        MalformedFrame: The peer's lane would not make it.
+    """
     if not _NUMBER.size <= len(data) <= DESCRIPTOR_BYTES_MAX:
         raise _refused(f"{len(data)} bytes")
     number = _NUMBER.unpack_from(data)[0] & ~_LENT

@@ -1,8 +1,8 @@
-"""Memory that the peer may read: registered with UCX as exact ranges, with their keys.
+"""Memory that the peer may read: exact ranges registered with UCX, with their keys.
 
-A key is good for reading one range. Where a network card reads, it is good until the
-range is unregistered, so that happens as soon as the payload has been read or the lane
-has ended. A few ranges may be kept for caches that live long; see ``registrations`` in
+A key allows reading one range. For a network card it is valid until the range is
+unregistered. So that happens as soon as the payload has been read or the lane has
+ended. A few ranges may stay registered, for long-lived caches; see ``registrations`` in
 :mod:`kvwire_ucx.settings`.
 """
 
@@ -22,7 +22,11 @@ _READ_ONLY: Final = binding.PROTECTION_LOCAL_READ | binding.PROTECTION_REMOTE_RE
 
 @final
 class Registration:
-    """Owns the right to read one range, until it is closed."""
+    """The registration of one range for reading, until it is closed.
+
+    Raises:
+        BackendUnavailable: UCX refuses it.
+    """
 
     __slots__ = (
         "_context",
@@ -50,7 +54,7 @@ class Registration:
             raise
 
     def close(self) -> None:
-        """Unregister it: no key leads there any more."""
+        """Unregister the range; its key is then invalid."""
         handle, self._handle = self._handle, 0
         if handle:
             self._context.library.ucp.mem_unmap(self._context.handle, handle)
@@ -98,21 +102,25 @@ class Registration:
 
 @final
 class Registrations:
-    """Holds the ranges of one lane that are registered."""
+    """The registered ranges of one lane."""
 
     def __init__(self, context: Context, spare_max: int) -> None:
         self._context = context
         self._spare_max = spare_max
         self._by_range: dict[tuple[int, int], Registration] = {}
-        # Those of no payload, the one that was used last at the end.
+        # Ranges that no payload uses; the most recently used is last.
         self._spare: dict[tuple[int, int], None] = {}
 
     def __len__(self) -> int:
-        """Return how many there are, spare ones included."""
+        """Return how many ranges are registered, including unused ones."""
         return len(self._by_range)
 
     def lend(self, fragments: Fragments) -> list[Registration]:
-        """Register each fragment, or find it registered; give them back later."""
+        """Register each fragment that is not registered yet; return it with give_back.
+
+        Raises:
+            BackendUnavailable: UCX refuses one.
+        """
         lent: list[Registration] = []
         try:
             pairs = zip(
@@ -132,7 +140,7 @@ class Registrations:
         return lent
 
     def give_back(self, lent: list[Registration]) -> None:
-        """Take ranges back that the peer has read."""
+        """Return ranges that the peer has read; some unused ones stay registered."""
         for one in lent:
             one.users -= 1
             if not one.users:
@@ -143,7 +151,7 @@ class Registrations:
             self._by_range.pop(place).close()
 
     def close(self) -> None:
-        """Unregister all, read or not; the lane touches no memory any more."""
+        """Unregister all ranges; the lane must no longer touch memory."""
         for one in self._by_range.values():
             one.close()
         self._by_range.clear()

@@ -1,9 +1,9 @@
-"""The operations that UCX has, and the memory that is therefore not free.
+"""Operations in progress at UCX, and the memory that they keep from being freed.
 
-UCX never holds a reference to memory. What it was given stays here until UCX says that
-the operation is over: done, failed, or cancelled. To cancel is only to ask: a receive
-that has met its message, a send, a put and a get run on, and end by themselves or with
-their endpoint (https://github.com/openucx/ucx/issues/7290).
+UCX never holds a reference to memory. So this holds the memory until UCX reports that
+the operation is over: done, failed, or cancelled. Cancelling only asks for that: a
+send, a put, a get, and a receive that has met its message continue, and end by
+themselves or with their endpoint (https://github.com/openucx/ucx/issues/7290).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MEMORY_TYPES: Final = {
 
 @final
 class MemoryHandles:
-    """Describes where the bytes of one operation lie, as UCX wants it.
+    """The memory of one operation, in UCX's terms.
 
-    Many fragments go down as UCX's own list of pieces. UCX packs them into what it
-    sends, and unpacks what it received, piece by piece in C: 3.8 GB/s over TCP and 8.1
-    over shared memory with pieces of 4 KiB, where gathering them first and scattering
-    them last makes 2.6 and 4.0 (1 MiB payloads, same machine, same run).
+    Many fragments are passed as UCX's own list of pieces. UCX packs them when sending,
+    and unpacks them when receiving, piece by piece in C. With pieces of 4 KiB that
+    reaches 3.8 GB/s over TCP and 8.1 over shared memory; gathering them first and
+    scattering them last reaches 2.6 and 4.0 (1 MiB payloads, same machine, same run).
     """
 
     __slots__ = ("_keeps", "address", "count", "datatype", "memory_type", "nbytes")
@@ -69,19 +69,19 @@ class MemoryHandles:
         self.datatype = binding.DATATYPE_IOV
 
 
-# Gets the status and, of a receive, the bytes received.
+# Called with the status and, for a receive, the number of bytes received.
 OnDone = Callable[[int, int], None]
 
 
 @final
 class UcxRequest:
-    """Follows one operation.
+    """One operation.
 
     Attributes:
-        number: What UCX calls back with.
-        handle: UCX's own, or 0 while it has none.
-        on_done: Called once, when UCX does not touch the memory any more.
-        keeps: The memory, and whatever else must live as long.
+        number: The number that UCX passes to callbacks.
+        handle: UCX's own handle, or 0 if it has none.
+        on_done: Called once, when UCX no longer touches the memory.
+        keeps: The memory, and anything else that must live as long.
     """
 
     __slots__ = ("handle", "keeps", "number", "on_done")
@@ -95,13 +95,13 @@ class UcxRequest:
 
 @final
 class UcxRequests:
-    """Holds the operations of one worker that are not over, by number."""
+    """The operations of one worker that are not over, by number."""
 
     def __init__(self, ucp: Ucp) -> None:
         self._ucp = ucp
         self._open: dict[int, UcxRequest] = {}
         self._numbers = itertools.count(1)
-        # (number, status, bytes) that UCX has called back with and nobody was told.
+        # (number, status, bytes) of operations that are over but not yet reported.
         self._over: list[tuple[int, int, int]] = []
         self.on_sent = binding.SendCallback(self._sent)
         self.on_received = binding.ReceiveCallback(self._received)
@@ -112,7 +112,7 @@ class UcxRequests:
 
     @property
     def over(self) -> bool:
-        """Tell whether an operation is over whose caller has not been told."""
+        """Return whether an operation is over but not yet reported."""
         return bool(self._over)
 
     def new(self, on_done: OnDone, keeps: object = None) -> UcxRequest:
@@ -122,13 +122,13 @@ class UcxRequests:
         return request
 
     def posted(self, request: UcxRequest, result: int | None) -> None:
-        """Note what the posting call returned."""
+        """Record the result of the posting call."""
         status, request.handle = binding.request_of(result)
         if status != IN_PROGRESS:
             self._over.append((request.number, status, 0))
 
     def tell(self) -> None:
-        """Tell those whose operations are over by now, but none that follow."""
+        """Report the operations that are over by now; not those that end meanwhile."""
         over, self._over = self._over, []
         for number, status, nbytes in over:
             request = self._open.pop(number)
@@ -138,21 +138,21 @@ class UcxRequests:
             request.on_done(status, nbytes)
 
     def abandon(self) -> None:
-        """End every operation: the worker is gone."""
+        """End every operation, because the worker was destroyed."""
         told = {number for number, _, _ in self._over}
         missing = [number for number in self._open if number not in told]
         self._over += [(number, binding.ERR_CANCELED, 0) for number in missing]
         for request in self._open.values():
-            request.handle = 0  # freed with the worker
+            request.handle = 0  # it was freed with the worker
         self.tell()
 
-    # UCX calls these from within its own functions. They must not raise, and what they
-    # would do may post again: so they only take notes.
+    # UCX calls these from within its own functions. They must not raise, and a report
+    # could post again; so they only record.
 
     def _sent(self, _request: int, status: int, number: int) -> None:
         self._over.append((number, status, 0))
 
     def _received(self, _request: int, status: int, info: object, number: int) -> None:
-        # Of a receive that failed, UCX says nothing there, whatever it is.
+        # For a failed receive, UCX leaves that undefined.
         nbytes = info[0].length if status == OK else 0  # type: ignore[index]
         self._over.append((number, status, nbytes))

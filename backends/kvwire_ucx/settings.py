@@ -1,8 +1,8 @@
 """The settings of a UCX context: kvwire's defaults, the user's, the environment's.
 
 A user writes ``backends = {ucx = {TLS = "rc,sm"}}``, with UCX's own names in capitals,
-with or without their ``UCX_``. A variable ``UCX_...`` of the environment wins over both
-that and the defaults here: that is where an operator looks. Nothing changes os.environ.
+with or without their ``UCX_``. An environment variable ``UCX_...`` overrides both these
+and the defaults, since that is where an operator looks. os.environ is never changed.
 """
 
 from __future__ import annotations
@@ -19,43 +19,44 @@ REQUIRE_RDMA: Final = "require_rdma"
 ONE_SIDED: Final = "one_sided"
 REGISTRATIONS: Final = "registrations"
 _OWN: Final = (REQUIRE_RDMA, ONE_SIDED, REGISTRATIONS)
-# Ranges of one lane that stay registered, each of which UCX keeps some 100 bytes for.
+# The most ranges of one lane that stay registered; UCX needs some 100 bytes for each.
 REGISTRATIONS_MAX: Final = 65536
 _YES: Final = ("yes", "y", "true", "1", "on")
 _NO: Final = ("no", "n", "false", "0", "off")
 
 DEFAULTS: Final[Mapping[str, str]] = {
-    # Without it UCX leaves shared memory out as soon as it has to notice dead peers.
+    # Without it UCX excludes shared memory if it has to notice dead peers.
     "MM_ERROR_HANDLING": "y",
-    # Likewise for reading the peer's memory in one system call: 9.5 GB/s instead of 0.5
-    # (1 MiB, same machine, same run). `lane` has what stands in for invalidation.
+    # The same for reading the peer's memory in one system call: 9.5 GB/s instead of 0.5
+    # (1 MiB, same machine, same run). `lane` describes the substitute for invalidation.
     "CMA_MEMORY_INVALIDATE": "y",
-    # How long a dead process may stay unnoticed over shared memory and RDMA; UCX's own
-    # 20 s are three times what kvwire allows a dead peer.
+    # How long a dead process may go unnoticed over shared memory and RDMA; UCX's
+    # default of 20 s is three times what kvwire allows a dead peer.
     "KEEPALIVE_INTERVAL": "2s",
-    # Everything is a rendezvous but what kvwire_ucx.lane says itself: an eager message
-    # of several pieces that has begun to arrive can neither be cancelled nor waited
-    # for when its sender has died, so its memory would never be free.
+    # Everything is a rendezvous except the messages of kvwire_ucx.lane itself. An eager
+    # message of several pieces that has begun to arrive can neither be cancelled, nor
+    # waited for once its sender has died, so its memory would never be free.
     "RNDV_THRESH": "64",
-    # UCX's 8 KiB a system call are half the rate of 64 KiB. These make another 1.6 of
-    # it, in 0.67 instead of 0.82 s of CPU for a GiB, once nothing is paced (`sockets`):
-    # each segment costs a wake-up of the peer and a turn of ours.
+    # UCX's 8 KiB per system call reach half the rate of 64 KiB. These are another 1.6
+    # times as fast, with 0.67 instead of 0.82 s of CPU per GiB, once nothing is paced
+    # (`sockets`): each segment costs a wake-up of the peer and a turn of ours.
     "TCP_TX_SEG_SIZE": "256K",
     "TCP_RX_SEG_SIZE": "512K",
     # Fragments that UCX packs go through shared memory in segments, and each may wake
-    # the peer: 31,000 times for a GiB with UCX's 8 KiB, 2,500 with these, which is half
-    # of the CPU time. UCX counts their bytes in 16 bits, unchecked: 64 KiB damage every
-    # payload. As many of them as fit into the memory that 512 of 8 KiB take.
+    # the peer: 31,000 times per GiB with UCX's 8 KiB, 2,500 times with these, which
+    # saves half of the CPU time. UCX counts a segment's bytes in 16 bits without
+    # checking: 64 KiB damage every payload. As many segments as fit into the memory of
+    # 512 of 8 KiB.
     "MM_SEG_SIZE": "60K",
     "MM_RX_BUFS_GROW": "64",
 }
-# With one_sided: UCX's own cache of registrations would keep a range, and with it the
-# key, for as long as the memory is mapped; ours knows when a payload is over.
+# With one_sided: UCX's own cache of registrations would keep a range, and so its key,
+# as long as the memory is mapped; ours knows when a payload is over.
 DEFAULTS_OF_ONE_SIDED: Final[Mapping[str, str]] = {"RCACHE_ENABLE": "n"}
-# For versions before this, as well.
+# Versions before this get further defaults.
 OLD: Final = (1, 15)
 DEFAULTS_OF_OLD: Final[Mapping[str, str]] = {
-    # TCP of 1.13 ends the process ("comp->count > 0") when an endpoint fails while it
+    # UCX 1.13 ends the process ("comp->count > 0") if a TCP endpoint fails while it
     # sends from the caller's memory. 1.15 and later do not.
     "ZCOPY_THRESH": "inf",
 }
@@ -63,14 +64,16 @@ DEFAULTS_OF_OLD: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxSettings:
-    """Holds the settings that a context is made with.
+    """The settings of a context.
 
     Attributes:
         ucx: Values by UCX's names, without ``UCX_``.
-        named: Those the user gave: a library that does not know one is an error.
-        require_rdma: Without an RDMA device there is to be no lane.
-        one_sided: Peers may read the memory of a payload while it is under way.
-        registrations: Ranges of a lane that they may read afterwards as well, so that
+        named: The names that the user gave: a library that does not know one is an
+            error.
+        require_rdma: Whether a lane needs an RDMA device.
+        one_sided: Whether peers may read the memory of a payload while it is in
+            progress.
+        registrations: How many ranges of a lane stay readable afterwards, so that
             memory that is sent again need not be registered again.
     """
 
@@ -86,7 +89,11 @@ def parse(
     version: tuple[int, ...],
     environment: Mapping[str, str] | None = None,
 ) -> UcxSettings:
-    """Return the settings to make a context with."""
+    """Return the settings for a context.
+
+    Raises:
+        UsageError: The user gave an unknown name, or a wrong value.
+    """
     environment = os.environ if environment is None else environment
     ucx = {**DEFAULTS, **(DEFAULTS_OF_OLD if version < OLD else {})}
     named = set()

@@ -2,17 +2,17 @@
 
 ::
 
-    wake() --call_soon--> turn: progress until nothing moves, tell who is done
+    wake() --call_soon--> turn: progress until nothing moves, report the ends
                             ^                |               |
-              event fd -----+                |               +-- time is up: call_soon
-                                             v
-                                     arm: BUSY? again. OK? sleep
+             event fd -----+                |               +-- time is up: call_soon
+                                            v
+                                    arm: BUSY? again. OK? sleep
 
 UCX signals its file descriptor only between a successful ``arm`` and the next event,
-and ``arm`` says BUSY while there is something to progress. So a turn ends in a
-successful ``arm``, or another turn is due; and whatever posts an operation calls
-:meth:`Worker.wake`, since that may take an event away. Nothing is polled: with receives
-pending and nothing arriving, no Python code runs.
+and ``arm`` returns BUSY while there is something to progress. So a turn ends in a
+successful ``arm``, or schedules another turn. And any code that posts an operation
+calls :meth:`Worker.wake`, since posting may consume an event. Nothing is polled: with
+receives pending and nothing arriving, no Python code runs.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvwire_ucx.settings import OLD
 
 # One turn of the loop: about 4 MiB at memory speed, 1 MiB over TCP.
 TURN_S: Final = 400e-6
-# Each turn moves half a MiB at least, if there is something to move; a lane's window
-# is 8 MiB.
+# Each turn moves at least half a MiB, if there is something to move; a lane's window is
+# 8 MiB.
 IDLE_TURNS: Final = 64
-# UCX 1.13 ends the process if a worker is destroyed while its answer to a peer that has
-# just connected waits to be sent over TCP ("send.wireup.type"). It says nothing of such
-# connections; they come up in some milliseconds, if the peer lives.
+# UCX 1.13 ends the process if a worker is destroyed while its answer to a newly
+# connected peer waits to be sent over TCP ("send.wireup.type"). It does not report such
+# connections; they come up in some milliseconds if the peer is alive.
 OLD_SETTLE_S: Final = 0.1
 _ALL_BITS: Final = 2**64 - 1
 _OF_MEMORY: Final = binding.OP_DATATYPE | binding.OP_MEMORY_TYPE
@@ -50,7 +50,12 @@ _OF_MEMORY: Final = binding.OP_DATATYPE | binding.OP_MEMORY_TYPE
 
 @final
 class Worker:
-    """Posts operations, and tells when they are over. Used on its loop only."""
+    """Posts operations, and reports their ends. Used on its loop only.
+
+    Raises:
+        BackendUnavailable: UCX refuses, or this process was forked from one that used
+            UCX.
+    """
 
     def __init__(self, context: Context, loop: asyncio.AbstractEventLoop) -> None:
         _check_process()
@@ -62,11 +67,11 @@ class Worker:
         self._turning = False
         self._closed = False
         self._on_idle: Callable[[], None] | None = None
-        # Whether anything has ever moved: if not, nobody waits for an answer of UCX's.
+        # Whether anything has ever moved: if not, no answer of UCX can be waiting.
         self._used = False
         self._patience = 0
         self._failed: list[tuple[int, int]] = []
-        # By number of the endpoint; who is told that it failed, and the status.
+        # By an endpoint's number: the callback for its failure, called with the status.
         self._endpoints: dict[int, Callable[[int], None]] = {}
         self._on_failed = binding.ErrorCallback(self._endpoint_failed)
         on_sent, on_received = self.requests.on_sent, self.requests.on_received
@@ -96,9 +101,9 @@ class Worker:
         *,
         eager: bool = False,
     ) -> UcxRequest:
-        """Send a message; over when the peer's receive has met it.
+        """Send a message; it is over when the peer's receive has met it.
 
-        An eager one has a few bytes, and is over when UCX has taken them.
+        An eager message has a few bytes, and is over when UCX has taken them.
         """
         request = self.requests.new(on_done, memory)
         params = self._moving(self._sending, memory, request)
@@ -116,7 +121,7 @@ class Worker:
         return self._posted(request, result)
 
     def cancel(self, request: UcxRequest) -> None:
-        """Ask for an early end; :attr:`UcxRequest.on_done` tells when it is over."""
+        """Request an early end; :attr:`UcxRequest.on_done` reports when it is over."""
         if request.handle and not self._closed:
             self._ucp.request_cancel(self.handle, request.handle)
             self.wake()
@@ -132,7 +137,11 @@ class Worker:
     def connect(
         self, address: bytes, number: int, on_failed: Callable[[int], None]
     ) -> int:
-        """Make an endpoint to a peer's worker; UCX comes up when it is used."""
+        """Make an endpoint to a peer's worker; UCX connects when it is used.
+
+        Raises:
+            BackendUnavailable: UCX has no way to the peer.
+        """
         params = binding.EndpointParams(
             field_mask=binding.EP_REMOTE_ADDRESS
             | binding.EP_ERR_MODE
@@ -159,7 +168,7 @@ class Worker:
     def disconnect(
         self, endpoint: int, number: int, on_done: OnDone, *, force: bool
     ) -> None:
-        """Close an endpoint; over when UCX has let go of it."""
+        """Close an endpoint; it is over when UCX has released the endpoint."""
         self._endpoints.pop(number, None)
         request = self.requests.new(on_done)
         params = self._closing
@@ -168,32 +177,32 @@ class Worker:
         self._posted(request, self._ucp.ep_close_nbx(endpoint, ctypes.byref(params)))
 
     def unpace(self) -> None:
-        """Let connections within this host go as fast as they can."""
+        """Turn off TCP pacing for connections within this host."""
         unpace([self._event_fd])
 
     # --- the loop ---------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Make sure that a turn is due."""
+        """Make sure that a turn is scheduled."""
         if not (self._scheduled or self._turning or self._closed):
             self._scheduled = True
             self._loop.call_soon(self._scheduled_turn)
 
     def when_idle(self, callback: Callable[[], None]) -> None:
-        """Call back, once, when UCX has nothing to do but to wait for events.
+        """Call ``callback`` once, when UCX only waits for events.
 
-        Or when it has had its turns: over shared memory it never stops trying to tell
-        a peer that has gone. An old UCX has some time more.
+        Or after some turns, since over shared memory UCX never stops trying to reach a
+        peer that has gone. An old UCX gets some more time.
         """
         self._on_idle = callback
         self._patience = IDLE_TURNS
         self.wake()
 
     def close(self) -> None:
-        """Destroy it; what was under way is over then, and is told so.
+        """Destroy the worker; operations in progress then end, and are reported.
 
-        Only after :meth:`when_idle`: UCX ends the process over copies that it has begun
-        ("ucs_arbiter_group_is_empty"). And not from within a turn.
+        Call it only after :meth:`when_idle`, since UCX ends the process if copies are
+        in progress ("ucs_arbiter_group_is_empty"), and not from within a turn.
         """
         if self._closed:
             return
@@ -223,7 +232,7 @@ class Worker:
             self.wake()
 
     def _work_until(self, deadline: float) -> bool:
-        """Progress, tell and arm; False if time was up before there was quiet."""
+        """Progress, report and arm; return False if time was up before it was quiet."""
         ucp, handle = self._ucp, self.handle
         while not self._closed:
             moved = ucp.worker_progress(handle)
@@ -256,12 +265,12 @@ class Worker:
                 on_failed(status)
 
     def _endpoint_failed(self, number: int, _endpoint: int, status: int) -> None:
-        """Note a failure: UCX calls this from within its own functions."""
+        """Record a failure: UCX calls this from within its own functions."""
         self._failed.append((number, status))
 
     @property
     def closed(self) -> bool:
-        """Tell whether it was destroyed."""
+        """Return whether the worker was destroyed."""
         return self._closed
 
     # --- inside -----------------------------------------------------------------------
@@ -323,10 +332,13 @@ _first_process = 0
 
 
 def _check_process() -> None:
-    """Refuse the child of a process that has used UCX.
+    """Refuse to run in a child that was forked from a process that used UCX.
 
     UCX has a thread for its timers and connections, which no fork copies: in the child
     nothing would ever come up.
+
+    Raises:
+        BackendUnavailable: This is such a child.
     """
     global _first_process  # noqa: PLW0603 - it is a fact of the process
     here = os.getpid()
@@ -345,11 +357,11 @@ def _params(callback: object, fields: int = 0) -> RequestParams:
     )
 
 
-# --- its way to one peer, in UCX's peer error mode ------------------------------------
+# --- the way to one peer, in UCX's peer error mode ------------------------------------
 
-# "lane[2]:  5:cma/memory.0 md[4] -> ... rma_bw#0", as ucp_ep_print_info says.
+# "lane[2]:  5:cma/memory.0 md[4] -> ... rma_bw#0", as ucp_ep_print_info prints it.
 _LANE: Final = re.compile(r"lane\[\d+\]:\s+\d+:(\S+?)\.\d+ .*->(.*)")
-# What a lane of UCX is for, the one that moves bulk first.
+# What UCX uses its lanes for; the one that moves bulk data comes first.
 _USES: Final = ("rma_bw", "am", "rma", "tag")
 
 _numbers = itertools.count(1)
@@ -357,7 +369,7 @@ _numbers = itertools.count(1)
 
 @final
 class UcxEndpoint:
-    """Owns a UCX endpoint, which leads to a peer's worker."""
+    """A UCX endpoint, which leads to a peer's worker."""
 
     def __init__(
         self, worker: Worker, peer: UcxBootstrap, on_failed: Callable[[int], None]
@@ -379,7 +391,7 @@ class UcxEndpoint:
         return self._transports
 
     def close(self, on_gone: Callable[[], None]) -> None:
-        """Close it by force: what is under way on it ends."""
+        """Close the endpoint by force, which ends its operations."""
         handle, self.handle = self.handle, 0
         if not handle:
             return
