@@ -106,7 +106,8 @@ class Answer(enum.Enum):
     YES = "yes"
     NO = "no"
     LATER = "later"
-    """Once the link that the peer has lost is known to be lost here as well."""
+    """Once the link that the peer has lost is known to be lost here as well, or once
+    there is memory for the outcome of what has ended."""
 
 
 class UnnotifiedPeers(NamedTuple):

@@ -162,6 +162,8 @@ class IncomingState(KVTransfer):
     ) -> Answer:
         """Tell whether a peer that offers the transfer may send it."""
         attempt = self.attempt
+        if self.state is not TransferState.OPEN:
+            return Answer.LATER
         if attempt is None:
             return Answer.YES
         same_peer = attempt.origin == connection.peer.origin
@@ -243,6 +245,8 @@ class IncomingState(KVTransfer):
 
     def ask(self, connection: ConnectionPort) -> None:
         """Pull: ask the peer of a connection for the transfer."""
+        if self.state in OVER:
+            return
         before, attempt = self.attempt, self._new_attempt(connection, asks=True)
         try:
             attempt.ask(connection, self)

@@ -43,6 +43,7 @@ from kvwire.transfers.state import (
     ATTEMPT_TRANSITIONS,
     OFF_LINK,
     ON_LINK,
+    OVER,
     UNNOTIFIED,
     AttemptInput,
     AttemptState,
@@ -129,6 +130,8 @@ class OutgoingState(KVTransfer):
         self, connection: ConnectionPort, description: TransferOffer
     ) -> Answer:
         """Tell whether a peer that asks may have the transfer."""
+        if self.state is not TransferState.OPEN:
+            return Answer.LATER
         known = self._known(connection, description) if self.attempts else None
         if known is None:
             return Answer.YES if len(self.attempts) < self.consumers else Answer.NO
@@ -195,6 +198,8 @@ class OutgoingState(KVTransfer):
 
     def asks(self, origin: bytes) -> bool:
         """Tell whether this side asks that peer again on another link."""
+        if self.state is not TransferState.OPEN:
+            return False
         waiting = self._in(AttemptState.WAITING)
         return any(d.asks and d.origin == origin for d in waiting)
 
@@ -210,6 +215,8 @@ class OutgoingState(KVTransfer):
 
     def ask(self, connection: ConnectionPort) -> None:
         """Push: ask the peer of a connection to take the transfer."""
+        if self.state in OVER:
+            return
         self.phases.phase = "memory_wait"
         waiting = self._in(AttemptState.WAITING)
         known = waiting[0] if waiting else None
