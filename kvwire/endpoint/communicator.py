@@ -79,12 +79,7 @@ from kvwire.transfers.matching import TransferRegistry
 from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Access, AccessName, Address
 from kvwire.wire.control import BackendOffer, TransportOffer
-from kvwire.wire.handshake_messages import (
-    BRIEF_LAYERS,
-    BRIEF_TRANSFERS,
-    NONCE_BYTES,
-    ConnectionParameters,
-)
+from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
@@ -152,7 +147,6 @@ class CommunicatorState:
                 eager_bytes=config.eager_bytes,
                 window_bytes=config.window_bytes,
                 window_messages=config.window_messages,
-                features=BRIEF_TRANSFERS | BRIEF_LAYERS,
             ),
             profile=tuple(sorted(config.profile.items())),
         )

@@ -140,7 +140,6 @@ class ConnectionCore:
             self.chunks,
             holds,
             agreement.parameters.chunk_bytes,
-            features=agreement.parameters.features,
         )
         self.lanes: LaneTable = LaneTable(
             role,

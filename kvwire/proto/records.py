@@ -68,7 +68,7 @@ class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
         segments: By number.
         open_segments: How many are not over.
         sending_bytes: Producer: of those that the link is not through with.
-        marks_in_data: Producer: its chunks leave as they were marked, and may say it.
+        in_order: Producer: its chunks leave in the order in which they were marked.
         unsaid: Producer: segments that their chunks have to say, in that order.
         on_sent: Producer: called with each that is sent if no more than
             ``on_sent_bytes`` are left; calls no core.
@@ -82,7 +82,7 @@ class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
     segments: dict[int, SegmentRecord] = msgspec.field(default_factory=dict)
     open_segments: int = 0
     sending_bytes: int = 0
-    marks_in_data: bool = False
+    in_order: bool = True
     unsaid: dict[SegmentRecord, None] = msgspec.field(default_factory=dict)
     on_sent: Callable[[], None] | None = None
     on_sent_bytes: int = 0

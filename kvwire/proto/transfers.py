@@ -65,7 +65,6 @@ from kvwire.wire.control import (
     SegmentAck,
     SegmentBody,
 )
-from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS
 from kvwire.wire.header import FrameType, Header
 
 _DATA = int(FrameType.DATA)
@@ -79,10 +78,7 @@ class Transfers:
     """Runs the KV transfers of one connection, asked and answered.
 
     Attributes:
-        brief: Both sides know how to say them in fewer frames.
         last_words: Requests whose FIN waits for a frame that it can ride on.
-        brief_layers: They know how to say layers by themselves in fewer frames.
-        marks_in_data: And the DATA of such a layer may say what it is.
         only_link: The control link carries all payload.
         unacknowledged: Those with segments that :meth:`acknowledge` will name.
         unhurried: Those that wait for more segments, or for :meth:`speak`.
@@ -96,18 +92,14 @@ class Transfers:
         chunks: ChunkMover,
         holds: Holds,
         chunk_bytes: int,
-        *,
-        features: int = 0,
     ) -> None:
         self._outbox = outbox
         self._requests = requests
         self._chunks = chunks
         self._holds = holds
         self._chunk_bytes = chunk_bytes
-        self.brief: bool = bool(features & BRIEF_TRANSFERS)
-        self.brief_layers: bool = bool(features & BRIEF_LAYERS)
-        # A mark may not travel unsealed where others are sealed.
-        self.marks_in_data: bool = self.brief_layers and not outbox.framing.sealed
+        # The header of payload is never sealed, so it has no mark where marks are.
+        self._sealed = outbox.framing.sealed
         self.only_link: bool = True
         self.last_words: list[int] = []
         self.records: dict[RequestRecord, TransferRecord] = {}
@@ -217,7 +209,12 @@ class Transfers:
         transfer.segments[segment.number] = segment  # bounded: SEGMENTS_MAX
         transfer.open_segments += 1
         transfer.committed = commit > 0
-        if transfer.marks_in_data and self.only_link and nbytes <= self._chunk_bytes:
+        if (
+            transfer.in_order
+            and self.only_link
+            and not self._sealed
+            and nbytes <= self._chunk_bytes
+        ):
             segment.unsaid = packed_mark(box, commit)
         if segment.unsaid is not None:
             transfer.unsaid[segment] = None  # bounded: SEGMENTS_MAX
@@ -288,7 +285,7 @@ class Transfers:
             if not segment.over:
                 (damaged if number in body.damaged else landed).append(number)
                 known = known and segment.moved == segment.nbytes
-        if not known or sorted(body.damaged) != damaged or (landed and not self.brief):
+        if not known or sorted(body.damaged) != damaged:
             raise UnexpectedFrame(
                 "KVW-TR-06", "COMMIT_ACK for a transfer of which segments are under way"
             )
@@ -299,12 +296,9 @@ class Transfers:
         transfer.open_segments = 0
         transfer.damaged = damaged
         request.confirmed = True
-        if self.brief:
-            self.last_words.append(request.wire_id)  # bounded: LAST_WORDS_MAX
-            if len(self.last_words) == LAST_WORDS_MAX:
-                self.say_last_words()
-        else:
-            self._requests.tell_done(request)
+        self.last_words.append(request.wire_id)  # bounded: LAST_WORDS_MAX
+        if len(self.last_words) == LAST_WORDS_MAX:
+            self.say_last_words()
         self.settle(request)
         if landed and not request.over:  # its end says it otherwise
             self._outbox.report(
@@ -358,7 +352,7 @@ class Transfers:
 
     def marked_data(self, header: Header) -> ChunkArrival:
         """Handle MARKED_DATA: SEGMENT, and all of its bytes."""
-        if not self.marks_in_data:
+        if self._sealed:
             raise UnexpectedFrame("KVW-TR-13", "MARKED_DATA on this connection")
         if header.length > self._chunk_bytes:
             raise MalformedFrame(
@@ -465,7 +459,7 @@ class Transfers:
         if transfer.committed and not transfer.open_segments:
             self._finish_incoming(request, transfer)
         elif not segment.damaged:
-            late = self.brief_layers and len(transfer.acknowledge) < SEGMENTS_TOGETHER
+            late = len(transfer.acknowledge) < SEGMENTS_TOGETHER
             due = self.unhurried if late else self.unacknowledged
             due[request] = None  # bounded: REQUESTS_MAX
 
@@ -546,10 +540,7 @@ class Transfers:
         self, request: RequestRecord, transfer: TransferRecord
     ) -> None:
         """Send COMMIT_ACK: all that was marked has landed."""
-        if self.brief:
-            transfer.acknowledge = []  # COMMIT_ACK says it
-        else:
-            self._send_landed(request, transfer)
+        transfer.acknowledge = []  # COMMIT_ACK says it
         if len(transfer.damaged) > SETTLED_MAX:
             error = IntegrityError(f"{len(transfer.damaged)} segments arrived damaged")
             self._requests.fail(request, error, tell=WireCode.INTEGRITY)

@@ -96,9 +96,8 @@ class SendAttempt(Attempt):
         assert self.core is not None
         record = transfers.records[self.core]
         record.on_sent = self._link_sent
-        if transfers.brief_layers:
-            in_memory = self.outgoing.memory.device is None
-            record.marks_in_data = transfers.marks_in_data and in_memory
+        # Chunks of a device overtake each other in staging.
+        record.in_order = self.outgoing.memory.device is None
         if settled:
             self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.SETTLE]
         self.send_ready()
@@ -151,7 +150,6 @@ class SendAttempt(Attempt):
         if self.state not in (AttemptState.MOVING, AttemptState.SETTLED):
             return
         core, marks = self.core, self.outgoing.ready_log
-        transfers = self.connection.transfers
         assert core is not None
         if core.over:  # and this attempt is about to hear of it
             return
@@ -164,7 +162,7 @@ class SendAttempt(Attempt):
             if self._held is not None:
                 if all_in or in_turn or not self._under_way:
                     self._flush()
-                elif transfers.brief_layers:
+                else:
                     self._take_turn()
         except UsageError as exc:
             self.outgoing.stop(exc, WireCode.TOO_LARGE)
@@ -182,8 +180,8 @@ class SendAttempt(Attempt):
         transfers, pieces = self.connection.transfers, self._pieces
         if self.state is AttemptState.SETTLED:
             pieces.clear()
-        # The last segment says that it is the last one, where the peer knows how.
-        rides = all_in and transfers.brief and bool(pieces)
+        # The last segment says that it is the last one.
+        rides = all_in and bool(pieces)
         record = transfers.records[self.core]
         while pieces and record.sending_bytes < AHEAD_BYTES:
             segment, nbytes = pieces.popleft()
@@ -229,7 +227,7 @@ class SendAttempt(Attempt):
                 self._turn = self.outgoing.loop.call_soon(self._in_turn)
         elif self.state is AttemptState.MOVING:
             self._phases.enter("mark_wait")
-            if self._held is not None and self.connection.transfers.brief_layers:
+            if self._held is not None:
                 self._take_turn()
 
     def _take_turn(self) -> None:

@@ -29,11 +29,6 @@ MAGIC: Final = b"kvwire\r\n"
 MAC_BYTES: Final = 32
 NONCE_BYTES: Final = 32
 
-# A bit of ``features``: short transfers in fewer frames.
-BRIEF_TRANSFERS: Final = 1
-# Another: layers that travel by themselves, in fewer frames.
-BRIEF_LAYERS: Final = 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionParameters:
@@ -44,7 +39,8 @@ class ConnectionParameters:
         eager_bytes: Most payload bytes in one MESSAGE frame.
         window_bytes: Eager bytes this side holds for messages nobody asked for yet.
         window_messages: How many such messages it holds.
-        features: Bits of optional features; unknown ones are ignored.
+        features: A bit for each addition of a later minor version; both sides use
+            what both have set. This version knows none.
     """
 
     chunk_bytes: int

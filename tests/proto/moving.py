@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import pytest
@@ -11,10 +11,9 @@ from kvwire.errors import KVWireError
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.requests import RequestRecord
-from kvwire.types import BufferId
-from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS
+from kvwire.types import BufferId, TrustMode
 from kvwire.wire.header import FrameType, decode_header
-from tests.support.core_pair.handshakes import SMALL, identity
+from tests.support.core_pair.handshakes import identity
 from tests.support.core_pair.peer import ConnectionPair, Peer
 from tests.support.splitter import Frame
 
@@ -118,7 +117,6 @@ class Moved:
         buffer = self.producer.lend(data)
         self.sources.append(buffer)
         transfers = self.producer.core.transfers
-        transfers.records[self.outgoing].marks_in_data = transfers.marks_in_data
         segment = transfers.mark(self.outgoing, BOX, buffer, len(data), commit)
         self.producer.collect()
         return segment
@@ -147,16 +145,17 @@ def events_of(peer: Peer, kind: type[T]) -> list[T]:
     return [event for event in peer.events if isinstance(event, kind)]
 
 
-def moved(*, pull: bool = False, brief: bool = False, layers: bool = False) -> Moved:
-    """A transfer that both sides have agreed on."""
-    features = BRIEF_TRANSFERS * brief | BRIEF_LAYERS * layers
-    return Moved(brief_pair(features), pull).agree()
+def moved(
+    *,
+    pull: bool = False,
+    trust: TrustMode = TrustMode.LOOPBACK,
+    in_order: bool = True,
+) -> Moved:
+    """A transfer that both sides have agreed on.
 
-
-def brief_pair(features: int = BRIEF_TRANSFERS) -> ConnectionPair:
-    """A pair that says the same in fewer frames."""
-    parameters = replace(SMALL, features=features)
-    client, server = (
-        identity(name, parameters=parameters) for name in ("client", "server")
-    )
-    return ConnectionPair(client=client, server=server)
+    Without ``in_order`` each mark has a frame of its own.
+    """
+    client, server = (identity(name, trust=trust) for name in ("client", "server"))
+    m = Moved(ConnectionPair(client=client, server=server), pull).agree()
+    m.producer.core.transfers.records[m.outgoing].in_order = in_order
+    return m

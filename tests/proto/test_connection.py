@@ -423,7 +423,7 @@ def test_idle_while_nothing_is_open() -> None:
 
 def test_what_has_landed_is_said_before_a_transfer_fails() -> None:
     """A mark in the header of its chunk, and no answer to it by itself."""
-    m = moved(layers=True)
+    m = moved()
     m.mark(b"x")
     assert m.names == ["MARKED_DATA"]
     m.pair.run()

@@ -1,4 +1,4 @@
-"""Layers by themselves, between two sides that say them in fewer frames."""
+"""Layers by themselves: acknowledged together, and marked by their only chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def acknowledged(m: Moved) -> list[tuple[int, ...]]:
 
 def test_segments_are_acknowledged_together() -> None:
     """Some at once, the rest when nothing more has come for a while."""
-    m = moved(layers=True)
+    m = moved()
     for _ in range(SEGMENTS_TOGETHER + 1):
         m.mark(b"x")
         m.pair.run()
@@ -32,6 +32,8 @@ def test_segments_are_acknowledged_together() -> None:
     assert acknowledged(m) == [together, (SEGMENTS_TOGETHER + 1,)]
     m.commit()
     expect_fine(m.pair)
+    assert not m.over()
+    m.pair.advance(LAST_WORD_DELAY_S)
     assert m.over()
 
 
@@ -55,7 +57,7 @@ def test_a_mark_as_an_offset(commit: int, box: Box) -> None:
 
 
 def test_commit_says_what_is_unsaid() -> None:
-    m = moved(layers=True)
+    m = moved()
     m.producer.stalled = True
     for data in (b"x", b"y" * (CHUNK + 1), b"z"):
         m.mark(data)
@@ -67,7 +69,7 @@ def test_commit_says_what_is_unsaid() -> None:
 
 
 def test_a_damaged_segment_with_its_mark() -> None:
-    m = moved(layers=True)
+    m = moved()
     m.mark(b"x")
     header, _ = m.producer.wire.pop()
     m.producer.wire.append((header, b"y"))

@@ -37,7 +37,7 @@ HELLO, ACCEPT, CONFIRM, REFUSE, OFFER, CHOICE = range(1, 7)
 PING, PONG, CLOSE, CREDIT = range(0x10, 0x14)
 FIN, FAIL = 0x24, 0x25
 OPEN, AGREE, SEGMENT, SEGMENT_ACK, COMMIT, COMMIT_ACK = range(0x30, 0x36)
-MESSAGE, DATA = 0x40, 0x41
+MESSAGE, DATA, MARKED_DATA = 0x40, 0x41, 0x42
 SEALED, CHECKED = 1, 2
 GOING_AWAY, AUTHENTICATION, PROFILE, CANCELLED = 1, 17, 18, 36
 LOOPBACK, PSK = 0, 1
@@ -155,13 +155,25 @@ class RawLink:
     def send(self, frame_type: int, *fields: Any, request: int = 0) -> None:
         self._send_body(frame_type, msgspec.msgpack.encode(fields), request)
 
+    @property
+    def sealed(self) -> bool:
+        return bool(self._seal_key)
+
     def send_data(
-        self, request: int, segment: int, offset: int, data: bytes, *, intact: bool
+        self,
+        request: int,
+        segment: int,
+        offset: int,
+        data: bytes,
+        *,
+        intact: bool,
+        frame_type: int = DATA,
     ) -> None:
         """Sends a chunk, with a wrong check unless ``intact``."""
         check = payload_check(data) ^ (not intact)
         place = (request, segment, offset, check)
-        self._writer.write(header(DATA, CHECKED, self._sent, len(data), *place) + data)
+        head = header(frame_type, CHECKED, self._sent, len(data), *place)
+        self._writer.write(head + data)
         self._sent += 1
 
     async def receive(self) -> Frame:
@@ -354,16 +366,26 @@ async def produce(
     for number, box in enumerate(boxes, 1):
         elements = side.groups[box[0]].elements(box)
         data = b"".join(memory[side.cache.place(element)] for element in elements)
+        mark = _packed(box)
+        if mark is not None and len(data) <= link.chunk_bytes and not link.sealed:
+            link.send_data(
+                *(request, number, mark, data),
+                intact=number not in spoiled,
+                frame_type=MARKED_DATA,
+            )
+            continue
         link.send(SEGMENT, number, box, len(data), request=request)
         for at in range(0, len(data), link.chunk_bytes):
             chunk = data[at : at + link.chunk_bytes]
             wrong = number in spoiled and at + len(chunk) == len(data)
             link.send_data(request, number, at, chunk, intact=not wrong)
     link.send(COMMIT, len(boxes), complete, request=request)
+    left = dict(enumerate(boxes, 1))
     while (frame := await _next(link, request)).type != COMMIT_ACK:
         assert frame.type == SEGMENT_ACK
-        side.landed += [boxes[number - 1] for number in frame.fields[0]]
-    side.damaged += [boxes[number - 1] for number in frame.fields[0]]
+        side.landed += [left.pop(number) for number in frame.fields[0]]
+    side.damaged += [left.pop(number) for number in frame.fields[0]]
+    side.landed += left.values()
     link.send(FIN, 0, request=request)
 
 
@@ -372,16 +394,19 @@ async def consume(link: RawLink, side: Side, request: int) -> None:
     segments: list[_Segment] = []
     committed = False
     while (frame := await _next(link, request)).type != FIN:
-        if frame.type == SEGMENT:
-            number, box, nbytes = frame.fields[:3]
-            segments.append(_Segment(tuple(box), bytearray(nbytes)))
+        if frame.type in (SEGMENT, MARKED_DATA):
+            number, box, nbytes, commit = _marked(frame)
+            segments.append(_Segment(box, bytearray(nbytes)))
+            assert not committed
             assert number == len(segments)
-            assert nbytes == side.groups[box[0]].nbytes(tuple(box))
+            assert nbytes == side.groups[box[0]].nbytes(box)
+            committed, side.complete = commit > 0, commit == 2
         elif frame.type == COMMIT:
             count, side.complete = frame.fields
+            assert not committed
             assert count == len(segments)
             committed = True
-        else:
+        if frame.type in (DATA, MARKED_DATA):
             _take(link, side, segments[frame.segment - 1], frame)
         if committed and all(segment.left == 0 for segment in segments):
             numbered = enumerate(segments, 1)
@@ -389,6 +414,25 @@ async def consume(link: RawLink, side: Side, request: int) -> None:
             side.damaged += [segments[number - 1].box for number in damaged]
             side.settled = True
             link.send(COMMIT_ACK, damaged, request=request)
+
+
+def _packed(box: Box) -> int | None:
+    """Makes the offset of MARKED_DATA; None of a box that has no room in it."""
+    group, layer, layers, granule, granules = box
+    if group >> 6 or (layer | layers) >> 12 or (granule | granules) >> 16:
+        return None
+    return group << 56 | layer << 44 | layers << 32 | granule << 16 | granules
+
+
+def _marked(frame: Frame) -> tuple[int, Box, int, int]:
+    """Reads a mark: the segment's number, box and bytes, and its commit."""
+    if frame.type == SEGMENT:
+        number, box, nbytes, commit = [*frame.fields, 0][:4]
+        return number, tuple(box), nbytes, commit
+    mark = frame.offset
+    layer, layers = mark >> 44 & 0xFFF, mark >> 32 & 0xFFF
+    read = (mark >> 56 & 0x3F, layer, layers, mark >> 16 & 0xFFFF, mark & 0xFFFF)
+    return frame.segment, read, len(frame.payload), mark >> 62
 
 
 class _Segment:
@@ -400,8 +444,7 @@ class _Segment:
 
 
 def _take(link: RawLink, side: Side, segment: _Segment, frame: Frame) -> None:
-    assert frame.type == DATA
-    at, data = frame.offset, frame.payload
+    at, data = (frame.offset if frame.type == DATA else 0), frame.payload
     segment.memory[at : at + len(data)] = data
     segment.left -= len(data)
     segment.damaged |= not frame.intact

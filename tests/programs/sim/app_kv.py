@@ -60,8 +60,7 @@ class KVApp:
         if ask is None:
             return
         transfers = endpoint.core.transfers
-        last = transfers.brief and dice.one_in(4)
-        transfers.records[ask.core].marks_in_data = transfers.marks_in_data
+        last = dice.one_in(4)
         for left in reversed(range(1 + dice.below(4))):
             nbytes = max(1, endpoint.size(dice))
             part = Part(self._world.next_serial(), nbytes)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvwire.errors import RequestCancelled, WireCode
+from kvwire.limits import LAST_WORD_DELAY_S
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.requests import RequestRecord
@@ -121,9 +122,13 @@ def pushed(pair: ConnectionPair) -> Iterator[str]:
         client.core.transfers.mark(out, _BOX, client.lend(data), len(data))
         client.collect()
     yield "the client marks two segments"
+    _wait(server, LAST_WORD_DELAY_S)
+    yield "the server acknowledges them"
     client.core.transfers.commit(out, complete=True)
     client.collect()
-    yield "and commits"
+    yield "the client commits"
+    _wait(client, LAST_WORD_DELAY_S)
+    yield "and confirms"
 
 
 def pulled(pair: ConnectionPair) -> Iterator[str]:
@@ -213,7 +218,6 @@ def _forged(grant: AccessBody) -> AccessBody:
 
 def _ask(peer: Peer, *, pull: bool) -> RequestRecord:
     transfer = TransferRecord(id=b"request 17", priority=1)
-    transfer.marks_in_data = peer.core.transfers.marks_in_data
     request = peer.core.open_transfer(transfer, b"mine", pull=pull, deadline=None)
     peer.collect()
     return request

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -35,10 +35,8 @@ from kvwire.proto.events import (
 from kvwire.proto.handshake import Identity
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import Fail, decode_body, narrowed
-from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS
 from kvwire.wire.header import Flag, FrameType, decode_header
 from tests.support.core_pair.handshakes import (
-    SMALL,
     Frame,
     Shaking,
     begin,
@@ -211,15 +209,7 @@ def _lines(steps: list[Step]) -> Iterator[str]:
 
 
 def _scripted() -> Iterator[Case]:
-    features = BRIEF_TRANSFERS | BRIEF_LAYERS
-    brief = replace(SMALL, features=features)
     for trust in TrustMode:
-        yield Case(
-            name=f"pushed-brief-{trust.name.lower()}",
-            client=identity("client", trust=trust, parameters=brief),
-            server=identity("server", trust=trust, parameters=brief),
-            script=SCRIPTS["pushed"],
-        )
         for name, script in SCRIPTS.items():
             yield Case(
                 name=f"{name}-{trust.name.lower()}",
