@@ -25,13 +25,13 @@ async def test_what_was_put_is_there_and_what_is_got_is_that(
 ) -> None:
     data, memory, back = random.Random(1).randbytes(nbytes), *buffers(nbytes)
     async with pair(over.backend, over.settings()) as both:
-        region = both.b.register(memory, access="readwrite")
-        grant = region.grant(both.ba)
+        region = both.far.register(memory, access="readwrite")
+        grant = region.grant(both.right)
         for _ in range(2):
             memory[:] = back[:] = bytes(nbytes)
-            assert await both.ab.put(data, grant) == nbytes
+            assert await both.left.put(data, grant) == nbytes
             assert memory == data
-            assert await both.ab.get(grant, back) == nbytes
+            assert await both.left.get(grant, back) == nbytes
             assert back == data
         await region.close()
 
@@ -57,9 +57,11 @@ async def test_nothing_is_written_once_the_memory_is_said_to_be_free(
             if turn >= len(targets):
                 require_untouched(target)
             puts = chance.random() < 0.5
-            region = both.b.register(target if puts else source, access="readwrite")
-            grant = region.grant(both.ba)
-            request = both.ab.put(source, grant) if puts else both.ab.get(grant, target)
+            region = both.far.register(target if puts else source, access="readwrite")
+            grant = region.grant(both.right)
+            request = (
+                both.left.put(source, grant) if puts else both.left.get(grant, target)
+            )
             # Often few: within one host all is over after some turns.
             for _ in range(chance.choice((0, 0, 1, 2, 3, 5, 8, 13, 21, 34))):
                 await asyncio.sleep(0)
@@ -79,7 +81,7 @@ async def test_nothing_is_written_once_the_memory_is_said_to_be_free(
         await go_on(both, watched_s)
         for target in targets:
             require_untouched(target)
-        assert both.ab.transport == over.backend
+        assert both.left.transport == over.backend
     assert midway
 
 

@@ -82,7 +82,7 @@ async def test_nothing_is_written_after_drained(
         await transfers.go_on(both, watched_s)
         for _, tensors in spare:
             require_untouched(tensors)
-        assert both.ab.transport == over.backend
+        assert both.left.transport == over.backend
     assert midway
 
 
@@ -109,8 +109,8 @@ async def test_the_control_link_takes_over_when_the_lane_breaks(
     raise_again_after(monkeypatch, NEVER_S)  # one that is up again did not fail
     async with transfers.pair(over.backend, over.settings()) as both:
         lanes[0]._end(ConnectionLost("planted"))
-        await until(lambda: both.ab.transport == "tcp")
-        request = both.ab.send(1, bytes(1 << 20))
-        assert await both.ba.recv(1) == bytes(1 << 20)
+        await until(lambda: both.left.transport == "tcp")
+        request = both.left.send(1, bytes(1 << 20))
+        assert await both.right.recv(1) == bytes(1 << 20)
         await request
-        assert f"{over.backend} failed" in str(both.ab.transport_report)
+        assert f"{over.backend} failed" in str(both.left.transport_report)

@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import kvwire
 from kvwire import KVSpec, PagedCache
 from kvwire.kv.layout import AxisOrder
-from kvwire.testing.harness import Loopback
 from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx import support as ucx
+from tests.support.pairs import Pair, connected
 
 BLOCKS = 8
 OURS, THEIRS = [0, 2, 4], [7, 5, 3]
@@ -62,38 +61,33 @@ def cache(spec: KVSpec, value: float) -> tuple[PagedCache, list[Tensor]]:
 @asynccontextmanager
 async def pair(
     backend: str, left: dict[str, str], right: dict[str, str] | None = None
-) -> AsyncIterator[Loopback]:
+) -> AsyncIterator[Pair]:
     """Connected over TCP, with the backend preferred for the data."""
     near, far = (
-        kvwire.Config(
-            prefer=(backend,), backends={backend: own}, handshake_timeout_s=60
-        )
-        for own in (left, left if right is None else right)
+        {"backends": {backend: own}} for own in (left, left if right is None else right)
     )
-    async with kvwire.open(near, name="a") as a, kvwire.open(far, name="b") as b:
-        address = await b.listen("127.0.0.1:0")
-        ab = await a.connect(address)
-        assert ab.transport == backend
-        yield Loopback(a=a, b=b, ab=ab, ba=await b.accept(), address=address)
+    async with connected(near=near, far=far, prefer=(backend,)) as made:
+        assert made.left.transport == backend
+        yield made
 
 
 def begun(
-    both: Loopback, verb: str, key: object, source: PagedCache, target: PagedCache
+    both: Pair, verb: str, key: object, source: PagedCache, target: PagedCache
 ) -> tuple[Any, Any]:
-    """The two sides of one transfer, from ``a`` to ``b``: incoming and outgoing."""
+    """The two sides of one transfer, from near to far: incoming and outgoing."""
     name: Any = key
     if verb == "push":
-        incoming = both.b.expect(name, target, THEIRS)
-        return incoming, both.ab.push(name, source, OURS)
-    outgoing = both.a.publish(name, source, OURS)
-    return both.ba.pull(name, target, THEIRS), outgoing
+        incoming = both.far.expect(name, target, THEIRS)
+        return incoming, both.left.push(name, source, OURS)
+    outgoing = both.near.publish(name, source, OURS)
+    return both.right.pull(name, target, THEIRS), outgoing
 
 
-async def go_on(both: Loopback, seconds: float) -> None:
+async def go_on(both: Pair, seconds: float) -> None:
     """Move other things over the same lane for a while."""
     loop, message = asyncio.get_running_loop(), bytes(1 << 20)
     end = loop.time() + seconds
     while loop.time() < end:
-        request = both.ab.send(1, message)
-        assert await both.ba.recv(1) == message
+        request = both.left.send(1, message)
+        assert await both.right.recv(1) == message
         await request

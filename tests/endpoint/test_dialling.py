@@ -69,7 +69,7 @@ def silent() -> Iterator[int]:
 
 
 @pytest.fixture(params=["loopback", "psk"])
-def trust(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+def trust(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """Each trust mode that needs no certificate."""
     if request.param == "loopback":
         return {}
@@ -82,7 +82,7 @@ def trust(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("hosts", [(LOCAL, LOCAL_6), (LOCAL_6, LOCAL)])
 async def test_an_address_that_refuses_is_followed_by_the_next(
-    trust: dict[str, str], resolver: Resolver, hosts: tuple[str, str]
+    trust: dict[str, Any], resolver: Resolver, hosts: tuple[str, str]
 ) -> None:
     async with communicators(**trust) as (near, far):
         address = await far.listen(f"{LOCAL}:0")
@@ -93,7 +93,7 @@ async def test_an_address_that_refuses_is_followed_by_the_next(
 
 
 async def test_an_address_that_is_silent_is_not_waited_for(
-    trust: dict[str, str], resolver: Resolver, silent: int
+    trust: dict[str, Any], resolver: Resolver, silent: int
 ) -> None:
     async with communicators(**trust) as (near, far):
         address = await far.listen(f"{LOCAL}:{silent}")
@@ -280,7 +280,7 @@ async def test_of_two_that_come_up_at_once_one_is_ended(
 
 
 async def test_every_address_of_a_name_is_listened_on(
-    trust: dict[str, str], resolver: Resolver
+    trust: dict[str, Any], resolver: Resolver
 ) -> None:
     async with communicators(**trust) as (near, far):
         resolver(LOCAL_6, LOCAL)

@@ -13,7 +13,7 @@ from kvwire.aio import run_to_completion
 from kvwire.directory import open_directory
 from kvwire.testing.conformance.rig import open_descriptors
 from tests.directory.records import record
-from tests.support.pairs import until
+from tests.support.pairs import communicators, connected, until
 from tests.support.scopes import in_scope
 
 # Most uses take fewer. What waits for threads takes as many as a busy machine gives it.
@@ -29,18 +29,13 @@ async def _announced(folder: Path) -> None:
 
 
 async def _connected(_: Path) -> None:
-    async with (
-        kvwire.open(name="a") as a,
-        kvwire.open(name="b") as b,
-        await a.connect(await b.listen("127.0.0.1:0")) as one,
-        await b.accept() as other,
-    ):
-        await one.send(1, b"x")
-        await other.recv(1)
+    async with connected() as pair, pair.left, pair.right:
+        await pair.left.send(1, b"x")
+        await pair.right.recv(1)
 
 
 async def _dialled(_: Path) -> None:
-    async with kvwire.open(name="a") as a, kvwire.open(name="b") as b:
+    async with communicators() as (a, b):
         peer = a.peer(str(await b.listen("127.0.0.1:0")))
         await peer.send(1, b"x")
         await (await b.accept()).recv(1)

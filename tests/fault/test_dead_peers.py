@@ -136,7 +136,7 @@ async def test_a_stopped_peer_is_given_up(comm: Communicator, what: str) -> None
 @pytest.mark.parametrize("way", Direction)
 @pytest.mark.parametrize("what", ["idle", "sending"])
 async def test_one_silent_direction_is_enough(way: Direction, what: str) -> None:
-    config = {"ping_interval_s": INTERVAL_S, "close_timeout_s": 0.5}
+    config: dict[str, Any] = {"ping_interval_s": INTERVAL_S, "close_timeout_s": 0.5}
     async with (
         communicators(**config) as (near, far),
         Proxy(await far.listen("127.0.0.1:0")) as proxy,

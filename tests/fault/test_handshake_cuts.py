@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-import kvwire
 from kvwire import Address, Communicator, ConnectionLost, HandshakeError
 from kvwire.backend import Backend, Link
 from kvwire.security.keys import write_key_file
 from tests.support import inside
 from tests.support.certificates import FAR, NEAR, Authority
 from tests.support.depth import sample
-from tests.support.pairs import until
+from tests.support.pairs import communicators, until
 from tests.support.proxy import Cut, Direction, Ending, Proxy
 
 HANDSHAKE_S = 0.4
@@ -49,11 +48,8 @@ async def sides(
         write_key_file(tmp_path / "key")
         near_trust = far_trust = {"trust": "psk", "psk_file": str(tmp_path / "key")}
     both: dict[str, Any] = {"handshake_timeout_s": HANDSHAKE_S, "prefer": ("tcp",)}
-    async with (
-        kvwire.open(name="near", **both, **near_trust) as near,
-        kvwire.open(name="far", **both, **far_trust) as far,
-    ):
-        yield near, far
+    async with communicators(near_trust, far_trust, **both) as made:
+        yield made
 
 
 async def handshake_bytes(near: Communicator, far: Address, way: Direction) -> int:

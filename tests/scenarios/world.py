@@ -22,6 +22,7 @@ import uvloop
 
 import kvwire
 from tests.support import inside, virtual_time
+from tests.support.pairs import join
 from tests.support.waiting import PATIENCE_S
 
 LAYERS, BLOCKS = 4, 32
@@ -227,11 +228,8 @@ async def world(transport: str, **config: Any) -> AsyncIterator[World]:
         kvwire.open(name="prefill", **config) as p,
         kvwire.open(name="decode", **config) as d,
     ):
-        where = "127.0.0.1:0" if transport == "tcp" else "inproc://"
-        address = await p.listen(where)
-        pull_side = await d.connect(address)
-        push_side = await p.accept()
-        yield World(p, d, pull_side, push_side, address)
+        pair = await join(d, p, transport)
+        yield World(p, d, pair.left, pair.right, pair.address)
     assert not inside.registry(p).live
     assert not inside.registry(d).live
     assert not len(inside.buffers(p))

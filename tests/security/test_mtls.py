@@ -28,7 +28,7 @@ from tests.support import inside
 from tests.support.certificates import FAR, NEAR, Authority, issue
 from tests.support.lanes import expect_moves
 from tests.support.logs import warned
-from tests.support.pairs import Pair, until
+from tests.support.pairs import Pair, communicators, connected, until
 from tests.support.proxy import Cut, Direction, Ending, Flip, Proxy, Toxic
 
 OTHER = "spiffe://kvwire.test/other"
@@ -44,28 +44,13 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @contextlib.asynccontextmanager
-async def met(
-    near: dict[str, Any], far: dict[str, Any], **both: Any
-) -> AsyncIterator[Pair]:
-    """Two sides with a configuration each, and a connection."""
-    async with (
-        kvwire.open(**{"name": "near", **both, **near}) as a,
-        kvwire.open(**{"name": "far", **both, **far}) as b,
-    ):
-        address = await b.listen("127.0.0.1:0")
-        left = await a.connect(address)
-        yield Pair(a, b, left, await b.accept(), address)
-
-
-@contextlib.asynccontextmanager
 async def proxied(
     authority: Authority, *toxics: Toxic, **both: Any
 ) -> AsyncIterator[tuple[Pair, Proxy]]:
     """Two sides that know each other, with a network between them."""
     near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
     async with (
-        kvwire.open(name="near", prefer=("tcp",), **both, **near) as a,
-        kvwire.open(name="far", prefer=("tcp",), **both, **far) as b,
+        communicators(near, far, prefer=("tcp",), **both) as (a, b),
         Proxy(await b.listen("127.0.0.1:0"), *toxics) as proxy,
     ):
         left = await a.connect(proxy.address)
@@ -75,7 +60,9 @@ async def proxied(
 @pytest.fixture
 async def pair(authority: Authority) -> AsyncIterator[Pair]:
     near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
-    async with met(near, far, prefer=("tcp",), lanes=2, lease_s=5.0) as made:
+    async with connected(
+        near=near, far=far, prefer=("tcp",), lanes=2, lease_s=5.0
+    ) as made:
         yield made
 
 
@@ -127,8 +114,7 @@ async def test_nothing_is_sent_in_the_clear(authority: Authority) -> None:
 
     near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
     async with (
-        kvwire.open(name="canary-name", prefer=("tcp",), **near) as a,
-        kvwire.open(name="far", prefer=("tcp",), **far) as b,
+        communicators(near | {"name": "canary-name"}, far, prefer=("tcp",)) as (a, b),
         between(await b.listen("127.0.0.1:0"), heard.extend) as address,
     ):
         left = await a.connect(address)
@@ -214,7 +200,7 @@ async def test_a_changed_bit_is_a_lost_connection(
 
 async def test_a_cancelled_connect_leaves_nothing(authority: Authority) -> None:
     near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
-    async with kvwire.open(**near) as a, kvwire.open(**far) as b:
+    async with communicators(near, far) as (a, b):
         address = await b.listen("127.0.0.1:0")
         for turns in range(40):
             task = asyncio.create_task(a.connect(address))
@@ -242,7 +228,7 @@ class Refusals:
     ) -> tuple[str, str]:
         """The client's error, and the server's log."""
         self._caplog.clear()
-        async with kvwire.open(**near) as a, kvwire.open(**far) as b:
+        async with communicators(near, far) as (a, b):
             address = await b.listen("127.0.0.1:0")
             with pytest.raises(kind) as caught:
                 await a.connect(address)
@@ -290,10 +276,8 @@ async def test_a_certificate_for_clients_alone_is_not_listened_with(
     authority: Authority,
 ) -> None:
     usages = (ExtendedKeyUsageOID.CLIENT_AUTH,)
-    async with (
-        kvwire.open(**authority.config(NEAR, usages=usages)) as near,
-        kvwire.open(**authority.config(FAR)) as far,
-    ):
+    own, other = authority.config(NEAR, usages=usages), authority.config(FAR)
+    async with communicators(own, other) as (near, far):
         with pytest.raises(UsageError, match="clientAuth alone"):
             await near.listen("127.0.0.1:0")
         await near.connect(await far.listen("127.0.0.1:0"))
@@ -316,7 +300,7 @@ async def test_a_host_that_is_refused_again_and_again_is_one_warning(
 ) -> None:
     near, far = authority.config(NEAR), authority.config(FAR, OTHER)
     caplog.set_level(logging.INFO, "kvwire")
-    async with kvwire.open(**near) as a, kvwire.open(**far) as b:
+    async with communicators(near, far) as (a, b):
         address = await b.listen("127.0.0.1:0")
         for _ in range(3):
             with pytest.raises(AuthenticationFailed):
@@ -369,8 +353,7 @@ async def test_somebody_between_two_tls_connections(
     caplog.set_level(logging.INFO, "kvwire")
     near, far = authority.config(NEAR), authority.config(FAR)
     async with (
-        kvwire.open(**near) as a,
-        kvwire.open(**far) as b,
+        communicators(near, far) as (a, b),
         relay(await b.listen("127.0.0.1:0"), authority) as address,
     ):
         with pytest.raises(AuthenticationFailed, match="ends TLS on the way"):
@@ -399,10 +382,7 @@ async def test_a_lane_is_tied_to_its_own_tls_connection(
 ) -> None:
     """As above, for a lane whose secret is right: somebody passes the preamble on."""
     near, far = authority.config(NEAR), authority.config(FAR)
-    async with (
-        kvwire.open(name="near", prefer=("tcp",), lanes=2, **near) as a,
-        kvwire.open(name="far", prefer=("tcp",), **far) as b,
-    ):
+    async with communicators(near | {"lanes": 2}, far, prefer=("tcp",)) as (a, b):
         address = await b.listen("127.0.0.1:0")
         async with relay(address, authority) as elsewhere:
             connect = TcpLane._connect
@@ -424,7 +404,7 @@ async def test_what_would_leave_the_host_in_the_clear_is_not_taken(
     authority: Authority,
 ) -> None:
     near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
-    async with met(near, far) as pair:
+    async with connected(near=near, far=far) as pair:
         for connection in (pair.left, pair.right):
             assert connection.transport in ("tcp", "local")
             assert "not encrypted" in reasons(connection)["ucx"]
@@ -442,7 +422,7 @@ async def test_every_socket_of_a_connection_is_inside_tls(
 
     monkeypatch.setattr(LaneSocket, "__init__", noted)
     near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
-    async with met(near, far, prefer=("tcp",), lanes=3):
+    async with connected(near=near, far=far, prefer=("tcp",), lanes=3):
         pass
     assert len(wires) == 4  # both ends of two lanes beside the control link
     assert not any(isinstance(wire, PlainWire) for wire in wires)
@@ -451,7 +431,7 @@ async def test_every_socket_of_a_connection_is_inside_tls(
 async def test_new_connections_use_new_certificates(authority: Authority) -> None:
     """Without a restart; those that are there live on."""
     near, far = authority.config(NEAR), authority.config(FAR)
-    async with met(near, far, prefer=("tcp",)) as pair:
+    async with connected(near=near, far=far, prefer=("tcp",)) as pair:
         new = authority.issue(OTHER).config
         for key, path in new.items():
             os.replace(path, near[key])  # noqa: PTH105 - at once

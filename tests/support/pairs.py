@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -39,25 +39,42 @@ def anywhere(scheme: str) -> str:
 
 @asynccontextmanager
 async def communicators(
-    **config: Any,
+    near: Mapping[str, Any] = {}, far: Mapping[str, Any] = {}, **both: Any
 ) -> AsyncIterator[tuple[Communicator, Communicator]]:
-    """Two communicators with the same configuration; both are closed at the end."""
-    patient = {"handshake_timeout_s": PATIENCE_S}
+    """Two communicators, with a configuration for each and one for both."""
+    both = {"handshake_timeout_s": PATIENCE_S, **both}
     async with (
-        kvwire.open(**{"name": "near", **patient, **config}) as near,
-        kvwire.open(**{"name": "far", **patient, **config}) as far,
+        kvwire.open(**{"name": "near", **both, **near}) as one,
+        kvwire.open(**{"name": "far", **both, **far}) as other,
     ):
-        yield near, far
+        yield one, other
+
+
+async def join(
+    near: Communicator,
+    far: Communicator,
+    scheme: str = "tcp",
+    *,
+    transport: str | None = None,
+) -> Pair:
+    """Connect the first to the second, which listens."""
+    address = await far.listen(anywhere(scheme))
+    left = await near.connect(address, transport=transport)
+    return Pair(near, far, left, await anext(far.connections()), address)
 
 
 @asynccontextmanager
-async def connected(scheme: str = "tcp", **config: Any) -> AsyncIterator[Pair]:
-    """Two connected communicators with the same configuration."""
-    async with communicators(**config) as (near, far):
-        address = await far.listen(anywhere(scheme))
-        left = await near.connect(address)
-        right = await anext(far.connections())
-        yield Pair(near, far, left, right, address)
+async def connected(
+    scheme: str = "tcp",
+    *,
+    transport: str | None = None,
+    near: Mapping[str, Any] = {},
+    far: Mapping[str, Any] = {},
+    **both: Any,
+) -> AsyncIterator[Pair]:
+    """Two connected communicators; both are closed at the end."""
+    async with communicators(near, far, **both) as (one, other):
+        yield await join(one, other, scheme, transport=transport)
 
 
 def registered(end: Connection, memory: bytearray, access: AccessName) -> Region:

@@ -9,58 +9,46 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire import Communicator, Connection
 from kvwire.backend import Payload
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.limits import MIB, SPAN_PIECES_MAX
 from kvwire.memory.arena import Arena
 from kvwire.proto.connection import ConnectionCore
 from kvwire_local.lane import LocalLane
+from tests.support.pairs import Pair, connected
 
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 
-Ends = tuple[Communicator, Connection, Communicator, Connection]
-
-
 @pytest.fixture
-async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
-    config = kvwire.Config(
-        backends={"local": {"way": getattr(request, "param", "auto")}}
-    )
-    async with (
-        kvwire.open(config, name="prefill") as left,
-        kvwire.open(config, name="decode") as right,
-    ):
-        address = await left.listen("127.0.0.1:0")
-        there = await right.connect(address, transport="local")
-        yield left, await left.accept(), right, there
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    way = {"local": {"way": getattr(request, "param", "auto")}}
+    async with connected(transport="local", backends=way) as made:
+        yield made
 
 
 @one_loop
 @pytest.mark.parametrize(
-    ("ends", "said"), [("auto", "cma"), ("arena", "arena")], indirect=["ends"]
+    ("pair", "said"), [("auto", "cma"), ("arena", "arena")], indirect=["pair"]
 )
-async def test_both_sides_report_how_bytes_move(ends: Ends, said: str) -> None:
-    _, here, _, there = ends
-    for connection in (here, there):
+async def test_both_sides_report_how_bytes_move(pair: Pair, said: str) -> None:
+    for connection in (pair.left, pair.right):
         (taken,) = (c for c in connection.transport_report if c.taken)
         assert taken.name == "local"
         assert taken.reason.startswith(said)
 
 
 @one_loop
-async def test_a_cache_in_an_arena_is_pulled(ends: Ends) -> None:
-    left, _, _, there = ends
+async def test_a_cache_in_an_arena_is_pulled(pair: Pair) -> None:
     arena = Arena(16 * MIB)
-    await _pull(left, there, arena)
+    await _pull(pair, arena)
     gc.collect()
     # Nothing holds the cache any more, so that its memory can be unmapped.
     arena.close()
     assert arena.closed
 
 
-async def _pull(left: Communicator, there: Connection, arena: Arena) -> None:
+async def _pull(pair: Pair, arena: Arena) -> None:
     spec = kvwire.KVSpec(
         layers=3, kv_heads=4, head_dim=64, block_tokens=16, dtype="float16"
     )
@@ -70,8 +58,8 @@ async def _pull(left: Communicator, there: Connection, arena: Arena) -> None:
         tensor[:] = np.random.default_rng(number).standard_normal(shape)
     landed = [np.zeros(shape, np.float16) for _ in range(3)]
     blocks, places = [7, 3, 39, 11, 0], [1, 5, 2, 30, 8]
-    out = left.publish("p", kvwire.PagedCache(spec, tensors, layout="NHD"), blocks)
-    inc = there.pull("p", kvwire.PagedCache(spec, landed, layout="NHD"), places)
+    out = pair.far.publish("p", kvwire.PagedCache(spec, tensors, layout="NHD"), blocks)
+    inc = pair.left.pull("p", kvwire.PagedCache(spec, landed, layout="NHD"), places)
     out.ready()
     out.finish()
     outcome = await inc
@@ -85,13 +73,12 @@ async def _pull(left: Communicator, there: Connection, arena: Arena) -> None:
 
 @one_loop
 async def test_small_fragments_travel_many_at_once(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A descriptor names each, so they are counted as well as their bytes.
 
     They are gathered first, and the loop has its turns between.
     """
-    left, _, _, there = ends
     sent: list[int] = []
     in_turn: list[int] = []
     queue_chunks = ConnectionDriver._queue_chunks
@@ -115,8 +102,8 @@ async def test_small_fragments_travel_many_at_once(
     have = [tensor.astype(np.float16)]
     want = [np.zeros_like(have[0])]
     blocks, places = list(range(0, 4096, 2)), list(range(4095, 0, -2))
-    out = left.publish("p", kvwire.PagedCache(spec, have), blocks)
-    inc = there.pull("p", kvwire.PagedCache(spec, want), places)
+    out = pair.far.publish("p", kvwire.PagedCache(spec, have), blocks)
+    inc = pair.left.pull("p", kvwire.PagedCache(spec, want), places)
     out.ready()
     out.finish()
     assert (await inc).complete

@@ -54,13 +54,13 @@ async def test_every_byte_of_a_put_or_get_is_read_where_it_lies(
 
     monkeypatch.setattr(OneSidedPayloads, "_get", noted)
     async with pair("ucx", settings()) as both:
-        assert "; one-sided" in str(both.ab.transport_report)
+        assert "; one-sided" in str(both.left.transport_report)
         if verb == "put":
-            grant = both.b.register(target, "write").grant(both.ba)
-            assert await both.ab.put(source, grant) == len(source)
+            grant = both.far.register(target, "write").grant(both.right)
+            assert await both.left.put(source, grant) == len(source)
         else:
-            grant = both.b.register(source, "read").grant(both.ba)
-            assert await both.ab.get(grant, target) == len(source)
+            grant = both.far.register(source, "read").grant(both.right)
+            assert await both.left.get(grant, target) == len(source)
     assert target == source
     here, there = address_of(target), address_of(source)
     at = 0
@@ -72,11 +72,11 @@ async def test_every_byte_of_a_put_or_get_is_read_where_it_lies(
 
 async def test_one_side_alone_is_not_one_sided() -> None:
     async with pair("ucx", settings(), settings(one_sided="no")) as both:
-        assert "one-sided" not in str(both.ab.transport_report)
-        lane = inside.lanes(both.ab).open[0].lane
+        assert "one-sided" not in str(both.left.transport_report)
+        lane = inside.lanes(both.left).open[0].lane
         assert not lane.intact
-        request = both.ab.send(1, bytes(MIB))
-        assert await both.ba.recv(1) == bytes(MIB)
+        request = both.left.send(1, bytes(MIB))
+        assert await both.right.recv(1) == bytes(MIB)
         await request
 
 

@@ -38,7 +38,7 @@ from tests.support.lanes import (
     use,
 )
 from tests.support.logs import warned
-from tests.support.pairs import Pair, connected, until
+from tests.support.pairs import Pair, communicators, connected, until
 
 # What breaks is opened again when its test is over.
 _stays_down = lane_pause(NEVER_S, autouse=True)
@@ -148,7 +148,7 @@ async def test_a_lane_that_is_up_when_nobody_waits_for_it_any_more(
             asyncio.get_running_loop().call_soon(task.cancel)
 
     use(monkeypatch, LastMoment, role)
-    async with kvwire.open(**BESIDE) as far, kvwire.open(**BESIDE) as near:
+    async with communicators(**BESIDE) as (near, far):
         address = await far.listen("127.0.0.1:0")
         waiting.append(asyncio.ensure_future(near.connect(address)))
         await asyncio.wait(waiting)
@@ -164,7 +164,7 @@ async def test_a_connection_that_ends_while_a_lane_comes_up_is_not_that_lane_s_f
 ) -> None:
     """``connect`` says at once that it was lost, and blames no transport."""
     use(monkeypatch, _Hanging, "client")
-    async with kvwire.open(**BESIDE) as far, kvwire.open(**BESIDE) as near:
+    async with communicators(**BESIDE) as (near, far):
         address = await far.listen("127.0.0.1:0")
         connecting = asyncio.ensure_future(near.connect(address))
         await until(lambda: _is_joining(near))
@@ -188,7 +188,7 @@ async def test_what_fails_and_is_required_is_an_error(
 ) -> None:
     """Which says what was tried, and why each of it failed."""
     use(monkeypatch, _Refusing, role)
-    async with kvwire.open(**ONLY) as far, kvwire.open(**ONLY) as near:
+    async with communicators(**ONLY) as (near, far):
         address = await far.listen("127.0.0.1:0")
         with pytest.raises(BackendUnavailable, match=r"inproc: .*the device has gone"):
             await near.connect(address)
