@@ -7,16 +7,20 @@ current at the call. The asking end sends its trace to its peer, so both ends sh
 trace. An end without a current span lies below the peer's span; an end that has one
 gets a link to it.
 
-============================== ======================================================
-attribute meaning ==============================
-====================================================== ``kvwire.transfer.id`` its id
-``kvwire.communicator`` this side's name ``kvwire.blocks`` blocks in its list
-``kvwire.outcome`` ``complete``, ``partial`` or ``failed`` ``kvwire.landed_blocks``
-blocks that landed ``kvwire.bytes`` payload bytes that landed ``kvwire.layers_grouped``
-layers that moved together ``kvwire.peers`` the names of the other side
-``kvwire.transports`` the payload's transports, in the same order ``kvwire.queue_s`` and
-others the fields of :class:`kvwire.Timings`, in seconds ==============================
-======================================================
+==============================  ======================================================
+attribute                       meaning
+==============================  ======================================================
+``kvwire.transfer.id``          its id
+``kvwire.communicator``         this side's name
+``kvwire.blocks``               blocks in its list
+``kvwire.outcome``              ``complete``, ``partial`` or ``failed``
+``kvwire.landed_blocks``        blocks that landed
+``kvwire.bytes``                payload bytes that landed
+``kvwire.layers_grouped``       layers that moved together
+``kvwire.peers``                the names of the other side
+``kvwire.transports``           the payload's transports, in the same order
+``kvwire.queue_s`` and others   the fields of :class:`kvwire.Timings`, in seconds
+==============================  ======================================================
 """
 
 from __future__ import annotations

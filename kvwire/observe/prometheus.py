@@ -1,8 +1,8 @@
 """Communicators and stores as Prometheus metrics.
 
->>> from prometheus_client import REGISTRY >>>
-REGISTRY.register(CommunicatorCollector(comm)) >>>
-REGISTRY.register(StoreCollector(store))
+>>> from prometheus_client import REGISTRY
+>>> REGISTRY.register(CommunicatorCollector(comm))
+>>> REGISTRY.register(StoreCollector(store))
 
 The numbers are read when Prometheus scrapes, and are not kept a second time. Names
 follow Prometheus's conventions: a unit, and ``_total`` for counters.

@@ -4,14 +4,18 @@ A process is a row. Each of its transfers and store calls is a slice on it, with
 instant for each mark, segment and lost link. An arrow leads from the producer's slice
 to each consumer's slice in the same trace. Times are those of each host's own clock.
 
-================= ===================================================================
-event details =================
-=================================================================== ``begin`` its id, or
-how many blocks; send, receive, put or get ``met`` the peer's name ``marked`` layers
-marked so far, layers ``sent`` first layer, layers, bytes of a segment ``acknowledged``
-segments ``landed`` first layer, layers, bytes of a segment ``lost`` its connection
-``end`` complete, partial, failed or over; bytes; the trace =================
-===================================================================
+=================  ===================================================================
+event              details
+=================  ===================================================================
+``begin``          its id, or how many blocks; send, receive, put or get
+``met``            the peer's name
+``marked``         layers marked so far, layers
+``sent``           first layer, layers, bytes of a segment
+``acknowledged``   segments
+``landed``         first layer, layers, bytes of a segment
+``lost``           its connection
+``end``            complete, partial, failed or over; bytes; the trace
+=================  ===================================================================
 """
 
 from __future__ import annotations
