@@ -74,8 +74,8 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         ]
 
         def stored(kept: list[bool]) -> None:
-            # The objects are LMCache's again once it is told. Its listeners, which may
-            # raise, come behind that.
+            # After this report the objects belong to LMCache again. Its listeners may
+            # raise, so they are called last.
             there = list(itertools.compress(sizes, kept))
             with self._lock:
                 self._stores[number] = L2StoreResult(all(kept), sum(there))

@@ -67,7 +67,8 @@ class LayerMarks:
         size = self._block_tokens
         last = stop >= self._num_tokens
         end = -(-self._num_tokens // size) if last else stop // size
-        # A block that the chunk before began and did not fill begins this one.
+        # If the previous chunk began a block without filling it, that is the first
+        # block here.
         first = start // size
         if first < end:
             self._out.ready(layers=layer, blocks=slice(first, end))

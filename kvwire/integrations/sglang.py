@@ -43,8 +43,8 @@ Bytes = npt.NDArray[np.uint8]
 class _Pool:
     """Describe a memory pool of the host, and the name that marks its pages."""
 
-    host: Any  # SGLang's
-    named: str  # what is in each page beside its tokens: model, ranks, layout
+    host: Any  # SGLang's own pool
+    named: str  # a page's content apart from tokens: model, ranks, layout
     nbytes: int  # bytes of a page
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
@@ -196,7 +196,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         config = self._config
         ranks = ["pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size"]
         ranks += ["dcp_rank", "dcp_size", "logical_page_size"]
-        # KV of MLA is the same on each rank; a state beside it is not.
+        # MLA's KV is the same on each rank, but a state beside it is not.
         if not config.is_mla_model or name == "mamba":
             ranks += ["tp_rank", "tp_size"]
         shard = {rank: getattr(config, rank) for rank in ranks}

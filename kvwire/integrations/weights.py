@@ -24,15 +24,15 @@ from typing import Final, NamedTuple
 from kvwire.errors import UsageError, shown
 from kvwire.limits import MIB
 
-# A page of memory, which is what a disk reads at least.
+# A page of memory, the least that a disk reads.
 _WINDOW_BYTES: Final = 4096
-# Of all tensors together.
+# Samples of all tensors together.
 _WINDOWS: Final = 32 * MIB // _WINDOW_BYTES
-# Disks and file servers answer this many reads at once as fast as one.
+# Disks and file servers answer this many parallel reads as fast as one.
 _THREADS: Final = 8
-# As the format has it.
+# The limit in the format's definition.
 _HEADER_BYTES_MAX: Final = 100_000_000
-# Files of the first pattern that any file fits, in the order in which engines look.
+# Weights are the files of the first pattern that matches any; engines use this order.
 _PATTERNS: Final = (
     "consolidated*.safetensors",
     "*.safetensors",
@@ -42,11 +42,11 @@ _PATTERNS: Final = (
     "*.gguf",
     "*.tensors",
 )
-# What trainers leave beside the weights.
+# Files that trainers leave beside the weights.
 _OTHERS: Final = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 )
-# The adapter's configuration: how much its weights count.
+# An adapter's configuration, which has the scale of its weights.
 _CONFIG: Final = "adapter_config.json"
 
 
@@ -61,7 +61,7 @@ class _File(NamedTuple):
 class _Piece(NamedTuple):
     """Locate the bytes of a tensor, or of a file whose format is not parsed."""
 
-    name: str  # of the tensor with its type and shape, or of the file
+    name: str  # the tensor with its type and shape, or the file
     path: Path
     first: int
     nbytes: int
@@ -146,7 +146,7 @@ def _files(place: Path) -> list[_File]:
     return [_File(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
-# Of each state of a model and of its adapters.
+# Cached per state of a model and of its adapters.
 @functools.lru_cache(256)
 def _name(files: tuple[_File, ...]) -> str:
     pieces: list[_Piece] = []

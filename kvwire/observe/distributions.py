@@ -9,10 +9,10 @@ from typing import Final
 from kvwire import Connection, Incoming, Outcome, Outgoing
 from kvwire.errors import printable
 
-# Upper bounds: 1 ms to 1 min, and 64 KiB to 16 GiB, in steps of four and less.
+# Upper bounds, in steps of at most four: 1 ms to 1 min, and 64 KiB to 16 GiB.
 SECONDS: Final = (0.001, 0.0025, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0, 60.0)
 BYTES: Final = tuple(float(2**power) for power in range(16, 36, 2))
-# Peers with numbers of their own; all later ones are "other".
+# The number of peers with their own metrics; all later ones are "other".
 PEERS_MAX: Final = 64
 OTHER: Final = "other"
 

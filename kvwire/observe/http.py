@@ -33,12 +33,12 @@ with needed_by("kvwire.observe.http", extra="metrics"):
 logger: logging.Logger = logging.getLogger("kvwire.store")
 T = TypeVar("T")
 
-# A probe of Kubernetes waits 1 s by default, and is to read why.
+# A Kubernetes probe waits 1 s by default, and should get the reason by then.
 LOOP_TURN_S: Final = 0.5
-# How long a client that sends or reads nothing holds a thread.
+# The longest time that a silent client holds a thread.
 _SILENT_S: Final = 5.0
-# Answered at once: a few scrapers, probes and people. Others are hung up on, since each
-# has a thread.
+# Connections at once: a few scrapers, probes and people. Others are closed, since each
+# needs a thread.
 _ASKERS_MAX: Final = 16
 
 
@@ -116,7 +116,7 @@ class MetricsServer:
         try:
             self._loop.call_soon_threadsafe(lambda: made.put(work()))
             return made.get(timeout=LOOP_TURN_S)
-        except (RuntimeError, queue.Empty):  # it is closed, or stuck
+        except (RuntimeError, queue.Empty):  # the loop is closed, or stuck
             return None
 
 
@@ -136,7 +136,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(sockaddr, request)
         self.owner = owner
         self._places = threading.BoundedSemaphore(_ASKERS_MAX)
-        # When each connection was taken. bounded: _ASKERS_MAX
+        # The time each connection was accepted. bounded: _ASKERS_MAX
         self._since: dict[socket.socket, float] = {}
 
     def verify_request(self, request: object, client_address: object) -> bool:
@@ -150,7 +150,7 @@ class _Server(ThreadingHTTPServer):
             super().process_request(request, client_address)
         except BaseException:
             del self._since[request]
-            self._places.release()  # the system has no more threads
+            self._places.release()  # the system cannot start a thread
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:

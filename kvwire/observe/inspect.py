@@ -20,7 +20,7 @@ from kvwire.errors import shown
 from kvwire.limits import INSPECT_ANSWER_BYTES_MAX
 from kvwire.wire.control import DECODE_ERRORS
 
-# A loop that is busy answers late; one that does not turn never does.
+# A busy loop answers late, a blocked one never.
 _PATIENCE_S: Final = 5.0
 _AT_ONCE: Final = 16
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def _ask_all(
     paths: list[Path], what: Literal["snapshot", "trace"], kind: type[T]
 ) -> tuple[list[T], list[str]]:
     answers, silent = [], []
-    # All at once: several that do not answer cost the patience for one.
+    # In parallel, so that several silent processes take as long as one.
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         for found in threads.map(lambda path: _answer(path, what, kind), paths):
             if isinstance(found, str):
@@ -122,7 +122,7 @@ def _why_silent(pid: int) -> str:
     process = Path("/proc", str(pid))
     try:
         command = (process / "cmdline").read_bytes().replace(b"\0", b" ").strip()
-        # The state follows the name, which may have spaces and parentheses itself.
+        # The state follows the name, which may itself contain spaces and parentheses.
         state = (process / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return late

@@ -69,7 +69,7 @@ class TransferTracer:
         self._tracer = trace.get_tracer(
             "kvwire", kvwire.__version__, tracer_provider=provider
         )
-        # Of each transfer under way: when it began, and in which context.
+        # The time and context of each running transfer's begin.
         self._begun: dict[Incoming | Outgoing, tuple[int, Context]] = {}
         communicator.watchers.add(self)
 
@@ -108,7 +108,7 @@ class TransferTracer:
         connections: tuple[Connection, ...],
     ) -> None:
         """End the span of a transfer, with its outcome."""
-        if transfer not in self._begun:  # begun before us
+        if transfer not in self._begun:  # it began before this tracer
             return
         span = self._span(transfer)
         span.set_attributes(

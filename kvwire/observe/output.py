@@ -7,9 +7,9 @@ import os
 import sys
 from typing import Final
 
-# Less than this has no room for a table of options; terminals without a size have 0.
+# A table of options needs at least this width; a terminal without a size has 0.
 _COLUMNS_MIN: Final = 20
-# Panels of help are drawn as wide as they may be, so 1e9 columns never end.
+# Help is drawn at full width, which would take for ever with 1e9 columns.
 _COLUMNS_DIGITS_MAX: Final = 4
 
 
@@ -20,9 +20,9 @@ def prepare_output() -> None:
     if not fits or int(columns) < _COLUMNS_MIN:
         os.environ.pop("COLUMNS", None)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed, as by `>&-`
+        if getattr(sys, name) is None:  # closed, for example by `>&-`
             unread = os.open(os.devnull, os.O_WRONLY)
             setattr(sys, name, os.fdopen(unread, "w", closefd=False))
-    # A name may have a character that the locale's encoding has not.
+    # A name may contain a character that the locale's encoding lacks.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -29,8 +29,8 @@ with needed_by("kvwire.observe.prometheus", extra="metrics"):
     )
     from prometheus_client.registry import Collector
 
-# What is exported of Counters: the field, which ends the metric's name, and what it
-# counts.
+# Exported fields of Counters, each with its description; the field ends the metric's
+# name.
 _COUNTS: Final = {
     "connections": "Connections made, by either side",
     "connections_lost": "Connections lost, not closed",
@@ -43,7 +43,7 @@ _COUNTS: Final = {
     "sent_bytes": "KV bytes that consumers have acknowledged",
     "received_bytes": "KV bytes landed and verified",
 }
-# Name, what it shows, the field of TransferDistributions.
+# Name, description, and field of TransferDistributions.
 _DISTRIBUTIONS: Final = (
     (
         "kvwire_transfer_exposed_seconds",
@@ -58,7 +58,7 @@ _DISTRIBUTIONS: Final = (
     ("kvwire_transfer_bytes", "KV bytes of a transfer that landed", "nbytes"),
 )
 _OUTCOMES: Final = ("complete", "partial", "failed")
-# The same of the communicator.
+# Exported properties of the communicator.
 _GAUGES: Final = {
     "quarantined_bytes": "Bytes nobody wants any more that a transport may still touch",
     "open_transfers": "KV transfers without an outcome",
@@ -154,7 +154,7 @@ class CommunicatorCollector(Collector):
         yield moved
 
 
-# The same of StoreCounters.
+# Exported fields of StoreCounters.
 _STORE_COUNTS: Final = {
     "puts": "Puts that are over",
     "gets": "Gets that are over",
@@ -166,7 +166,7 @@ _STORE_COUNTS: Final = {
     "put_bytes": "KV bytes put, new or not",
     "got_bytes": "KV bytes that landed by gets",
 }
-# The same of a tier: of TierStats.
+# Exported fields of TierStats, for each tier.
 _TIER_COUNTS: Final = {
     "read_blocks": "Blocks that landed from a tier",
     "written_blocks": "Blocks a tier has taken",
@@ -179,8 +179,8 @@ _TIER_GAUGES: Final = {
     "used_bytes": "Bytes that blocks take in a tier",
     "size_bytes": "Bytes that they may take",
 }
-# The same of a tenant: of StoreCounters, and of TenantUse. Tenants are those that the
-# store was opened with, so their number is bounded.
+# Exported fields of StoreCounters and of TenantUse, for each tenant. A store's tenants
+# are fixed when it is opened, so their number is bounded.
 _TENANT_COUNTS: Final = {
     "hit_blocks": "Blocks got that landed",
     "missed_blocks": "Blocks got that did not",

@@ -26,7 +26,7 @@ from typing import Any, Final
 from kvwire.observe.inspect import ProcessTrace
 
 _NS_PER_US: Final = 1000
-# What the numbers and texts of an event are called in the file.
+# Names in the file for the numbers and texts of an event.
 _NAMES: Final = {
     "begin": ("id", "side"),
     "met": ("peer",),
@@ -64,7 +64,7 @@ def _rows(number: int, process: ProcessTrace) -> Iterator[Row]:
             row["dur"] = max(1.0, last_us - at_us)
             tracks[track : track + 1] = [row]
             slices[key] = row
-        elif key in slices:  # else it began before the ring's first event
+        elif key in slices:  # otherwise it began before the oldest event kept
             row = slices[key]
             row["args"] |= args if what in ("met", "end") else {}
             if what == "end":

@@ -6,13 +6,13 @@ from typing import Final
 
 from kvwire.limits import MIB
 
-# What an engine says of a request besides its KV: a million tokens of 4 bytes.
+# An engine's state for a request besides its KV: a million tokens of 4 bytes.
 MIGRATION_STATE_BYTES_MAX: Final = 4 * MIB
 # Rounds of copying while the request goes on. A round takes a fraction of the one
 # before, so four leave a block or less, unless the wire is slower than the engine.
 MIGRATION_ROUNDS: Final = 8
 MIGRATION_ROUNDS_MAX: Final = 64
-# Requests that one connection brings at once; each may hold blocks of the engine.
+# Requests that arrive over one connection at once; each may hold blocks of the engine.
 MIGRATIONS_MAX: Final = 256
 # A prompt of 10 GB takes 10 s at 1 GB/s.
 MIGRATION_TIMEOUT_S: Final = 30.0

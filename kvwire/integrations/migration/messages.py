@@ -29,14 +29,15 @@ _MoveId = Annotated[bytes, Meta(min_length=MOVE_BYTES, max_length=MOVE_BYTES)]
 class Round(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Announce that blocks are pushed now; the first round begins the migration."""
 
-    # Random bytes that name the migration, and the transfers of its rounds.
+    # Random bytes that identify the migration, and the transfers of its rounds.
     move: _MoveId
     request: Annotated[str, Meta(max_length=NAME_CHARS_MAX)]  # name of the request
     reply: Annotated[int, Meta(ge=0, le=2**63 - 1)]  # tag of the answer
-    index: Annotated[int, Meta(ge=0, lt=MIGRATION_ROUNDS_MAX)]  # which round, from 0
-    # How many blocks, from where the round before has ended.
+    index: Annotated[int, Meta(ge=0, lt=MIGRATION_ROUNDS_MAX)]  # the round, from 0
+    # The number of blocks, which follow those of the previous round.
     blocks: Annotated[int, Meta(ge=1, le=KV_BLOCKS_MAX)]
-    # Tokens in them: all the blocks hold, but in the last round.
+    # The number of tokens in them; only the last round may have less than the blocks
+    # hold.
     tokens: Annotated[int, Meta(ge=1, le=KV_BLOCKS_MAX * KV_BLOCK_TOKENS_MAX)]
     # Tokens of a block at the source.
     block_tokens: Annotated[int, Meta(ge=1, le=KV_BLOCK_TOKENS_MAX)]
@@ -45,8 +46,8 @@ class Round(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class Handover(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Give the request to the target; the source will not go on with it."""
 
-    move: _MoveId  # which migration
-    # What the engine says of the request: its tokens, how it samples.
+    move: _MoveId  # the migration's bytes
+    # The engine's own state for the request: its tokens, its sampling.
     state: Annotated[bytes, Meta(max_length=MIGRATION_STATE_BYTES_MAX)]
 
 

@@ -152,7 +152,7 @@ async def migrate(
     except (_StaysError, KVWireError) as exc:
         move.reason = str(exc)
     finally:
-        # Blocks must drain also where this is cancelled once more.
+        # Blocks must drain even if this task is cancelled again.
         await asyncio.shield(asyncio.ensure_future(move.settle()))
     return move.outcome()
 
@@ -264,8 +264,8 @@ class _Move:
             for part in self._parts:
                 part.abort("the migration has ended")
             if self._place == "paused":
-                # What is still read of a block it writes to is of an aborted transfer,
-                # so nobody looks at it.
+                # The request may now write to a block that an aborted transfer still
+                # reads. Nobody uses what that transfer reads.
                 self._request.resume()
             self._send(Withdrawal(self._move))
         if not self._answer.done():
@@ -275,7 +275,7 @@ class _Move:
             self._answer,
             return_exceptions=True,
         )
-        # An answer that comes all the same is nobody's.
+        # An answer that arrives later is dropped.
         self._connection.discard(self._reply)
         if moving:
             self._request.release()

@@ -93,7 +93,7 @@ class MigrationTarget:
             their blocks are given back once they have drained.
         """
         arriving: dict[bytes, _Arriving] = {}
-        # Handovers under way, and blocks that drain.
+        # Handovers in progress, and blocks that are draining.
         tasks: set[asyncio.Task[None]] = set()
 
         def run(move: bytes, message: Message) -> None:
@@ -139,7 +139,7 @@ class MigrationTarget:
             arriving[move] = _Arriving(message.request, message.reply)
         request = arriving.get(move)
         if request is None or request.handed_over:
-            return  # refused before, and its source will know soon
+            return  # it was refused, and its source will soon notice
         reason = self._why_not(message, request, len(arriving))
         if not reason:
             try:
@@ -224,16 +224,16 @@ class MigrationTarget:
 class _Arriving:
     """Hold a request whose KV is still arriving."""
 
-    name: str  # of the request
+    name: str  # the request's name
     reply: int  # tag of the answer
-    blocks: list[int] = field(default_factory=list)  # taken for it
+    blocks: list[int] = field(default_factory=list)  # blocks taken for it
     tokens: int = 0  # tokens of its rounds so far
     parts: list[Incoming] = field(default_factory=list)  # the transfers of its rounds
-    # It is being started or dropped, and nothing more is done with it.
+    # Set once it is being started or dropped; its other messages are then ignored.
     handed_over: bool = False
 
 
-# What a source shows of a reason is shorter.
+# A source shows less of a reason than this.
 _REASON_BYTES = 1024
 
 

@@ -27,7 +27,7 @@ from kvwire.kv.fragments import Fragments
 
 Bytes = npt.NDArray[np.uint8]
 
-# Tags: questions have one, and each question says where its answer goes.
+# Tags: all questions have the same, and each question contains the tag of its answer.
 _ASK: Final = 1
 _ANSWERS: Final = 16
 # Ray's ids are 56 characters.
@@ -40,13 +40,13 @@ class _Ask(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Answer(msgspec.Struct, forbid_unknown_fields=True):
-    grant: bytes = b""  # empty: there is no such offer
+    grant: bytes = b""  # empty if there is no such offer
 
 
 @dataclass(slots=True)
 class _Offer:
     buffers: Sequence[Bytes]
-    region: kvwire.Region | None = None  # from the first question on
+    region: kvwire.Region | None = None  # set by the first question
 
 
 class NoSuchOffer(kvwire.RequestError):
@@ -63,7 +63,7 @@ class TensorExchange:
     def __init__(self, listen: str = "127.0.0.1:0", **options: Any) -> None:
         self._engine = kvwire.Engine(**options)
         self._offers: dict[str, _Offer] = {}  # bounded: what the user holds
-        # Of each name those that are under way, on the loop.
+        # The running fetches by name; used on the loop only.
         self._fetching: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         self._tags = itertools.count(_ANSWERS)
         try:
@@ -72,7 +72,7 @@ class TensorExchange:
         except BaseException:
             self._engine.close()
             raise
-        self.address: str = str(bound)  # by which others reach it
+        self.address: str = str(bound)  # for other processes
         self._serving = self._engine.start(self._serve)
 
     # --- the side that has ------------------------------------------------------------
@@ -91,7 +91,8 @@ class TensorExchange:
         """
 
         async def end(_: kvwire.Communicator) -> None:
-            # On the loop, so that no question is between finding it and its grant.
+            # On the loop, so that no question can be between finding the offer and
+            # granting it.
             offer = self._offers.pop(name, None)
             if offer is not None and offer.region is not None:
                 await offer.region.close()
@@ -113,7 +114,7 @@ class TensorExchange:
                 answer = _Answer(self._grant(comm, connection, ask.name))
                 await connection.send(ask.tag, msgspec.msgpack.encode(answer))
         except kvwire.ConnectionClosed:
-            pass  # who asks again has a new one
+            pass  # a new question is made anew
         except Exception as exc:  # noqa: BLE001 - one peer's question ends no other's
             connection.abort(f"not a question of TensorExchange: {exc}")
 

@@ -34,7 +34,7 @@ def register() -> None:
 
     Repeated calls are harmless.
     """
-    with contextlib.suppress(ValueError):  # it is registered
+    with contextlib.suppress(ValueError):  # already registered
         register_tensor_transport(
             NAME, ["cpu", "cuda"], KvwireTensorTransport, torch.Tensor
         )
@@ -44,7 +44,7 @@ def register() -> None:
 class KvwireTensors(TensorTransportMetadata):
     """Locate the tensors of an object."""
 
-    # Of the exchange that offers them; empty where there are no tensors.
+    # The address of the offering exchange; empty if there are no tensors.
     address: str = ""
 
 
@@ -90,7 +90,7 @@ class KvwireTensorTransport(TensorTransportManager):
         """Return whether an actor can open its exchange, by running a task on it."""
 
         def has_exchange(self: object) -> bool:
-            register()  # Ray's own call may come later, where an actor is of asyncio
+            register()  # for an asyncio actor, Ray's own call may come later
             return bool(get_tensor_transport_manager(NAME).exchange().address)
 
         call = actor.__ray_call__.options(concurrency_group="_ray_system")

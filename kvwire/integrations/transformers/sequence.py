@@ -183,7 +183,8 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         at = torch.arange(start, stop)
         size = self._tensor.shape[2]
         blocks, slots = self._table[at // size], at % size
-        # The pool outlives the call, and a graph would keep what the call computed.
+        # Detached, since the pool outlives the call and would keep its autograd graph
+        # alive.
         self._tensor[blocks, 0, slots] = key_states.detach()[0].transpose(0, 1)
         self._tensor[blocks, 1, slots] = value_states.detach()[0].transpose(0, 1)
         self.length = stop

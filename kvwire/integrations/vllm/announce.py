@@ -31,25 +31,25 @@ ROLES: Final = (PREFILL, DECODE, BOTH)
 
 _OF_VLLM: Final = {"kv_producer": PREFILL, "kv_consumer": DECODE, "kv_both": BOTH}
 _SLOTS_MAX: Final = 1_000_000
-# Load and labels are said anew so often at most.
+# Load and labels are published at most once in this time.
 _PAUSE_S: Final = 1.0
-# Less of a change in load is not worth a record.
+# Load is rounded to this many steps, so that small changes need no new record.
 _STEPS: Final = 20
-# Ranks of one engine, as records of a directory name them.
+# The most ranks of one engine in a directory's records.
 _RANKS_MAX: Final = 64
 
 
 class EngineLabels(msgspec.Struct, frozen=True, kw_only=True):
     """The labels of an engine's record, each within its bounds."""
 
-    http: str  # where the engine serves
-    rank: Annotated[int, Meta(ge=0)] = 0  # which of its ranks this is
-    ranks: Annotated[int, Meta(ge=1, le=_RANKS_MAX)] = 1  # how many it has
-    stages: Annotated[int, Meta(ge=1)] = 1  # how many pipeline stages they are
-    # Requests that it computes at once; 0 if it does not say.
+    http: str  # URL of the engine's HTTP server
+    rank: Annotated[int, Meta(ge=0)] = 0  # the number of this rank
+    ranks: Annotated[int, Meta(ge=1, le=_RANKS_MAX)] = 1  # the number of ranks
+    stages: Annotated[int, Meta(ge=1)] = 1  # their pipeline stages
+    # The most requests it computes at once; 0 if unknown.
     slots: Annotated[int, Meta(ge=0, le=_SLOTS_MAX)] = 0
-    carrying: str = ""  # by which transports its connections carry KV now
-    kv_events: str = ""  # where it says which blocks its cache has; "" if it does not
+    carrying: str = ""  # the transports that carry its connections' KV now
+    kv_events: str = ""  # address of its block events; "" if there are none
 
 
 class Announcer:
@@ -58,7 +58,7 @@ class Announcer:
     def __init__(
         self, http: str, role: str, vllm_config: Any, rank: int, model: str
     ) -> None:
-        self.running: int = 0  # requests of the last step; set by whoever runs steps
+        self.running: int = 0  # requests of the last step; set by the caller
         parallel = vllm_config.parallel_config
         stages = getattr(parallel, "pipeline_parallel_size", 1)
         ranks = parallel.tensor_parallel_size * stages
@@ -135,7 +135,7 @@ def _events(vllm_config: Any, url: str) -> str:
     if said is None or not said.enable_kv_cache_events or said.publisher != "zmq":
         return ""
     where, _, port = str(said.endpoint).rpartition(":")
-    # Where it names a host it connects to that, and nobody can listen here.
+    # With a host in it, it is an address to connect to, and nobody can listen there.
     if where not in ("tcp://*", "tcp://[::]"):
         return ""
     return f"tcp://{url.partition('://')[2].rpartition(':')[0]}:{port}"

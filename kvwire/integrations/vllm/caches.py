@@ -49,22 +49,22 @@ class CacheShape:
 
     block_tokens: int  # tokens of a block
     kv_heads: int  # KV heads of this rank
-    total_kv_heads: int  # of the model; with MLA 1
+    total_kv_heads: int  # KV heads of the model; 1 with MLA
     head_dim: int  # elements of a head, or of the MLA latent; bytes of a state
-    mla: bool = False  # one latent in place of keys and values
-    rank: int = 0  # of the tensor-parallel group
-    ranks: int = 1  # its size
+    mla: bool = False  # one latent instead of keys and values
+    rank: int = 0  # its rank in the tensor-parallel group
+    ranks: int = 1  # the group's size
     first_layer: int = 0  # the model's index of this pipeline stage's first layer
-    # Layers of the whole model that have a cache; None for this stage's alone.
+    # The model's layers that have a cache; None for those of this stage alone.
     model_layers: int | None = None
-    fingerprint: str = ""  # names the weights
-    name: str = DEFAULT_GROUP  # what both engines call the group
-    table: int = 0  # the number of the block table in vLLM that has its blocks
-    # vLLM's names of its layers; none for all that there are.
+    fingerprint: str = ""  # a name of the weights
+    name: str = DEFAULT_GROUP  # the group's name on both engines
+    table: int = 0  # the number of the vLLM block table with its blocks
+    # vLLM's names of its layers; empty for all layers.
     layers: tuple[str, ...] = ()
-    window: int = 0  # tokens that a layer with a sliding window sees; 0 without one
-    chunk: int = 0  # tokens of a chunk that is attended to by itself; 0 without
-    state: bool = False  # a recurrent state in place of tokens
+    window: int = 0  # tokens in a sliding window; 0 without a window
+    chunk: int = 0  # tokens in an attention chunk; 0 without chunks
+    state: bool = False  # a recurrent state instead of tokens
     stage: tuple[int, int] = (0, 1)  # (number, count) of the pipeline stage
 
     @property
@@ -89,7 +89,7 @@ class CacheShape:
         """The kind of layer, which decides which of a prompt's blocks are read."""
         if self.state:
             return f"state of {self.head_dim} bytes on {self.ranks} ranks"
-        # Where a part moves, both engines have to cut it off at the same token.
+        # If only a part moves, both engines must cut it off at the same token.
         if self.window:
             return f"window of {self.window}, by {self.block_tokens}"
         return (
@@ -136,8 +136,8 @@ class CacheShape:
 class LayerCaches:
     """A worker's caches, and where each layer is in them."""
 
-    cache: PagedCache  # all of them
-    # Group and index within the model of each layer, by vLLM's name of it.
+    cache: PagedCache  # all layers
+    # Each layer's group, and its index within the model, by vLLM's name.
     layers: Mapping[str, tuple[str, int]]
 
 
@@ -189,7 +189,7 @@ def layer_specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
     """Yield block table, name and vLLM's spec of each layer that is transferred."""
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
-            continue  # made again from what is transferred
+            continue  # it can be computed from transferred layers
         one = group.kv_cache_spec
         specs = getattr(one, "kv_cache_specs", None) or dict.fromkeys(
             group.layer_names, one
@@ -280,7 +280,7 @@ def _shape(spec: Any, vllm_config: Any) -> CacheShape:
             f"KV cache of keys of {spec.head_size} and values of {values} elements: "
             f"KvwireConnector moves keys and values of one size"
         )
-    # A full layer's spec may have a window too: it keeps every block all the same.
+    # A full layer's spec may have a window too, but the layer keeps every block.
     full = "FullAttention" in kind or "MLAAttention" in kind
     return CacheShape(
         block_tokens=spec.block_size,
@@ -331,7 +331,7 @@ def layer_caches(
             if name not in tensors:
                 raise UsageError(f"vLLM registered no KV cache of layer {name!r}")
             view = _layer_view(name, tensors[name], shape)
-            # A layer that reads another one's cache has no row of its own.
+            # A layer that uses another layer's cache has no row of its own.
             row = rows.setdefault(view.address, len(ordered))
             if row == len(ordered):
                 ordered.append(view)
@@ -379,8 +379,8 @@ def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
     )
 
 
-# The first that fits holds. Where heads and tokens are equally many, two of one length
-# fit; which one is taken matters only to a peer whose backend has the other.
+# The first one that fits is used. If there are as many heads as tokens, two layouts of
+# one length fit; the choice matters only to a peer whose backend has the other one.
 _LAYOUTS: Final = (
     "block head token (kv dim)",  # vLLM 0.30 to 0.32
     "block token head (kv dim)",

@@ -20,7 +20,7 @@ EXTRA_CONFIG: Final = "kv_connector_extra_config"
 S = TypeVar("S", bound=msgspec.Struct)
 
 _ALL_LAYERS: Final = "a prompt begins when all layers are here; leave it out"
-# Keys of earlier builds, of either connector, and what is so without them.
+# Keys of earlier versions of either connector, and what applies instead.
 _GONE: Final[Mapping[str, str]] = {
     "mode": "decode always pulls; leave it out",
     "gate_layers": _ALL_LAYERS,
@@ -31,11 +31,11 @@ LAYER: Final = "layer"
 CHUNK: Final = "chunk"
 REQUEST: Final = "request"
 
-# A mark costs the sending thread about 1 ms beside its bytes, as much as the bytes of
-# 4 MiB (docs/topics/vllm.md).
+# Beside its bytes, a mark costs the sending thread about 1 ms: as much as 4 MiB
+# (docs/topics/vllm.md).
 GROUP_BYTES: Final = 4 * MIB
 
-# vLLM's names of how layers, blocks, heads and tokens follow each other in memory.
+# vLLM's names for the order of layers, blocks, heads and tokens in memory.
 Layout: TypeAlias = Literal["", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 _PORT_MAX: Final = 65_535
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -98,7 +98,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"takes any free one: write the port into both"
             )
         try:
-            # What any free port will be is known later.
+            # The real port is not known yet; any number but 0 will do for the check.
             self.advertised(dataclasses.replace(listen, port=listen.port or 1))
         except UsageError as exc:
             raise UsageError(

@@ -70,7 +70,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         config = config.replace(profile={**named, **config.profile})
         parallel = vllm_config.parallel_config
         rank = parallel.rank % shapes[0].ranks
-        # Engines of a data-parallel group have one configuration.
+        # The engines of a data-parallel group share one configuration.
         before = getattr(parallel, "data_parallel_index", 0) or 0
         before *= shapes[0].ranks * shapes[0].stage[1]
         settings = _without_halves(settings.beside(before), parallel)
@@ -138,7 +138,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         )
 
     def get_kv_connector_stats(self) -> Any:
-        # Also called where there is a scheduler only.
+        # vLLM also calls this in a process that has only a scheduler.
         observed = self._worker.take_observed() if hasattr(self, "_worker") else None
         return KvwireStats(data=observed) if observed else None
 
@@ -176,7 +176,7 @@ def _without_halves(settings: VllmSettings, parallel: Any) -> VllmSettings:
     """Return settings without layer streaming if vLLM computes half batches."""
     if settings.stream != LAYER or not getattr(parallel, "use_ubatching", False):
         return settings
-    # A mark is of both halves.
+    # One mark would cover both halves.
     logger.warning(
         "this engine computes the halves of a batch in turns; KV is sent after each "
         'forward pass, as with "stream": "chunk"'

@@ -33,7 +33,7 @@ class CacheDevice:
                 state = communicator._state  # noqa: SLF001 - the library's own
                 return state.devices.copy_engine(device)
 
-            # Before vLLM captures graphs: while it does, no thread may allocate.
+            # Before vLLM captures graphs, since no thread may allocate while it does.
             self._copy_engine = engine.start(copy_engine).result()
 
     def __str__(self) -> str:

@@ -135,7 +135,7 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
 
 def register_connector(connector: type[ConnectorHooks[Any, Any]]) -> None:
     """Register a connector by name with vLLM, so that MultiConnector finds it too."""
-    with contextlib.suppress(ValueError):  # it is known already
+    with contextlib.suppress(ValueError):  # already registered
         KVConnectorFactory.register_connector(
             connector.__name__, connector.__module__, connector.__name__
         )

@@ -27,10 +27,11 @@ def identity_of(request: Any) -> bytes:
     if adapter is not None:
         names.append(_adapter_weights(adapter.lora_path))
     for feature in getattr(request, "mm_features", None) or ():
-        # Clients may write a picture's tokens themselves, so they do not say its place.
+        # A client may write placeholder tokens itself, so tokens do not determine a
+        # picture's place.
         place = getattr(getattr(feature, "mm_position", None), "offset", None)
         names += [getattr(feature, "identifier", None), str(place)]
-    # Written so that no name can look like two others: clients choose some of them.
+    # As JSON, so that two names cannot look like others: clients choose some of them.
     return json.dumps(names).encode()
 
 
@@ -75,7 +76,8 @@ def draft_name(vllm_config: Any, fingerprint: str) -> str:
     """Return a name for the draft model, which has caches too; "none" without one."""
     said = getattr(vllm_config, "speculative_config", None)
     model = getattr(said, "draft_model_config", None)
-    # Prompts that are looked up in themselves (n-grams) have the target for a draft.
+    # With n-grams, which look up the prompt in itself, the target is its own draft
+    # model.
     if (
         said is None
         or model is None
@@ -84,7 +86,7 @@ def draft_name(vllm_config: Any, fingerprint: str) -> str:
         return "none"
     name = f"{said.method} of {' '.join(model.architectures)}"
     if fingerprint:
-        return name  # it names all of the weights
+        return name  # the fingerprint covers all weights
     load = getattr(said, "draft_load_config", None) or vllm_config.load_config
     return f"{name}, {_weights(model, load)}"
 
@@ -93,7 +95,7 @@ def _weights(model: Any, load: Any) -> str:
     """Return a name for the weights of one of an engine's models."""
     if load.load_format == "dummy":
         return f"dummy weights of seed {model.seed}"
-    # Where they are streamed from elsewhere, only the config lies in `model`.
+    # If weights are streamed from elsewhere, `model` contains the config only.
     where = getattr(model, "model_weights", "") or model.model
     try:
         return weights_name(
@@ -141,8 +143,8 @@ def block_order(vllm_config: Any, kv_cache_config: Any) -> str:
     return "; ".join(sorted(found))
 
 
-# Modules of vLLM's backends, whose names are not unique, that were read: they find keys
-# and values of a token in one place of a block.
+# Modules of vLLM's backends (class names are not unique) whose code was read: they keep
+# the keys and values of a token in one place of a block.
 _WHOLE_TOKENS: Final = {
     "flash_attn",
     "flashinfer",
@@ -156,7 +158,7 @@ _WHOLE_TOKENS: Final = {
     "triton_mla",
 }
 
-# What a model's config says about where it came from.
+# Fields of a model's config that describe where it came from.
 _OF_THE_FILES = {
     "_name_or_path",
     "name_or_path",

@@ -17,7 +17,7 @@ from msgspec import Meta
 from kvwire.errors import UsageError
 from kvwire.types import Address
 
-# Of one engine; as many as kvwire allows shards of one group.
+# The most ranks of one engine: as many as kvwire allows shards per group.
 _REMOTES_MAX: Final = 1024
 
 Blocks = dict[str, list[int]]
@@ -32,19 +32,19 @@ class PromptTransfer:
     _BY_TABLE: ClassVar[tuple[str, ...]] = ("listed", "blocks", "hashes")
 
     request_id: str  # vLLM's name of the request
-    transfer_id: str  # what both engines call the transfer
-    # Tokens of each table's whole list of blocks.
+    transfer_id: str  # the transfer's name on both engines
+    # The tokens that each table's whole list of blocks holds.
     listed: dict[str, int] = field(default_factory=dict)
-    # Of each table, as far as they are known.
+    # The blocks of each table that are known so far.
     blocks: Blocks = field(default_factory=dict)
-    # Of the blocks that the whole lists have.
+    # The hashes of each whole list's blocks.
     hashes: dict[str, list[bytes]] = field(default_factory=dict)
-    # The other engine's ranks; empty where decode comes by itself.
+    # Addresses of the other engine's ranks; empty if decode connects by itself.
     remote: tuple[str, ...] = ()
     stages: int = 1  # its pipeline stages
-    content: bytes = b""  # names the tokens
-    priority: int = 0  # 0 to 255; what is higher goes first
-    traceparent: str = ""  # names the client's span, as W3C has it; "" for none
+    content: bytes = b""  # a name of the tokens
+    priority: int = 0  # 0 to 255; higher goes first
+    traceparent: str = ""  # the client's span in W3C's form; "" without one
 
     def of_groups(self, tables: Mapping[str, str]) -> Self:
         """Return the same for a worker, with the block table of each cache group."""
@@ -70,7 +70,7 @@ class PromptTransfer:
 class SendPrompt(PromptTransfer):
     """Describe to a worker a prompt whose KV is computed here and sent."""
 
-    tokens: int  # that are computed of the prompt
+    tokens: int  # how many tokens of the prompt are computed here
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,8 +78,8 @@ class ComputedTokens:
     """Describe to a worker the part of a sent prompt that this step computes."""
 
     request_id: str  # vLLM's name of the request
-    blocks: Blocks  # that were added since the last step
-    stop: int  # tokens that are computed when the step is over
+    blocks: Blocks  # blocks added since the last step
+    stop: int  # tokens computed when the step is over
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,25 +90,25 @@ class LoadPrompt(PromptTransfer):
 
     # How many leading blocks of each list are here already.
     cached: dict[str, int] = field(default_factory=dict)
-    # Nothing is wanted any more; the other engine may free its blocks.
+    # Nothing is needed any more; the other engine may free its blocks.
     declined: bool = False
-    computed: bool = False  # the other engine has said that it computed the prompt
+    computed: bool = False  # the other engine has reported the prompt as computed
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerStep:
     """The metadata that the workers need for one step."""
 
-    # Prompts that begin to be sent.
+    # Prompts whose sending begins.
     sends: list[SendPrompt] = field(default_factory=list)
-    # What is computed of them.
+    # The parts of sent prompts that this step computes.
     written: list[ComputedTokens] = field(default_factory=list)
-    # Prompts that begin to be fetched.
+    # Prompts whose fetching begins.
     loads: list[LoadPrompt] = field(default_factory=list)
-    # Requests whose blocks may be overwritten in this step: they were preempted.
+    # Preempted requests, whose blocks may be overwritten in this step.
     fenced: set[str] = field(default_factory=set)
-    idle: bool = False  # nothing is computed; the step is there to see what has arrived
-    running: int = 0  # requests of which something is computed
+    idle: bool = False  # the step computes nothing; it only collects arrivals
+    running: int = 0  # the number of requests that compute something
 
 
 _Text = Annotated[str, Meta(max_length=256, pattern=r"^[ -~]*\Z")]
@@ -121,20 +121,20 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     sends: bool = msgspec.field(default=False, name="do_remote_decode")
     # Its KV comes from another engine.
     loads: bool = msgspec.field(default=False, name="do_remote_prefill")
-    # True once prefill has answered, so the prompt is published. Otherwise prefill may
-    # have other prompts to do first, and only the proxy that asked both knows whether
-    # it lives.
+    # True if prefill has answered, so the prompt is published. Otherwise prefill may be
+    # busy with other prompts, and only the proxy that sent both requests knows whether
+    # it is alive.
     computed: bool = False
-    transfer_id: _Text = ""  # what both engines call the transfer; "" if none was given
+    transfer_id: _Text = ""  # the transfer's name on both engines; "" if none was given
     # Addresses of the other engine's ranks, in rank order, stage by stage.
     remote: Annotated[tuple[_Text, ...], Meta(max_length=_REMOTES_MAX)] = ()
     stages: Annotated[int, Meta(ge=1)] = 1  # pipeline stages of that engine
-    signature: _Text = ""  # of whoever has named them; "" if nobody has signed
+    signature: _Text = ""  # signature over the reference; "" without one
 
     @classmethod
     def read(cls, params: Mapping[str, Any] | None) -> TransferParams:
         """Parse what a client, usually a proxy, has sent with a request."""
-        # Whatever is null or empty was not given.
+        # A field that is null or empty counts as missing.
         given = {name: value for name, value in (params or {}).items() if value}
         if isinstance(given.get("remote"), str):
             given["remote"] = given["remote"].split(",")
@@ -171,10 +171,10 @@ class ScheduledRequest(NamedTuple):
     """One request's part in a step of vLLM's scheduler."""
 
     id: str  # vLLM's name of the request
-    new: bool  # it was not running before this step, so `tables` are all it has
-    tables: Any  # blocks that it got, by vLLM's block tables; None for none
-    computed: int  # tokens that are computed before the step
-    stop: int  # tokens that are computed when it is over
+    new: bool  # it is new in this step, so `tables` has all its blocks
+    tables: Any  # its new blocks, by vLLM's block tables; None without any
+    computed: int  # tokens computed before the step
+    stop: int  # tokens computed after it
 
 
 def scheduled_requests(

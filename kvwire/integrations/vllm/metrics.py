@@ -15,7 +15,7 @@ from kvwire import Outcome
 
 Observed = dict[str, list[float]]
 
-# One observation for each transfer, by the name in the dictionary.
+# Observations per transfer, by their names in the dictionary.
 FIELDS: Final = {
     "sent_bytes": "Bytes that a prompt's KV had when it was sent.",
     "received_bytes": "Bytes of a prompt's KV that were fetched.",
@@ -23,7 +23,7 @@ FIELDS: Final = {
     "wire_s": "Seconds in which payload of a transfer was under way.",
     "missing_blocks": "Blocks of a fetched prompt that did not arrive.",
 }
-# Sizes double, seconds too: from one small block, and from what a loop can tell apart.
+# Sizes and times double, from one small block and from the finest time a loop resolves.
 BUCKETS: Final = {
     "bytes": tuple(float(2**power) for power in range(16, 36, 2)),
     "s": (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
@@ -79,4 +79,4 @@ def buckets(name: str) -> tuple[float, ...]:
 
 
 def _add(into: Observed, name: str, value: float) -> None:
-    into.setdefault(name, []).append(float(value))  # taken away after each step
+    into.setdefault(name, []).append(float(value))  # collected after each step

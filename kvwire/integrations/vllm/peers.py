@@ -27,7 +27,7 @@ class Peers:
         """
         dial = self._dials.get(address)
         if dial is None or _useless(dial):
-            # Requests may name addresses where nobody listens, any number of them.
+            # Requests may name any number of addresses where nobody listens.
             kept = {at: one for at, one in self._dials.items() if not _useless(one)}
             dial = asyncio.ensure_future(communicator.connect(address))
             self._dials = {**kept, address: dial}
@@ -78,7 +78,7 @@ class PromptEnd(Generic[P]):
                     follow,
                 )
             except ImportError:
-                return  # a span that nobody can take is no reason to lose a transfer
+                return  # a broken tracer must not cost a transfer
             follow(prompt.traceparent)
 
     async def _abort(self, communicator: Communicator) -> None:

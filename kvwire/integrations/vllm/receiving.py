@@ -21,9 +21,9 @@ from kvwire.kv.blocks import Ids
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# What prefill has answered for is published already; if not, it never will be: it was
-# fetched before, or is another process now. What it has yet to answer for may wait
-# there behind many others, so that has `load_timeout_s`.
+# If prefill has answered, the prompt is published already, or it never will be: it was
+# fetched before, or prefill is another process now. A prompt without an answer may wait
+# behind many others, so it has `load_timeout_s`.
 _PUBLISHED_WITHIN_S: Final = 5.0
 
 
@@ -31,8 +31,8 @@ _PUBLISHED_WITHIN_S: Final = 5.0
 class ReceiveResult:
     """The result of receiving a prompt's KV."""
 
-    missing: Mapping[str, Ids]  # ids of the blocks that did not, by cache group
-    outcomes: Sequence[Outcome] = ()  # of each transfer; empty if none was begun
+    missing: Mapping[str, Ids]  # ids of the missing blocks, by cache group
+    outcomes: Sequence[Outcome] = ()  # of its transfers, if any was begun
 
 
 class PromptReceive(PromptEnd[Incoming]):
@@ -51,12 +51,12 @@ class PromptReceive(PromptEnd[Incoming]):
     ) -> None:
         super().__init__(engine, cache, route)
         self._peers = peers
-        self.load = load  # what is fetched
+        self.load = load  # the prompt to fetch
         self._timeout_s = timeout_s
         self._after = after
         self._codec = codec or None
         self._left = "anything"
-        # Resolves when nothing of kvwire can touch the blocks any more; never fails.
+        # Resolves when kvwire no longer touches the blocks; never fails.
         self.done: concurrent.futures.Future[ReceiveResult] = engine.start(self._run)
 
     # --- on the loop ------------------------------------------------------------------
@@ -148,7 +148,8 @@ class PromptReceive(PromptEnd[Incoming]):
             )
         blocks = load.blocks
         if load.declined:
-            # Something has to be asked for, to be given up in the same turn.
+            # A pull with one block, which is aborted in the same turn, tells the peer
+            # to free its blocks.
             first = next(iter(self._cache.groups))
             blocks = {name: [0] * (name == first) for name in self._cache.groups}
             options = {"tokens": {name: len(ids) for name, ids in blocks.items()}}
@@ -161,7 +162,7 @@ class PromptReceive(PromptEnd[Incoming]):
             await communicator.fired(self._after)
         for link in links:
             part = link.pull(self._route.id, self._cache, blocks, **options)
-            parts.append(part)  # where a later one fails, this one is known
+            parts.append(part)  # remembered even if a later pull fails
 
     def _lacking(self) -> str:
         """Return the part that no rank sends; see :func:`lacking`."""

@@ -63,7 +63,7 @@ class References:
         addresses = [Address.parse(one) for one in remote]
         for address in addresses:
             check_dialable(address)
-        # bytes, since a client may send any text
+        # Bytes, since a client may send any text.
         shown = signature.encode("utf-8", "replace")
         for key in self._keys:
             said = _message(transfer_id, remote)

@@ -51,11 +51,11 @@ from kvwire.limits import KV_BLOCK_TOKENS_MAX, PRIORITY_MAX
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# Of requests that ask for none; vLLM's may be below 0.
+# The priority of requests that set none; vLLM's may be below 0.
 _USUAL_PRIORITY: Final = PRIORITY_MAX // 2
-# For a prompt without hashes: its blocks are useless to a prompt with hashes.
+# For a prompt without hashes: no prompt with hashes can use its blocks.
 _NAMELESS: Final[Mapping[str, Any]] = {"content": b"nameless"}
-# All that version 00 of W3C's Trace Context has.
+# The length of a traceparent in version 00 of W3C's Trace Context.
 _TRACEPARENT_CHARS: Final = 55
 
 
@@ -63,14 +63,14 @@ _TRACEPARENT_CHARS: Final = 55
 class _Prompt:
     """The state of a prompt that is sent."""
 
-    send: SendPrompt  # what the workers are told of it
+    send: SendPrompt  # the metadata for the workers
     # The request's blocks, by vLLM's tables.
     tables: list[list[int]] = field(default_factory=list)
-    # How many blocks of each table were sent to the workers.
+    # How many blocks of each table the workers know.
     named: dict[str, int] = field(default_factory=dict)
-    written: int = 0  # tokens computed when the scheduled steps are over
-    begun: bool = False  # the workers know of it
-    lost: bool = False  # it was preempted after it had begun, so nothing more is sent
+    written: int = 0  # tokens computed after the scheduled steps
+    begun: bool = False  # whether the workers know the prompt
+    lost: bool = False  # whether it was preempted: nothing more is sent
 
     @property
     def whole(self) -> bool:
@@ -91,14 +91,15 @@ class SchedulerSide:
         self._settings = settings
         self._references = references
         self._shapes = tuple(shapes)
-        # Layers of one block table read the same blocks: one shape stands for them.
+        # The layers of one block table read the same blocks, so one shape represents
+        # them.
         self._tables = {str(shape.table): shape for shape in shapes}
         self._partial = any(shape.partial for shape in shapes)
         self._salt = salt
         self._addresses: tuple[str, ...] = ()
         self._prompts: dict[str, _Prompt] = {}
         self._loads: list[LoadPrompt] = []
-        self._fenced: set[str] = set()  # that were preempted, and then over
+        self._fenced: set[str] = set()  # preempted requests that have ended since
 
     def hear_addresses(self, addresses: dict[tuple[int, int], str]) -> None:
         """Record the addresses of this engine's ranks, by (pipeline stage, rank)."""
@@ -116,7 +117,7 @@ class SchedulerSide:
             or request.max_tokens != 1
             or getattr(request, "skip_reading_prefix_cache", False)
         ):
-            # What it generated would free blocks and change states while they are read.
+            # Further tokens would free blocks and change states while they are read.
             logger.warning(
                 "request %s: not sent; prompts of this model that are have 2 tokens or "
                 "more, no embeddings, max_tokens=1 and come from no other engine",
@@ -132,11 +133,12 @@ class SchedulerSide:
         """Return how many more tokens another engine has, or will have."""
         if not self._wanted(request).loads:
             return 0, False
-        # Something is asked of the prompt's own tokens, so all of it is computed here;
-        # releases before 0.31 do not look at that themselves.
+        # The request is about the prompt's own tokens, so the whole prompt is computed
+        # here. vLLM before 0.31 does not check that itself.
         if getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        # Its blocks have no hashes, so cached ones would be overwritten as well.
+        # Its blocks have no hashes, so the transfer would overwrite cached ones as
+        # well.
         if num_computed_tokens and not tokens_say_all(request):
             return 0, False
         count = self._fetched_tokens(request) - num_computed_tokens
@@ -177,12 +179,14 @@ class SchedulerSide:
         """
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None and (wanted := self._wanted(request)).loads:
-            # Never scheduled: whoever computed it must not wait for us.
+            # It was never scheduled, so the engine that computed it must not wait for
+            # us.
             self._loads.append(self._declined(request, wanted))
         if prompt is None or not prompt.begun or prompt.lost:
             return False, None
         if not request.num_computed_tokens:
-            # Preempted since the last step, so that its blocks are others' already.
+            # It was preempted since the last step, so its blocks already belong to
+            # others.
             self._fenced.add(request.request_id)
             return False, None
         if not prompt.whole:
@@ -197,7 +201,7 @@ class SchedulerSide:
         """Return a request's parameters; none if they are incomplete."""
         params = request.kv_transfer_params
         if not isinstance(params, dict):
-            # None, or what a client has put there by way of `vllm_xargs`.
+            # None, or an arbitrary value that a client sent by `vllm_xargs`.
             return TransferParams()
         if not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
             return TransferParams()
@@ -210,7 +214,7 @@ class SchedulerSide:
                     wanted.transfer_id, wanted.remote, wanted.signature
                 )
         except UsageError as exc:
-            # A client's mistake costs that client a prefill here, and nobody else.
+            # A client's mistake costs only that client a prefill here.
             logger.warning("request %s: %s", request.request_id, exc)
             return TransferParams()
         return wanted
@@ -222,7 +226,7 @@ class SchedulerSide:
     def _new_send(self, request: Any, wanted: TransferParams) -> SendPrompt:
         tokens = request.num_prompt_tokens
         send = SendPrompt(tokens=tokens, **self._moved(request, wanted, tokens))
-        # Clients choose parts of a request's id; this one nobody can guess.
+        # Clients choose a part of a request's id, but nobody can guess this one.
         send.transfer_id = send.transfer_id or secrets.token_hex(16)
         return send
 
@@ -254,7 +258,7 @@ class SchedulerSide:
         try:
             names = self._names(request, tokens)
         except UsageError as exc:
-            # vLLM lets some ids through that are none.
+            # vLLM lets some invalid token ids through.
             logger.warning(
                 "request %s: moved without names: %s", request.request_id, exc
             )
@@ -300,12 +304,14 @@ class SchedulerSide:
         hashes: dict[str, list[bytes]] = {}
         for name, shape in self._tables.items():
             needed = shape.needed(count)
-            # A state is of all tokens, and its block may be for more than a chain's.
+            # A state covers all tokens, and its block may be for more tokens than a
+            # chain's.
             found = whole
             if not shape.state:
                 found = chains[shape.block_tokens][needed.start : needed.stop]
             if len(self._tables) > 1:
-                # Told from another table's blocks of the same tokens.
+                # The table's name keeps its blocks apart from another table's for the
+                # same tokens.
                 table = name.encode()
                 found = [hashlib.sha256(one + table).digest() for one in found]
             hashes[name] = found
@@ -369,7 +375,7 @@ def _chain(block_tokens: int, tokens: Sequence[int], salt: bytes) -> list[bytes]
     hashes = scheme.block_hashes(tokens, salt=salt)
     rest = tokens[len(hashes) * block_tokens :]
     if rest:
-        # Not to find the block by, but so that a short prompt has a name as well.
+        # No block is found by this hash, but it gives a short prompt a name.
         parent = hashes[-1] if hashes else scheme.root(salt)
         hashes.append(hashlib.sha256(parent + repr(list(rest)).encode()).digest())
     return hashes

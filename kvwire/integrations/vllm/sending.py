@@ -27,8 +27,8 @@ from kvwire.kv.spec import KVSpec
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# Times `group_bytes`: so much of small layers goes in one mark. 300 tokens of 64 KiB in
-# 16 layers go in three marks.
+# The most that small layers are marked with at once, in units of `group_bytes`. 300
+# tokens of 64 KiB in 16 layers go in three marks.
 _TOGETHER: Final = 4
 
 Recorded = Callable[[], object | None]
@@ -46,16 +46,16 @@ class PromptSend(PromptEnd[Outgoing]):
         route: RankRoute,
         codec: str = "",
     ) -> None:
-        self.tokens: int = send.tokens  # of the prompt
+        self.tokens: int = send.tokens  # tokens of the prompt to send
         # How many leading blocks of each list the forward pass has completed.
         self.written: dict[str, int] = {}
-        self.finished: bool = False  # whether all of them are
+        self.finished: bool = False  # whether all blocks are completed
         super().__init__(engine, cache, route)
         self._send = send
         self._codec = codec or None
-        # What was said before there was anybody to say it to.
+        # Calls that came before the transfer existed.
         self._early: list[Callable[[Outgoing], None]] | None = []
-        # Resolves when nothing of kvwire can touch the blocks any more; never fails.
+        # Resolves when kvwire no longer touches the blocks; never fails.
         self.done: concurrent.futures.Future[list[Outcome]] = engine.start(self._run)
 
     def extend(self, blocks: Blocks) -> None:
@@ -85,7 +85,8 @@ class PromptSend(PromptEnd[Outgoing]):
             self._follow(self._send)
             out = self._publish(communicator)
         except Exception as exc:  # noqa: BLE001 - it would end vLLM's engine
-            # The decode engine gets no answer, and computes after its timeout.
+            # The decode engine gets no answer, and computes the prompt after its
+            # timeout.
             said = error_text(exc)
             logger.warning("transfer %s was not begun: %s", self._route.id, said)
             return []
@@ -95,7 +96,8 @@ class PromptSend(PromptEnd[Outgoing]):
             for call in [] if self._reason else early:
                 call(out)
         if self._reason:
-            # Begun only to say so; in the same turn, so no block was touched.
+            # It was begun only to report the abort; in the same turn, so no block was
+            # touched.
             await self._abort(communicator)
         outcome = await out
         await out.drained()
@@ -122,7 +124,8 @@ class PromptSend(PromptEnd[Outgoing]):
             try:
                 call(out, *what, **more)
             except UsageError:
-                # The transfer may have ended under us; a forward pass need not know.
+                # The transfer may have ended meanwhile, which a forward pass need not
+                # know.
                 if not out.done():
                     raise
 
@@ -131,18 +134,18 @@ class PromptSend(PromptEnd[Outgoing]):
 class PromptBlocks:
     """The blocks of one prompt that a forward pass completes."""
 
-    departure: PromptSend  # where it goes
+    departure: PromptSend  # the transfer that sends them
     blocks: Mapping[str, range]  # by position in each group's list
-    last: bool  # whether the prompt is whole then
+    last: bool  # whether the prompt is then complete
 
 
 @dataclass(slots=True)
 class _Layers:
     """One cache group's layers in a forward pass."""
 
-    unwritten: set[int]  # by the model's indices
-    together: int  # how many go in one mark
-    held: range = range(0)  # written, and not said; where the next one goes on
+    unwritten: set[int]  # by the model's index
+    together: int  # layers per mark
+    held: range = range(0)  # written but not marked yet; the next layer may extend it
 
 
 class ForwardPass:
@@ -188,7 +191,7 @@ class ForwardPass:
 
     def rest(self) -> None:
         """Mark all remaining layers, since the pass is over."""
-        self._left = sys.maxsize  # none of them is the last one, which goes alone
+        self._left = sys.maxsize  # the last layer, which goes alone, is not among them
         for name, layers in self._groups.items():
             layers.together = sys.maxsize
             for layer in sorted(layers.unwritten):

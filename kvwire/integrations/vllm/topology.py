@@ -28,8 +28,8 @@ from kvwire.kv.spec import KVSpec, shard_sources
 class RankRoute:
     """The ranks with which one rank exchanges a prompt."""
 
-    id: str  # what the transfer is called
-    # Where they listen; "" of a rank whose address is not known, and need not be.
+    id: str  # the transfer's id
+    # Their addresses; "" for a rank whose address is unknown and not needed.
     peers: tuple[str, ...]
 
 
@@ -37,7 +37,7 @@ class RankRoute:
 class OwnRank:
     """Which rank of its engine a worker is."""
 
-    spec: KVSpec  # what it holds; of several cache groups that of the most heads
+    spec: KVSpec  # its spec; of several cache groups, that of the most heads
     stage: tuple[int, int] = (0, 1)  # (number, count) of its pipeline stage
 
     def others(self, remote: tuple[str, ...], stages: int) -> tuple[Sequence[str], int]:

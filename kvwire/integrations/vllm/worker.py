@@ -46,8 +46,9 @@ from kvwire.types import Address
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# vLLM takes a step a millisecond while all it does is wait for KV, and each takes the
-# interpreter from the thread that moves it. A new request waits for so long at most.
+# While vLLM only waits for KV it runs a step per millisecond, and each step takes the
+# interpreter from the thread that moves KV. So a step waits, and a new request with it,
+# for at most this time.
 IDLE_WAIT_S: Final = 0.01
 
 
@@ -65,7 +66,7 @@ class WorkerSide:
         self._announcer = announcer
         self._shapes = tuple(shapes)
         self._rank = shapes[0].index
-        # The block table of each cache group, as the scheduler's side names it.
+        # Each cache group's block table, by which the scheduler's side names it.
         self._tables = {shape.name: str(shape.table) for shape in shapes}
         self._engine = Engine(config)
         self._peers = Peers()
@@ -75,21 +76,21 @@ class WorkerSide:
         if settings.advertise:
             said = Address.parse(self.address)
             self._engine.start(lambda _: warn_of_unknown_name(said))
-        # Known when vLLM registers its caches.
+        # Set when vLLM registers its caches.
         self._caches: LayerCaches
-        self._specs: dict[str, KVSpec] = {}  # of each cache group
+        self._specs: dict[str, KVSpec] = {}  # by cache group
         self._own: OwnRank
         self._device = CacheDevice(self._engine, None)
         self._departures: dict[str, PromptSend] = {}
         self._arrivals: dict[str, PromptReceive] = {}
-        # Of requests that are over for the scheduler, and not drained yet.
+        # Requests that the scheduler considers finished, and that have not drained yet.
         self._leaving: set[str] = set()
-        # Of prompts that other ranks send.
+        # Prompts that other ranks send.
         self._unsent: set[str] = set()
         self._errors: set[int] = set()
-        # Requests that lack blocks, where ids do not say whose they are.
+        # Requests that lack blocks, for engines with several block tables.
         self._failed: set[str] = set()
-        # Of which it was said that their blocks never come back.
+        # Requests whose blocks were reported as permanently lost.
         self._quarantined: set[str] = set()
         self._observed: Observed = {}
         self._step = WorkerStep()
@@ -102,7 +103,7 @@ class WorkerSide:
         self._caches = caches
         groups = caches.cache.groups.items()
         self._specs = {name: group.spec for name, group in groups}
-        # Which ranks meet is said by the spec of the most heads, and the stage.
+        # The spec with the most heads, and the stage, decide which ranks exchange KV.
         widest = max(self._specs.values(), key=lambda spec: spec.total_kv_heads)
         self._own = OwnRank(widest, self._shapes[0].stage)
         logger.info("rank %d: %r in %s", self._rank, caches.cache, self._device)
@@ -158,7 +159,7 @@ class WorkerSide:
     def start_loads(self) -> None:
         """Begin the fetches of this step, without waiting."""
         loads, self._step.loads = self._step.loads, []
-        # Kernels of requests that had the blocks before may still be queued.
+        # Kernels of requests that used the blocks before may still be queued.
         after = self._device.recorded() if loads else None
         for load in loads:
             self._load(load, after)
@@ -215,7 +216,7 @@ class WorkerSide:
             self._announcer.close()
         for end in self._ends().values():
             if self._device.failed and end.quarantined:
-                end.done.cancel()  # it would be waited for in vain
+                end.done.cancel()  # it would never come
         self._engine.close()
 
     # --- sending ----------------------------------------------------------------------
@@ -223,7 +224,7 @@ class WorkerSide:
     def _send(self, send: SendPrompt) -> None:
         route = rank_route(send, self._own)
         if not route.peers:
-            # Other ranks have the same heads, and this one nothing to do.
+            # Other ranks send the same heads, so this one has nothing to do.
             self._unsent.add(send.request_id)
             return
         self._departures[send.request_id] = PromptSend(
@@ -278,7 +279,7 @@ class WorkerSide:
     def _note_missing(self, request_id: str, arrival: PromptReceive) -> None:
         arrived = arrival.done.result()
         missing = sum(ids.size for ids in arrived.missing.values())
-        # vLLM names blocks that failed only where it has a single table of them.
+        # With several block tables, vLLM cannot tell which table's block has failed.
         if missing and len(set(self._tables.values())) > 1:
             self._failed.add(request_id)
         elif missing:

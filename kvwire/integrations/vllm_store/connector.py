@@ -52,7 +52,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
             self._lookup = Lookup(files, settings.lookup_timeout_s)
             self._scheduler = StoreScheduler(shape.block_tokens, self._lookup.begin)
             return
-        # Blocks of another model, or of other weights, are never found as ours.
+        # The blocks of another model, or of other weights, must not be found as ours.
         order = block_order(vllm_config, kv_cache_config).replace(WHOLE_TOKENS, "")
         model = model_name(vllm_config, settings.fingerprint)
         fingerprint = f"{model} {order}".rstrip()

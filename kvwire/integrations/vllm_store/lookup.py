@@ -32,7 +32,7 @@ _QUESTIONS: Final = 1
 _NUMBER_BYTES: Final = 8
 _HASH_BYTES: Final = 32
 _FORGET: Final = b"forget"
-# Of a tier on a slow disk or in an object store; the engine stands still meanwhile.
+# For a tier on a slow disk or in an object store; the engine stands still meanwhile.
 _FORGET_TIMEOUT_S: Final = 300.0
 
 Match = Callable[[list[bytes]], Awaitable[int]]
@@ -88,7 +88,7 @@ class Lookup:
         self._addresses = [file.read_text() for file in files]
         self._engine = Engine(Config(name="vllm-scheduler"))
         self._peers = Peers()
-        self.begin(())  # so that the first prompt need not dial
+        self.begin(())  # connects now, so that the first prompt need not
 
     def begin(self, hashes: Sequence[bytes]) -> Future[int]:
         """Ask how many leading blocks of a chain every rank has; never fails."""

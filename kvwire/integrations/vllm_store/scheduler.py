@@ -29,7 +29,7 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 Ask = Callable[[Sequence[bytes]], Future[int]]
 """Asks how many leading blocks of a chain the store has; never fails."""
 
-# An answer from this host takes a fraction of this, and to ask again costs a step.
+# An answer from this host takes a fraction of this; asking again later costs a step.
 _PATIENCE_S: Final = 0.002
 
 
@@ -37,42 +37,42 @@ class NamedBlocks(NamedTuple):
     """Blocks of one request, each with the hash of its chain."""
 
     request_id: str  # vLLM's name of the request
-    hashes: list[bytes]  # of full blocks, in token order
-    ids: list[int]  # where they lie
+    hashes: list[bytes]  # hashes of full blocks, in token order
+    ids: list[int]  # their block ids
 
 
 @dataclass(slots=True, kw_only=True)
 class StoreStep:
     """The metadata that the workers need for one step."""
 
-    loads: list[NamedBlocks] = field(default_factory=list)  # what begins to be loaded
-    # What is written when the step's forward pass is over.
+    loads: list[NamedBlocks] = field(default_factory=list)  # blocks to load
+    # Blocks that are written when the step's forward pass is over.
     saves: list[NamedBlocks] = field(default_factory=list)
     # Requests whose blocks may be overwritten in this step.
     fenced: set[str] = field(default_factory=set)
-    # Requests that are over; said is when their blocks have drained.
+    # Requests that have ended; workers report when their blocks have drained.
     leaving: set[str] = field(default_factory=set)
-    idle: bool = False  # nothing is computed; the step is there to see what has arrived
+    idle: bool = False  # the step computes nothing; it only collects arrivals
 
 
 @dataclass(slots=True)
 class _Tracked:
     """The state of one request."""
 
-    request: Any  # vLLM's; only read
-    # Of its full blocks, as far as they were needed.
+    request: Any  # vLLM's request; only read
+    # Hashes of its full blocks, as far as they were needed.
     hashes: list[bytes] = field(default_factory=list)
-    # Its blocks, as far as vLLM has named them.
+    # Its block ids, as far as vLLM has allocated them.
     ids: list[int] = field(default_factory=list)
-    # The answer of the store, if it was asked since it was last scheduled.
+    # The store's answer, if the store was asked since the request was last scheduled.
     asked: Future[int] | None = None
-    computed: int = 0  # tokens that vLLM had when it asked
-    saved: int = 0  # blocks that the store has, or that the workers were told to save
-    busy: bool = False  # the workers may be saving its blocks
-    # Ids of its tokens are none, or its KV is of what was forgotten: nothing more of it
-    # is saved.
+    computed: int = 0  # tokens that vLLM had computed at that time
+    saved: int = 0  # blocks that the store has, or that workers save
+    busy: bool = False  # whether workers may be saving its blocks
+    # Whether it is no longer saved, because a token id is invalid, or its KV was
+    # computed before the store was cleared.
     nameless: bool = False
-    loading: bool = False  # they are loading, and have not said that they are through
+    loading: bool = False  # whether it is loading and the workers have not reported yet
 
 
 class StoreScheduler:
@@ -84,7 +84,7 @@ class StoreScheduler:
         self._ask = ask
         self._requests: dict[str, _Tracked] = {}
         self._step = StoreStep()
-        # Over, and not free on every worker.
+        # Ended requests that are not free on every worker.
         self._leaving: set[str] = set()
 
     @property
@@ -177,7 +177,7 @@ class StoreScheduler:
 
     def _answer(self, tracked: _Tracked) -> Future[int]:
         if tracked.asked is None:
-            # vLLM computes the last token: what comes out of it begins the answer.
+            # vLLM computes the last token itself, since its output begins the answer.
             usable = (len(tracked.request.all_token_ids) - 1) // self._block_tokens
             hashes = self._hashes(tracked, usable)
             if not hashes:
@@ -203,7 +203,7 @@ class StoreScheduler:
                     salt=b"" if known else identity_of(tracked.request),
                 )
             except UsageError as exc:
-                # vLLM lets some ids through that are none.
+                # vLLM lets some invalid token ids through.
                 tracked.nameless = True
                 logger.warning("request %s: %s", tracked.request.request_id, exc)
         return tracked.hashes[:count]
@@ -215,7 +215,7 @@ class StoreScheduler:
             tracked.ids = []
         if one.tables is not None:
             tracked.ids += one.tables[0]
-        # A pass may be scheduled before the tokens of the one before it are known.
+        # A pass may be scheduled before the tokens of the previous one are known.
         known = min(one.stop, len(tracked.request.all_token_ids))
         full = min(known // self._block_tokens, len(tracked.ids))
         if full <= tracked.saved:

@@ -71,7 +71,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
             self._store.close()
             raise
         self._jobs: dict[int, tuple[Any, Future[list[bool]]]] = {}
-        # What requests wait to hear, by request and key.
+        # The lookups that requests wait for, by request and key.
         self._asked: dict[str, dict[bytes, Future[list[bool]]]] = {}
 
     def lookup(self, key: bytes, req_context: Any) -> Any:

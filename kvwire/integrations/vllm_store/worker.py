@@ -33,7 +33,8 @@ class StoreWorker:
         self, settings: StoreSettings, shapes: Sequence[CacheShape], file: Path
     ) -> None:
         named = settings.fingerprint
-        # All of one block table, so each has the blocks that a request names.
+        # All shapes have the same block table, so each has the blocks that a request
+        # names.
         self._shapes = tuple(replace(shape, fingerprint=named) for shape in shapes)
         self._rank = shapes[0].rank
         self._file = file
@@ -48,7 +49,7 @@ class StoreWorker:
         self._cache: PagedCache | None = None
         self._step = StoreStep()
         self._saves: dict[str, list[Future[None]]] = {}
-        # Of each the ids of the blocks that did not come.
+        # By request, the ids of the blocks that were not loaded.
         self._loads: dict[str, Future[list[int]]] = {}
         self._leaving: set[str] = set()
         self._errors: set[int] = set()
@@ -59,7 +60,7 @@ class StoreWorker:
         """Register the caches of this worker."""
         self._cache = layer_caches(tensors, self._shapes).cache
         require_room(self._engine, self._store, self._cache)
-        self._recorded()  # before vLLM captures graphs: then none may allocate
+        self._recorded()  # before vLLM captures graphs, since nothing may allocate then
         logger.info("rank %d: %r in %s", self._rank, self._store, self._cache)
 
     def fence(self, step: StoreStep) -> None:
@@ -75,7 +76,7 @@ class StoreWorker:
     def start_loads(self) -> None:
         """Begin the loads of this step, without waiting."""
         loads, self._step.loads = self._step.loads, []
-        # Behind the kernels that used the blocks before.
+        # After the kernels that used the blocks before.
         after = self._recorded() if loads else None
         for wanted in loads:
             self._loads[wanted.request_id] = self._get(wanted, after)
@@ -162,7 +163,7 @@ class StoreWorker:
             except Exception as exc:  # noqa: BLE001 - it would end vLLM's engine
                 why = error_text(exc)
             if request is not None:
-                # Never, if a GPU has failed that may still write to them.
+                # This never returns if a failed GPU may still write to them.
                 await request.drained()
             if lost:
                 logger.warning(

@@ -29,15 +29,15 @@ Cut = Callable[[int], list[int]]
 
 _HEADER: Final = struct.Struct("<QQ16s")
 assert _HEADER.size == HEADER_BYTES
-# A prime: no power of two of bytes lost or doubled goes unnoticed.
+# A prime, so that losing or doubling a power of two of bytes is noticed.
 _TABLE_BYTES: Final = 65_521
 _TABLE: Final = np.random.default_rng(0).integers(0, 256, _TABLE_BYTES, np.uint8)
-# Lies around and between the pieces of a payload, and must still lie there afterwards.
+# Fills the gaps around and between the pieces of a payload, and must stay intact.
 _CANARY: Final = 0x5A
 _GAP_BYTES: Final = 3
-# What memory is overwritten with when it is its owner's again.
+# Overwrites memory that its owner has back.
 _POISON: Final = 0xEE
-# A slice takes about as long as this many bytes do by index.
+# Slicing costs about as much time as indexing this many bytes.
 _SLICE_BYTES: Final = 256
 
 
@@ -129,7 +129,7 @@ class Memory:
             self.payload = self._fragments(self._offsets, lengths)
 
     def _fragments(self, offsets: Places, lengths: Places) -> Fragments:
-        # `owner` is all that keeps the arena alive.
+        # Only `owner` keeps the arena alive.
         return Fragments(
             (self._arena.ctypes.data + offsets).astype(np.uint64),
             lengths.astype(np.uint64),

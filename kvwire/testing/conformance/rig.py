@@ -30,9 +30,9 @@ from kvwire.types import Address, Role
 T = TypeVar("T")
 S = TypeVar("S", bound=Side)
 
-# A condition that no callback announces, such as a counter, is looked at this often.
+# How often a condition without a callback, such as a counter, is polled.
 _POLL_S: Final = 0.002
-# Turns of the loop after which a transport has said what it has to say.
+# After this many turns of the loop a transport has made all due callbacks.
 _TURNS: Final = 20
 
 
@@ -52,7 +52,7 @@ class Rig(Generic[S]):
         self.verdicts.changed = self.announce
         self._thread = threading.get_ident()
         self._errors_expected = False
-        # No other rig is at work, so that descriptors left are this one's.
+        # No other rig is running, so any descriptors left over are this one's.
         self._alone = alone
         self._handler_before = self.loop.get_exception_handler()
         self.loop.set_exception_handler(self._note_error)
@@ -169,7 +169,8 @@ class Rig(Generic[S]):
     async def closes(self, *sides: S) -> None:
         """Wait until each side has had its closing callback."""
         for side in sides:
-            # Not the side itself, which an error that is kept would keep alive.
+            # The closure must not hold the side, since a kept error would keep it
+            # alive.
             closed, what = side.closed, f"{side.kind}_closed for {side.name}"
             await self.until(closed.__len__, what)
 
@@ -222,7 +223,7 @@ class Rig(Generic[S]):
         if not self._alone:
             return []
         opened = open_descriptors().items() - self._descriptors_before.items()
-        # uvloop keeps a spare one from its first stream on, for when none are left.
+        # From its first stream on, uvloop keeps a spare descriptor for emergencies.
         spare = next((one for one in opened if one[1] == "/dev/null"), None)
         return sorted(opened - {spare})
 
@@ -351,7 +352,7 @@ class LinkRig(Rig[LinkSide]):
         self._links = [link for link in self._links if id(link) not in gone]
 
 
-# Where the control link would lead; the kit relays descriptors itself.
+# The address of an imaginary control link; the kit relays descriptors itself.
 _CONTROL_ADDRESS = Address("tcp", "127.0.0.1", 9)
 
 
@@ -441,7 +442,7 @@ def open_descriptors() -> dict[int, str]:
     folder = Path("/proc/self/fd" if linux else "/dev/fd")
     found = {}
     for entry in folder.iterdir() if folder.is_dir() else ():
-        with suppress(FileNotFoundError):  # the descriptor of this very listing
+        with suppress(FileNotFoundError):  # the descriptor of this listing
             found[int(entry.name)] = str(entry.readlink()) if linux else ""
     return found
 

@@ -6,8 +6,9 @@ import sys
 
 def run() -> None:
     """Run the proxy, and end the process with its exit status."""
-    # Ctrl-C while modules are imported ends the process and shows no traceback; once it
-    # serves, it ends in order. A process that was started to ignore it still does.
+    # During imports Ctrl-C ends the process without a traceback; once it serves, it
+    # stops in order. A process that was started to ignore Ctrl-C continues to ignore
+    # it.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvwire.integrations.vllm.proxy.command import main  # noqa: PLC0415

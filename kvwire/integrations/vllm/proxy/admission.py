@@ -25,7 +25,7 @@ class QueueFull(Exception):
 
     def __init__(self, why: str, retry_after_s: int) -> None:
         super().__init__(f"{why}; try again in {retry_after_s} s")
-        self.retry_after_s = retry_after_s  # when there may be room, in whole seconds
+        self.retry_after_s = retry_after_s  # whole seconds until there may be room
 
 
 class Admission:
@@ -44,9 +44,9 @@ class Admission:
         self._here = 0
         self._held = 0
         self._mean_s = 1.0
-        self.running: int = 0  # how many run
-        self.waiting: int = 0  # how many wait
-        self.rejected: int = 0  # how many were sent away
+        self.running: int = 0  # running requests
+        self.waiting: int = 0  # waiting requests
+        self.rejected: int = 0  # requests refused so far
 
     @contextmanager
     def place(self) -> Iterator[Callable[[int], None]]:
@@ -115,8 +115,8 @@ class RetryBudget:
         self._clock = clock
         self._left = PROXY_RETRY_RESERVE
         self._at = clock()
-        self.spent: int = 0  # how many there were
-        self.refused: int = 0  # how many there would have been beyond it
+        self.spent: int = 0  # retries so far
+        self.refused: int = 0  # retries refused so far
 
     def deposit(self) -> None:
         """Add the share that one request earns."""

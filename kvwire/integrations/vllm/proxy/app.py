@@ -76,20 +76,20 @@ with needed_by("the proxy", extra="vllm"):
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# Of a request's headers; the others are about one hop of it, or the client's own.
+# Request headers that engines get; the others concern one connection, or the client.
 _PASSED_HEADERS: Final = (
     *("authorization", "x-request-id", "traceparent", "tracestate"),
-    "origin",  # of the page that asks: engines say whether it may have the answer
+    "origin",  # the page's origin: engines decide whether it may read the answer
 )
-# Of an answer's, likewise, and what an engine says of pages.
+# Answer headers that clients get, beside those that engines set for pages.
 _KEPT_HEADERS: Final = (
     *("content-type", "content-encoding", "content-length", "x-request-id"),
     *("retry-after", "www-authenticate", "vary"),
 )
 _OF_PAGES: Final = "access-control-"
-# What the body of one field is sent to engines as it came from, and not encoded anew.
+# A field whose value is larger than this is forwarded as it came, without re-encoding.
 _LARGE_BYTES: Final = 64 * KIB
-# Of PROXY_BODY_VALUES_MAX, what each object and each list counts.
+# How many values of PROXY_BODY_VALUES_MAX each object and each list counts as.
 _CONTAINER_VALUES: Final = 8
 _LENGTH_DIGITS: Final = 18
 _EVENTS: Final = "text/event-stream"
@@ -193,7 +193,7 @@ class ProxyApp:
         if not methods:
             why = f"{asked.path} is not passed to engines; ask one itself"
             raise Refused(HTTPStatus.NOT_FOUND, why)
-        # So browsers ask what a page may ask of engines, which engines know.
+        # Browsers send it to learn what a page may request; engines know the answer.
         if asked.method == "OPTIONS" and handler in (passed[1], self._front.generate):
             return self._front.passed
         if asked.method not in methods:
@@ -249,13 +249,14 @@ class _Front:
         return answer
 
     async def _generated(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        # Before it is read: bodies that come slowly, or never, are not without limit.
+        # Before the body is read, so that the limits also cover bodies that come slowly
+        # or never.
         take = stack.enter_context(self.state.admission.place())
         content = await _read(asked, PROXY_BODY_BYTES_MAX, take)
         async with self._alone(content):
             body, large = _decoded(content)
-        del content  # of what is large, the fields have it
-        # Only the proxy names engines to each other.
+        del content  # large values are kept in the fields
+        # Only the proxy may name engines to each other.
         body.pop("kv_transfer_params", None)
         headers, since = _passed_on(asked), self.state.fleet.clock()
         request = ClientRequest(asked.path, body, headers, since, large=large)
@@ -387,8 +388,8 @@ class _Front:
                 for name, value in kept.items()
                 if name in _KEPT_HEADERS or name.startswith(_OF_PAGES)
             }
-        # Without a length, servers send chunks, which a client of HTTP/1.0 does not
-        # know. But an error may be added to events.
+        # Without a length, servers send chunks, which an HTTP/1.0 client does not
+        # understand. But an error may still be appended to a stream of events.
         added = not passed and _is_events(answer)
         if added or not kept.get("content-length", "").isdecimal():
             kept.pop("content-length", None)
@@ -432,7 +433,7 @@ def _check_no_page(asked: HttpRequest) -> None:
     if not of_this_proxy:
         why = f"origin {origin}: no page of another host may ask for this"
         raise Refused(HTTPStatus.FORBIDDEN, why)
-    # The owner of a public name can point it to 127.0.0.1; each such name has a dot.
+    # The owner of a public name can point it to 127.0.0.1; public names contain a dot.
     if "." in name and not (name.endswith(".localhost") or _is_address(name)):
         why = f"host {host}: ask 127.0.0.1, or start the proxy with --operator-key-file"
         raise Refused(HTTPStatus.FORBIDDEN, why)
@@ -540,12 +541,12 @@ async def _relay(
             yield part
     except EngineFailed as exc:
         logger.warning("an answer broke off: %s", exc)
-        # Only of its own streams the proxy knows how an error looks in them.
+        # An error can be added only to the proxy's own kind of streams.
         if passed or not _is_events(answer):
             raise
         why = f"the engine broke off: {exc.why}" if exc.engine else exc.why
         said = _openai_error(HTTPStatus.BAD_GATEWAY, why)
-        # What came before may have been half an event.
+        # The part sent before may have ended in the middle of an event.
         yield b"\n\ndata: " + msgspec.json.encode(said) + b"\n\ndata: [DONE]\n\n"
 
 

@@ -70,7 +70,7 @@ class _Exchange:
         self._app = app
         self._receive = receive
         self._send = send
-        # A client of HTTP/1.0 knows no chunks, and servers send them to it.
+        # An HTTP/1.0 client does not understand chunks, which servers would send.
         self._whole = scope.get("http_version") == "1.0"
         self._read = asyncio.Event()
         if scope["method"] != "POST":
@@ -101,7 +101,7 @@ class _Exchange:
             if isinstance(body, bytes):
                 await self._part(body, more=False)
                 return
-            # Servers cut the connection of an answer without an end.
+            # Servers then close the connection, which marks the answer as cut.
             with suppress(EngineFailed):
                 async for part in body:
                     await self._part(part, more=True)
@@ -135,7 +135,7 @@ class _Exchange:
                 return
 
     async def _gone(self) -> None:
-        # Before that, what is received is the body.
+        # Until then, received messages are the body.
         await self._read.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass

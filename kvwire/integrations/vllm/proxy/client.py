@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 
 PROBE_S: Final = 0.5
-# So many questions a second at most; a fleet of more than 100 engines is asked less
-# often.
+# The most probes per second; with more than 100 engines, each is probed less often.
 _PROBES_PER_S: Final = 200
 SLOW_S: Final = 1.0
 SILENT_S: Final = 10.0
-# An answer may take minutes to begin (a queue, a long prompt), a connection may not.
+# The time limit for connecting. An answer may take minutes to begin (a queue, a long
+# prompt).
 _CONNECT_S: Final = 5.0
-# uvicorn, which vLLM serves with, closes an idle connection after 5 s. A request that
-# is sent at that moment would fail.
+# uvicorn, which serves vLLM, closes an idle connection after 5 s. A request sent at
+# that moment would fail.
 _KEPT_OPEN_S: Final = 2.0
-# What can be passed on: neither another protocol nor what HTTP does not know.
+# Statuses that can be passed on: not a switch of protocols, nor an unknown number.
 _STATUSES: Final = range(200, 600)
-# Of this process, or of its machine; an engine has no part in it.
+# Errors of this process or machine, not of an engine.
 _OURS: Final = (errno.EMFILE, errno.ENFILE)
-# Of a library's words, in ours.
+# How much of a library's text is quoted.
 _QUOTED_CHARS: Final = 200
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 
@@ -73,13 +73,13 @@ class EngineFailed(Exception):
         ours: bool = False,
     ) -> None:
         super().__init__(f"{engine.url}: {why}" if engine else why)
-        self.engine = engine  # which; None if there is none to ask
-        self.why = why  # for the client, who need not know where engines are
-        self.status = status  # what it answered; None if nothing
-        self.silent = silent  # it may be there and says nothing; else it is known to go
-        self.reached = reached  # it has had the request, and may have failed of it
-        self.ours = ours  # this process has failed, such as for want of descriptors
-        self.retry_after = ""  # when it may be asked again, as it has said in a header
+        self.engine = engine  # the engine; None if there was none to ask
+        self.why = why  # for the client, so without the engine's address
+        self.status = status  # the answer's status; None without an answer
+        self.silent = silent  # it may be running but does not answer
+        self.reached = reached  # it got the request, which may have caused the failure
+        self.ours = ours  # this process failed, for example without free descriptors
+        self.retry_after = ""  # its Retry-After header
 
     @property
     def down(self) -> bool:
@@ -92,9 +92,9 @@ class EngineResponse:
     """Hold an engine's response, whose body arrives in parts."""
 
     engine: VllmEngine
-    status: int  # of HTTP
-    headers: Mapping[str, str]  # likewise, their names in small letters
-    # The body; it ends with :exc:`EngineFailed` if the engine breaks off.
+    status: int  # the HTTP status
+    headers: Mapping[str, str]  # with names in lower case
+    # The parts of the body; they end with :exc:`EngineFailed` if the engine breaks off.
     parts: AsyncIterator[bytes]
 
     async def body(self, size_max: int | None = None) -> bytes:
@@ -178,11 +178,11 @@ class EngineClient:
             headers = {**headers, "content-type": "application/json"}
         else:
             content = body or b""
-        # A transport that is given all of it at once copies it again and again.
+        # Given as bytes, the transport would copy the whole body again and again.
         data = io.BytesIO(content) if content else None
         del content  # it is large, and the answer may take long
         where, mark, query = url.partition("?")
-        # Of a query, what was sent: no character is written otherwise.
+        # The query is sent exactly as it came, without re-encoding.
         target = URL(f"{URL(where)}?{query}", encoded=True) if mark else URL(where)
         sending = self._session.request(
             method,
@@ -194,7 +194,7 @@ class EngineClient:
         )
         del data
         said = await sending
-        # One that was read to its end has given its connection back already.
+        # If the answer was read to its end, its connection is already back in the pool.
         with closing(said):
             yield said.status, headers_of(said.raw_headers), said.content.iter_any()
 
@@ -228,7 +228,7 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_OPEN_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-        # Parts of an answer are passed on as they come.
+        # Uncompressed, since parts of an answer are passed on as they come.
         headers={"accept-encoding": "identity"},
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -243,7 +243,7 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
     if isinstance(error, aiohttp.ClientConnectorError):
         code = error.os_error.errno or 0
         why = os.strerror(code) if code > 0 else "nobody has this name"
-        if isinstance(error.os_error, ssl.SSLError):  # its numbers are of its own
+        if isinstance(error.os_error, ssl.SSLError):  # SSL has its own numbers
             why = f"TLS: {error.os_error.reason}"
             code = 0
         ours = code in _OURS
@@ -254,9 +254,9 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
     if isinstance(error, aiohttp.ClientPayloadError):
         return EngineFailed(engine, "its answer has no end")
     if isinstance(error, aiohttp.ServerDisconnectedError):
-        # Its text may be all that aiohttp knows of an answer that broke off.
+        # aiohttp's text may contain all it has of a broken answer.
         return EngineFailed(engine, "Server disconnected")
-    # What is no URL will never be answered, and its engine is not known to have died.
+    # An invalid URL will never be answered, but that does not mean the engine has died.
     why = str(error)[:_QUOTED_CHARS] or type(error).__name__
     return EngineFailed(engine, why, silent=isinstance(error, ValueError))
 
@@ -267,7 +267,7 @@ class Prober:
     def __init__(self, fleet: EngineFleet, client: EngineClient) -> None:
         self._fleet = fleet
         self._client = client
-        # One for each engine, with when it was asked. bounded: MEMBERS_MAX
+        # Each engine's last probe, with its time. bounded: MEMBERS_MAX
         self._asked: dict[VllmEngine, tuple[float, asyncio.Task[None]]] = {}
         self._woken = asyncio.Event()
 

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(exc, file=sys.stderr)
         return 1
     try:
-        # The help needs none of these.
+        # Imported here, since --help needs none of these.
         from kvwire.integrations.vllm.proxy.app import make_app  # noqa: PLC0415
         from kvwire.integrations.vllm.proxy.server import ProxyServer  # noqa: PLC0415
         from kvwire.integrations.vllm.proxy.stopping import Ending  # noqa: PLC0415
@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(exc, file=sys.stderr)
         return 1
     connections = options.running + options.queue + PROXY_IDLE_MAX
-    # A request has its client's connection and two of engines; each engine is probed.
+    # A request needs its client's connection and two to engines; each engine is probed
+    # too.
     there = _have_descriptors(connections + 2 * options.running + MEMBERS_MAX)
     ending = Ending()
     app = make_app(

@@ -29,10 +29,10 @@ class Discovery:
         self._fleet = fleet
         self._allowed = allowed
         self._selector = selector
-        # Keys of which the log has had a reason. bounded: MEMBERS_MAX
+        # Keys whose records' faults were logged. bounded: MEMBERS_MAX
         self._said: set[str] = set()
-        self.refused: int = 0  # how many records could not be used
-        self.wake: Callable[[], None] = lambda: None  # called when an engine may be new
+        self.refused: int = 0  # how many records were unusable
+        self.wake: Callable[[], None] = lambda: None  # an engine may be new
 
     @property
     def ignored(self) -> int:
@@ -57,7 +57,7 @@ class Discovery:
 
     def _take(self, change: Change) -> None:
         key = change.record.key
-        # A store, or a peer that is no vLLM, may be in the same directory.
+        # A store, or a peer other than vLLM, may be in the same directory.
         if change.kind is ChangeKind.LEFT or "http" not in change.record.labels:
             self._said.discard(key)
             self._fleet.left(key)

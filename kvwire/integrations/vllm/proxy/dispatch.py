@@ -59,20 +59,20 @@ from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# What a client may ask of decoding that makes no sense for one token of prefill.
+# Options for decoding that make no sense for a prefill with one token.
 _OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")
 _COPIES: Final = ("n", "best_of")
 EVENTS: Final = "text/event-stream"
-# How a stream of events ends; white space may follow.
+# The last event of a stream; white space may follow.
 _DONE: Final = b"[DONE]"
 _DATA: Final = b"data: "
 _ERROR: Final = b'data: {"error"'
 _END_BYTES: Final = 64
-# Headers that say where an answer ends.
+# Headers that mark the end of an answer.
 FRAMES: Final = frozenset(("content-length", "transfer-encoding"))
-# Where a prompt's KV is if prefill sends none of it.
+# The location of a prompt's KV if prefill does not send it.
 _NOT_SENT: Final[dict[str, Any]] = {}
-# Of an engine's error, in ours.
+# How much of an engine's error text is quoted.
 _QUOTED_CHARS: Final = 500
 
 
@@ -80,19 +80,19 @@ _QUOTED_CHARS: Final = 500
 class ClientRequest:
     """Hold a client's request."""
 
-    path: str  # of the API, such as `/v1/completions`
+    path: str  # the API's path, such as `/v1/completions`
     body: dict[str, Any]  # as the client sent it
-    # Those that the engines get as well.
+    # The headers for the engines.
     headers: Mapping[str, str] = field(default_factory=dict)
-    since: float = 0.0  # when it came, by the fleet's clock
-    method: str = "POST"  # of HTTP
-    # The body of a request that is passed to one engine as it came; None of any other.
+    since: float = 0.0  # arrival, on the fleet's clock
+    method: str = "POST"  # the HTTP method
+    # The body of a request that is passed to one engine unchanged; None for any other.
     content: bytes | None = None
-    query: str = ""  # of its URL, with the question mark
-    # Of large fields, what the client has sent, which engines are sent as it is.
+    query: str = ""  # the URL's query, with its question mark
+    # The raw bytes of large fields, which engines get unchanged.
     large: Mapping[str, msgspec.Raw] = field(default_factory=dict)
-    waits_for: str = "its turn"  # what has to happen next
-    engines: tuple[str, ...] = ()  # where it is
+    waits_for: str = "its turn"  # the next thing to happen
+    engines: tuple[str, ...] = ()  # URLs of its engines
     decode: VllmEngine | None = None  # the engine that answers
 
     def sent(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Dispatcher:
         self._fleet = fleet
         self._order = order
         self._references = references
-        # Of tries beyond a request's first.
+        # Pays for retries.
         self.budget: RetryBudget = RetryBudget(fleet.clock)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
@@ -132,11 +132,11 @@ class Dispatcher:
         tried: set[VllmEngine] = set()
         failed_on, alone = 0, False
         last = EngineFailed(None, "no engine takes requests")
-        # By role, since clients need not know where engines are.
+        # Reasons by role, since clients need not know engines' addresses.
         whys: dict[str, None] = {}
         while (decode := self._fleet.pick_to_answer(asked.body, tried)) is not None:
             now = self._fleet.clock()
-            # One that nobody could reach has had no work with it.
+            # If no engine was reached, a further try costs no engine any work.
             if tried and (last.reached or decode.is_down(now)):
                 alone = not self.budget.spend()
                 if alone and decode.is_down(now):
@@ -204,7 +204,7 @@ class Dispatcher:
             ):
                 await said.body(PROXY_HEALTH_BYTES_MAX)
         except (EngineFailed, TimeoutError):
-            return False  # it is asked, and says what there is to say
+            return False  # ask_once will find out, and report it
         if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._fleet.down(engine)
             return True
@@ -228,7 +228,7 @@ class Dispatcher:
         named = secrets.token_hex(16), self._references
         body = for_prefill(asked.body, to.server, *named)
         computed = asyncio.ensure_future(self._compute(source, asked, body))
-        # Its answer comes about when decode's does; it is not cut off for that.
+        # Its answer comes at about the time of decode's, and is not cut off then.
         attempt.push_async_callback(end_task, computed)
         body = for_decode(asked.body, source.server, *named)
         asked.engines = (source.url, to.url)
@@ -238,7 +238,7 @@ class Dispatcher:
             said, params = await computed
             if said.is_error:
                 return said
-            # It knows best which of its engines has computed the prompt, and where.
+            # Prefill knows best which of its ranks has the KV, and where.
             where = params or body["kv_transfer_params"] | {"computed": True}
             body["kv_transfer_params"] = where
         found = None
@@ -269,7 +269,7 @@ class Dispatcher:
                 if exc.engine is not engine or exc.status != lost:
                     raise
                 logger.warning("%s; it is asked without KV", exc)
-                self.budget.spend()  # as any other try of one engine alone
+                self.budget.spend()  # paid like any other try of one engine alone
                 return None
             finally:
                 await end_task(answer)
@@ -291,8 +291,9 @@ class Dispatcher:
                 content = await said.body(PROXY_EVENT_BYTES_MAX)
         if said.is_failure:
             raise _failure(said, content)
-        said.parts = _Chained(content)  # its connection is given back
-        # Python's own would read half of a surrogate pair, which decode cannot be sent.
+        said.parts = _Chained(content)  # this gives its connection back
+        # Python's decoder would accept half of a surrogate pair, which cannot be sent
+        # to decode.
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
             params = msgspec.json.decode(content).get("kv_transfer_params")
             if isinstance(params, dict):
@@ -318,7 +319,8 @@ class Dispatcher:
         )
         if said.is_failure:
             raise _failure(said, await said.body(PROXY_EVENT_BYTES_MAX))
-        # Headers come before there is a token, so they are no answer yet.
+        # Headers are sent before the first token, so they do not count as an answer
+        # yet.
         first = await _begun(said, passed=asked.content is not None)
         said.parts = _Chained(first, said.parts)
         return said
@@ -394,7 +396,7 @@ async def _first_of(
     """
     await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)
     if computed.done() and (not answer.done() or answer.exception() is not None):
-        # Where both have failed, decode may have failed for want of the KV.
+        # If both have failed, decode may have failed because it got no KV.
         said, params = computed.result()
         if said.is_error:
             return said
@@ -431,7 +433,7 @@ def _failed_at_once(said: EngineResponse, event: bytes) -> EngineFailed | None:
 def _quoted(body: bytes) -> str:
     """Return an engine's error text: OpenAI's ``error.message``, or the body."""
     text = body.decode(errors="replace")
-    # As above: the client cannot be sent it either.
+    # As above: it could not be sent to the client either.
     with contextlib.suppress(*DECODE_ERRORS, TypeError, KeyError):
         text = str(msgspec.json.decode(body)["error"]["message"])
     return text[:_QUOTED_CHARS] or "no text"
@@ -446,7 +448,7 @@ def is_for_two(body: dict[str, Any]) -> bool:
     One transfer serves one sequence. A request for the prompt's own probabilities needs
     the whole prompt computed, so KV from another engine does not help it.
     """
-    # An engine may read "2" or 2.0 as well.
+    # An engine may accept "2" or 2.0 as well.
     if any(body.get(key) not in (None, 1) for key in _COPIES):
         return False
     if body.get("prompt_logprobs") is not None:
@@ -476,7 +478,7 @@ def for_decode(
     body: dict[str, Any], prefill: VllmServer, transfer_id: str, references: References
 ) -> dict[str, Any]:
     """Return the decode engine's request: all of it, and a reference to the KV."""
-    # It has yet to be computed, maybe behind many others.
+    # The KV is not computed yet; the prompt may wait behind many others.
     params = kv_params(transfer_id, prefill.remote, prefill.stages, computed=False)
     params = references.signed(params)
     return body | {"kv_transfer_params": params}

@@ -15,8 +15,8 @@ from kvwire.errors import UsageError, without_password
 from kvwire.integrations.vllm.announce import BOTH
 from kvwire.types import Address
 
-# An engine that has failed a request gets no other for so long, while another engine
-# can answer. A restart of vLLM takes longer, and /health says whether it listens again.
+# An engine that failed a request gets no other for this time, while another engine can
+# answer. A restart of vLLM takes longer; then /health shows when it is back.
 DOWN_S: Final = 2.0
 
 
@@ -24,10 +24,10 @@ DOWN_S: Final = 2.0
 class VllmServer:
     """Name one vLLM server."""
 
-    url: str  # where it serves HTTP
-    # Where each of its ranks listens for KV, stage by stage, in rank order.
+    url: str  # URL of its HTTP server
+    # Addresses of its ranks' KV listeners, stage by stage, in rank order.
     remote: tuple[str, ...]
-    stages: int = 1  # its pipeline stages
+    stages: int = 1  # the number of its pipeline stages
 
 
 def parse_engine(text: str) -> VllmServer:
@@ -56,7 +56,7 @@ def _is_url(text: str) -> bool:
         where = parts.hostname and parts.port != 0
     except ValueError:
         return False
-    # Who is asked is told to whoever looks at /fleet, so it has no password.
+    # /fleet shows engines' URLs to everybody who asks, so they may contain no password.
     more = parts.query or parts.fragment or parts.username is not None
     return parts.scheme in ("http", "https") and bool(where) and not more
 
@@ -65,26 +65,26 @@ def _is_url(text: str) -> bool:
 class VllmEngine:
     """Follow one engine from its start to its end; a restart is another object."""
 
-    server: VllmServer  # where it is
-    role: str  # what it does: `"prefill"`, `"decode"` or `"both"`
-    start: str = ""  # tells it from an earlier or later start at the same place
-    model: str = ""  # a fingerprint; only engines of one can exchange KV
-    load: float = 0.0  # how busy it says it is: 0 is idle, 1 is full
-    slots: int = 0  # requests that it computes at once; 0 if it does not say
-    # What else it says, for policies and for people.
+    server: VllmServer  # its addresses
+    role: str  # its role: `"prefill"`, `"decode"` or `"both"`
+    start: str = ""  # distinguishes restarts at the same place
+    model: str = ""  # a fingerprint; only engines with the same one exchange KV
+    load: float = 0.0  # the load it reports: 0 is idle, 1 is full
+    slots: int = 0  # requests it computes at once; 0 if unknown
+    # Its other labels, for policies and for people.
     labels: dict[str, str] = field(default_factory=dict)
-    transports: tuple[str, ...] = ()  # what can carry KV there
-    listed: bool = True  # the directory, or the command line, has it
-    ready: bool = True  # it has answered, or the command line says that it is there
-    draining: bool = False  # it gets no new request, because somebody has said so
-    gone: bool = False  # nobody listens there, or it has been silent for long
-    slow: bool = False  # it has been asked for its health, and has not answered in time
-    # Until then it gets no request that another can take.
+    transports: tuple[str, ...] = ()  # transports that can carry KV there
+    listed: bool = True  # whether the directory, or the command line, lists it
+    ready: bool = True  # whether it has answered, or is on the command line
+    draining: bool = False  # whether an operator has stopped its new requests
+    gone: bool = False  # whether nobody listens there, or it was silent for long
+    slow: bool = False  # whether its health check is late
+    # Until then, another engine that can answer is preferred.
     down_until: float = float("-inf")
-    running: int = 0  # requests that it has from this proxy
-    answered: int = 0  # how many it has had and done
-    failed: int = 0  # how many it has failed
-    seed: int = field(init=False)  # of its place, for what hashes by it
+    running: int = 0  # its running requests from this proxy
+    answered: int = 0  # requests it has answered
+    failed: int = 0  # requests it has failed
+    seed: int = field(init=False)  # a hash of its URL, for rendezvous hashing
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-# What nginx notes where a client has closed the connection; there is no standard one.
+# nginx's status for a client that closed its connection; there is no standard one.
 CLIENT_CLOSED = 499
 
 
@@ -26,31 +26,31 @@ class Refused(Exception):
         self, status: int, why: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(why)
-        self.status = int(status)  # of HTTP
+        self.status = int(status)  # the HTTP status
         self.headers = dict(headers or {})  # beside those of any error
-        self.why = why  # for the client
+        self.why = why  # a text for the client
 
 
 @dataclass(slots=True)
 class HttpRequest:
     """Hold a request; its body arrives in parts."""
 
-    method: str  # of HTTP, such as `POST`
-    path: str  # without a query
-    headers: Mapping[str, str]  # their names in small letters
-    client: str  # the numeric address of who asks; "" if it is not known
-    # The body. It raises :exc:`Refused` where that cannot be read to its end.
+    method: str  # the HTTP method
+    path: str  # without the query
+    headers: Mapping[str, str]  # with names in lower case
+    client: str  # the client's numeric address; "" if unknown
+    # The parts of the body; they raise :exc:`Refused` if it cannot be read to its end.
     parts: AsyncIterator[bytes]
-    query: str = ""  # as it was sent, without its question mark
+    query: str = ""  # as it was sent, without the question mark
 
 
 @dataclass(slots=True)
 class HttpAnswer:
     """Hold an answer, whole or in parts."""
 
-    status: int = HTTPStatus.OK  # of HTTP
+    status: int = HTTPStatus.OK  # the HTTP status
     headers: Mapping[str, str] = field(default_factory=dict)
-    # Its parts end with :exc:`EngineFailed` where the engine has broken off.
+    # Its parts end with :exc:`EngineFailed` if the engine breaks off.
     body: bytes | AsyncIterator[bytes] = b""
 
 

@@ -44,7 +44,7 @@ class EngineFleet:
         # bounded: MEMBERS_MAX, both, by the watched directory
         self._members: dict[str, dict[str, VllmMember]] = {}
         self._found: dict[str, VllmEngine] = {}
-        # Not listed any more, and still at work.
+        # No longer listed, but still with running requests.
         self._leaving: set[VllmEngine] = set()
 
     @property
@@ -67,7 +67,7 @@ class EngineFleet:
         Slow engines come last. Engines that are down are excluded, unless `down` is
         set, which selects only them.
         """
-        # Each request looks at each engine, and they may be a thousand.
+        # Every request goes through all engines, and there may be a thousand.
         roles = role, BOTH
         left = [
             engine

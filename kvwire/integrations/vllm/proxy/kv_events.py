@@ -36,11 +36,11 @@ with needed_by("--route kv-events", extra="kv-events"):
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 BlockHash: TypeAlias = int | bytes
-# An engine may have so many requests more than the idlest one for the sake of a hit.
+# For a cache hit, an engine may have this many requests more than the idlest one.
 _BUSIER_MAX: Final = 4
 _OF_GPU: Final = (None, "GPU")
-# How much of a prompt decides its route; with more, each request would cost the loop
-# tens of milliseconds.
+# The tokens of a prompt that decide its route; with more, each request would cost the
+# loop tens of milliseconds.
 _TOKENS_MAX: Final = 262_144
 
 
@@ -48,7 +48,8 @@ class EngineBlocks:
     """Know which blocks an engine's cache holds, from its messages."""
 
     def __init__(self) -> None:
-        # By the engine's hash, and what they are. bounded: KV_EVENT_BLOCKS_MAX
+        # A hash of each block's tokens, by the engine's own hash. bounded:
+        # KV_EVENT_BLOCKS_MAX
         self._chains: dict[BlockHash, int] = {}
         self._held: set[int] = set()
         self.block_size: int = 0
@@ -100,7 +101,7 @@ class ByKvEvents(Policy):
     def __init__(self) -> None:
         self._idlest = LeastLoaded()
         self._context = zmq.asyncio.Context()
-        # bounded: MEMBERS_MAX, and dropped when they are not listed any more
+        # bounded: MEMBERS_MAX; engines that are no longer listed are dropped
         self._known: dict[VllmEngine, tuple[EngineBlocks, asyncio.Task[None]]] = {}
 
     def choose(
@@ -166,7 +167,7 @@ class ByKvEvents(Policy):
                 except (*DECODE_ERRORS, OverflowError) as exc:
                     blocks.clear()
                     logger.warning("events of %s: %r", engine.url, exc)
-                # One that says much does not keep the loop.
+                # An engine with many messages must not block the loop.
                 await asyncio.sleep(0)
         except zmq.ZMQError as exc:
             logger.warning("events of %s: %s", engine.url, exc)

@@ -27,10 +27,10 @@ from kvwire.types import Address, is_loopback
 class VllmMember:
     """Describe one rank of an engine, as its record does."""
 
-    url: str  # where the engine serves HTTP
-    address: str  # where this rank listens for KV
-    labels: EngineLabels  # as they were read
-    record: Record  # what it says else
+    url: str  # URL of the engine's HTTP server
+    address: str  # address of this rank's KV listener
+    labels: EngineLabels  # the parsed labels
+    record: Record  # the whole record
 
 
 class AllowedHosts:
@@ -38,7 +38,7 @@ class AllowedHosts:
 
     def __init__(self, texts: Sequence[str] = ()) -> None:
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
-        self._names: list[str] = []  # "*." in front stands for all below
+        self._names: list[str] = []  # a leading "*." stands for all names below
         for text in texts:
             try:
                 self._networks.append(ipaddress.ip_network(text))
@@ -73,7 +73,7 @@ class AllowedHosts:
 def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
     """Parse a record into an engine's rank."""
     try:
-        # Not strict, since each is a text.
+        # Not strict, since the value of a label is always a text.
         labels = msgspec.convert(record.labels, EngineLabels, strict=False)
     except msgspec.ValidationError as exc:
         raise UsageError(f"labels: {exc}") from None

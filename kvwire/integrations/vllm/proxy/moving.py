@@ -59,8 +59,8 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 MOVED: Final = "moved"
 STAYED: Final = "stayed"
 
-# What an engine does alike for a prompt and for a prompt with tokens of the answer
-# behind it. A field that is not here may depend on which of the two a token is in.
+# Fields with the same effect whether a token is in the prompt or in the answer. Any
+# other field may treat the two differently, so a request with it cannot move.
 _EXACT: Final = frozenset(
     (
         *("model", "prompt", "stream", "stream_options", "max_tokens", "min_tokens"),
@@ -73,23 +73,23 @@ _EXACT: Final = frozenset(
     )
 )
 _COMPLETIONS: Final = "/v1/completions"
-# What a chat has in the place of a prompt, and a newer name.
+# A chat's fields instead of a prompt, and its newer name for max_tokens.
 _OF_CHATS: Final = (
     *("messages", "add_generation_prompt", "continue_final_message"),
     *("chat_template_kwargs", "max_completion_tokens"),
 )
-# Of what is said there, what has been done and is not done again.
+# Fields whose effect is over once the answer has begun.
 _DONE: Final = frozenset(
     ("truncate_prompt_tokens", "truncation_side", "request_id", *_OF_CHATS)
 )
 _ENDED: Final = "it has ended"
 _PARSED: Final = "its engine parses the answer"
 _OF_ANSWER: Final = ("id", "object", "created", "model")
-# Of an answer's usage: how many of the prompt's tokens.
+# Fields of an answer's usage that are about the prompt's tokens.
 _OF_PROMPT: Final = frozenset(("cached_tokens", "created_cache_tokens"))
 _QUOTED_CHARS: Final = 500
 _USUAL: Final = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0}
-# One character of UTF-8 is at most so many tokens.
+# One character in UTF-8 is at most this many tokens.
 _HELD_TOKENS_MAX: Final = 4
 
 
@@ -102,7 +102,7 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
         return "stream"
     if not body.get("stream") and body.get("stream_options") is not None:
         return "stream_options"
-    # Without a limit, the end of a chat is that of its engine's context.
+    # Without a limit, a chat ends at the end of its engine's context.
     if type(_limit(body)) is not int and not (chat and _limit(body) is None):
         return "max_tokens"
     if body.get("seed") is not None and body.get("temperature") != 0:
@@ -141,7 +141,7 @@ class MovableStream:
         self._gives_up = AsyncExitStack()
         self._parts: AsyncIterator[bytes] | None = None
         self._read = b""  # bounded: PROXY_EVENT_BYTES_MAX
-        # Events with no text, such as the first bytes of a character.
+        # Events without text, such as the first bytes of a character.
         self._held: list[Event] = []  # bounded: _HELD_TOKENS_MAX
         self._held_ids: list[int] = []  # bounded: likewise
         self._prompt: list[int] = []
@@ -149,15 +149,16 @@ class MovableStream:
         self._before = 0
         self._lost_at = -1
         self._first: dict[str, Any] = {}
-        # A parser of thoughts or tools has a state, which tokens do not tell: it can be
-        # known from its answer, which is more than content, or none in the beginning.
+        # A parser of thoughts or tools has a state that does not follow from tokens.
+        # Such a parser shows in the answer: it has more than content, or no content at
+        # the beginning.
         self._chat = asked.path != _COMPLETIONS
         self._plain = not self._chat
         self._parsed = False
         self._over = False
         self._moving = False
         self._order: tuple[VllmEngine, asyncio.Future[str]] | None = None
-        # Of the answer, as the client sees it; "" before it has begun.
+        # The answer's id, as the client sees it; "" before the answer has begun.
         self.id: str = ""
 
     async def begin(self, stack: AsyncExitStack) -> EngineResponse:
@@ -176,7 +177,7 @@ class MovableStream:
         if answer.status != HTTPStatus.OK:
             return answer
         self._parts = answer.parts
-        # What the client gets is as long as it becomes.
+        # The length of the client's answer is not known yet.
         answer.headers = {
             name: value for name, value in answer.headers.items() if name not in FRAMES
         }
@@ -215,7 +216,7 @@ class MovableStream:
                 return _ENDED
             told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             self._order = to, told
-            # It may be moved between two events, and a client may read none.
+            # It moves between two events, and a client may read none.
             async with asyncio.timeout(2 * PROXY_MOVE_S):
                 return await told
         except TimeoutError:
@@ -299,7 +300,7 @@ class MovableStream:
         self._held_ids += choice.get("token_ids") or []
         if not shown and "token_ids" in choice:
             choice["token_ids"] = None
-        # Of a chat it is beside the choices.
+        # In a chat, the ids are beside the choices.
         holder = said if "delta" in choice else choice
         if prompt := holder.get("prompt_token_ids"):
             if self._prompt or not shown:
@@ -350,7 +351,7 @@ class MovableStream:
         logger.warning("%s broke off its answer: %s", here.url, error.why)
         here.failed += 1
         self._moves.fleet.down(here)
-        # Two engines that die at one token may do so because of it.
+        # If two engines die at the same token, that token may be the cause.
         at, self._lost_at = self._lost_at, len(self._tokens)
         if at == self._lost_at:
             return False
@@ -358,7 +359,7 @@ class MovableStream:
         while to := fleet.pick_to_answer(body, tried, here.model):
             if len(tried) > PROXY_FAILED_ON_MAX:
                 return False
-            # As for a request: only a try at what is down needs room in the budget.
+            # As for a request: only a try at an engine that is down must be paid.
             if not self._moves.dispatcher.budget.spend() and to.is_down(fleet.clock()):
                 return False
             if not await self._switch(to, None):
@@ -374,7 +375,7 @@ class MovableStream:
             return _ENDED
         async with AsyncExitStack() as attempt:
             try:
-                # Without KV all is computed, which takes as long as it does.
+                # Without KV everything is computed again, so there is no limit.
                 async with asyncio.timeout(PROXY_MOVE_S if source else None):
                     answer = await self._moves.dispatcher.ask_once(
                         source, to, asked, attempt
@@ -442,7 +443,7 @@ class Moves:
 
     dispatcher: Dispatcher
     fleet: EngineFleet
-    counts: Counter[str]  # how they ended
+    counts: Counter[str]  # results by kind
     # bounded: PROXY_RUNNING_MAX
     streams: dict[ClientRequest, MovableStream] = field(default_factory=dict)
 

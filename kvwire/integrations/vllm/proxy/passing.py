@@ -32,13 +32,14 @@ PASSED: Final[Mapping[str, tuple[str, ...]]] = {
         _WRITE,
     ),
 }
-"""Paths, and how they are asked."""
+"""Regular expressions of paths, each with its methods."""
 
-# An answer that an engine keeps. No id has what a URL would read as something else.
+# The path of an answer that an engine keeps. Ids have only characters without a meaning
+# in URLs.
 _KEPT_ANSWER: Final = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?")
 
-# They are about one connection, or written anew for the next one; a cookie is of the
-# host that it was set by.
+# Headers of one connection, or that each hop writes anew; and cookies, which belong to
+# the host that set them.
 _OF_A_HOP: Final = frozenset(
     (
         *("connection", "keep-alive", "proxy-connection", "te", "trailer", "upgrade"),
@@ -50,7 +51,7 @@ _OF_A_REQUEST: Final = _OF_A_HOP | {
     *("host", "content-length", "expect", "accept-encoding", "http2-settings"),
 }
 _OF_AN_ANSWER: Final = _OF_A_HOP | {"date", "server"}
-# A server or a client of HTTP takes them in a header, and another does not send them.
+# Some HTTP servers and clients accept them in a header, others do not send them.
 CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _QUERY: Final = re.compile(r"[!-~]*")
 
@@ -96,7 +97,8 @@ def body_of(content: bytes, headers: Mapping[str, str]) -> bytes:
     """Return the body without references to engines, which only the proxy sets."""
     if not content or is_form(headers):
         return content
-    # Engines would read UTF-16 and NaN as well. What is not read here is not passed.
+    # Engines would accept UTF-16 and NaN as well. A body that cannot be parsed here is
+    # not passed on.
     try:
         fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
     except DECODE_ERRORS as exc:

@@ -15,14 +15,14 @@ import xxhash
 from kvwire.errors import UsageError, nearest
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 
-# How the two engines of a request are asked.
+# The orders in which the two engines of a request are asked.
 AT_ONCE: Final = "at-once"
 IN_SEQUENCE: Final = "in-sequence"
-# Which engine is.
+# Names of policies.
 LEAST_LOADED: Final = "least-loaded"
 BY_KV_EVENTS: Final = "kv-events"
 
-# So much of a prompt decides where it goes: about what a system prompt begins with.
+# This much of a prompt decides its engine: about the beginning of a system prompt.
 _PREFIX_TOKENS: Final = 256
 _PREFIX_CHARS: Final = 1024
 
@@ -66,7 +66,7 @@ class LeastLoaded(Policy):
         return best[0] if len(best) == 1 else _heaviest(best, body)
 
 
-# kv-events needs pyzmq, which is imported with it.
+# Imported when used, since kv-events needs pyzmq.
 _KNOWN: Final[Mapping[str, str]] = {
     LEAST_LOADED: f"{__name__}:LeastLoaded",
     BY_KV_EVENTS: "kvwire.integrations.vllm.proxy.kv_events:ByKvEvents",
@@ -116,7 +116,7 @@ def _values(tree: Any) -> Iterator[Any]:
     if isinstance(tree, str):
         yield tree[:_PREFIX_CHARS]
     elif isinstance(tree, (list, dict)):
-        yield ""  # so that those without a value in them come to an end as well
+        yield ""  # so that the end of a container without values is noticed too
         for part in tree.values() if isinstance(tree, dict) else tree:
             yield from _values(part)
     else:

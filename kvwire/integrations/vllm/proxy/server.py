@@ -45,8 +45,8 @@ with needed_by("the proxy", extra="vllm"):
     import aiohttp
     from aiohttp import web
 
-# An older one has no time for heads, or takes what follows an offer of another protocol
-# for that protocol's.
+# Older versions have no time limit for heads, or take bytes that follow a refused
+# protocol upgrade for that protocol's.
 _OLDEST: Final = "3.14.4"
 _THERE: Final = aiohttp.__version__
 if [int(n) for n in re.findall(r"\d+", _THERE)] < [int(n) for n in _OLDEST.split(".")]:
@@ -56,17 +56,17 @@ if [int(n) for n in re.findall(r"\d+", _THERE)] < [int(n) for n in _OLDEST.split
     )
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
-# Clients' malformed requests get an answer; they are not worth a log line.
+# Clients' malformed requests are answered, but not worth a log line.
 _quiet: logging.Logger = logging.getLogger("kvwire.vllm.http")
 _quiet.setLevel(logging.CRITICAL)
 
 _UNREAD_S: Final = 2.0
-# The method that aiohttp gives to what it could not read.
+# aiohttp's method for a request that it could not parse.
 _NO_REQUEST: Final = "UNKNOWN"
 _BACKLOG: Final = 1024
-# As uvicorn, for scripts that know it.
+# The same status as uvicorn's, for scripts that know it.
 _NO_PORT: Final = 3
-# aiohttp writes which versions of what it is, and Python, otherwise.
+# Otherwise aiohttp sends its version and Python's.
 _SERVER: Final = {"server": "kvwire"}
 
 
@@ -116,12 +116,12 @@ class ProxyServer:
 
         def note(number: int) -> None:
             if came.done():
-                self._end()  # somebody is in a hurry
+                self._end()  # a second signal: somebody is in a hurry
             else:
                 came.set_result(number)
 
         for number in signals:
-            with contextlib.suppress(NotImplementedError):  # of Windows
+            with contextlib.suppress(NotImplementedError):  # Windows
                 loop.add_signal_handler(number, note, number)
         try:
             async with self.serving():
@@ -148,7 +148,7 @@ class ProxyServer:
             max_headers=PROXY_HEADERS_MAX,
             keepalive_timeout=PROXY_IDLE_S,
             lingering_time=_UNREAD_S,
-            auto_decompress=False,  # a client could send little that becomes much
+            auto_decompress=False,  # a small compressed body could become a large one
             access_log=None,
             logger=_quiet,
         )
@@ -176,7 +176,7 @@ class ProxyServer:
         assert self._server is not None
         there = self._server.connections
         if len(there) >= self._connections_max:
-            # Those that were ended in this turn of the loop are still among them.
+            # Connections that ended in this turn of the loop are still among them.
             open_ones = [one for one in there if _is_open(one.transport)]
             if len(open_ones) >= self._connections_max:
                 idle = [one for one in open_ones if one not in self._busy]
@@ -215,7 +215,7 @@ class ProxyServer:
             async with self._app.answered(asked) as answer:
                 return await _send(request, answer)
         except ConnectionError:
-            raise  # the client is gone
+            raise  # the client has gone
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
             raise
@@ -239,7 +239,7 @@ def _request(
 
 async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamResponse:
     headers = _SERVER | {
-        # What is no UTF-8 cannot be sent.
+        # A text that is not UTF-8 cannot be sent.
         name: value.encode(errors="surrogateescape").decode(errors="replace")
         for name, value in answer.headers.items()
     }
@@ -256,7 +256,7 @@ async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamRespo
         async with asyncio.timeout(PROXY_UNREAD_S):
             await response.write_eof()
     except EngineFailed:
-        # It was logged. The client knows by an answer without an end.
+        # It is logged. The client notices, since the answer has no end.
         if request.transport is not None:
             request.transport.close()
     except TimeoutError:

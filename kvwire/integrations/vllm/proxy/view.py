@@ -28,13 +28,13 @@ class ProxyState:
     fleet: EngineFleet
     admission: Admission
     budget: RetryBudget
-    ignored: Callable[[], int] = lambda: 0  # entries of the directory that are no use
-    # Those under way, oldest first. bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
+    ignored: Callable[[], int] = lambda: 0  # the number of unusable directory entries
+    # Open requests, oldest first. bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
     requests: dict[ClientRequest, None] = field(default_factory=dict)
-    # Answers that were begun, by their status.
+    # Answers begun, by status.
     answered: Counter[int] = field(default_factory=Counter)
-    # How streams that were to go on elsewhere ended: `"moved"`, `"stayed"`, or
-    # `"recovered"` from an engine that has died.
+    # Results of streams that should continue at another engine: `"moved"`, `"stayed"`,
+    # or `"recovered"` from an engine that died.
     moves: Counter[str] = field(default_factory=Counter)
 
 

@@ -23,17 +23,17 @@ Event: TypeAlias = dict[str, Any] | bytes
 AS_STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
 """What is asked of an engine beside the client's own fields."""
 
-# What comes piece by piece: of each piece the characters, or the numbers, are added.
+# Fields that come in pieces, whose characters or numbers are joined.
 _TEXTS: Final = frozenset(
     ("text", "content", "reasoning", "reasoning_content", "refusal", "arguments")
 )
 _PIECES: Final = _TEXTS | {"token_ids"}
 _OBJECTS: Final = {"chat.completion.chunk": "chat.completion"}
 
-# Parts that come piece by piece themselves.
+# Fields whose parts come in pieces themselves.
 _NESTED: Final = frozenset(("delta", "function"))
 
-# What an answer of vLLM in one piece has, and its events leave out where it is nothing.
+# Fields of vLLM's whole answers that its events leave out if they are empty.
 _ANSWER: Final = dict.fromkeys(
     (
         *("service_tier", "system_fingerprint", "kv_transfer_params"),
@@ -43,7 +43,7 @@ _ANSWER: Final = dict.fromkeys(
 _CHOICE: Final = dict.fromkeys(
     ("logprobs", "finish_reason", "stop_reason", "token_ids", "routed_experts")
 )
-# In a completion's choice, and beside the choices of a chat.
+# Fields of a completion's choice, which a chat has beside its choices.
 _PROMPT: Final = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
 _MESSAGE: Final = dict.fromkeys(
     (
@@ -87,7 +87,7 @@ def _whole(said: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
         return _ANSWER | said | {"choices": [chosen | _PROMPT | choice]}
     calls = list((delta.pop("tool_calls", None) or {}).values())
     for call in calls:
-        del call["index"]  # their order says it
+        del call["index"]  # it follows from their order
     message = _MESSAGE | {"role": "assistant"} | delta | {"tool_calls": calls}
     return (
         _ANSWER | _PROMPT | said | {"choices": [chosen | choice | {"message": message}]}
@@ -107,7 +107,7 @@ def reading(engine: VllmEngine | None = None) -> Iterator[None]:
 def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
     """Append incremental fields; for all other fields the last value counts."""
     for name, value in part.items():
-        # A chat's first event has an empty text beside the role.
+        # A chat's first event has a role and an empty text.
         if value is None or ("role" in part and value == ""):
             whole.setdefault(name, None)
         elif name == "tool_calls":

@@ -131,7 +131,7 @@ async def _(rig: LinkRig) -> None:
 
     listener = await rig.listen(accept=accept)
     with rig.expecting_errors():
-        # The link may be aborted before the connect that made it has returned.
+        # The link may be aborted before the connect that made it returns.
         with contextlib.suppress(OSError):
             await rig.connect(listener.address)
         await rig.until(lambda: len(calls) == 1, "accept is called")
@@ -285,8 +285,8 @@ async def _(rig: LaneRig) -> None:
         require(not right.arrived, "a payload arrived at a lane that was aborted")
 
 
-# Turns of the loop after which a coroutine is disturbed: each where it may be between
-# two steps, then ever more, so that one that waits for its peer comes to its end too.
+# Turns of the loop before a coroutine is disturbed: first every possible step, then
+# ever more, so that a coroutine that waits for its peer also finishes once.
 _TURNS: Final = (*range(16), *(2**n for n in range(4, 13)))
 
 

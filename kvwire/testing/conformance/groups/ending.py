@@ -74,8 +74,8 @@ async def _all_arrive(rig: AnyRig, left: Any, right: Any, count: int) -> None:
 
 @close.links("against-bulk", "What is queued arrives although the peer sends bulk")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
-    # A socket that is closed with unread data in it resets the connection, and a reset
-    # overtakes and destroys what was sent before it.
+    # Closing a socket with unread data resets the connection, and a reset can overtake
+    # and destroy data that was sent before it.
     right.send_many(24, MIB)
     left.queue_many(10, 50_000)
     left.close()

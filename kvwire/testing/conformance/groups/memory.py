@@ -117,7 +117,8 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.closes(left)
     for token in tokens:
         poison(token)
-    # What had left before may arrive, but then as it was: each arrival is compared.
+    # Payload sent before the abort may still arrive, but unchanged: each arrival is
+    # compared.
     await rig.rests(right)
     await _require_untouched(rig, landed, "the end")
 
@@ -252,7 +253,7 @@ async def _refused_link(rig: LinkRig) -> None:
 
 async def _unaccepted(rig: LinkRig) -> None:
     listener = await rig.listen(accept=lambda link: link.abort())
-    # The link may be aborted before the connect that made it has returned.
+    # The link may be aborted before the connect that made it returns.
     with contextlib.suppress(OSError):
         await rig.connect(listener.address)
     await rig.settle()
@@ -298,7 +299,7 @@ async def _(rig: AnyRig, cycle: Cycle) -> None:
         rig.forget(*rig.sides)
         await rig.settle()
 
-    # Caches may fill once. What is looked for grows with every cycle, or every fifth.
+    # Caches may fill once, but a leak grows with every cycle, or every fifth.
     await run()
     before = _counts()
     for _ in range(20):
@@ -385,7 +386,7 @@ async def _harmless(
     left.queue(_NBYTES, cut)
     left.flush()
     parcel = right.inbox.popleft()
-    # Its own check of what arrived would compare with what an honest descriptor brings.
+    # The side's own check would compare with the payload of the correct descriptor.
     memory = Memory(_NBYTES, CUTS["odd-pages"])
     right.land = lambda _: memory
     right.trusting = False

@@ -143,7 +143,7 @@ async def _(
     rig: AnyRig, left: Any, right: Any, cuts: tuple[Cut | None, Cut | None]
 ) -> None:
     right.keep_landings(cuts[1])
-    # More than one: what a payload leaves behind must not disturb the next.
+    # Several, since leftovers of one payload must not disturb the next.
     for size in (200_001, 1, 100, 1_000_000):
         left.send(size, cuts[0])
     await rig.moved(left, right, 4)
@@ -274,7 +274,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
 
 @order.both("ping-pong", "100 go to and fro, each after the one before")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    # Not at once: over a lane `send` has the side across receive as well.
+    # Later, since over a lane `send` makes the other side receive as well.
     right.on_arrival = lambda _: rig.loop.call_soon(right.send, 20_000)
     for count in range(1, 101):
         left.send(count * 50, CUTS["pages"])

@@ -27,7 +27,7 @@ threads: Group = Group("threads")
 
 # --- pressure -------------------------------------------------------------------------
 
-# More than the buffers between two processes of one host hold.
+# More than the buffers between two processes of one host can hold.
 _FRAMES: Final = 32
 
 
@@ -144,7 +144,7 @@ async def _arrive_in_turns(rig: AnyRig, side: Any, count: int) -> None:
         require(now >= before, "received_bytes fell")
         most, before = max(most, now - before), now
     await rig.arrives(side, count)
-    # The first flush may have moved one budget before the first turn.
+    # The first flush may have moved a wake-up's share before the first turn.
     require(
         most <= 3 * LANE_WAKEUP_BYTES,
         f"{most} bytes arrived in one turn; LANE_WAKEUP_BYTES is {LANE_WAKEUP_BYTES}",
@@ -163,7 +163,7 @@ async def _(rig: AnyRig, busy: Any, sink: Any) -> None:
 
 # --- pause ----------------------------------------------------------------------------
 
-# Small frames that come together, and such as need many turns.
+# Small frames that arrive together, and large ones that take many turns.
 _SIZES: Final = (0, 10, 0, 7 * KIB, 100 * KIB, 3, 9 * KIB, 0, 2 * MIB, 1)
 
 
@@ -188,7 +188,7 @@ def _send_all(side: LinkSide) -> None:
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     if await _paused(rig, left, right):
         right.link.resume()
-        right.link.pause()  # before it has gone on
+        right.link.pause()  # before it has resumed
         await rig.settle()
         require(not right.arrived, "something arrived")
         right.link.resume()
@@ -244,7 +244,7 @@ async def _connected(rig: LinkRig, far: Far) -> AsyncIterator[LinkSide]:
         try:
             listening.set_result((await there.listen()).address)
             right = there.side("right", await there.accept())
-            # A link that is reset before its connect returns is a failed connect.
+            # If a link is reset before its connect returns, the connect fails.
             await there.until(connected.done, "the near side has connected")
             await far(there, right)
         finally:
