@@ -21,7 +21,7 @@ from kvwire.types import read_bytes
 
 @dataclass(frozen=True, slots=True)
 class TierAddress:
-    """Holds one tier's address as it was written."""
+    """A tier's address, as the user wrote it."""
 
     text: str
     scheme: str
@@ -30,7 +30,7 @@ class TierAddress:
 
     @classmethod
     def parse(cls, text: object) -> TierAddress:
-        """Read a tier."""
+        """Parse the address of a tier."""
         if not isinstance(text, str) or ":" not in text:
             raise UsageError(
                 f"tier {shown(str(text))}: write memory:8GiB, or disk:path?size=100GiB"
@@ -64,7 +64,7 @@ class TierAddress:
                 )
 
     def size(self, text: str, what: str = "size") -> int:
-        """Read a size in bytes, such as ``8GiB``."""
+        """Parse a size in bytes, such as ``8GiB``."""
         try:
             nbytes = read_bytes(text)
         except UsageError as exc:
@@ -77,12 +77,12 @@ class TierAddress:
         return nbytes
 
     def size_option(self, name: str, otherwise: int) -> int:
-        """Return a size in bytes among the options."""
+        """Return an option that is a size in bytes."""
         text = self.options.get(name)
         return otherwise if text is None else self.size(text, name)
 
     def number(self, name: str, otherwise: float, most: float) -> float:
-        """Return a number above 0 among the options."""
+        """Return an option that is a number above 0."""
         text = self.options.get(name)
         if text is None:
             return otherwise
@@ -97,7 +97,7 @@ class TierAddress:
         return number
 
     def choice(self, name: str, known: Collection[str], otherwise: str) -> str:
-        """Return one of some words among the options."""
+        """Return an option that is one of several words."""
         text = self.options.get(name, otherwise)
         if text not in known:
             raise UsageError(
@@ -106,7 +106,7 @@ class TierAddress:
         return text
 
     def slab_bytes(self, nbytes: int) -> int:
-        """Return a slab's bytes: as the user says, or by the tier's size."""
+        """Return a slab's size: the user's, or one that fits the tier's size."""
         slab = max(nbytes // STORE_SLABS, min(STORE_SLAB_BYTES_MIN, nbytes))
         slab = self.size_option("slab", min(slab, STORE_SLAB_BYTES))
         slab -= slab % GRAIN_BYTES

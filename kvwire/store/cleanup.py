@@ -1,4 +1,4 @@
-"""Waiting for ends that memory depends on."""
+"""Ending a request so that its memory is surely free."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ T = TypeVar("T")
 
 
 async def drain_or_abort(request: Request[int], connection: Connection) -> None:
-    """End a request, and wait until nothing touches its memory.
+    """Cancel a request, and wait until nothing touches its memory.
 
-    A link that keeps it for longer than a moment is stuck in the middle of a chunk.
-    It is ended, which is what makes the memory free; a timeout alone never does.
+    If its link still holds the memory after a moment, the link is stuck in the middle
+    of a chunk. Then the connection is aborted, which frees the memory; a timeout alone
+    never does.
 
     Cancel safety: safe, it may be called again.
     """

@@ -1,7 +1,7 @@
-"""What has happened on a store so far, as numbers that only grow.
+"""Counts of a store's operations since it was opened.
 
-Plain attributes, as :class:`kvwire.driver.counters.Counters` are. What each tier has
-done is in :class:`kvwire.store.tiers.base.TierStats`.
+They are plain attributes, as in :class:`kvwire.driver.counters.Counters`. Each tier's
+own counts are in :class:`kvwire.store.tiers.base.TierStats`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ class StoreCounters(msgspec.Struct):
     """Counts since the store was opened. A block here is one hash.
 
     Attributes:
-        puts: Puts that are over.
-        gets: Gets that are over.
-        stored_blocks: Blocks of puts that the store did not have, and keeps.
-        present_blocks: Blocks of puts that it had already.
-        refused_blocks: Blocks of puts that it does not keep where it should.
-        hit_blocks: Blocks of gets that landed.
-        missed_blocks: Blocks of gets that did not.
-        put_bytes: Bytes of the puts' blocks that it keeps, new or not.
+        puts: Puts that have ended.
+        gets: Gets that have ended.
+        stored_blocks: Blocks in puts that the store lacked, and stored.
+        present_blocks: Blocks in puts that it had already.
+        refused_blocks: Blocks in puts that it could not store in every required tier.
+        hit_blocks: Blocks in gets that landed.
+        missed_blocks: Blocks in gets that did not.
+        put_bytes: Bytes of the stored blocks in puts, new or not.
         got_bytes: Bytes that landed by gets.
     """
 
@@ -35,7 +35,7 @@ class StoreCounters(msgspec.Struct):
     got_bytes: int = 0
 
     def put_ended(self, nbytes: int, *, there: int, blocks: int, present: int) -> None:
-        """Count a put: so many of its blocks are there, and so many were before."""
+        """Count a put: `there` of its blocks are stored, `present` were before."""
         self.puts += 1
         self.present_blocks += present
         self.stored_blocks += there - present
@@ -43,7 +43,7 @@ class StoreCounters(msgspec.Struct):
         self.put_bytes += nbytes
 
     def get_ended(self, nbytes: int, *, there: int, blocks: int) -> None:
-        """Count a get: of its blocks so many landed."""
+        """Count a get, of whose blocks `there` landed."""
         self.gets += 1
         self.hit_blocks += there
         self.missed_blocks += blocks - there

@@ -1,17 +1,18 @@
-"""Which block of one size goes next: by least recent use, or by S3-FIFO.
+"""Eviction: which block of one size goes next, by least recent use or by S3-FIFO.
 
-Least recently used (``lru``): a block that was used goes to the back. One scan, of
-documents that nobody asks for again, pushes everything else out.
+Least recently used (``lru``): a used block goes to the back. A single scan over
+documents that are read only once pushes everything else out.
 
 S3-FIFO (``s3fifo``; Yang, Zhang, Qiu, Yue, Rashmi: *FIFO queues are all you need for
-cache eviction*, SOSP 2023): what is new is in a small queue of a tenth, and leaves the
-tier from there unless it was used again; then it goes to the main queue, in which each
-use is one more round, of three at most. Of what has left the small queue the names stay
-for a while: a block that comes back by then goes to the main queue. So a scan passes
-through a tenth. A queue is never reordered by a use, which only counts.
+cache eviction*, SOSP 2023): a new block enters a small queue, a tenth of the tier, and
+leaves the tier from there unless it was used again; then it goes to the main queue, in
+which each use earns one more round, at most three. The names of blocks that left the
+small queue are remembered for a while: a block that comes back by then goes to the main
+queue. So a scan passes through a tenth of the tier. A use never reorders a queue; it
+only counts.
 
-Both are O(1) a block, and calls go over blocks within C; see
-:mod:`kvwire.store.index`. Blocks of a chain come in tail first, and leave so.
+Both take O(1) per block, and calls loop over blocks within C; see
+:mod:`kvwire.store.index`. Blocks of a chain enter tail first, and leave in that order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ each: Final[Callable[[Iterable[object]], object]] = partial(deque, maxlen=0)
 
 
 class SlotState:
-    """Holds what eviction knows of each slot of a tier."""
+    """The state of each slot of a tier that eviction needs."""
 
     __slots__ = ("pins", "uses")
 
@@ -51,7 +52,7 @@ class SlotState:
 
 
 class EvictionQueue(ABC):
-    """Orders blocks of one size that may go."""
+    """Order the evictable blocks of one size."""
 
     __slots__ = ("state",)
 
@@ -63,30 +64,30 @@ class EvictionQueue(ABC):
 
     @abstractmethod
     def hold(self, keys: Keys, slots: Ids) -> None:
-        """Note that these are in use: they may not go."""
+        """Mark blocks as in use, so that they are not evicted."""
 
     @abstractmethod
     def release(self, keys: Keys, slots: Ids) -> None:
-        """Note that nobody uses these any more, the tail of a chain first."""
+        """Mark blocks as no longer in use, a chain's tail first."""
 
     def used(self, slots: Ids) -> None:  # noqa: B027 - not every kind counts
         """Count one use of some blocks."""
 
     @abstractmethod
     def pop(self, count: int) -> tuple[Keys, Ids]:
-        """Take out up to so many that are to go, the first in front."""
+        """Take out up to ``count`` blocks to evict, the first in front."""
 
     @abstractmethod
     def remove(self, keys: Keys, slots: Ids) -> None:
-        """Take out some, whether they are in it or not."""
+        """Take out some blocks, which may not be in the queue."""
 
     @abstractmethod
     def oldest(self) -> int | None:
-        """Return the slot in front; None if there is nothing."""
+        """Return the slot in front; None if the queue is empty."""
 
 
 class LruQueue(EvictionQueue):
-    """Evicts the least recently used block first."""
+    """Evict the least recently used block first."""
 
     __slots__ = ("_list",)
 
@@ -95,11 +96,11 @@ class LruQueue(EvictionQueue):
         self._list: OrderedDict[Key, int] = OrderedDict()
 
     def hold(self, keys: Keys, slots: Ids) -> None:
-        """Take blocks out; what is released again is at the back."""
+        """Take blocks out; a later release puts them at the back."""
         each(map(self._list.pop, keys.tolist(), repeat(None)))
 
     def release(self, keys: Keys, slots: Ids) -> None:
-        """Put blocks at the back, where they are in it or not."""
+        """Put blocks at the back, whether they are in the queue or not."""
         names = keys.tolist()
         each(map(self._list.pop, names, repeat(None)))
         self._list.update(zip(names, slots.tolist(), strict=True))
@@ -118,7 +119,7 @@ class LruQueue(EvictionQueue):
 
 
 class S3FifoQueue(EvictionQueue):
-    """Lets go first what was not used again soon after it came."""
+    """Evict blocks first that were not used again soon after they came."""
 
     __slots__ = ("_ghosts", "_main", "_small")
 
@@ -131,10 +132,10 @@ class S3FifoQueue(EvictionQueue):
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
 
     def hold(self, keys: Keys, slots: Ids) -> None:
-        """Do nothing: what is in use keeps its place, and is passed over."""
+        """Do nothing: a block in use keeps its place, and eviction skips it."""
 
     def release(self, keys: Keys, slots: Ids) -> None:
-        """Add what is new; what is in a queue keeps its place."""
+        """Add new blocks; a block in a queue keeps its place."""
         names = keys.tolist()
         new = ~(_among(names, self._small) | _among(names, self._main))
         if not new.any():
@@ -151,7 +152,7 @@ class S3FifoQueue(EvictionQueue):
         uses[slots] = np.minimum(uses[slots] + 1, _USES_MAX)
 
     def pop(self, count: int) -> tuple[Keys, Ids]:
-        """Take out what goes first. Each block is looked at four times at most."""
+        """Take out the next blocks. Each block is visited at most four times."""
         found: list[tuple[Keys, Ids]] = []
         uses, pins = self.state.uses, self.state.pins
         while count and (self._small or self._main):
@@ -190,7 +191,7 @@ class S3FifoQueue(EvictionQueue):
         each(map(self._main.pop, names, repeat(None)))
 
     def oldest(self) -> int | None:
-        """Return the slot in front; what is in use is passed over as in ``pop``."""
+        """Return the slot in front, skipping blocks in use as ``pop`` does."""
         for queue in (self._small, self._main):
             while queue:
                 key, slot = next(iter(queue.items()))

@@ -17,7 +17,7 @@ Sums = npt.NDArray[np.uint64]
 
 
 def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragments:
-    """Return room for so many images of ``nbytes``, one behind the other."""
+    """Return memory for ``count`` images of ``nbytes``, one behind the other."""
     assert count * nbytes <= memory.size
     begin = memory.__array_interface__["data"][0]
     starts = np.arange(0, count * nbytes, nbytes, dtype=np.uint64)
@@ -27,7 +27,7 @@ def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragmen
 def images_at(
     addresses: npt.NDArray[np.uint64], nbytes: int, owner: npt.NDArray[np.uint8]
 ) -> Fragments:
-    """Return the images of ``nbytes`` that begin at these addresses of an array."""
+    """Return the images of ``nbytes`` at these addresses in an array."""
     lengths, starts = rows(addresses.size, nbytes)
     return Fragments(
         addresses,
@@ -42,7 +42,7 @@ def images_at(
 # Calls of a store are mostly of a few sizes, and nobody writes to these.
 @lru_cache(32)
 def rows(count: int, nbytes: int) -> tuple[Array, Array]:
-    """Return the lengths of so many images, and where each begins in a stream."""
+    """Return the lengths of ``count`` images, and the start of each in a stream."""
     starts = np.arange(0, count * nbytes + 1, nbytes, dtype=np.uint64)
     lengths = starts[1:] - starts[:-1]
     lengths.flags.writeable = starts.flags.writeable = False
@@ -50,7 +50,7 @@ def rows(count: int, nbytes: int) -> tuple[Array, Array]:
 
 
 def views_of(images: Fragments) -> list[memoryview]:
-    """Return the memory of each image, one fragment each."""
+    """Return the memory of each image; each image must be one fragment."""
     lengths = images.lengths.tolist()
     # In general all are of one length, and so of one type.
     types = {length: ctypes.c_char * length for length in set(lengths)}
@@ -86,9 +86,9 @@ def image_sums(images: Fragments) -> Sums:
 
 
 def named_sums(keys: Keys, orders: Orders) -> Sums:
-    """Return the checksum of each image's name, to combine with its own.
+    """Return the checksum of each image's key and order, to combine with its own.
 
-    A key or an order that is not the image's is then as wrong as a byte of it.
+    So a wrong key or order is detected just as a wrong byte is.
     """
     named = zip(keys.tolist(), orders.tolist(), strict=True)
     sums = (xxhash.xxh3_64_intdigest(key, seed=order) for key, order in named)

@@ -1,30 +1,29 @@
-"""Which block is in which slot of a tier, and which of them goes next.
+"""The index of a tier: which block is in which slot, and which is evicted next.
 
 Theory
 ------
 A key names a block: the digest of its namespace (see :mod:`kvwire.store.namespace`) and
-its hash. A slot is *free*, *taken* (somebody is filling it: it has no name yet), or
-*named*. A slot that is taken, read or written back is *pinned*, as often as there are
-users of it, and is not evicted meanwhile.
+its hash. A slot is *free*, *taken* (it is being filled, and has no name yet), or
+*named*. A slot that is taken, read or written back is *pinned* once for each user, and
+is not evicted meanwhile.
 
-Named slots that nobody has pinned are in a queue for each tenant and slot size, the one
-to go first in front; :mod:`kvwire.store.eviction` has the kinds of queues. What a call
-lets go of goes there in reverse order of its keys, which are those of a chain from the
-head on. So of one chain the tail is evicted before the head, without which it is worth
-nothing.
+Unpinned named slots are in a queue for each tenant and slot size, the next one to evict
+in front; :mod:`kvwire.store.eviction` has the kinds of queues. A call releases its
+slots in reverse order of its keys, which are a chain's from the head on. So the tail of
+a chain is evicted before its head, without which the tail is worthless.
 
-A size that has no slot left takes a slab of another size when the whole slab is older
-than anything of its own. So a model that is no longer used makes room, and one that is
-used does not lose a slab for a single block of another.
+A size without free slots takes a slab of another size if the whole slab is older than
+anything of its own size. So a model that is no longer used makes room, and an active
+one does not lose a slab for a single block of another.
 
-Queues are ``OrderedDict``, and every call goes over its keys within C: a ``map`` into a
-``deque`` of length 0. Each is O(1) a block, whatever the tier holds.
+Queues are ``OrderedDict``, and every call loops over its keys within C: a ``map`` into
+a ``deque`` of length 0. Each is O(1) per block, however much the tier holds.
 
-Each slot has the number of a tenant (:mod:`kvwire.store.tenants`). One with a quota
-takes no slot beyond it, but evicts what is its own. A block that is older than its
-tenant's time to live is deleted when somebody looks for it, or room is needed. A *kept*
-slot has one pin more, until it is not kept or deleted. A deleted slot has no name; one
-that is in use then is *doomed*, and free when its last user lets go of it.
+Each slot has the number of a tenant (:mod:`kvwire.store.tenants`). At its quota a
+tenant evicts its own blocks. A block older than its tenant's time to live is deleted
+when it is looked up, or when room is needed. A *kept* slot has one pin more, until it
+is unkept or deleted. A deleted slot has no name; if it is in use then, it is *doomed*,
+and free when its last user releases it.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ NO_SLOT = -1
 
 
 def as_keys(keys: Iterable[Key]) -> Keys:
-    """Return the keys as an array, which takes any selection at once."""
+    """Return the keys as an array, which can be indexed with an array."""
     return np.array(list(keys), np.object_)
 
 
 def once(keys: Keys) -> Bits:
-    """Tell which keys are not there before, among them."""
+    """Return for each key whether it is the first of its value."""
     listed = keys.tolist()
     places = dict(zip(reversed(listed), range(keys.size)[::-1], strict=True))
     first: npt.NDArray[np.bool_] = np.zeros(keys.size, np.bool_)
@@ -81,21 +80,21 @@ def once(keys: Keys) -> Bits:
 
 
 class IndexedSlots(NamedTuple):
-    """Lists blocks and the slots that they are in."""
+    """Blocks and their slots."""
 
     keys: Keys
     slots: Ids
 
 
 class Index:
-    """Finds the blocks of one tier. Pure, and not thread-safe.
+    """Find the blocks of one tier. Pure, and not thread-safe.
 
     Attributes:
-        counts_uses: Whether what goes first depends on how often blocks were used.
-        evicted_blocks: Blocks forgotten to make room, by the number of their tenant.
+        counts_uses: Whether eviction depends on how often blocks were used.
+        evicted_blocks: Evicted blocks, by the number of their tenant.
         used_bytes: Bytes of the slots of each tenant.
-        kept_bytes: Of those, the bytes that are kept.
-        unnamed: Where slots are noted that have lost their names; None for nowhere.
+        kept_bytes: Bytes of each tenant's kept slots.
+        unnamed: Collects the slots that have lost their names; None to collect none.
     """
 
     __slots__ = (
@@ -199,7 +198,7 @@ class Index:
         return nbytes <= min(half, self.slabs.slab_bytes)
 
     def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
-        """Take up to so many free slots for blocks of ``nbytes``; each is pinned."""
+        """Take up to ``count`` free slots for blocks of ``nbytes``; each is pinned."""
         size = _size(nbytes)
         left_bytes = self.shares.quota_bytes.item(tenant) - self.used_bytes.item(tenant)
         slots = self.slabs.take(size, min(count, left_bytes // size))
@@ -217,7 +216,7 @@ class Index:
         return slots
 
     def give_back(self, slots: Ids) -> None:
-        """Free taken slots that are not going to be named."""
+        """Free taken slots that will not be named."""
         if not slots.size:
             return
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
@@ -239,7 +238,7 @@ class Index:
         born: Times | None = None,
         orders: Orders | int | None = None,
     ) -> None:
-        """Say what taken slots hold. Whoever took them has them pinned still."""
+        """Give taken slots their keys. They stay pinned by their users."""
         if orders is not None:
             self._orders[slots] = orders
         self._born[slots] = self._now() if born is None else born
@@ -253,7 +252,7 @@ class Index:
         owners: Ids | None = None,
         born: Times | None = None,
     ) -> None:
-        """Name slots of one size that were taken before, those used last in front."""
+        """Name slots of one size that were in use before, the last used in front."""
         self._state.pins[slots] = 1
         self._owner[slots] = 0 if owners is None else owners
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
@@ -264,11 +263,11 @@ class Index:
 
     @property
     def pinned(self) -> int:
-        """Return how many slots are in use now."""
+        """Count the slots that are in use now."""
         return int(np.count_nonzero(self._state.pins > self._kept))
 
     def pin(self, keys: Keys, slots: Ids) -> None:
-        """Hold named slots; one that is there twice is held twice."""
+        """Pin named slots; a slot that is listed twice is pinned twice."""
         if slots.size == 1:
             self._state.pins[slots] += 1
         else:
@@ -277,7 +276,7 @@ class Index:
             queue.hold(keys[which], slots[which])
 
     def unpin(self, keys: Keys, slots: Ids) -> None:
-        """Let go of named slots; they are now the ones used last, the head last."""
+        """Unpin named slots; they become the most recent, a chain's head last."""
         pins = self._state.pins
         if slots.size == 1:
             slot = slots.item(0)
@@ -300,12 +299,12 @@ class Index:
         self._release(names, numbers)
 
     def used(self, slots: Ids) -> None:
-        """Count a use of named slots, which whoever lets go of them has not."""
+        """Count a use of named slots, beside the pins."""
         for queue, which in self._queues_of(slots):
             queue.used(slots[which])
 
     def touch(self, keys: Keys, slots: Ids) -> None:
-        """Make named slots the last used; each is there once or more."""
+        """Mark named slots as just used; a slot may be listed several times."""
         if self.counts_uses:
             self.used(slots)
         pins = self._state.pins[slots]
@@ -315,11 +314,12 @@ class Index:
         self._release(keys[::-1], slots[::-1])
 
     def victims(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
-        """Pin and return the blocks to go first to make room for ``nbytes``.
+        """Pin and return the blocks to evict next, to make room for ``nbytes``.
 
         Returns:
-            Up to ``count`` of that size, or all of a slab of another size; the tenant's
-            own, if it is its quota that has no room; none if everything is pinned.
+            Up to ``count`` blocks of that size, or all of a slab of another size; the
+            tenant's own, if its quota is what has no room; none if everything is
+            pinned.
         """
         size = _size(nbytes)
         left_bytes = self.shares.quota_bytes.item(tenant) - self.used_bytes.item(tenant)
@@ -337,10 +337,10 @@ class Index:
         return self._pinned(queue, count)
 
     def forget(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
-        """Take the names of pinned blocks that nobody else has pinned.
+        """Unname pinned blocks that have no other pin.
 
         Returns:
-            Those without a name now, which are still taken; the others were let go of.
+            Which blocks lost their names and are still taken; the others were unpinned.
         """
         pins = self._state.pins
         alone: Bits = (pins[slots] == 1) & ~self._doomed[slots]
@@ -362,7 +362,7 @@ class Index:
         return alone
 
     def drop(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
-        """Forget pinned blocks that nobody else has pinned; let go of the others."""
+        """Free pinned blocks that have no other pin; unpin the others."""
         alone = self.forget(keys, slots, evicted=evicted)
         gone = slots[alone]
         if evicted:
@@ -373,7 +373,7 @@ class Index:
     def replace(
         self, keys: Keys, slots: Ids, nbytes: int, count: int, tenant: int = 0
     ) -> Ids:
-        """Evict pinned blocks, and take up to so many slots, of theirs if these fit."""
+        """Evict pinned blocks, and take up to ``count`` slots, theirs if these fit."""
         gone = slots[self.forget(keys, slots, evicted=True)]
         if self.used_bytes.size > 1 or not gone.size:
             np.add.at(self.evicted_blocks, self._owner[gone], 1)
@@ -396,15 +396,16 @@ class Index:
         return mine
 
     def evict(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
-        """Forget the blocks that go first; their slots are free."""
+        """Evict the next blocks; their slots are free."""
         named = self.victims(nbytes, count, tenant)
         self.drop(*named, evicted=True)
         return named
 
     def trim(self) -> None:
-        """Evict what tenants have beyond quotas that were other ones before.
+        """Evict what tenants have beyond their quotas.
 
-        So may have been what a put has evicted that was killed: its rows are there.
+        A quota may be lower than at the last opening, or a put that was killed may have
+        left rows of blocks that it had evicted.
         """
         over = self.used_bytes - self.shares.quota_bytes
         for tenant in np.flatnonzero(over > 0).tolist():
@@ -419,10 +420,10 @@ class Index:
     # --- what users say of blocks -----------------------------------------------------
 
     def delete(self, keys: Keys) -> Ids:
-        """Take the names of blocks, whoever uses them.
+        """Unname blocks, even if they are in use.
 
         Returns:
-            The slots they were in: free, or doomed while somebody uses them.
+            Their slots: free, or doomed while in use.
         """
         found = map(self._slots.pop, keys.tolist(), repeat(NO_SLOT))
         slots = np.fromiter(found, np.int64, keys.size)
@@ -438,11 +439,11 @@ class Index:
         return slots
 
     def doomed(self, slots: Ids) -> bool:
-        """Tell whether any of these is deleted and still in use."""
+        """Return whether any of these is deleted and still in use."""
         return bool(any_of(self._doomed[slots]))
 
     def keep(self, keys: Keys, slots: Ids) -> Bits:
-        """Keep named blocks, each once, from being evicted, as far as a tenant may."""
+        """Protect named blocks from eviction, up to what their tenants may keep."""
         kept = self._kept[slots]
         new = (~kept).nonzero()[0]
         sizes = self.slabs.slot_bytes[slots[new] // self.slabs.stride]
@@ -459,7 +460,7 @@ class Index:
         return kept
 
     def unkeep(self, keys: Keys, slots: Ids) -> None:
-        """Let blocks go that were kept; each is there once."""
+        """Allow kept blocks to be evicted again; each is listed once."""
         kept = self._kept[slots]
         self._state.pins[slots[kept]] += 1
         self._unkeep(slots[kept])
@@ -470,7 +471,7 @@ class Index:
         return as_keys(key for key in self._slots if key.startswith(digest))
 
     def pin_named(self, keys: Keys, *, pinned: bool) -> Bits:
-        """Keep what is here of some blocks, or no more; which are kept now."""
+        """Keep or unkeep the blocks that are here; return which are kept now."""
         slots = self.find(keys)
         here = (slots >= 0) & once(keys)
         kept = np.zeros(keys.size, np.bool_)
@@ -483,20 +484,20 @@ class Index:
     # --- inside -----------------------------------------------------------------------
 
     def _unkeep(self, slots: Ids) -> None:
-        """Take the pin of kept slots, and say nothing to their queues."""
+        """Remove the extra pin of kept slots, without changing their queues."""
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         np.subtract.at(self.kept_bytes, self._owner[slots], sizes)
         self._kept[slots] = False
         self._state.pins[slots] -= 1
 
     def late(self, slots: Ids | slice) -> Bits:
-        """Return which slots have a block that is too old."""
+        """Return which slots hold a block past its tenant's time to live."""
         born, ttl_s = self._born[slots], self.shares.ttl_s[self._owner[slots]]
         late: Bits = (born > 0) & (ttl_s > 0) & (born + ttl_s <= self._now())
         return late
 
     def _delete_late(self) -> bool:
-        """Delete every block that is too old, once a second; whether there was one."""
+        """Delete expired blocks, at most once a second; return whether any were."""
         now = self._now()
         if abs(now - self._looked_at) < _LOOKS_APART_S:
             return False
@@ -508,7 +509,7 @@ class Index:
         return bool(self.delete(named.keys[late[named.slots]]).size)
 
     def _own_victims(self, size: int, count: int, tenant: int) -> IndexedSlots:
-        """Pin and return what a tenant has, to make as much room in its quota."""
+        """Pin and return a tenant's own blocks, to make room in its quota."""
         mine = {at: by[tenant] for at, by in self._queues.items() if tenant in by}
         own = mine.get(size)
         if own is not None and own.oldest() is not None:
@@ -518,7 +519,7 @@ class Index:
         return self._pinned(queue, -(-count * size // of_size))
 
     def _first(self, queues: Iterable[EvictionQueue]) -> EvictionQueue | None:
-        """Return the queue in front of which is what was used least recently."""
+        """Return the queue whose front block was used least recently."""
         first, since = None, self._clock + 1
         for queue in queues:
             at = queue.oldest()
@@ -527,7 +528,7 @@ class Index:
         return first
 
     def _pinned(self, queue: EvictionQueue | None, count: int) -> IndexedSlots:
-        """Pin and return what goes first of a queue."""
+        """Pin and return the next blocks of a queue."""
         if queue is None:
             return IndexedSlots(as_keys(()), np.empty(0, np.int64))
         keys, slots = queue.pop(count)
@@ -535,7 +536,7 @@ class Index:
         return IndexedSlots(keys, slots)
 
     def _queues_of(self, slots: Ids) -> list[tuple[EvictionQueue, Bits | slice]]:
-        """Return the queues of slots, and which belongs to each."""
+        """Return the queues of slots, and for each which slots belong to it."""
         if not slots.size:
             return []
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
@@ -548,7 +549,7 @@ class Index:
         ]
 
     def _release(self, keys: Keys, slots: Ids) -> None:
-        """Put slots that nobody has pinned to the back of their queues, in order."""
+        """Put unpinned slots to the back of their queues, in order."""
         # The head of a chain is a moment younger than what follows it.
         self._clock += slots.size
         if slots.size == 1:
@@ -564,7 +565,7 @@ class Index:
         self._newest[slots // self.slabs.stride] = self._clock
 
     def _older_slab(self, slot: int, own: EvictionQueue | None) -> int | None:
-        """Return a slab of another size older than all of this one."""
+        """Return a slab of another size that is older than this size's oldest block."""
         slabs, pins = self.slabs, self._state.pins
         others = ((slabs.slot_bytes != slot) & (slabs.slot_bytes > 0)).nonzero()[0]
         if not others.size or not slabs.capacity(slot):
@@ -589,7 +590,7 @@ class Index:
         return None
 
     def _unused(self, slab: int) -> bool:
-        """Tell whether nothing in a slab is in use, and at most kept."""
+        """Return whether nothing in a slab is in use; kept blocks may be."""
         inside = slice(slab * self.slabs.stride, (slab + 1) * self.slabs.stride)
         return bool(all_of(self._state.pins[inside] == self._kept[inside]))
 

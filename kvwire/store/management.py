@@ -1,4 +1,4 @@
-"""What users and operators say of blocks that a store has: delete, pin, count."""
+"""Operations on stored blocks beside put and get: delete, pin, count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HashTokens = int | Mapping[str, int] | None
 
 
 class StoreManagement(AsyncWith):
-    """Deletes, pins and counts the blocks of a store. Subclassed by the store."""
+    """Delete, pin and count the blocks of a store. Subclassed by the store."""
 
     _name: str
     _tiers: TierStack
@@ -38,23 +38,24 @@ class StoreManagement(AsyncWith):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> None:
-        """Forget blocks in every tier; no get finds them any more, nor a restart.
+        """Delete blocks from every tier; no get finds them, not even after a restart.
 
-        What is being read of them, or written, is waited for.
+        It waits for running reads and writes of them.
 
         Args:
             hashes: See :meth:`put`.
-            cache: Of the kind that they are for.
+            cache: A cache of the kind that the blocks are for.
             hash_tokens: See :meth:`put`.
-            tenant: Whose they are.
+            tenant: The tenant that owns them.
 
         Raises:
-            UsageError: The hashes are none, or there is no such tenant.
-            OSError: A tier has some still, or may have, and why.
+            UsageError: The hashes are invalid, or there is no such tenant.
+            OSError: A tier still has some of them, or may have; the text has the
+                reason.
             ClosedOK: The store is closed.
 
-        Cancel safety: what tiers are doing is finished first, so nothing is deleted
-            that is put later; it may be called again.
+        Cancel safety: running work of the tiers is finished first, so no block is
+            deleted that is put later; it may be called again.
         """
         self._check("BlockStore.delete", cache)
         namespaces = self._namespaces(cache, hash_tokens, tenant)
@@ -71,25 +72,27 @@ class StoreManagement(AsyncWith):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> int:
-        """Forget all blocks of a tenant, as :meth:`delete` does.
+        """Delete all blocks of a tenant, as :meth:`delete` does.
 
         Args:
-            cache: Only those for such a cache. Without it all that this store knows of:
-                what it had when it was opened, and was put or got since.
+            cache: Limits it to blocks for such a cache. Without it all that this store
+                knows are deleted: those it had when it was opened, and those put or got
+                since.
             hash_tokens: See :meth:`put`.
-            tenant: Whose they are.
+            tenant: The tenant that owns them.
 
         Returns:
-            How many there were in memory and on disks. Tiers elsewhere forget theirs
-            and count none.
+            The number of blocks that were in memory and on disks. Other tiers delete
+            theirs and do not count them.
 
         Raises:
             UsageError: There is no such tenant.
-            OSError: A tier has some still, or may have, and why.
+            OSError: A tier still has some of them, or may have; the text has the
+                reason.
             ClosedOK: The store is closed.
 
-        Cancel safety: what tiers are doing is finished first, so nothing is deleted
-            that is put later; it may be called again.
+        Cancel safety: running work of the tiers is finished first, so no block is
+            deleted that is put later; it may be called again.
         """
         self._check("BlockStore.delete_all", cache, optional=True)
         self._tiers.tenants.require(tenant)
@@ -112,24 +115,24 @@ class StoreManagement(AsyncWith):
         hash_tokens: int | None = None,
         tenant: str = "",
     ) -> int:
-        """Keep a chain's blocks from being evicted, until :meth:`unpin`.
+        """Protect a chain's blocks from eviction, until :meth:`unpin`.
 
-        They are pinned in each tier that has them, on a disk also after a restart, and
-        in memory until the close; as far as the tenant may: half of
-        its quota, at most a quarter of a tier of all tenants together. What is deleted,
-        damaged or too old goes all the same.
+        They are pinned in each tier that has them: on a disk also across restarts, in
+        memory until the close. A tenant may pin half of its quota, and all tenants
+        together a quarter of a tier. Deleted, damaged and expired blocks go in spite of
+        it.
 
         Args:
-            hashes: See :meth:`put`; of a cache of one group.
-            cache: Of the kind that they are for.
+            hashes: See :meth:`put`; for a cache with one group.
+            cache: A cache of the kind that the blocks are for.
             hash_tokens: See :meth:`put`.
-            tenant: Whose they are.
+            tenant: The tenant that owns them.
 
         Returns:
-            How many leading blocks are pinned now.
+            The number of leading blocks that are pinned now.
 
         Raises:
-            UsageError: The hashes are none, or there is no such tenant.
+            UsageError: The hashes are invalid, or there is no such tenant.
             ClosedOK: The store is closed.
 
         Cancel safety: safe, it may be called again.
@@ -149,7 +152,7 @@ class StoreManagement(AsyncWith):
         hash_tokens: int | None = None,
         tenant: str = "",
     ) -> None:
-        """Let blocks be evicted again; see :meth:`pin`.
+        """Allow blocks to be evicted again; see :meth:`pin`.
 
         Args:
             hashes: See :meth:`pin`.
@@ -158,7 +161,7 @@ class StoreManagement(AsyncWith):
             tenant: See :meth:`pin`.
 
         Raises:
-            UsageError: The hashes are none, or there is no such tenant.
+            UsageError: The hashes are invalid, or there is no such tenant.
             ClosedOK: The store is closed.
 
         Cancel safety: safe, it may be called again.
@@ -170,7 +173,7 @@ class StoreManagement(AsyncWith):
             await self._tiers.pin(keys, pinned=False)
 
     def tenant_stats(self) -> dict[str, TenantStats]:
-        """Return what each tenant has and does, by its name; "" is who is none."""
+        """Return what each tenant has and does, by name; "" is for no tenant."""
         tiers = self._tiers
         if not len(tiers.tenants):
             return {}
@@ -188,7 +191,7 @@ class StoreManagement(AsyncWith):
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Have a close wait for what is done within."""
+        """Let a close wait for the end of this block."""
         over = asyncio.get_running_loop().create_future()
         self._calls.add(over)
         try:
@@ -200,7 +203,7 @@ class StoreManagement(AsyncWith):
     def _check(
         self, call: str, cache: PagedCache | None, *, optional: bool = False
     ) -> None:
-        """Refuse a call from elsewhere, on a closed store, or with no cache."""
+        """Refuse a call from another thread, on a closed store, or without a cache."""
         self._thread.check(call)
         if self._closed:
             raise ClosedOK("the store is closed")
@@ -236,7 +239,7 @@ class StoreManagement(AsyncWith):
         }
 
     def _known_namespaces(self, hashes: Hashes, tenant: str) -> dict[str, Namespace]:
-        """Return the namespaces that hashes without a cache are of, as far as known."""
+        """Return the known namespaces for hashes without a cache."""
         if tenant:
             self._tiers.tenants.require(tenant)
         found: dict[str, Namespace] = {}
@@ -264,5 +267,5 @@ class StoreManagement(AsyncWith):
 
 
 def leading(there: Bits) -> int:
-    """Return how many blocks are there up to the first that is not."""
+    """Return how many leading blocks are there."""
     return there.size if there.all() else int(there.argmin())

@@ -1,14 +1,14 @@
-"""The namespace of a block: what has to be equal for two blocks to be the same.
+"""The namespace of a block: all that must be equal for two blocks to be the same.
 
-A hash names tokens. What KV they make depends on the model, on the shard and the layers
+A hash names tokens. Their KV also depends on the model, on the shard and the layers
 that a cache holds, and on the cache group. All of it goes into the digest of a
-*namespace*, and a block's key is that digest and its hash. So blocks of several models,
-shards and groups can be in one store, and none of them is ever found as one of another.
+*namespace*, and a block's key is that digest and its hash. So one store can hold blocks
+of several models, shards and groups, and none is ever found in place of another.
 
-How the bytes of a block lie in its *image*, in the store, is not part of that: it is an
-order of the five axes, kept beside each block. A cache's own memory order makes the
-longest pieces, so images have the order of the cache that they were put from, and a
-cache with another one converts them when it gets them.
+The order of a block's bytes in its *image*, in the store, is not part of the namespace:
+it is an order of the five axes, kept beside each block. A cache's own memory order
+makes the longest pieces, so an image has the order of the cache that it was put from,
+and a cache with another order converts it in a get.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ assert len(ORDERS) < UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Names the blocks of one cache group of one model, on one shard.
+    """The namespace for one cache group of one model, on one shard.
 
     Attributes:
         group: The group's name.
-        spec: What it holds; its ``block_tokens`` are those that a hash stands for.
-        tenant: Whose they are; "" where nobody is told from others.
-        lossy: The codec that their bits are lost by below memory; "" for none.
-        digest: 16 bytes that are equal exactly if group, spec, tenant and loss are.
+        spec: The spec of a block; its ``block_tokens`` are the tokens per hash.
+        tenant: The tenant that owns the blocks; "" in a store without tenants.
+        lossy: The codec below memory that loses bits; "" for none.
+        digest: 16 bytes, equal exactly if group, spec, tenant and codec are equal.
         image_bytes: Bytes of one block.
     """
 
@@ -77,7 +77,7 @@ class Namespace:
 
 
 def of_tenant(digest: bytes, tenant: str) -> bytes:
-    """Return the digest of a tenant's namespace, by that of nobody's."""
+    """Return the digest of a tenant's namespace, from the digest without a tenant."""
     if not tenant:
         return digest
     return sha256(digest + tenant.encode()).digest()[:DIGEST_BYTES]
@@ -86,7 +86,7 @@ def of_tenant(digest: bytes, tenant: str) -> bytes:
 def namespace_of(
     group: CacheGroup, hash_tokens: int | None, tenant: str = "", lossy: str = ""
 ) -> Namespace:
-    """Return the namespace of the blocks of a cache group."""
+    """Return the namespace for the blocks of a cache group."""
     tokens = group.spec.block_tokens if hash_tokens is None else hash_tokens
     try:
         return _namespace(group.name, group.spec, tokens, tenant, lossy)
@@ -106,5 +106,5 @@ def _namespace(
 
 @lru_cache(len(ORDERS) * 6)
 def order_of(axes: tuple[str, ...]) -> int:
-    """Return the order that makes the longest pieces in a group's memory."""
+    """Return the image order that makes the longest pieces in a group's memory."""
     return ORDERS.index(tuple(axis for axis in axes if axis != "block"))

@@ -12,11 +12,11 @@ from kvwire.store.operations.base import Operation
 
 
 class StoreRequest:
-    """Follows a put or get. Await it for its :class:`~kvwire.Outcome`.
+    """A running put or get. Await it for its :class:`~kvwire.Outcome`.
 
-    It runs from the call on, whether somebody awaits it or not. Cancelling an await of
-    it stops the waiting and not the copy; it can be awaited again. The caller's blocks
-    may be used for something else from :meth:`drained` on, and not before.
+    It runs from the call on, whether it is awaited or not. Cancelling an await stops
+    the waiting and not the copy; it can be awaited again. The caller's blocks may be
+    reused from :meth:`drained` on, and not before.
     """
 
     def __init__(
@@ -35,25 +35,25 @@ class StoreRequest:
         return asyncio.shield(self._task).__await__()
 
     def done(self) -> bool:
-        """Tell whether the outcome is known."""
+        """Return whether the outcome is known."""
         return self._task.done()
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return the outcome, once it is known."""
+        """The outcome; None until it is known."""
         ended = self._task.done() and not self._task.cancelled()
         return self._task.result() if ended else None
 
     @property
     def is_drained(self) -> bool:
-        """Tell whether nothing of the store can touch the blocks any more."""
+        """Whether nothing in the store can touch the blocks any more."""
         return self._work.drained.is_set()
 
     async def drained(self) -> None:
-        """Wait until nothing of the store can touch the caller's blocks any more.
+        """Wait until nothing in the store can touch the caller's blocks any more.
 
-        Of a get that is when its outcome is known. A put has copied its blocks before
-        it is complete, since a tier below memory takes them from there.
+        A get drains when its outcome is known. A put drains earlier: it has copied its
+        blocks to memory before it completes, and a tier below takes them from there.
 
         Cancel safety: safe, it only watches.
         """

@@ -5,10 +5,9 @@
 ...     found = await store.match(hashes, other)
 ...     outcome = await store.get(hashes[:found], other, free_blocks[:found])
 
-A block is immutable: its hash names the tokens, and :mod:`kvwire.store.namespace` what
-else its bytes depend on. So a block that is there is never written again, and one that
-was put from one cache can be got into any cache that holds the same of the same model,
-whatever its layout and block size.
+A block is immutable: its hash names the tokens, and its namespace everything else that
+its bytes depend on (:mod:`kvwire.store.namespace`). So a stored block is never written
+again, and any cache for the same model can get it, whatever its layout and block size.
 """
 
 from __future__ import annotations
@@ -68,9 +67,10 @@ _KIND: Final = attrgetter("namespace.digest", "keys.size")
 
 
 class BlockStore(StoreManagement):
-    """Keeps blocks by their hashes, in memory and in the tiers below it.
+    """Store blocks by their hashes, in memory and in the tiers below it.
 
-    Made by :meth:`open`; one event loop. Every block passes through the memory tier.
+    Made by :meth:`open`; bound to one event loop. Every block passes through the memory
+    tier.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class BlockStore(StoreManagement):
             tiers: Fastest first; the first is ``memory:SIZE``.
             write: When a put is complete. ``"through"``: when a tier that survives a
                 restart has the blocks, if there is one. ``"back"``: when memory has
-                them; they go down when memory needs the room, or at the end.
-            tenants: Who shares it, such as ``"acme?disk=100GiB&ttl=3600"``; see
-                :class:`kvwire.store.tenants.Tenant`.
+                them; they are written below when memory needs the room, or at the end.
+            tenants: The tenants that share it, such as ``"acme?disk=100GiB&ttl=3600"``;
+                see :class:`kvwire.store.tenants.Tenant`.
 
         Raises:
-            UsageError: A tier or tenant is not written like one, or cannot be used.
-            BackendUnavailable: The library of a tier or of its codec is missing.
+            UsageError: A tier or tenant cannot be parsed, or cannot be used.
+            BackendUnavailable: The library for a tier or its codec is missing.
         """
         return OpeningStore(tiers, write, tenants)
 
@@ -167,25 +167,25 @@ class BlockStore(StoreManagement):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> int | dict[str, int]:
-        """Return how many leading blocks of a chain are here; reads no disk.
+        """Return how many leading blocks of a chain are stored; reads no disk.
 
-        What is there may be evicted before it is got; a get says so.
+        A block may be evicted between this and a get, which then reports it missing.
 
         Args:
-            hashes: The chain; of a grouped cache ``{group: hashes}``.
-            cache: The cache they are wanted for; may be left out while the store has
-                blocks for one kind of cache only.
+            hashes: The chain; for a grouped cache ``{group: hashes}``.
+            cache: The cache that needs them; may be left out while the store has blocks
+                for one kind of cache only.
             hash_tokens: See :meth:`put`.
-            tenant: Whose they are.
+            tenant: The tenant that owns them.
 
         Returns:
             The number, or ``{group: number}``.
 
         Raises:
-            UsageError: The hashes are none, or which cache is meant is not clear.
+            UsageError: The hashes are invalid, or `cache` is needed.
             ClosedOK: The store is closed.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         self._check("BlockStore.match", cache, optional=True)
         if cache is not None:
@@ -212,19 +212,19 @@ class BlockStore(StoreManagement):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> list[bool]:
-        """Return which blocks are here, of those that need not be a chain.
+        """Return for each hash whether its block is stored; they need not form a chain.
 
         Args:
-            hashes: Of the blocks.
-            cache: The cache they are wanted for, of one group.
+            hashes: The blocks' hashes.
+            cache: The cache that needs them; it has one group.
             hash_tokens: See :meth:`put`.
-            tenant: Whose they are.
+            tenant: The tenant that owns them.
 
         Raises:
-            UsageError: The hashes are none, or the cache has several groups.
+            UsageError: The hashes are invalid, or the cache has several groups.
             ClosedOK: The store is closed.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         self._check("BlockStore.present", cache)
         namespaces = self._namespaces(cache, hash_tokens, tenant)
@@ -242,26 +242,25 @@ class BlockStore(StoreManagement):
         tenant: str = "",
         after: object = None,
     ) -> StoreRequest:
-        """Keep blocks under their hashes. What is there already is only touched.
+        """Store blocks under their hashes; stored ones are only marked as used.
 
-        The blocks may not be written to until the request is drained. The outcome says
-        of each block whether the store keeps it, and why not.
+        Do not write to the blocks until the request is drained. The outcome shows for
+        each block whether the store has it, and why not.
 
         Args:
-            hashes: Names of full blocks, in token order; of a grouped cache
-                ``{group: hashes}``. One for each block, if ``hash_tokens`` says nothing
-                else.
-            cache: Where they are.
+            hashes: Names of full blocks, in token order; for a grouped cache ``{group:
+                hashes}``. One for each block, unless ``hash_tokens`` is given.
+            cache: The cache with the blocks.
             blocks: Their block ids, or ``{group: ids}``.
-            hash_tokens: Tokens that one hash stands for, where these are not those of a
-                block: of every group, or of each.
-            tenant: Whose they are, of those that the store was opened with.
-            after: Of a cache on a device: an event of torch or CuPy behind which the
-                blocks are written. By default one that is recorded now, on the stream
-                that is current in this thread.
+            hash_tokens: Tokens per hash, if not those of a block: one number for every
+                group, or one for each.
+            tenant: The tenant that owns them, one of those given to :meth:`open`.
+            after: For a cache on a device: an event of torch or CuPy behind which the
+                blocks are written. By default one is recorded now, on this thread's
+                current stream.
 
         Raises:
-            UsageError: Hashes and blocks do not fit, or the event is none.
+            UsageError: Hashes and blocks do not fit, or `after` is not an event.
             BackendUnavailable: The cache is on a device that does not work.
             ClosedOK: The store is closed.
 
@@ -282,23 +281,23 @@ class BlockStore(StoreManagement):
         tenant: str = "",
         after: object = None,
     ) -> StoreRequest:
-        """Fill blocks with what was put under some hashes.
+        """Fill blocks with the stored blocks under some hashes.
 
-        The outcome is that of a transfer: which blocks landed, and why the others did
-        not. A block that is missing may hold anything.
+        The outcome is like that of a transfer: which blocks landed, and why the others
+        did not. A missing block may hold any bytes.
 
         Args:
             hashes: See :meth:`put`.
-            cache: Where they are wanted.
+            cache: The cache to fill.
             blocks: The block ids to fill, or ``{group: ids}``.
             hash_tokens: See :meth:`put`.
-            tenant: Whose they are.
-            after: Of a cache on a device: see :meth:`put`; nothing queued behind it may
-                use the blocks before the request is drained.
+            tenant: The tenant that owns them.
+            after: For a cache on a device: see :meth:`put`; nothing queued behind it
+                may use the blocks before the request is drained.
 
         Raises:
             UsageError: Hashes and blocks do not fit, the cache cannot be written to, or
-                the event is none.
+                `after` is not an event.
             BackendUnavailable: The cache is on a device that does not work.
             ClosedOK: The store is closed.
 
@@ -310,17 +309,18 @@ class BlockStore(StoreManagement):
         )
 
     def require_room(self, cache: PagedCache, *, tenant: str = "") -> None:
-        """Check that each tier has room for a block of a cache, before there is one.
+        """Check that every tier has room for a block of a cache, before any is put.
 
-        A put of blocks that are too large keeps none of them, and reports it each time.
-        A tier that cannot be reached is taken to have room; with a codec a disk may.
+        Otherwise a put of blocks that are too large would store none, and report it
+        each time. A tier that cannot be reached counts as having room; so does a disk
+        with a codec.
 
         Args:
-            cache: The cache whose blocks are to be put.
-            tenant: Whose they are.
+            cache: The cache whose blocks will be put.
+            tenant: The tenant that owns them.
 
         Raises:
-            UsageError: A block does not fit; names the tier and both sizes.
+            UsageError: A block does not fit; the text names the tier and both sizes.
             ClosedOK: The store is closed.
         """
         self._check("BlockStore.require_room", cache)
@@ -336,12 +336,12 @@ class BlockStore(StoreManagement):
 
     @property
     def name(self) -> str:
-        """Return its tiers, as they were written."""
+        """Its tiers, as they were written."""
         return ", ".join((self._name, *(tier.name for tier in self._tiers.below)))
 
     @property
     def counters(self) -> StoreCounters:
-        """Return what has happened so far."""
+        """Counts since the store was opened."""
         return self._tiers.counters
 
     def stats(self) -> dict[str, TierStats]:
@@ -351,15 +351,15 @@ class BlockStore(StoreManagement):
 
     @property
     def report(self) -> dict[str, str]:
-        """Return why each tier takes no blocks or what failed last; or ""."""
+        """For each tier why it accepts no blocks, or its last failure; or ""."""
         return {self._name: ""} | {t.name: t.error for t in self._tiers.below}
 
     @yields_before_raising
     async def flush(self) -> None:
-        """Return when the blocks of every put so far survive a power cut as well.
+        """Return when the blocks of all puts so far would survive a power cut.
 
         Raises:
-            OSError: They do not, as far as anybody knows: a disk is full or fails.
+            OSError: They would not, or may not: a disk is full or fails.
             ClosedOK: The store is closed.
 
         Cancel safety: safe, it may be called again.
@@ -373,9 +373,9 @@ class BlockStore(StoreManagement):
             await self._tiers.flush()
 
     async def close(self) -> None:
-        """End the store, once what was begun is over. Any number of times.
+        """Close the store once running calls have ended. May be called repeatedly.
 
-        Nothing can be begun from the call on. Servers of the store are closed first.
+        From the call on no new call is accepted. Servers of the store are closed first.
 
         Cancel safety: only the waiting is cancelled: the close goes on by itself, and
             may be called again to wait for its end.
@@ -393,7 +393,7 @@ class BlockStore(StoreManagement):
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        """Close it, to the end also if the caller is cancelled again and again."""
+        """Close it completely, even if the caller is cancelled repeatedly."""
         await self._thread.leave(self.close)
 
     # --- inside -----------------------------------------------------------------------
@@ -424,7 +424,7 @@ class BlockStore(StoreManagement):
         tenant: str,
         after: object,
     ) -> StoreRequest:
-        """Begin a put or get, as a transfer to or from a peer that has the images."""
+        """Begin a put or get, planned as a transfer with a peer that has the images."""
         self._check(f"BlockStore.{kind.verb}", cache)
         if after is not None or cache.device is not None:
             after = self._threads.devices.prepare(cache.device, after)
@@ -442,15 +442,15 @@ class BlockStore(StoreManagement):
         return StoreRequest(work, self._begin(work), self._thread)
 
     def _begin(self, work: Operation) -> asyncio.Task[Any]:
-        """Start to move blocks; a close waits for it."""
+        """Start an operation in a task; a close waits for it."""
         task = start_task(work.run())
         self._follow(work, task)
         return task
 
     async def _run(self, work: Operation) -> None:
-        """Move blocks in the caller's task; a close waits for it.
+        """Run an operation in the caller's task; a close waits for it.
 
-        Cancel safety: a copy that is under way is finished first.
+        Cancel safety: a running copy is finished first.
         """
         over = asyncio.get_running_loop().create_future()
         self._follow(work, over)
@@ -473,7 +473,7 @@ class BlockStore(StoreManagement):
             task.add_done_callback(lambda _: ring.note("end", key, "over", 0, ""))
 
     def _snapshot(self) -> StoreSnapshot:
-        """Show what is under way; see :meth:`kvwire.Communicator.snapshot`."""
+        """Describe the running calls; see :meth:`kvwire.Communicator.snapshot`."""
         calls = [
             StoreCallSnapshot(verb=work.verb, blocks=work.blocks, age_s=work.age_s)
             for work in self._live.values()
@@ -488,7 +488,7 @@ class BlockStore(StoreManagement):
 
 
 def _images(requests: tuple[GroupRequest, ...]) -> Geometry:
-    """Describe the images that a call is about."""
+    """Describe the images of a call as a geometry."""
     return Geometry(
         tuple(
             GroupGeometry(
@@ -507,14 +507,14 @@ async def _close_to_end(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _refused(address: TierAddress, error: OSError) -> KVWireError:
-    """Return what a caller gets where the system refuses what a tier needs."""
+    """Return the error for a caller when the system refuses what a tier needs."""
     if isinstance(error, KVWireError):
         return error
     return UsageError(f"tier {address.text!r}: {with_remedy(error)}")
 
 
 class OpeningStore(Opening):
-    """Opens a store: await it, or use it as ``async with``."""
+    """Open a store: await it, or use it as ``async with``."""
 
     _call = "kvwire.BlockStore.open"
     _opens = BlockStore

@@ -1,10 +1,9 @@
 """The tenants of a store and their quotas: ``acme?disk=100GiB&ttl=3600``.
 
-A tenant's blocks have keys of their own, into which its name goes
-(:mod:`kvwire.store.namespace`), so that none is ever found for another. What it may
-have is counted in each tier by itself: a memory tier and a disk keep to their own
-quotas. A quota bounds, and reserves nothing: tenants whose quotas are less than a tier
-together are never evicted for each other.
+A tenant's name is part of its blocks' keys (:mod:`kvwire.store.namespace`), so that no
+other tenant finds them. Quotas are counted in each tier separately. A quota is a bound
+and reserves nothing: as long as all quotas together are less than a tier, no tenant
+evicts another's blocks.
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ _OPTIONS: Final = ("quota", *_QUOTAS, "ttl", "pinned", "key", "identity")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Says who one tenant is, and what it may have.
+    """One tenant and its quotas.
 
     Attributes:
         name: Its name.
-        quotas: The most bytes it may have, by the kind of tier; none without a bound.
-        ttl_s: Seconds after which a block of it is gone; 0 for never.
-        pinned_bytes: The most that may be pinned of its blocks in a tier; 0 for half of
-            its quota, or a quarter of the tier, whichever is less.
-        key_file: The key that proves it to a server; "" if none does.
-        identity: The name in a certificate that proves it; "" if none does.
+        quotas: The most bytes it may have, by the kind of tier; no entry means no
+            bound.
+        ttl_s: Seconds after which its blocks expire; 0 for never.
+        pinned_bytes: The most bytes it may pin in a tier; 0 for half of its quota, or a
+            quarter of the tier, whichever is less.
+        key_file: The key by which it authenticates to a server; "" for none.
+        identity: The name in a certificate by which it authenticates; "" for none.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Tenant:
 
     @classmethod
     def parse(cls, text: str) -> Tenant:
-        """Read a tenant.
+        """Parse a tenant.
 
         Args:
             text: ``NAME?quota=SIZE&memory=SIZE&disk=SIZE&ttl=SECONDS&pinned=SIZE`` and
@@ -88,7 +88,7 @@ class Tenant:
 
 
 class Shares:
-    """Holds what each tenant may have in one tier, by the tenant's number."""
+    """Each tenant's bounds in one tier, by the tenant's number."""
 
     __slots__ = ("expire", "pinned_bytes", "quota_bytes", "ttl_s")
 
@@ -104,7 +104,7 @@ class Shares:
         self.expire: bool = bool(self.ttl_s.any())
 
     def __len__(self) -> int:
-        """Return the number of tenants, with those who are none."""
+        """Return the number of tenants, plus one for blocks without a tenant."""
         return self.quota_bytes.size
 
     @classmethod
@@ -114,7 +114,7 @@ class Shares:
 
 
 class Tenants:
-    """Knows the tenants of one store. Number 0 is for everybody else, named ``""``."""
+    """The tenants of one store. Number 0, named ``""``, stands for no tenant."""
 
     __slots__ = ("_numbers", "listed")
 
@@ -133,15 +133,15 @@ class Tenants:
             raise UsageError(f"tenants: {len(names) - 1}; at most {STORE_TENANTS_MAX}")
 
     def __len__(self) -> int:
-        """Return how many there are, without those who are none."""
+        """Return the number of tenants."""
         return len(self.listed) - 1
 
     def number(self, name: str) -> int:
-        """Return a tenant's number; 0 of one that there is not."""
+        """Return a tenant's number; 0 if there is no such tenant."""
         return self._numbers.get(name, 0)
 
     def require(self, name: str) -> None:
-        """Refuse a tenant that there is not."""
+        """Refuse an unknown tenant."""
         if name not in self._numbers:
             known = ", ".join(t.name for t in self.listed[1:]) or "none"
             raise UsageError(
@@ -150,7 +150,7 @@ class Tenants:
             )
 
     def shares(self, kind: str, size_bytes: int) -> Shares:
-        """Return what each may have in a tier of a kind and size."""
+        """Return the bounds of all tenants in a tier of a kind and size."""
         quotas = [one.quotas.get(kind, STORE_TIER_BYTES_MAX) for one in self.listed]
         most = [min(size_bytes // STORE_PINNED_SHARE, quota // 2) for quota in quotas]
         pinned = [

@@ -1,4 +1,4 @@
-"""Threads for copies and system calls, so that the loop is free meanwhile."""
+"""Threads for copies and system calls, so that the loop stays free."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ TURN_BYTES: Final = 1 * MIB
 
 
 class Threads:
-    """Runs the work of one store on a few threads, started when first needed."""
+    """Run the work of one store on a few threads, started when first needed."""
 
     def __init__(self) -> None:
         self.devices: DeviceCopies = DeviceCopies()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvwire-store")
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Call a function on a thread, and return what it returns.
+        """Call a function on a thread, and return its result.
 
-        Cancel safety: the function is finished first, since a thread that copies cannot
-        be stopped; then the cancellation is raised.
+        Cancel safety: the function is finished first, since a copying thread cannot be
+        stopped; then the cancellation is raised.
         """
         loop = asyncio.get_running_loop()
         return await run_to_completion(loop.run_in_executor(self._pool, function))
 
     def close(self) -> None:
-        """End the threads, of which none has anything to do."""
+        """End the threads, which must be idle."""
         self._pool.shutdown()
         self.devices.close()

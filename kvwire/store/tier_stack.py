@@ -1,4 +1,4 @@
-"""The tiers of a store together: memory, and what is below it."""
+"""The tiers of a store together: memory, and the tiers below it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNSAID: Final = "it was not taken below, where by now all is well"
 
 
 class TierStack:
-    """Knows which tier has a block, and moves blocks from one to the next."""
+    """Know which tier has a block, and move blocks from one to the next."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class TierStack:
         self.namespaces: dict[bytes, Namespace] = {one.digest: one for one in known}
 
     async def find(self, keys: Keys) -> Bits:
-        """Return which blocks are in some tier.
+        """Return which blocks are in any tier.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         here: Bits = await self.orders(keys) != ABSENT
         return here
 
     async def orders(self, keys: Keys) -> Orders:
-        """Return each image's order in the first tier with it, or ``ABSENT``.
+        """Return each image's order in the first tier that has it, or ``ABSENT``.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         slots = self.memory.index.find(keys)
         here = slots >= 0
@@ -83,9 +83,10 @@ class TierStack:
         return orders
 
     def touch(self, keys: Keys, *, released: bool = False) -> None:
-        """Note the use of a chain's blocks in all tiers; its head goes last.
+        """Mark a chain's blocks as used in all tiers, its head last.
 
-        Of those that were just ``released`` together memory knows all but the count.
+        If they were just ``released`` together, memory has their order already and only
+        counts the use.
         """
         index = self.memory.index
         if index.counts_uses or not released:
@@ -99,9 +100,9 @@ class TierStack:
             tier.touch(keys)
 
     def got(self, keys: Keys, namespace: Namespace, slots: Ids | None = None) -> None:
-        """Count a get of blocks that were all in memory, by no operation.
+        """Count a get whose blocks were all in memory, so that no operation ran.
 
-        Those that are in ``slots`` still are touched as well.
+        Blocks still in ``slots`` are marked as used as well.
         """
         if slots is not None:
             self.memory.index.touch(keys, slots)
@@ -113,7 +114,7 @@ class TierStack:
             counters.get_ended(nbytes, there=count, blocks=count)
 
     def counters_of(self, namespace: Namespace) -> tuple[StoreCounters, ...]:
-        """Return what counts the ends of a call about some namespace."""
+        """Return the counters for a call in some namespace."""
         if len(self.by_tenant) == 1:
             return (self.counters,)
         number = self.tenants.number(namespace.tenant)
@@ -124,10 +125,10 @@ class TierStack:
     ) -> tuple[int, Orders]:
         """Return the first tier from ``first`` on that has any blocks, and which.
 
-        It is the number of no tier if there is none. Without ``ask`` a tier is passed
-        over where that takes as long as to read them.
+        The number is past the last tier if there is none. Without ``ask``, a tier whose
+        lookup takes as long as a read is assumed to have them.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         for number in range(first, len(self.below)):
             if self.below[number].asks and not ask:
@@ -140,7 +141,7 @@ class TierStack:
         return len(self.below), np.full(keys.size, ABSENT, np.uint8)
 
     async def kept(self, keys: Keys, *, ask: bool = True) -> Bits:
-        """Touch and return which blocks are where a put has to bring them.
+        """Mark blocks as used; return which are already where a put must bring them.
 
         Cancel safety: safe, it may be called again.
         """
@@ -157,23 +158,23 @@ class TierStack:
 
     @property
     def keepers(self) -> tuple[Tier, ...]:
-        """Return the tiers one of which a complete put needs."""
+        """The tiers of which a complete put needs one."""
         if len(self.below) == 1:
             return self.below
         return tuple(t for t in self.below if t.durable) or self.below
 
     @property
     def trouble(self) -> str:
-        """Return why the tiers that a complete put needs take no blocks."""
+        """Why the tiers that a complete put needs accept no blocks."""
         return "; ".join(f"{t.name}: {t.error}" for t in self.keepers if t.error)
 
     def write_through(
         self, namespace: Namespace, batch: Batch
     ) -> Coroutine[Any, Any, BlockResults]:
-        """Bring images to every tier below that lacks them.
+        """Write images to every tier below that lacks them.
 
         Returns:
-            What became of each at the best of the tiers that count.
+            The result for each block, at the best of the tiers that count.
 
         Cancel safety: the writes are finished first.
         """
@@ -194,7 +195,7 @@ class TierStack:
     async def _write(
         self, tier: Tier, namespace: Namespace, batch: Batch
     ) -> BlockResults:
-        """Bring images to one tier, but those that it has."""
+        """Write images to one tier, except those that it has."""
         results = np.empty(batch.keys.size, np.uint8)
         results.fill(REFUSED)
         if tier.asks:
@@ -208,7 +209,7 @@ class TierStack:
         return results
 
     async def delete(self, keys: Keys) -> None:
-        """Forget blocks in all tiers, once what is read or written of them is over.
+        """Delete blocks from all tiers, once running reads and writes have ended.
 
         Cancel safety: safe, it may be called again.
         """
@@ -221,10 +222,10 @@ class TierStack:
                 return
 
     async def delete_namespace(self, digest: bytes) -> int:
-        """Forget every block of a namespace in all tiers.
+        """Delete every block of a namespace from all tiers.
 
         Returns:
-            How many there were in the tiers that have an index here.
+            The number of blocks in the tiers that have an index here.
 
         Cancel safety: safe, it may be called again.
         """
@@ -239,7 +240,7 @@ class TierStack:
         return len(known)
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """Keep blocks from being evicted, or no more, in each tier that has them.
+        """Protect blocks from eviction, or end that, in each tier that has them.
 
         Cancel safety: safe, it may be called again.
         """
@@ -249,12 +250,12 @@ class TierStack:
         return kept
 
     async def flush(self) -> None:
-        """Return when what was put survives a power cut, where anything does.
+        """Return when all stored blocks would survive a power cut, if a tier can do so.
 
-        Blocks that a tier refused when they were put are written there now.
+        It first writes blocks that a tier refused when they were put.
 
         Raises:
-            OSError: A tier failed, or so many blocks are in memory only.
+            OSError: A tier failed; the text counts the blocks that are in memory only.
 
         Cancel safety: safe, it may be called again.
         """
@@ -270,7 +271,7 @@ class TierStack:
         raise OSError(f"{blocks} in memory only: {'; '.join(said)}")
 
     async def _demote(self, named: IndexedSlots) -> str:
-        """Bring blocks of memory to a tier below that takes them, if none has them."""
+        """Write blocks from memory to a tier that accepts them, unless one has them."""
         index = self.memory.index
         lacking = ~self.memory.below[named.slots]
         tiers = self.keepers if self.through else self.below
@@ -309,7 +310,7 @@ class TierStack:
 
 
 async def _taken(takers: Iterable[Tier], namespace: Namespace, batch: Batch) -> Bits:
-    """Write blocks to one tier, and what it does not take to the next."""
+    """Write blocks to one tier, and those it refuses to the next."""
     taken = np.zeros(batch.keys.size, np.bool_)
     for tier in takers:
         left = np.flatnonzero(~taken)

@@ -1,1 +1,1 @@
-"""Move blocks between caches and tiers: put, get, and their common part. Internal."""
+"""Put and get: moving blocks between caches and tiers. Internal."""

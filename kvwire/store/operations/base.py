@@ -1,4 +1,4 @@
-"""What a put and a get have in common: batches, reasons, and an exact end."""
+"""The common part of a put and a get: batches, reasons, and an exact end."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _NO_ORDERS: Final = np.empty(0, np.uint8)
 
 
 class Operation(ABC):
-    """Moves the blocks of one call. Subclassed by the two directions.
+    """Move the blocks of one call. Subclassed by the two directions.
 
     Attributes:
-        verb: What a caller calls it.
-        side: Which side of a transfer the caller's cache would be.
-        blocks: How many blocks it is for.
-        nbytes: How many bytes their images have.
-        asked: Of a caller with a cache: that, its blocks, and what was planned of them.
-        drained: Set when nothing touches the caller's blocks any more. A device that
-            has failed while it wrote to them may touch them for good.
+        verb: The name of the call.
+        side: The side of a transfer that the caller's cache would be.
+        blocks: The number of blocks.
+        nbytes: The bytes of their images.
+        asked: For a caller with a cache: the cache, its blocks, and the plan for them.
+        drained: Set when nothing touches the caller's blocks any more. It stays unset
+            if a device failed while it wrote to them.
     """
 
     verb: ClassVar[str]
@@ -79,12 +79,12 @@ class Operation(ABC):
         self._first = self._last = self._ended = 0.0
 
     async def run(self) -> Outcome | None:
-        """Move everything that can be moved, and note what became of each block.
+        """Move every block that can be moved, and record the result of each.
 
         Returns:
             The outcome of a transfer, as :attr:`asked` describes it.
 
-        Cancel safety: a copy that is under way is finished first.
+        Cancel safety: a running copy is finished first.
         """
         try:
             if self.nbytes <= STORE_BATCH_BYTES:
@@ -132,12 +132,12 @@ class Operation(ABC):
 
     @property
     def age_s(self) -> float:
-        """Return the seconds since the call."""
+        """The seconds since the call."""
         return monotonic() - self._created
 
     @property
     def reasons(self) -> list[str]:
-        """Return why blocks have not landed, each reason once."""
+        """The reasons for missing blocks, each once."""
         used = {code for codes in self._codes.values() for code in codes.tolist()}
         return [self._reasons[code] for code in sorted(used) if code != _LANDED]
 
@@ -146,42 +146,42 @@ class Operation(ABC):
         """Go on with some blocks of one group request.
 
         Returns:
-            Those of which the end is known; the others come again.
+            The blocks that are settled; the others are passed in again.
 
-        Cancel safety: a copy that is under way is finished first.
+        Cancel safety: a running copy is finished first.
         """
 
     @abstractmethod
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
-        """Count the end of it: so many of its bytes and blocks landed."""
+        """Count the end of the call, with the bytes and blocks that landed."""
 
     def turns(self, request: BlockRequest) -> Iterable[Ids]:
-        """Return the positions of several batches by their turns, ascending in each."""
+        """Return the positions in the batches to process, each batch ascending."""
         return (np.arange(request.keys.size),)
 
     async def explain(self) -> None:  # noqa: B027 - one direction has nothing to say
-        """Complete the reasons of missing blocks, now that all is known.
+        """Complete the reasons for missing blocks, once every result is known.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
 
     # --- for the two directions -------------------------------------------------------
 
     def lost(self, request: BlockRequest, positions: Ids, reason: str) -> None:
-        """Note that these blocks do not land, and why."""
+        """Record that these blocks do not land, and why."""
         if reason not in self._reasons:
             self._reasons.append(reason)
         self._codes[request][positions] = self._reasons.index(reason)
 
     def lacking(self, request: BlockRequest, reason: str) -> Ids:
-        """Return the positions that do not land for one reason."""
+        """Return the positions that do not land for a given reason."""
         if reason not in self._reasons:
             return np.empty(0, np.int64)
         here: Bits = self._codes[request] == self._reasons.index(reason)
         return here.nonzero()[0]
 
     def settled(self, blocks: int) -> None:
-        """Count blocks of the caller's that are not touched any more."""
+        """Count caller's blocks that are no longer touched."""
         self._left -= blocks
         if not self._left and not self._quarantined:
             self.drained.set()
@@ -198,11 +198,11 @@ class Operation(ABC):
         """Copy images between slots and the caller's cache, on a thread.
 
         Args:
-            request: Whose blocks they are.
-            positions: Which of them.
+            request: The request with the blocks.
+            positions: The blocks' positions in it.
             slots: The slot of each.
-            written: The order in which they go out of the cache; None if into it.
-            known: The images in more slots or just these, if somebody has them.
+            written: The order in which they leave the cache; None if they enter it.
+            known: The images in these slots, or in more, if they are known already.
 
         Cancel safety: the copy is finished first.
         """
@@ -266,7 +266,7 @@ class Operation(ABC):
                 return
 
     def _partial(self, plan: TransferPlan, timings: Timings) -> Outcome:
-        """Return what became of each block, where some have not landed."""
+        """Return the outcome when some blocks have not landed."""
         landed = Landed(plan)
         granules = []
         for index, request in enumerate(self._requests):

@@ -1,4 +1,4 @@
-"""A get: from memory into a cache, and from a tier below into memory before that."""
+"""A get: from a tier below into memory where needed, and from memory into a cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NO_KEYS: Final = as_keys(())
 
 
 class GetOperation(Operation):
-    """Moves the blocks of one get out of the store."""
+    """Move the blocks of one get out of the store."""
 
     verb = "get"
     side = PlanSide.CONSUMER
@@ -44,14 +44,14 @@ class GetOperation(Operation):
         counters.get_ended(nbytes, there=landed, blocks=self.blocks)
 
     def turns(self, request: BlockRequest) -> Iterable[Ids]:
-        """Put first what is in memory, before others take its room."""
+        """Put blocks in memory first, before others take their room."""
         here = self.tiers.memory.index.find(request.keys) >= 0
         return here.nonzero()[0], (~here).nonzero()[0]
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
-        """Copy what is in memory at once; bring the rest from the first tier with some.
+        """Copy blocks in memory at once; bring the rest from the first tier with any.
 
-        Cancel safety: a copy or read that is under way is finished first.
+        Cancel safety: a running copy or read is finished first.
         """
         memory = self.tiers.memory
         keys, begun = request.keys[positions], memory.in_flight.begun
@@ -96,7 +96,7 @@ class GetOperation(Operation):
     async def explain(self) -> None:
         """Add to the reason of missing blocks whether another namespace has them.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         for request in self._requests:
             positions = self.lacking(request, NOT_THERE)
@@ -139,11 +139,11 @@ class GetOperation(Operation):
         """Read blocks into memory and copy them to the cache.
 
         Args:
-            request: Whose blocks they are.
-            positions: Which of them.
-            orders: The order of the image of each, or ``UNKNOWN``.
-            tier: Where they are.
-            begun: Of the fills of memory, those when it had none of the blocks.
+            request: The request with the blocks.
+            positions: The blocks' positions in it.
+            orders: The order of each image, or ``UNKNOWN``.
+            tier: The tier that has them.
+            begun: The number of fills of memory begun when it had none of the blocks.
 
         Returns:
             The positions that have landed, and those that this tier does not give.
@@ -191,10 +191,10 @@ class GetOperation(Operation):
         return positions[landed], positions[~landed]
 
     def _lacking_still(self, keys: Keys, taken: Ids) -> tuple[Ids, Ids]:
-        """Return which blocks slots were taken for that somebody has not brought since.
+        """Return the blocks that memory still lacks, now that their slots are taken.
 
         Returns:
-            Their places, and as many of the slots; the others are given back.
+            Their places, and as many of the slots; the other slots are given back.
         """
         memory = self.tiers.memory
         free = (memory.index.find(keys) < 0) & ~memory.in_flight.busy(keys)
@@ -209,7 +209,7 @@ class GetOperation(Operation):
         slots: Ids,
         images: Fragments | None,
     ) -> None:
-        """Copy pinned slots into the cache, and let go of them."""
+        """Copy pinned slots into the cache, and unpin them."""
         memory = self.tiers.memory
         try:
             await self.copy(request, positions, slots, known=images)
@@ -224,7 +224,7 @@ class GetOperation(Operation):
     def _note(
         self, request: BlockRequest, positions: Ids, results: BlockResults, tier: Tier
     ) -> None:
-        """Keep why a tier did not give some blocks, in case no other one does."""
+        """Record why a tier did not give some blocks, in case no other tier does."""
         reasons = {
             BlockResult.MISSING: f"it was evicted from {tier.name} before it was read",
             BlockResult.DAMAGED: f"its bytes in {tier.name} are damaged",

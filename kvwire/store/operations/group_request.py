@@ -1,8 +1,8 @@
-"""What one call asks of one cache group: keys, and where their images lie in the cache.
+"""A call's part for one cache group: keys, and where their images lie in the cache.
 
 The image of a block is its bytes in one order of the axes, without a gap. A cache has
 the same bytes in as many pieces as its layout makes; :meth:`GroupRequest.fragments`
-names them in the image's order. Copying is then one list of fragments onto another.
+lists them in the image's order. A copy then goes from one list of fragments to another.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
 
 
 class BlockRequest(ABC):
-    """Names blocks that are to move, and says where they lie. Subclassed.
+    """Blocks to move, and where they lie. Subclassed.
 
     Attributes:
-        namespace: What they are blocks of.
+        namespace: The blocks' namespace.
         keys: Their keys.
-        repeats: Whether a key is there twice.
+        repeats: Whether any key is listed twice.
         order: The order of their images in a put.
     """
 
@@ -51,7 +51,7 @@ class BlockRequest(ABC):
 
 
 class ImageRequest(BlockRequest):
-    """Holds whole images, in any order."""
+    """Whole images, in any order."""
 
     __slots__ = ("_images", "orders")
 
@@ -64,14 +64,14 @@ class ImageRequest(BlockRequest):
         self._images = images
 
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """Return the images of some blocks, which are in one order."""
+        """Return the images of some blocks, all in one order."""
         self.orders[positions] = order
         all_of_them = positions.size == self.keys.size
         return self._images if all_of_them else self._images.selected(positions)
 
 
 class GroupRequest(BlockRequest):
-    """Holds the blocks of one group that a put or a get is about. Immutable."""
+    """The blocks of one group in a put or a get. Immutable."""
 
     __slots__ = ("_cache", "_ids", "group")
 
@@ -145,7 +145,7 @@ def group_requests(
     hashes: Hashes,
     namespaces: Mapping[str, Namespace],
 ) -> tuple[GroupRequest, ...]:
-    """Return what a call asks of each group of a cache."""
+    """Return a call's part for each group of a cache."""
     named = by_group(hashes, tuple(cache.groups))
     if len(named) < len(cache.groups):
         raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
@@ -157,7 +157,7 @@ def group_requests(
 
 
 def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[bytes]]:
-    """Return the hashes of each of these groups, or some; all where there is one."""
+    """Return the hashes by group; without groups, all belong to the only one."""
     # Abstract classes are asked last: that takes several times as long.
     if not isinstance(hashes, list | tuple):
         if isinstance(hashes, Mapping):
@@ -188,9 +188,9 @@ def keys_of(hashes: Sequence[bytes], namespace: Namespace) -> Keys:
 def _woven(stream: Fragments, walk: Canonical, per_hash: int) -> Fragments:
     """Return the granules of each hash as one image.
 
-    The walk goes through one granule after the other; an image has the tokens of all of
+    The walk visits one granule after the other, while an image has the tokens of all of
     its granules along one axis. So each run of a granule, from the token axis inwards,
-    goes to its place among those of the other granules.
+    moves to its place among those of the other granules.
     """
     inner = walk.order[walk.order.index("token") :]
     extents = walk.extents(len(walk.layers), 1)

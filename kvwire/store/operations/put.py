@@ -25,14 +25,14 @@ NO_SLOTS: Final = np.empty(0, np.int64)
 
 
 class PutOperation(Operation):
-    """Moves the blocks of one put into the store.
+    """Move the blocks of one put into the store.
 
     Args:
         tiers: The store's tiers.
-        requests: What is asked of each group.
+        requests: The call's part for each group.
         after: See Operation.
-        arrived: Slots that were taken for a single request, and have its images.
-            ``NO_SLOT`` is left where one was named: others are still the caller's.
+        arrived: Slots that were taken for a single request, and hold its images. Where
+            one is named, ``NO_SLOT`` replaces it; the others stay the caller's.
     """
 
     verb = "put"
@@ -57,9 +57,9 @@ class PutOperation(Operation):
         )
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
-        """Copy what is not in memory there, then write it below.
+        """Copy blocks that memory lacks, then write them below.
 
-        Cancel safety: a copy or write that is under way is finished first.
+        Cancel safety: a running copy or write is finished first.
         """
         memory, nbytes = self.tiers.memory, request.namespace.image_bytes
         keys = request.keys[positions]
@@ -106,10 +106,10 @@ class PutOperation(Operation):
     async def _fill(
         self, request: BlockRequest, positions: Ids, taken: Ids, *, fresh: bool
     ) -> tuple[Bits, Ids]:
-        """Copy what is not in memory into the slots taken.
+        """Copy blocks that memory lacks into the slots taken.
 
-        Taking may have waited: what is in memory is looked up again, unless it is
-        ``fresh`` that none of these is there or on its way.
+        Taking may have waited, so memory is looked up again, unless it is known to be
+        ``fresh``: none of these blocks is there or on its way.
 
         Returns:
             Which blocks are in memory now, and their slots, which are pinned.
