@@ -254,7 +254,7 @@ def _socket() -> socket.socket:
 # have the same. An abstract Unix socket is visible within one network namespace.
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")
-_MAGIC: Final = b"kvwlocl2"
+_MAGIC: Final = b"kvwlocl1"
 _BOOTSTRAP: Final = struct.Struct("<8s16sQ")
 
 
@@ -294,8 +294,8 @@ class Host:
         """
         if len(bootstrap) != _BOOTSTRAP.size or bootstrap[:8] != _MAGIC:
             raise BackendUnavailable(
-                f"local: {len(bootstrap)} bytes from the peer are no bootstrap of "
-                f"this version"
+                f"local: {bootstrap[:8]!r} of the peer is no bootstrap, which begins "
+                f"with {_MAGIC!r}; both sides need the same kvwire"
             )
         _, boot_id, network = _BOOTSTRAP.unpack(bootstrap)
         return cls(boot_id, network)

@@ -40,7 +40,7 @@ RECEIPT: Final = MESSAGES
 
 _FORMAT: Final = struct.Struct(">4sB3BIIQH")
 _MAGIC: Final = b"KVUX"
-_VERSION: Final = 2
+_VERSION: Final = 1
 _LANE_BITS: Final = 40
 _ONE_SIDED: Final = 1 << 56
 _MESSAGE_BITS: Final = 24

@@ -162,7 +162,10 @@ def negotiate(
         if not reason and name not in theirs:
             reason = "not offered by the client"
         if not reason and theirs[name] != API_VERSION:
-            reason = f"client has contract {theirs[name]}, this side {API_VERSION}"
+            reason = (
+                f"client has contract {theirs[name]}, this side {API_VERSION}; "
+                f"upgrade the older one"
+            )
         possible = not reason
         if possible and taken:
             reason = _NOT_NEEDED

@@ -57,10 +57,14 @@ from kvwire.wire.handshake_messages import (
     ConnectionParameters,
     Hello,
     Refuse,
+    VersionRange,
+    common_version,
+    version_mismatch,
 )
 from kvwire.wire.header import FrameType, Header
 
-VERSIONS: Final = (1, 1)
+# What both ends of a link speak; a later minor version adds to it by ``features``.
+VERSIONS: Final[VersionRange] = (1, 1)
 # The field of the error of a client that has dialled itself.
 OWN_INCARNATION: Final = "incarnation"
 
@@ -87,7 +91,7 @@ class Identity:
     psk: bytes = field(default=b"", repr=False)
     keys: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
     profile: tuple[tuple[str, str], ...] = ()
-    versions: tuple[int, int] = VERSIONS
+    versions: VersionRange = VERSIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,12 +280,8 @@ class Handshake(ABC):
     def _refused(self, said: Refuse) -> HandshakeError:
         mine = self.identity
         if said.code == WireCode.VERSION:
-            return VersionMismatch(
-                f"peer speaks protocol versions {said.version_min} to "
-                f"{said.version_max}, this side {mine.versions[0]} to "
-                f"{mine.versions[1]}; upgrade the older one",
-                fields=("version",),
-            )
+            theirs = said.version_min, said.version_max
+            return version_mismatch(mine.versions, theirs)
         if said.code == WireCode.AUTHENTICATION:
             return _trust_error(mine.trust, said.trust, told=True)
         if said.code == WireCode.BUSY:
@@ -432,16 +432,13 @@ class ServerHandshake(Handshake):
 
     def _greeted(self, body: bytes) -> None:
         """Handle HELLO: KVW-HS-06 and KVW-HS-07."""
-        identity, hello = self.identity, Hello.decode(body)
-        low, high = identity.versions
-        version = min(high, hello.version_max)
-        if version < max(low, hello.version_min):
+        identity = self.identity
+        theirs = Hello.versions(body)
+        version = common_version(identity.versions, theirs)
+        if not version:
             self.refuse(WireCode.VERSION)
-            raise VersionMismatch(
-                f"peer speaks protocol versions {hello.version_min} to "
-                f"{hello.version_max}, this side {low} to {high}",
-                fields=("version",),
-            )
+            raise version_mismatch(identity.versions, theirs)
+        hello = Hello.decode(body)
         secret = self._secret
         if identity.trust is TrustMode.PSK:
             secret = identity.keys.get(hello.key_id, b"")

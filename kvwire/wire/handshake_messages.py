@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, ClassVar, Final, Self
 
-from kvwire.errors import MalformedFrame
+from kvwire.errors import MalformedFrame, VersionMismatch, WireCode
 from kvwire.limits import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
@@ -28,6 +28,26 @@ MAGIC: Final = b"kvwire\r\n"
 
 MAC_BYTES: Final = 32
 NONCE_BYTES: Final = 32
+
+VersionRange = tuple[int, int]
+"""The lowest and the highest version that a side speaks."""
+
+
+def common_version(mine: VersionRange, theirs: VersionRange) -> int:
+    """Return the highest version in both ranges; 0 if they do not overlap."""
+    version = min(mine[1], theirs[1])
+    return version if version >= max(mine[0], theirs[0]) else 0
+
+
+def version_mismatch(
+    mine: VersionRange, theirs: VersionRange, who: str = "peer"
+) -> VersionMismatch:
+    """Return the error of two ranges that do not overlap; ``who`` names the peer."""
+    return VersionMismatch(
+        f"{who} speaks protocol versions {theirs[0]} to {theirs[1]}, this side "
+        f"{mine[0]} to {mine[1]}; upgrade the older one",
+        fields=("version",),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +152,19 @@ class Hello(_Fixed):
     @classmethod
     def decode(cls, body: bytes) -> Self:
         """Read a body."""
-        hello = super(Hello, cls).decode(body)
-        if not 1 <= hello.version_min <= hello.version_max:
-            raise MalformedFrame(
-                "KVW-HS-02", f"versions {hello.version_min} to {hello.version_max}"
-            )
-        return hello
+        cls.versions(body)
+        return super(Hello, cls).decode(body)
+
+    @staticmethod
+    def versions(body: bytes) -> VersionRange:
+        """Read only which versions the client speaks.
+
+        The rest may mean something else in versions that this side does not speak.
+        """
+        low, high = _VERSIONS.unpack_from(_magical(body), len(MAGIC))
+        if not 1 <= low <= high:
+            raise MalformedFrame("KVW-HS-02", f"versions {low} to {high}")
+        return low, high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +202,33 @@ class Refuse(_Fixed):
     version_max: int
     trust: TrustMode
 
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        """Read a body; of a peer of other versions only which ones it speaks."""
+        (code,) = _CODE.unpack_from(_magical(body), len(MAGIC))
+        if code == WireCode.VERSION:
+            known = len(MAGIC) + _CODE.size + _VERSIONS.size
+            body = body[:known].ljust(HANDSHAKE_BODY_BYTES, b"\0")
+        return super(Refuse, cls).decode(body)
+
+
+_CODE: Final = struct.Struct("<H")
+_VERSIONS: Final = struct.Struct("<HH")
+
+
+def _magical(body: bytes) -> bytes:
+    """Return a body that has the size and the magic of every version."""
+    if len(body) != HANDSHAKE_BODY_BYTES:
+        raise MalformedFrame("KVW-HS-01", f"handshake message of {len(body)} bytes")
+    if not body.startswith(MAGIC):
+        raise MalformedFrame("KVW-HS-01", "not a kvwire peer: the magic is missing")
+    return body
+
 
 def _unpack(layout: struct.Struct, body: bytes) -> tuple[Any, ...]:
-    if len(body) != HANDSHAKE_BODY_BYTES or any(body[layout.size :]):
+    if any(_magical(body)[layout.size :]):
         raise MalformedFrame("KVW-HS-01", "handshake message with bytes beyond its end")
-    fields = layout.unpack_from(body)
-    if fields[0] != MAGIC:
-        raise MalformedFrame("KVW-HS-01", "not a kvwire peer: the magic is missing")
-    return fields
+    return layout.unpack_from(body)
 
 
 def _check_role(role: object, expected: Role) -> None:

@@ -73,6 +73,16 @@ def test_preferred_ones_come_first() -> None:
     assert second == "tcp: taken, offered by both sides"
 
 
+def test_a_later_contract_is_refused_by_name() -> None:
+    """And the next transport is taken; without one the error has the same reason."""
+    offered = [("local", API_VERSION + 1), ("tcp", API_VERSION)]
+    report = selection.negotiate(Config(), "tcp", offered)
+    assert report.taken == "tcp"
+    said = f"client has contract {API_VERSION + 1}, this side {API_VERSION}; upgrade"
+    (refused,) = (str(one) for one in report if one.name == "local")
+    assert refused.startswith(f"local: refused, {said}")
+
+
 @pytest.mark.parametrize("key", ["prefer", "require"])
 def test_lanes_of_this_process_are_for_who_names_them(key: str) -> None:
     """Two communicators of one process are seldom anything but a test."""

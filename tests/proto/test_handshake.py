@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvwire.errors import (
@@ -28,8 +29,13 @@ from kvwire.proto.handshake import (
 )
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import HandshakeVerdict, TransportChoice, encode_body
-from kvwire.wire.handshake_messages import Accept, ConnectionParameters, Refuse
-from kvwire.wire.header import Flag, FrameType, encode_header
+from kvwire.wire.handshake_messages import (
+    MAGIC,
+    Accept,
+    ConnectionParameters,
+    Refuse,
+)
+from kvwire.wire.header import Flag, FrameType, decode_header, encode_header
 from tests.proto.shaking import (
     at_frame,
     both_fail,
@@ -42,6 +48,7 @@ from tests.proto.shaking import (
 from tests.support.core_pair.handshakes import (
     BINDING,
     PSK,
+    SMALL,
     Frame,
     Shaking,
     begin,
@@ -127,6 +134,49 @@ def test_the_highest_common_version() -> None:
         )
         assert shaking.client.agreement is not None
         assert shaking.client.agreement.peer.version == agreed
+
+
+@pytest.mark.parametrize("later", Role)
+def test_a_later_minor_version_is_met(later: Role) -> None:
+    """Its additions are bits that this version does not set, and fields at the end."""
+    more = replace(SMALL, features=1 | 1 << 63)
+    sides = [identity("a"), identity("b")]
+    sides[later] = replace(sides[later], versions=(1, 2), parameters=more)
+    shaking = begin(*sides)
+    if later is Role.CLIENT:
+        _, (header, body) = shake_until(shaking, FrameType.OFFER)[-1]
+        longer = [*msgspec.msgpack.decode(body), "an addition"]
+        framing = Framing()
+        framing.sent = decode_header(header).sequence
+        shaking.client.outgoing.append(
+            framing.control(FrameType.OFFER, msgspec.msgpack.encode(longer))
+        )
+    shake(shaking)
+    for role in Role:
+        agreement = shaking.of(role).agreement
+        assert agreement is not None
+        assert agreement.peer.version == 1
+        assert agreement.parameters.features == 0
+
+
+@pytest.mark.rule("KVW-HS-06", "breaks")
+def test_a_later_major_version_is_refused_by_name() -> None:
+    """By a server of this one, and by a client, whatever else the peer may write."""
+    said = "peer speaks protocol versions 2 to 3, this side 1 to 1; upgrade the older"
+    shaking = begin()
+    _, body = shaking.client.outgoing.pop()
+    later = MAGIC + b"\2\0\3\0" + b"\xff" * (len(body) - 12)
+    hello = Framing().control(FrameType.HELLO, later)
+    with pytest.raises(VersionMismatch, match=said) as caught:
+        receive(shaking.server, hello)
+    assert caught.value.fields == ("version",)
+    (refusal,) = shaking.server.outgoing
+    assert Refuse.decode(refusal[1]).version_max == 1
+    shaking = begin()
+    later = MAGIC + b"\x10\0" + b"\2\0\3\0" + b"\xff" * (len(body) - 14)
+    with pytest.raises(VersionMismatch, match=said) as caught:
+        receive(shaking.client, Framing().control(FrameType.REFUSE, later))
+    assert caught.value.fields == ("version",)
 
 
 def test_profiles_agree_where_both_speak() -> None:

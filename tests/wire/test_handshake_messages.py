@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.errors import MalformedFrame
+from kvwire.errors import MalformedFrame, WireCode
 from kvwire.limits import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
@@ -25,6 +25,8 @@ from kvwire.wire.handshake_messages import (
     ConnectionParameters,
     Hello,
     Refuse,
+    common_version,
+    version_mismatch,
 )
 
 TERMS = ConnectionParameters(
@@ -52,7 +54,7 @@ ACCEPT = Accept(
     mac=b"m" * 32,
 )
 CONFIRM = Confirm(mac=b"m" * 32)
-REFUSE = Refuse(code=16, version_min=1, version_max=2, trust=TrustMode.LOOPBACK)
+REFUSE = Refuse(code=17, version_min=1, version_max=2, trust=TrustMode.LOOPBACK)
 
 
 class Message(Protocol):
@@ -72,6 +74,7 @@ every_message = pytest.mark.parametrize(
 
 trusts = st.sampled_from(TrustMode)
 u16 = st.integers(0, 2**16 - 1)
+codes = u16.filter(lambda code: code != WireCode.VERSION)
 ids, digests = (st.binary(min_size=n, max_size=n) for n in (16, 32))
 
 
@@ -113,7 +116,7 @@ def messages(draw: st.DrawFn) -> Message:
         )
     if isinstance(kind, Confirm):
         return Confirm(mac=draw(digests))
-    return Refuse(code=draw(u16), version_min=low, version_max=high, trust=trust)
+    return Refuse(code=draw(codes), version_min=low, version_max=high, trust=trust)
 
 
 @pytest.mark.rule("KVW-HS-01", "KVW-HS-02", "KVW-HS-03", "keeps")
@@ -206,6 +209,37 @@ def test_versions_that_are_no_range(versions: tuple[int, int]) -> None:
     with pytest.raises(MalformedFrame, match=f"{low} to {high}") as caught:
         Hello.decode(replace(HELLO, version_min=low, version_max=high).encode())
     assert caught.value.rule == "KVW-HS-02"
+
+
+@pytest.mark.rule("KVW-HS-01", "keeps")
+def test_what_a_later_version_says_of_its_versions_is_read() -> None:
+    """Whatever else it has put into the same 224 bytes."""
+    later = b"\xff" * (HANDSHAKE_BODY_BYTES - len(MAGIC) - 4)
+    assert Hello.versions(MAGIC + b"\2\0\3\0" + later) == (2, 3)
+    with pytest.raises(MalformedFrame):
+        Hello.decode(MAGIC + b"\2\0\3\0" + later)
+    refusal = MAGIC + b"\x10\0" + b"\2\0\3\0" + later[2:]
+    read = Refuse.decode(refusal)
+    assert (read.code, read.version_min, read.version_max) == (16, 2, 3)
+    with pytest.raises(MalformedFrame):
+        Refuse.decode(refusal.replace(b"\x10", b"\x11"))
+
+
+def test_the_highest_version_that_both_speak() -> None:
+    for mine, theirs, common in (
+        ((1, 1), (1, 1), 1),
+        ((1, 3), (2, 9), 3),
+        ((2, 9), (1, 3), 3),
+        ((1, 1), (2, 3), 0),
+        ((2, 3), (1, 1), 0),
+    ):
+        assert common_version(mine, theirs) == common
+    error = version_mismatch((1, 1), (2, 3), "the server")
+    assert str(error) == (
+        "the server speaks protocol versions 2 to 3, this side 1 to 1; upgrade the "
+        "older one"
+    )
+    assert error.fields == ("version",)
 
 
 @pytest.mark.rule("KVW-HS-02", "breaks")

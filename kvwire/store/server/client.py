@@ -27,7 +27,6 @@ from kvwire.errors import (
     KVWireError,
     RequestError,
     UsageError,
-    VersionMismatch,
     error_text,
 )
 from kvwire.store.limits import (
@@ -39,7 +38,7 @@ from kvwire.store.limits import (
 )
 from kvwire.store.server.messages import (
     TAG,
-    VERSION,
+    VERSIONS,
     AnswerT,
     ClientMessage,
     Delete,
@@ -53,6 +52,7 @@ from kvwire.store.server.messages import (
     decode_reply,
     encode,
 )
+from kvwire.wire.handshake_messages import common_version, version_mismatch
 
 
 async def ask_report(address: str, config: Config) -> StatsReport:
@@ -70,8 +70,6 @@ async def delete_all(address: str, config: Config, tenant: str) -> int:
     Cancel safety: safe, it may be called again.
     """
     async with _connected(address, config) as active:
-        if not active.welcome.deletes:
-            raise KVWireError(f"{address}: it is older, and cannot delete")
         done = await active.call(Delete(1, None, tenant=tenant), StoreDone)
         if done.reason:
             raise KVWireError(f"{address}: {done.reason}")
@@ -269,7 +267,7 @@ class StoreClient:
 
     async def _welcomed(self, connection: kvwire.Connection) -> ActiveConnection:
         within = timedelta(seconds=self._timeout_s)
-        await connection.send(TAG, encode(StoreHello(VERSION)), deadline=within)
+        await connection.send(TAG, encode(StoreHello(*VERSIONS)), deadline=within)
         try:
             welcome = decode_reply(await connection.recv(TAG, deadline=within))
         except DeadlineExceeded:
@@ -279,12 +277,9 @@ class StoreClient:
             ) from None
         if not isinstance(welcome, Welcome):
             raise UsageError(f"it begins with {type(welcome).__name__}")
-        if welcome.version != VERSION:
-            raise VersionMismatch(
-                f"the store server speaks version {welcome.version} and this side "
-                f"{VERSION}",
-                fields=("version",),
-            )
+        theirs = welcome.version, welcome.version
+        if not common_version(VERSIONS, theirs):
+            raise version_mismatch(VERSIONS, theirs, "the store server")
         return ActiveConnection(connection, welcome, self._timeout_s)
 
     def _went_down(self, error: Exception) -> None:

@@ -63,11 +63,12 @@ from kvwire.store.namespace import (
 )
 from kvwire.store.tiers.base import BlockResult, BlockResults, TenantUse, TierStats
 from kvwire.wire.control import DECODE_ERRORS
+from kvwire.wire.handshake_messages import VersionRange
 
 TAG: Final = int.from_bytes(b"kv-store", "big")
 """The tag of every message, in both directions."""
-VERSION: Final = 3
-"""Blocks were KV transfers in version 1, and always messages of their own in 2."""
+VERSIONS: Final[VersionRange] = (1, 1)
+"""The versions of these messages that this side speaks."""
 _PAYLOADS: Final = 1 << 63
 
 _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -171,9 +172,10 @@ class ClientMessage(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class StoreHello(ClientMessage, array_like=True, frozen=True, gc=False, tag=1):
-    """Opens the conversation: says which version the client speaks."""
+    """Opens the conversation: the lowest and the highest version of the client."""
 
-    version: _Number
+    version_min: _Number
+    version_max: _Number
 
 
 class NumberedRequest(ClientMessage, array_like=True, frozen=True, gc=False):
@@ -257,14 +259,13 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
     """Answers :class:`StoreHello`.
 
     Attributes:
-        version: Which version the server speaks.
+        version: The highest that both speak; if there is none, the server's highest.
         durable: Whether what it takes survives a restart of it.
         read_only: Whether it takes nothing.
         requests: How many requests of one client may be open.
         berths: How many of them move blocks at once.
         berth_bytes: How many bytes of blocks one request may move.
         namespaces: What it has blocks of.
-        deletes: Whether it knows ``Delete`` and ``Pin``.
     """
 
     version: _Number
@@ -276,7 +277,6 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
     namespaces: Annotated[
         tuple[NamespaceText, ...], Meta(max_length=STORE_NAMESPACES_TOLD)
     ] = ()
-    deletes: bool = False
 
 
 class NumberedReply(ServerMessage, array_like=True, frozen=True, gc=False):

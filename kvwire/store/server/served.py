@@ -18,7 +18,7 @@ from kvwire.store.limits import (
 )
 from kvwire.store.server.client_memory import Berth, ClientMemory, MemoryHolder
 from kvwire.store.server.messages import (
-    VERSION,
+    VERSIONS,
     NamespaceText,
     StatsReport,
     TenantRow,
@@ -75,8 +75,11 @@ class ServedStore:
         """Return which tenant a client has proved to be; "" if it is none."""
         return self.proofs.get(peer.identity or peer.key_id, "")
 
-    def welcome(self, tenant: str) -> Welcome:
-        """Return what a new client, of a tenant or none, has to know."""
+    def welcome(self, tenant: str, version: int) -> Welcome:
+        """Return what a new client, of a tenant or none, has to know.
+
+        ``version`` is the one that both sides speak, or 0.
+        """
         tiers = self.store._tiers  # noqa: SLF001 - the library's own
         mine = [one for one in tiers.namespaces.values() if one.tenant == tenant]
         texts = [
@@ -84,14 +87,13 @@ class ServedStore:
             for one in mine[:STORE_NAMESPACES_TOLD]
         ]
         return Welcome(
-            version=VERSION,
+            version=version or VERSIONS[1],
             durable=any(tier.durable for tier in tiers.below),
             read_only=self.read_only,
             requests=STORE_REQUESTS_MAX,
             berths=self.berths,
             berth_bytes=self.berth_bytes,
             namespaces=tuple(texts),
-            deletes=True,
         )
 
     def report(self, number: int, tenant: str) -> StatsReport:

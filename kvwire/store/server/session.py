@@ -53,7 +53,7 @@ from kvwire.store.operations.group_request import ImageRequest
 from kvwire.store.operations.put import NO_SLOTS, PutOperation
 from kvwire.store.server.messages import (
     TAG,
-    VERSION,
+    VERSIONS,
     AnyRequest,
     ClientRow,
     Delete,
@@ -83,6 +83,7 @@ from kvwire.store.tiers.base import (
     BlockResults,
 )
 from kvwire.store.tiers.slabs import rounded
+from kvwire.wire.handshake_messages import common_version, version_mismatch
 
 if TYPE_CHECKING:
     from kvwire import Connection
@@ -144,11 +145,12 @@ class ClientSession:
             hello = decode_request(await self._connection.recv(TAG, deadline=_PATIENCE))
             if not isinstance(hello, StoreHello):
                 raise UsageError(f"it began with {type(hello).__name__}")
-            await self._send(self._served.welcome(self._tenant))
-            if hello.version < VERSION:
-                raise UsageError(
-                    f"it speaks version {hello.version} and this side {VERSION}"
-                )
+            theirs = hello.version_min, hello.version_max
+            version = common_version(VERSIONS, theirs)
+            # Also without a common version: its user is to learn which one is here.
+            await self._send(self._served.welcome(self._tenant, version))
+            if not version:
+                raise version_mismatch(VERSIONS, theirs, "the client")
             while True:
                 await self._served.memory.room()
                 said: Any = await self._state.recv(TAG, None, None)

@@ -21,8 +21,6 @@ from kvwire.store.tiers.slabs import stride_of
 
 _INDEX: Final = "index.sqlite"
 _IMAGES: Final = "images"
-# The file of the first format, which had no SQLite.
-_FORMER: Final = "blocks"
 
 
 class TierDirectory:
@@ -39,11 +37,6 @@ class TierDirectory:
         self.synced = synced
         self._path = path
         path.mkdir(parents=True, exist_ok=True)
-        if (path / _FORMER).exists():
-            raise UsageError(
-                f"{path}: its blocks were written by an earlier kvwire, and this one "
-                f"does not read that format; delete the directory, or give another one"
-            )
         with contextlib.ExitStack() as opened:
             self.file: File = file_type(path / _IMAGES)
             opened.callback(self.file.close)

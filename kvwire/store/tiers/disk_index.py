@@ -36,8 +36,8 @@ from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.tiers.slabs import GRAIN_BYTES
 from kvwire.wire.control import DECODE_ERRORS
 
-FORMAT: Final = 2
-"""Of the tables and the file of images. Format 1 had no SQLite."""
+FORMAT: Final = 1
+"""Of the tables and the file of images."""
 
 _SETTINGS: Final = (
     # One process has it: no lock and no shared memory for each transaction.
@@ -239,7 +239,7 @@ class DiskIndex:
         if version or self._db.execute("SELECT 1 FROM sqlite_master").fetchall():
             raise UsageError(
                 f"{path}: its format is {version}, and this kvwire reads {FORMAT}; "
-                f"give another directory"
+                f"give another directory, or delete this one"
             )
         with self._transaction(synced=True):
             for statement in _TABLES:

@@ -200,8 +200,6 @@ class RemoteTier(Tier):
         """Ask the server to do something."""
         try:
             active = self._client.now()
-            if not active.welcome.deletes:
-                raise OSError(f"{self.name}: this server is older, and cannot do that")
             done = await active.call(kind(next(active.numbers), *fields), StoreDone)
         except KVWireError as exc:
             raise OSError(f"{self.name}: {error_text(exc)}") from exc

@@ -11,7 +11,7 @@ import pytest
 import kvwire
 from kvwire import ConnectionLost
 from kvwire.store.server.client import ActiveConnection, StoreClient
-from kvwire.store.server.messages import VERSION, Flush, StoreDone, Welcome
+from kvwire.store.server.messages import VERSIONS, Flush, StoreDone, Welcome
 from tests.support.pairs import connected
 
 
@@ -57,7 +57,7 @@ async def test_a_request_that_is_not_sent_leaves_no_error_behind() -> None:
         lambda _, what: reported.append(what)
     )
     async with connected("tcp", eager_bytes=0) as pair:
-        active = ActiveConnection(pair.left, Welcome(VERSION), 5.0)
+        active = ActiveConnection(pair.left, Welcome(VERSIONS[1]), 5.0)
         asking = asyncio.create_task(active.call(Flush(1), StoreDone))
         await asyncio.sleep(0)
         active._end("no answer within 5 s")

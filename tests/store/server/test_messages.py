@@ -41,7 +41,7 @@ def moving(
 
 
 REQUESTS: list[messages.AnyRequest] = [
-    messages.StoreHello(1),
+    messages.StoreHello(1, 2),
     messages.Find(1, NAMES),
     messages.Touch(NAMES),
     moving(messages.Put),

@@ -65,7 +65,7 @@ async def client(server: StoreServer, *, hello: bool = True) -> AsyncIterator[Cl
         one = Client(communicator, await communicator.connect(server.address))
         if hello:
             assert isinstance(
-                await one.ask(messages.StoreHello(messages.VERSION)), messages.Welcome
+                await one.ask(messages.StoreHello(1, 1)), messages.Welcome
             )
         yield one
 
@@ -178,7 +178,7 @@ async def test_a_bug_of_ours_costs_one_client(
     "message",
     [
         b"\x95",
-        messages.encode(messages.StoreHello(messages.VERSION)),
+        messages.encode(messages.StoreHello(1, 1)),
         messages.encode(moving(messages.Put, chain(1)))[:-1],
         messages.encode(
             moving(
@@ -351,13 +351,22 @@ async def test_a_small_put_that_finds_no_room_waits_for_it() -> None:
         await until(lambda: not server.clients()[0].requests)
 
 
-async def test_a_client_of_the_first_version_is_told_and_dropped() -> None:
-    async with serving() as (_, server), client(server, hello=False) as old:
-        welcome = await old.ask(messages.StoreHello(1))
-        assert isinstance(welcome, messages.Welcome)
-        # Which is not what it speaks: it says so to its user.
-        assert welcome.version == messages.VERSION
-        assert await old.dropped()
+async def test_a_client_of_later_versions_is_met_or_learns_which_one_is_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It says so to its user; the server's log has both ranges."""
+    async with serving() as (_, server):
+        async with client(server, hello=False) as minor:
+            welcome = await minor.ask(messages.StoreHello(1, 2))
+            assert isinstance(welcome, messages.Welcome)
+            assert welcome.version == 1
+            assert await minor.ask(messages.Flush(7)) == messages.StoreDone(7, b"")
+        async with client(server, hello=False) as major:
+            welcome = await major.ask(messages.StoreHello(2, 3))
+            assert isinstance(welcome, messages.Welcome)
+            assert welcome.version == 1
+            assert await major.dropped()
+        assert "client speaks protocol versions 2 to 3, this side 1 to 1" in caplog.text
         assert await works(server)
 
 
@@ -510,7 +519,7 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
         assert [row.stats.blocks for row in report.tiers] == [4, 4]
         (row,) = report.clients
         assert row.name == one.communicator.name
-        welcome = server._served.welcome("")
+        welcome = server._served.welcome("", 1)
         assert welcome.durable
         assert [messages.namespace_told(text) for text in welcome.namespaces] == [
             NAMESPACE

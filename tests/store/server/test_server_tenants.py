@@ -15,7 +15,6 @@ from kvwire.errors import KVWireError
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import Delete, Names, Pin
-from kvwire.store.tiers.remote import RemoteTier
 from tests.store.caches import Filled, chain
 from tests.store.server.test_server import where
 from tests.support.certificates import FAR, NEAR, Authority
@@ -135,21 +134,6 @@ async def test_a_certificate_says_who_a_tenant_is(tmp_path: Path) -> None:
             await BlockStore.open([tier("spiffe://kvwire.test/else")])
         assert await store.match(A, cache) == 0
         assert await store.match(A, cache, tenant="x") == 4
-
-
-async def test_an_older_server_says_that_it_cannot_delete(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = Filled(seed=1).cache
-    async with shop.client("x") as x:
-        tier = x._tiers.below[0]
-        assert isinstance(tier, RemoteTier)
-        welcome = tier._client.now().welcome
-        older = type(welcome)(welcome.version, berth_bytes=welcome.berth_bytes)
-        monkeypatch.setattr(tier._client.now(), "welcome", older)
-        with pytest.raises(OSError, match="older"):
-            await x.delete(A, cache)
-        assert await x.pin(A, cache) == 0
 
 
 WRONG = [

@@ -91,17 +91,6 @@ def test_a_directory_is_one_users(tmp_path: Path) -> None:
         assert directory.slabs == 4
 
 
-def test_a_tier_of_the_first_format_is_refused(tmp_path: Path) -> None:
-    """And left as it is: an earlier kvwire reads it still."""
-    (tmp_path / "blocks").write_bytes(b"kvwstore")
-    with (
-        pytest.raises(UsageError, match=r"by an earlier kvwire.*delete the directory"),
-        opened(tmp_path),
-    ):
-        pass
-    assert [file.name for file in tmp_path.iterdir()] == ["blocks"]
-
-
 @pytest.mark.parametrize("made", [False, True])
 def test_an_open_that_fails_leaves_nothing_open(tmp_path: Path, made: bool) -> None:
     """And the next one succeeds."""

@@ -107,13 +107,15 @@ def _expect_open(index: DiskIndex) -> None:
     assert not index.closed
 
 
-def test_another_version_and_another_database_are_refused(tmp_path: Path) -> None:
+def test_a_later_format_and_another_database_are_refused(
+    tmp_path: Path,
+) -> None:
     for statement, found in (
         ("CREATE TABLE theirs (one)", 0),
         (f"PRAGMA user_version={FORMAT + 1}", FORMAT + 1),
     ):
         change(tmp_path, statement)
-        said = f"its format is {found}.*give another directory"
+        said = f"its format is {found}, and this kvwire reads 1; give another directory"
         with pytest.raises(UsageError, match=said), opened(tmp_path):
             pass
 
