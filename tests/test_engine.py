@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pytest
 
 import kvwire
-from tests.scenarios.world import BLOCKS, LAYERS, Memory, same
+from tests.support.caches import BLOCKS, LAYERS, Memory, same
 from tests.support.pairs import SCHEMES, anywhere
 from tests.support.waiting import PATIENCE_S
 

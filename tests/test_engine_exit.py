@@ -22,7 +22,7 @@ BEGIN = """
 import os, sys, threading, warnings
 import numpy as np
 import kvwire
-from tests.scenarios.world import BLOCKS, Memory
+from tests.support.caches import BLOCKS, Memory
 
 every = list(range(BLOCKS))
 source, target = Memory(), Memory()

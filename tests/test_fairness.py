@@ -15,8 +15,8 @@ from kvwire.aio import yields_before_raising
 from kvwire.wire.control import Announce, Fail, decode_body
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import dial
-from tests.store.caches import Filled, chain
 from tests.support import inside
+from tests.support.caches import Filled, chain
 from tests.support.pairs import connected
 
 TRIES = 20

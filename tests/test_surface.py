@@ -6,7 +6,7 @@ import kvwire
 from kvwire.testing import loopback
 from tests.programs.reference import FOLDER
 from tests.programs.reference.words import attributes
-from tests.scenarios.world import Memory
+from tests.support.caches import Memory
 
 
 def documented(cls: type) -> set[str]:

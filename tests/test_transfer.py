@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import kvwire
-from tests.scenarios.world import LAYERS, RANKS, World, scenario
+from tests.scenarios.world import World, scenario
 from tests.support import inside, virtual_time
+from tests.support.caches import LAYERS, RANKS
 
 BLOCKS = [10, 11, 12]
 BOTH = pytest.mark.parametrize("transport", ["inproc", "tcp"])

@@ -13,6 +13,7 @@ from kvwire import ConnectionLost, KVSpec
 from kvwire.backend import registry
 from kvwire.backend.lane import Lane, LaneContext
 from tests.backends import transfers
+from tests.support.caches import Array
 from tests.support.lanes import NEVER_S, raise_again_after
 from tests.support.pairs import until
 
@@ -86,7 +87,7 @@ async def test_nothing_is_written_after_drained(
     assert midway
 
 
-def require_untouched(tensors: list[transfers.Tensor]) -> None:
+def require_untouched(tensors: list[Array]) -> None:
     for tensor in tensors:
         assert (tensor.view(np.uint8) == transfers.CANARY).all(), "a late write"
 

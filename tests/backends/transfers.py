@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kvwire import KVSpec, PagedCache
-from kvwire.kv.layout import AxisOrder
 from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx import support as ucx
+from tests.support.caches import Array, Memory
 from tests.support.pairs import Pair, connected
 
 BLOCKS = 8
@@ -22,7 +20,6 @@ OURS, THEIRS = [0, 2, 4], [7, 5, 3]
 # Bytes of a block and layer: packed into messages, and read where they lie.
 SMALL = KVSpec(layers=4, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16")
 LARGE = KVSpec(layers=2, kv_heads=16, head_dim=128, block_tokens=128, dtype="float16")
-Tensor = npt.NDArray[np.float16]
 # What memory is filled with once it is said to be free.
 CANARY = 0x7B
 
@@ -50,12 +47,12 @@ each_lane = pytest.mark.parametrize(
 )
 
 
-def cache(spec: KVSpec, value: float) -> tuple[PagedCache, list[Tensor]]:
-    """A cache whose layers count up from a value; blocks lie apart."""
-    shape = (BLOCKS, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
-    tensors = [np.full(shape, value + i, np.float16) for i in range(spec.layers)]
-    layout = AxisOrder("block kv token head dim")
-    return PagedCache(spec, tensors, layout=layout), tensors
+def cache(spec: KVSpec, value: float) -> tuple[PagedCache, list[Array]]:
+    """A cache whose layers count up from a value."""
+    made = Memory(spec, BLOCKS)
+    for layer, tensor in enumerate(made.tensors):
+        tensor[:] = value + layer
+    return made.cache, made.tensors
 
 
 @asynccontextmanager

@@ -6,20 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 import kvwire
 from kvwire.cli.inspect import screen
 from kvwire.cli.main import main
-
-SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32")
-
-
-def cache() -> kvwire.PagedCache:
-    tensors = [np.zeros((4, 2, 2, 1, 4), np.float32) for _ in range(2)]
-    return kvwire.PagedCache(SPEC, tensors)
+from tests.support.caches import Memory
 
 
 def test_a_look_at_a_process(
@@ -31,14 +24,14 @@ def test_a_look_at_a_process(
         kvwire.Engine(name="decode", inspect=str(folder)) as here,
     ):
         connection = here.connect(there.listen("127.0.0.1:0"))
-        out = there.publish("request-7", cache(), [0])
-        inc = connection.pull("request-7", cache(), [1])
+        out = there.publish("request-7", Memory().cache, [0])
+        inc = connection.pull("request-7", Memory().cache, [1])
         out.ready(layers=0)
         inc.wait_layer(0, timeout=10)
         assert main(["top", str(folder), "--once"]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert "request-7" in said
-        assert "1/1/2" in said
+        assert "1/1/4" in said
         assert main(["top", str(folder), "--json"]) == 0
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert {line["name"] for line in lines} == {"prefill", "decode"}

@@ -19,8 +19,8 @@ from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.messages import ClientRow, StatsReport, TierRow
 from kvwire.store.tiers.base import TierStats
-from tests.store.caches import Filled, chain
 from tests.store.server_child import serving
+from tests.support.caches import Filled, chain
 from tests.support.servers import free_port
 
 Run = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]

@@ -14,7 +14,7 @@ from kvwire import BlockStore, ConnectError
 from kvwire.directory import open_directory
 from kvwire.types import Address
 from tests.directory.records import record
-from tests.store.caches import Filled, chain
+from tests.support.caches import Filled, chain
 from tests.support.certificates import Issued
 from tests.support.servers import Server, redis_server
 from tests.support.waiting import PATIENCE_S

@@ -34,8 +34,9 @@ from tests.directory.redis_forms import (
     used,
     with_replica,
 )
-from tests.store.caches import LARGE, Filled, chain
 from tests.store.contract import tier_of
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
 from tests.support.certificates import Authority
 from tests.support.pairs import until
 from tests.support.proxy import Cut, Direction, Ending, Latency, Proxy

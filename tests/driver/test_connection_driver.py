@@ -19,8 +19,8 @@ from kvwire.limits import (
 from kvwire.proto.events import Event, RequestDone, SegmentLanded, TransferAgreed
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
-from tests.scenarios.world import LAYERS, Memory
 from tests.support import inside
+from tests.support.caches import LAYERS, Memory
 from tests.support.pairs import Pair, connected, until
 
 LARGE = bytes(16 << 20)

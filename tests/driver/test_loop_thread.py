@@ -16,7 +16,7 @@ import kvwire
 from kvwire import UsageError
 from kvwire.aio import LoopThread
 from kvwire.testing import Loopback, loopback
-from tests.scenarios.world import Memory
+from tests.support.caches import Memory
 
 # What only reads, or says that it is thread-safe.
 ANYWHERE: Final = {

@@ -22,8 +22,8 @@ from kvwire.limits import DIAL_DELAY_S
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.client import ask_report
 from kvwire.types import TrustMode
-from tests.scenarios.world import Memory
 from tests.support import inside
+from tests.support.caches import Memory
 from tests.support.pairs import communicators, until
 
 LOCAL, LOCAL_6, SILENT = "127.0.0.1", "::1", "127.0.0.2"

@@ -9,7 +9,7 @@ from kvwire import Connection, Incoming, Outcome, Outgoing
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.testing.harness import loopback
 from kvwire.transfers.incoming import IncomingState
-from tests.scenarios.world import Memory
+from tests.support.caches import Memory
 
 
 class Notes:

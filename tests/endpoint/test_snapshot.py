@@ -9,8 +9,9 @@ import msgspec
 import kvwire
 from kvwire.endpoint.snapshot import SILENCE_S
 from kvwire.limits import SNAPSHOT_ROWS_MAX
-from tests.scenarios.world import LAYERS, Memory, World, scenario
+from tests.scenarios.world import World, scenario
 from tests.support import inside, virtual_time
+from tests.support.caches import LAYERS, Memory
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
 

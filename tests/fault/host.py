@@ -18,6 +18,7 @@ import numpy as np
 
 import kvwire
 from kvwire import Communicator, Connection, ConnectionClosed, KVWireError
+from tests.support.caches import Memory
 
 NBYTES = 4 << 20
 _TAG = 1
@@ -44,9 +45,7 @@ def kv_cache(value: int) -> kvwire.PagedCache:
     spec = kvwire.KVSpec(
         layers=4, kv_heads=2, head_dim=64, block_tokens=16, dtype="float16"
     )
-    shape = (_BLOCKS, 2, 16, 2, 64)
-    layers = [np.full(shape, value, np.float16) for _ in range(spec.layers)]
-    return kvwire.PagedCache(spec, layers)
+    return Memory(spec, _BLOCKS, value).cache
 
 
 async def publish(comm: Communicator) -> None:

@@ -29,7 +29,7 @@ import uvloop
 import kvwire
 from kvwire.backend import Link
 from kvwire_tcp.link import TcpLink
-from tests.scenarios.world import Memory
+from tests.support.caches import Memory
 
 LAYERS: Final = 8
 BLOCKS: Final = 8

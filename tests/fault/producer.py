@@ -6,7 +6,7 @@ import asyncio
 import sys
 
 import kvwire
-from tests.scenarios.world import Memory
+from tests.support.caches import Memory
 
 
 async def main(pushes: bool) -> None:

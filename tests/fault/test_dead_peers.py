@@ -18,8 +18,8 @@ import pytest
 
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
-from tests.scenarios.world import Memory
 from tests.support import inside
+from tests.support.caches import Memory
 from tests.support.child import Child, child
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, until

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvwire
-from tests.scenarios.world import Memory, same
+from tests.support.caches import Memory, same
 from tests.support.pairs import connected
 from tests.support.tree import ROOT
 

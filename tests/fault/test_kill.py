@@ -29,8 +29,8 @@ from tests.fault.kill_victim import (
     Order,
     take_part,
 )
-from tests.scenarios.world import Memory, same
 from tests.support import inside
+from tests.support.caches import Memory, same
 from tests.support.depth import parameters
 
 # The survivor is told at once; on a busy machine that, and two processes, take a while.

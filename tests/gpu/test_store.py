@@ -9,7 +9,8 @@ import pytest
 
 from kvwire import BlockStore, PagedCache
 from tests.gpu.devices import LIBRARIES, Gpu
-from tests.store.caches import LARGE, Filled, chain
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
 
 pytestmark = pytest.mark.gpu
 IDS = [7, 3, 15, 0, 11, 12]

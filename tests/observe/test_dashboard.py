@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 import kvwire
 from kvwire.integrations.vllm.metrics import FIELDS
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
-from tests.scenarios.world import Memory
+from tests.support.caches import Memory
 from tests.support.servers import Server
 from tests.support.tree import ROOT
 from tests.support.waiting import eventually

@@ -9,7 +9,7 @@ import pytest
 
 from kvwire.observe import distributions
 from kvwire.testing import loopback
-from tests.scenarios.world import Memory
+from tests.support.caches import Memory
 
 
 def test_buckets_count_what_is_at_most_their_bound() -> None:

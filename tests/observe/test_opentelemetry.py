@@ -13,7 +13,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 import kvwire
 from kvwire.observe.opentelemetry import TransferTracer
 from kvwire.testing.harness import loopback
-from tests.scenarios.world import Memory
+from tests.support.caches import Memory
 from tests.support.traces import Traces
 
 

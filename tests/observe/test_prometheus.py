@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 import kvwire
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from kvwire.testing.harness import loopback
-from tests.scenarios.world import SPEC, Memory
+from tests.support.caches import SPEC, Memory
 from tests.support.certificates import NEAR, Authority
 
 

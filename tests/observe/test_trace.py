@@ -11,7 +11,8 @@ import kvwire
 from kvwire.driver.trace_ring import RINGS
 from kvwire.observe.inspect import ProcessTrace
 from kvwire.observe.trace import document
-from tests.scenarios.world import Memory, World, play, scenario
+from tests.scenarios.world import World, play, scenario
+from tests.support.caches import Memory
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
 

@@ -9,8 +9,9 @@ import pytest
 
 import kvwire
 from kvwire.limits import TRANSFERS_WAITING_MAX
-from tests.scenarios.world import DEST, LAYERS, LIST, World, same, scenario
+from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
+from tests.support.caches import LAYERS, same
 
 
 @scenario()

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 import kvwire
-from tests.scenarios.world import DEST, LAYERS, LIST, World, same, scenario
+from tests.scenarios.world import DEST, LIST, World, scenario
+from tests.support.caches import LAYERS, same
 
 
 @scenario()

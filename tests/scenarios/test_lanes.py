@@ -19,8 +19,9 @@ from kvwire.aio import Backoff
 from kvwire.limits import KIB
 from kvwire_tcp.lane import LaneSocket
 from kvwire_tcp.options import reset_on_close
-from tests.scenarios.world import LARGE, Memory, World, held, same, world
+from tests.scenarios.world import World, held, world
 from tests.support import inside
+from tests.support.caches import LARGE, Memory, same
 from tests.support.proxy import Direction, Latency, Proxy, Slice
 
 LANES = 3

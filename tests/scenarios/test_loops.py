@@ -8,8 +8,9 @@ import threading
 import pytest
 
 import kvwire
-from tests.scenarios.world import DEST, LAYERS, LIST, World, play, same, scenario
+from tests.scenarios.world import DEST, LIST, World, play, scenario
 from tests.support import inside, virtual_time
+from tests.support.caches import LAYERS, same
 
 
 @scenario()

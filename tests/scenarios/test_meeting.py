@@ -15,7 +15,8 @@ from kvwire.kv.hashing import HashScheme
 from kvwire.limits import MIB
 from kvwire.wire.header import Flag, FrameType, encode_header
 from tests.fault.stranger import dial
-from tests.scenarios.world import BLOCKS, DEST, LIST, SPEC, World, same, scenario
+from tests.scenarios.world import DEST, LIST, World, scenario
+from tests.support.caches import BLOCKS, SPEC, same
 
 
 @scenario()

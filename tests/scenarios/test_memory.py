@@ -11,18 +11,9 @@ import pytest
 
 import kvwire
 from kvwire.limits import MIB
-from tests.scenarios.world import (
-    BLOCKS,
-    DEST,
-    LARGE,
-    SPEC,
-    Memory,
-    World,
-    held,
-    same,
-    scenario,
-)
+from tests.scenarios.world import DEST, World, held, scenario
 from tests.support import inside
+from tests.support.caches import BLOCKS, LARGE, SPEC, Memory, same
 
 SLOT = kvwire.KVSpec(layers=1, kv_heads=2, head_dim=16, block_tokens=4, dtype="float32")
 

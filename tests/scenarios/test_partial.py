@@ -8,8 +8,9 @@ import threading
 import numpy as np
 
 import kvwire
-from tests.scenarios.world import SPEC, Memory, World, same, scenario
+from tests.scenarios.world import World, scenario
 from tests.support import inside
+from tests.support.caches import SPEC, Memory, same
 
 BLOCK_TOKENS = SPEC.block_tokens
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import kvwire
-from tests.scenarios.world import DEST, LARGE, LIST, Memory, World, held, same, scenario
+from tests.scenarios.world import DEST, LIST, World, held, scenario
 from tests.support import inside
+from tests.support.caches import LARGE, Memory, same
 
 
 @scenario()

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 import kvwire
 from kvwire.kv.landed import Landed
 from kvwire_inproc import FaultPlan, injected
-from tests.scenarios.world import BLOCKS, LAYERS, Memory, World, same, world
+from tests.scenarios.world import World, world
 from tests.support import virtual_time
+from tests.support.caches import BLOCKS, LAYERS, Memory, same
 from tests.support.depth import examples
 
 # One block of one layer is 16 KiB, so that a mark of a few blocks is several chunks.

@@ -1,102 +1,32 @@
-"""A producer and a consumer with stamped caches, on a link that can be stopped.
-
-Every block of the producer holds values that name its layer and block, the consumer's
-are filled with FREE. So what landed, what did not, and what was written where it must
-not be are told apart by looking.
-"""
+"""A producer and a consumer with stamped caches, on a link that can be stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import uvloop
 
 import kvwire
 from tests.support import inside, virtual_time
+from tests.support.caches import BLOCKS, LARGE, Memory, same
 from tests.support.pairs import join
 from tests.support.waiting import PATIENCE_S
 
-LAYERS, BLOCKS = 4, 32
 # What most scenarios move, and where to.
 LIST, DEST = [3, 1, 4, 5, 9], [10, 11, 12, 13, 14]
-SPEC = kvwire.KVSpec(
-    layers=LAYERS, kv_heads=2, head_dim=16, block_tokens=4, dtype="float32"
-)
-# One layer of a block is 1 MiB: more than sockets hold, and several chunks.
-LARGE = kvwire.KVSpec(
-    layers=LAYERS, kv_heads=16, head_dim=128, block_tokens=64, dtype="float32"
-)
-# A head of a layer of SPEC for each of two ranks.
-RANKS = [replace(SPEC, kv_heads=1, shard=(rank, 2)) for rank in range(2)]
-FREE = -1.0
 TURNS_MAX = 100_000
-Tensor = npt.NDArray[np.float32]
 Ends = tuple[kvwire.Outgoing, kvwire.Incoming]
-
-
-class Memory:
-    """A cache of one side, and the arrays behind it."""
-
-    def __init__(self, spec: kvwire.KVSpec = SPEC, blocks: int = BLOCKS) -> None:
-        shape = (
-            blocks,
-            spec.components,
-            spec.block_tokens,
-            spec.kv_heads,
-            spec.head_dim,
-        )
-        self.tensors: list[Tensor] = [
-            np.full(shape, FREE, np.float32) for _ in range(spec.layers)
-        ]
-        self.cache = kvwire.PagedCache(spec, self.tensors)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole cache."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def stamp(self, blocks: Iterable[int], salt: int = 0) -> None:
-        """Write what only these blocks hold, in every layer."""
-        for layer, tensor in enumerate(self.tensors):
-            for block in blocks:
-                size = tensor[block].size
-                values = np.arange(size, dtype=np.float32).reshape(tensor[block].shape)
-                tensor[block] = values + 10_000 * (layer + 1) + 1_000_000 * salt + block
-
-    def free(self, blocks: Iterable[int]) -> bool:
-        """Whether nobody has written to these blocks."""
-        picked = list(blocks)
-        return all((tensor[picked] == FREE).all() for tensor in self.tensors)
 
 
 def held(communicator: kvwire.Communicator) -> bool:
     """Whether some transport may touch memory of a communicator's users now."""
     return any(inside.buffers(communicator).holds._counts.values())
-
-
-def same(
-    source: Memory,
-    blocks: Iterable[int],
-    target: Memory,
-    landed: Iterable[int],
-    layers: Iterable[int] = range(LAYERS),
-) -> bool:
-    """Whether these blocks of the target hold what those of the source do."""
-    pairs = list(zip(blocks, landed, strict=True))
-    return all(
-        (source.tensors[layer][a] == target.tensors[layer][b]).all()
-        for layer in layers
-        for a, b in pairs
-    )
 
 
 class World:

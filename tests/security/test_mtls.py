@@ -23,8 +23,8 @@ from kvwire.types import PeerInfo, TrustMode
 from kvwire_tcp.lane import LaneSocket, TcpLane
 from kvwire_tcp.tls_wire import TlsWire
 from kvwire_tcp.wire import PlainWire, Wire
-from tests.scenarios.world import Memory, same
 from tests.support import inside
+from tests.support.caches import Memory, same
 from tests.support.certificates import FAR, NEAR, Authority, issue
 from tests.support.lanes import expect_moves
 from tests.support.logs import warned

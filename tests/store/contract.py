@@ -10,7 +10,8 @@ import numpy as np
 from kvwire import BlockStore
 from kvwire.store.namespace import Namespace
 from kvwire.store.tiers.base import Tier
-from tests.store.caches import SPEC, Filled, chain
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import Filled, chain
 
 NAMESPACE = Namespace("kv", SPEC)
 BLOCKS = 32

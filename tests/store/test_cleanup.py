@@ -14,7 +14,7 @@ import pytest
 from kvwire import BlockStore, ConnectionLost
 from kvwire.aio import gather_all, run_to_completion
 from kvwire.errors import error_text
-from tests.store.caches import Filled, chain
+from tests.support.caches import Filled, chain
 
 
 async def test_an_error_is_in_no_cycle() -> None:

@@ -18,7 +18,8 @@ from kvwire import BackendUnavailable, BlockStore, Outcome, PagedCache, UsageErr
 from kvwire.kv.layout import Layout
 from kvwire.limits import KIB
 from kvwire.memory.device import device_copies
-from tests.store.caches import LARGE, Filled, chain
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 
 IDS = [7, 3, 15, 0, 11, 12]

@@ -16,10 +16,11 @@ from kvwire.store.namespace import Namespace
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.base import Batch, BlockResults
 from kvwire.store.tiers.slabs import GRAIN_BYTES
-from tests.store.caches import SPEC, Filled, chain
 from tests.store.contract import NAMESPACE
 from tests.store.fakes import FakeTier
 from tests.store.files import disk, store_on
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 
 A, B = chain(4, "a"), chain(4, "b")

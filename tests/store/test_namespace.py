@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvwire import KVSpec, PagedCache, UsageError
 from kvwire.kv.layout import AxisOrder
 from kvwire.store import namespace
-from tests.store.caches import SPEC
+from tests.support.caches import STORED as SPEC
 
 NAMESPACE = namespace.Namespace("kv", SPEC)
 

@@ -18,9 +18,11 @@ from kvwire.store.tenants import Tenants
 from kvwire.store.tier_stack import UNSAID
 from kvwire.store.tiers.base import Tier
 from kvwire.testing.conformance.rig import open_descriptors
-from tests.store.caches import LARGE, SPEC, Filled, chain
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
 from tests.support.logs import warned
 from tests.support.pairs import until
 from tests.support.scopes import in_scope

@@ -19,10 +19,11 @@ from kvwire.kv.fragments import Fragments
 from kvwire.memory.copy import copy as plain_copy
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.request import StoreRequest
-from tests.store.caches import SPEC, Filled, chain
 from tests.store.contract import NAMESPACE
 from tests.store.fakes import FakeTier
 from tests.store.files import Faults, Scripted, disk, store_on
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import Filled, chain
 from tests.support.depth import parameters
 
 CHAINS = 10

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, KVSpec, PagedCache, UsageError
-from tests.store.caches import SPEC, Filled, chain
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import Filled, chain
 
 MEMORY = ["memory:512KiB"]
 

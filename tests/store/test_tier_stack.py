@@ -19,8 +19,9 @@ from kvwire.store.threads import Threads
 from kvwire.store.tier_stack import TierStack
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
 from kvwire.store.tiers.slabs import Slabs
-from tests.store.caches import SPEC, chain
 from tests.store.fakes import FakeTier
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import chain
 from tests.support.pairs import until
 
 NAMESPACE = Namespace("kv", SPEC)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from kvwire import BlockStore
-from tests.store.caches import Filled, chain
+from tests.support.caches import Filled, chain
 from tests.support.waiting import PATIENCE_S, eventually
 
 # What pip has installed may not be on the path, where a test is started by its python.

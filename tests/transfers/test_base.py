@@ -11,8 +11,9 @@ import kvwire
 from kvwire.kv.plan import Segment
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
-from tests.scenarios.world import DEST, LAYERS, LIST, World, scenario
+from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside, virtual_time
+from tests.support.caches import LAYERS
 
 
 @scenario("inproc", lease_s=4.0)

@@ -12,19 +12,9 @@ import numpy as np
 import pytest
 
 import kvwire
-from tests.scenarios.world import (
-    DEST,
-    LARGE,
-    LAYERS,
-    LIST,
-    SPEC,
-    Memory,
-    World,
-    same,
-    scenario,
-    world,
-)
+from tests.scenarios.world import DEST, LIST, World, scenario, world
 from tests.support import inside
+from tests.support.caches import LARGE, LAYERS, SPEC, Memory, same
 from tests.support.proxy import Direction, Proxy
 
 HASHES = [b"%d" % n for n in range(len(LIST))]

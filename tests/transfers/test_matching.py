@@ -11,8 +11,9 @@ import pytest
 import kvwire
 from kvwire.transfers import matching as module
 from kvwire.transfers.description import TransferOffer
-from tests.scenarios.world import World, same, scenario
+from tests.scenarios.world import World, scenario
 from tests.support import inside, virtual_time
+from tests.support.caches import same
 from tests.support.waiting import PATIENCE_S
 
 LIST = [3, 1, 4]

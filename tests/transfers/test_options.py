@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import kvwire
-from tests.scenarios.world import BLOCKS, LAYERS, SPEC, Memory, World, same, scenario
+from tests.scenarios.world import World, scenario
 from tests.support import inside
+from tests.support.caches import BLOCKS, LAYERS, SPEC, Memory, same
 
 LIST = [3, 1, 4]
 DEST = [10, 11, 12]

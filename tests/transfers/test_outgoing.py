@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 
 import kvwire
-from tests.scenarios.world import (
-    DEST,
-    LAYERS,
-    LIST,
-    RANKS,
-    SPEC,
-    Memory,
-    World,
-    same,
-    scenario,
-)
+from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
+from tests.support.caches import LAYERS, RANKS, SPEC, Memory, same
 
 
 @scenario()

@@ -15,8 +15,9 @@ from kvwire.transfers import receiver as receipt_module
 from kvwire.transfers.receiver import missing_chunks
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
-from tests.scenarios.world import DEST, LAYERS, LIST, SPEC, World, play, same, scenario
+from tests.scenarios.world import DEST, LIST, World, play, scenario
 from tests.support import inside
+from tests.support.caches import LAYERS, SPEC, same
 
 LAYER_BYTES = len(LIST) * SPEC.layer_block_bytes
 

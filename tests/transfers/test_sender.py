@@ -21,18 +21,9 @@ from kvwire.proto.records import SegmentRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.transfers import Transfers
 from kvwire.transfers import sender as delivery_module
-from tests.scenarios.world import (
-    BLOCKS,
-    DEST,
-    LARGE,
-    LAYERS,
-    LIST,
-    Memory,
-    World,
-    same,
-    scenario,
-)
+from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
+from tests.support.caches import BLOCKS, LARGE, LAYERS, Memory, same
 from tests.support.depth import examples
 
 

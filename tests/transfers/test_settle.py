@@ -15,8 +15,9 @@ from kvwire.transfers.sender import SendAttempt
 from kvwire.transfers.state import AttemptState
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
-from tests.scenarios.world import DEST, LAYERS, LIST, Ends, World, same, scenario
+from tests.scenarios.world import DEST, LIST, Ends, World, scenario
 from tests.support import inside, virtual_time
+from tests.support.caches import LAYERS, same
 
 PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import kvwire
 from kvwire.integrations.migration import Arrival, MigrationTarget, Written
-from tests.scenarios.world import SPEC, Memory
+from tests.support.caches import SPEC, Memory
 from tests.support.pairs import Pair, connected
 
 SIZE = SPEC.block_tokens

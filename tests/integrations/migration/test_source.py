@@ -13,7 +13,7 @@ import kvwire
 from kvwire.integrations.migration import migrate
 from kvwire.integrations.migration.limits import MIGRATION_STATE_BYTES_MAX
 from tests.integrations.migration.engines import BLOCKS, SIZE, Host, Request, engines
-from tests.scenarios.world import LAYERS, SPEC, same
+from tests.support.caches import LAYERS, SPEC, same
 from tests.support.pairs import Pair, connected, until
 
 

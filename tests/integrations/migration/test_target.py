@@ -21,7 +21,7 @@ from kvwire.integrations.migration.messages import (
     encode,
 )
 from tests.integrations.migration.engines import SIZE, Host, Request, engines
-from tests.scenarios.world import SPEC, Memory
+from tests.support.caches import SPEC, Memory
 from tests.support.pairs import Pair, connected, until
 
 REPLY = 77

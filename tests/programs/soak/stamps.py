@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvwire
+from tests.support.caches import Memory
 
 LINE_BYTES = 64
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
@@ -33,20 +34,13 @@ class StampedCache:
     """A paged cache whose blocks are written and checked as stamps."""
 
     def __init__(self, spec: kvwire.KVSpec = SPEC) -> None:
-        shape = (
-            NUM_BLOCKS,
-            spec.components,
-            spec.block_tokens,
-            spec.kv_heads,
-            spec.head_dim,
-        )
-        self._tensors = [np.zeros(shape, np.float16) for _ in range(spec.layers)]
+        memory = Memory(spec, NUM_BLOCKS, 0)
         self.words: list[Words] = [
-            t.reshape(NUM_BLOCKS, -1).view(np.uint64) for t in self._tensors
+            t.reshape(NUM_BLOCKS, -1).view(np.uint64) for t in memory.tensors
         ]
         for words in self.words:
             words[:] = POISON
-        self.cache = kvwire.PagedCache(spec, self._tensors)
+        self.cache = memory.cache
         self._lines = np.arange(
             self.words[0].shape[1] * 8 // LINE_BYTES, dtype=np.uint64
         ).repeat(LINE_BYTES // 8)

@@ -11,9 +11,10 @@ from kvwire.store.namespace import Namespace
 from kvwire.store.request import StoreRequest
 from kvwire.store.store import BlockStore
 from kvwire.store.tiers.base import Batch, BlockResults
-from tests.store.caches import SPEC, Filled, chain
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 
 NAMESPACE = Namespace("kv", SPEC)

@@ -15,7 +15,7 @@ from kvwire.memory.copy import copy
 from kvwire.store.namespace import ORDERS, namespace_of, order_of
 from kvwire.store.operations.group_request import GroupRequest
 from tests.kv.reference import Element, Store, shapes
-from tests.store.caches import chain
+from tests.support.caches import chain
 from tests.support.depth import examples
 
 SIZES = [(1, 1), (4, 4), (2, 4), (4, 2), (6, 4), (4, 6), (1, 3), (3, 1)]

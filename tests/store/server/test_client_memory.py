@@ -15,8 +15,9 @@ from kvwire.store.limits import STORE_REQUESTS_MAX
 from kvwire.store.namespace import Namespace
 from kvwire.store.server import client_memory, messages
 from kvwire.store.server.client_memory import ClientMemory, MemoryHolder
-from tests.store.caches import LARGE, Filled, chain
 from tests.store.server.test_server import Client, client, serving
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 
 

@@ -20,7 +20,8 @@ from kvwire.store.limits import (
 )
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.server import messages
-from tests.store.caches import SPEC, chain
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import chain
 
 NAMESPACE = Namespace("kv", SPEC)
 NAMES = messages.Names.of(as_keys(NAMESPACE.digest + one for one in chain(3)))

@@ -22,7 +22,7 @@ from kvwire.store.limits import (
 from kvwire.store.namespace import ABSENT, ORDERS, Namespace
 from kvwire.store.server import messages
 from kvwire.store.tiers.base import BlockResult
-from tests.store.caches import SPEC
+from tests.support.caches import STORED as SPEC
 from tests.support.tree import ROOT
 
 PAGE = (ROOT / "docs" / "topics" / "protocol-store.md").read_text()

@@ -29,7 +29,9 @@ from kvwire.store.operations import base
 from kvwire.store.server import messages
 from kvwire.store.tiers.base import BlockResult
 from kvwire.store.tiers.slabs import rounded
-from tests.store.caches import LARGE, SPEC, Filled, chain
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 
 NAMESPACE = Namespace("kv", SPEC)

@@ -15,8 +15,8 @@ from kvwire.errors import KVWireError
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import Delete, Names, Pin
-from tests.store.caches import Filled, chain
 from tests.store.server.test_server import where
+from tests.support.caches import Filled, chain
 from tests.support.certificates import FAR, NEAR, Authority
 
 A, B = chain(4, "a"), chain(4, "b")

@@ -9,7 +9,6 @@ import kvwire
 from kvwire import BlockStore, StoreServer, UsageError
 from kvwire.store.limits import STORE_REQUESTS_MAX
 from kvwire.store.server import messages
-from tests.store.caches import LARGE, SPEC, Filled, chain
 from tests.store.server.test_server import (
     APART,
     client,
@@ -18,6 +17,9 @@ from tests.store.server.test_server import (
     serving,
     where,
 )
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 
 

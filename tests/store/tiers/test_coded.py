@@ -16,7 +16,7 @@ import obstore.store
 from kvwire import BackendUnavailable, BlockStore, KVSpec, StoreServer, UsageError
 from kvwire.kv.codecs.registry import CODECS
 from kvwire.store.tiers.disk import DiskTier
-from tests.store.caches import Filled, chain
+from tests.support.caches import Filled, chain
 
 # Its threads start with the first request of a process, and stay.
 obstore.put(obstore.store.MemoryStore(), "first", b"")

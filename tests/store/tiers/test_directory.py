@@ -20,8 +20,8 @@ from kvwire.store.index import as_keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.tiers.directory import File, TierDirectory, Views
 from kvwire.store.tiers.disk_index import DiskRows
-from tests.store.caches import SPEC
 from tests.store.files import Faults, scripted
+from tests.support.caches import STORED as SPEC
 from tests.support.depth import examples
 
 SLAB = 64 * KIB

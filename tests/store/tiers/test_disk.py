@@ -26,9 +26,10 @@ from kvwire.store.tiers.directory import File
 from kvwire.store.tiers.disk import DiskTier
 from kvwire.store.tiers.disk_index import DiskIndex
 from kvwire.store.tiers.slabs import GRAIN_BYTES
-from tests.store.caches import SPEC, Filled, chain
 from tests.store.contract import expect_shared, put_before, tier_of
 from tests.store.files import Faults, disk, store_on
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 
 IDS = list(range(16))

@@ -19,8 +19,8 @@ from kvwire.limits import KIB, NAME_CHARS_MAX
 from kvwire.store.limits import STORE_NAMESPACES_MAX
 from kvwire.store.namespace import ORDERS, Namespace
 from kvwire.store.tiers.disk_index import FORMAT, DiskIndex, DiskRows
-from tests.store.caches import SPEC
 from tests.store.tiers.test_directory import rows
+from tests.support.caches import STORED as SPEC
 from tests.support.depth import examples
 
 SLAB = 64 * KIB

@@ -20,7 +20,7 @@ from kvwire.limits import KIB, MIB
 from kvwire.store.index import Index, IndexedSlots, Keys, as_keys
 from kvwire.store.tiers.memory import InFlightFills, MemoryTier
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
-from tests.store.caches import chain
+from tests.support.caches import chain
 from tests.support.pairs import until
 
 SLOTS = 16

@@ -19,8 +19,9 @@ pytest.importorskip(
 from kvwire import BlockStore
 from kvwire.store.tiers.mooncake import MooncakeTier
 from kvwire.store.tiers.object_format import HEAD_BYTES
-from tests.store.caches import LARGE, Filled, chain
 from tests.store.contract import NAMESPACE, expect_miss, expect_shared, tier_of
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 from tests.support.servers import (
     Server,

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, KVSpec
-from tests.store.caches import Filled, chain
 from tests.store.server_child import serving
+from tests.support.caches import Filled, chain
 from tests.support.servers import (
     mooncake_master,
     mooncake_segment,

@@ -27,7 +27,6 @@ from kvwire.store.tiers import object as object_module
 from kvwire.store.tiers.base import Batch
 from kvwire.store.tiers.object import ObjectTier
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
-from tests.store.caches import SPEC, Filled, chain
 from tests.store.contract import (
     NAMESPACE,
     expect_miss,
@@ -35,6 +34,8 @@ from tests.store.contract import (
     put_before,
     tier_of,
 )
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 
 # Its threads start with the first request of a process, and stay.

@@ -15,7 +15,7 @@ from aiohttp import web
 from kvwire import BlockStore
 from kvwire.limits import REASON_CHARS_MAX
 from kvwire.store.tiers.object_answers import is_no_object, words_of
-from tests.store.caches import Filled, chain
+from tests.support.caches import Filled, chain
 from tests.support.logs import warned
 
 # Its threads start with the first request of a process, and stay.

@@ -11,8 +11,8 @@ from redis import Redis
 from kvwire import BlockStore, UsageError
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
 from kvwire.store.tiers.redis import RedisTier
-from tests.store.caches import Filled, chain
 from tests.store.contract import NAMESPACE, expect_miss, expect_shared, tier_of
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 from tests.support.servers import free_port, redis_server
 

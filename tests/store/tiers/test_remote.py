@@ -16,9 +16,11 @@ import kvwire
 from kvwire import BlockStore, KVSpec, StoreServer, UsageError
 from kvwire.store.server import messages
 from kvwire.store.tiers.remote import RemoteTier
-from tests.store.caches import LARGE, SPEC, Filled, chain
 from tests.store.contract import expect_shared, tier_of
 from tests.store.server_child import serving
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 
 BLOCKS = 256

@@ -26,8 +26,8 @@ import obstore.store
 from kvwire import BlockStore, KVSpec
 from kvwire.limits import MIB
 from kvwire.store.tiers import object as object_module
-from tests.store.caches import Filled, chain
 from tests.store.contract import expect_shared
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 from tests.support.servers import free_port, s3_server
 from tests.support.waiting import PATIENCE_S

@@ -14,9 +14,9 @@ from kvwire import BlockStore, StoreServer
 from kvwire.directory.file import FileDirectory
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.tiers.sharded import ShardedTier, placed, seed_of
-from tests.store.caches import Filled, chain
 from tests.store.contract import tier_of
 from tests.store.server_child import serving
+from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 
 BLOCKS = 64

@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 import kvwire
 from kvwire.security.keys import write_key_file
 from kvwire.testing import loopback
+from tests.support.caches import Memory
 from tests.support.certificates import Authority
 
 SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32")
@@ -27,7 +26,7 @@ ME = "spiffe://kvwire.test/near"
 
 def tensors(*, writable: bool = True) -> list[Any]:
     """Return the tensors of a cache of four blocks."""
-    made = [np.zeros((4, 2, 2, 1, 4), np.float32) for _ in range(2)]
+    made: list[Any] = Memory(SPEC, 4, 0).tensors
     for tensor in made:
         tensor.flags.writeable = writable
     return made
