@@ -38,7 +38,7 @@ from kvwire.limits import (
     WAITING_LOG_S,
     WAKEUP_BYTES,
 )
-from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
     Ended,
@@ -49,6 +49,7 @@ from kvwire.proto.events import (
     LaneDataReceived,
     LaneOpened,
 )
+from kvwire.proto.records import ChunkArrival, ChunkPlace
 from kvwire.types import BufferId
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")

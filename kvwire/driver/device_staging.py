@@ -33,8 +33,9 @@ from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import SPAN_BYTES_MAX
 from kvwire.memory.device.copy_engine import CopyEngine, Done
-from kvwire.proto.chunks import Chunk, ChunkArrival
+from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
+from kvwire.proto.records import ChunkArrival
 from kvwire.proto.state import RequestStage
 from kvwire.types import BufferId, Device
 

@@ -45,9 +45,8 @@ from kvwire.proto.events import (
     TransferOpened,
     TransferSettled,
 )
-from kvwire.proto.records import TransferRecord
+from kvwire.proto.records import RequestRecord, TransferRecord
 from kvwire.proto.regions import RegionRecord
-from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.proto.transfers import Transfers
 from kvwire.transfers.base import Attempt

@@ -21,7 +21,7 @@ import msgspec
 from kvwire.aio import LoopThread
 from kvwire.backend import Payload
 from kvwire.errors import KVWireError
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 
 T = TypeVar("T")
 

@@ -13,7 +13,6 @@ Which request sends the next chunk is decided by :mod:`kvwire.proto.scheduler`.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable
 
@@ -22,8 +21,14 @@ import msgspec
 from kvwire.errors import IntegrityError, MalformedFrame, UnexpectedFrame, WireCode
 from kvwire.limits import LINK_CHUNKS_MAX, SPAN_BYTES_MAX
 from kvwire.proto.holds import Holds
-from kvwire.proto.records import SegmentRecord
-from kvwire.proto.requests import SENDING, ChunkSet, RequestRecord, RequestTable
+from kvwire.proto.records import (
+    ChunkArrival,
+    ChunkPlace,
+    ChunkSet,
+    RequestRecord,
+    SegmentRecord,
+)
+from kvwire.proto.requests import SENDING, RequestTable
 from kvwire.proto.scheduler import Mover, Scheduler
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId
@@ -31,46 +36,8 @@ from kvwire.wire.header import FrameType, Header
 
 _DATA = int(FrameType.DATA)
 
-
-class ChunkPlace(enum.Enum):
-    """Names where the body of a frame goes."""
-
-    CONTROL = "control"
-    """To the core: ``body_received`` wants its bytes."""
-    HOLD = "hold"
-    """Into new memory, of a buffer the core has just named."""
-    BUFFER = "buffer"
-    """Into ``buffer`` at ``offset``."""
-    MARKED = "marked"
-    """Where ``ConnectionCore.marked_place`` says, once events are dealt with."""
-    NOWHERE = "nowhere"
-    """Dropped: the request it belongs to is over."""
-
-
 # A member of an enum takes several times as long to look up.
 _BUFFER = ChunkPlace.BUFFER
-
-
-class ChunkArrival(msgspec.Struct, eq=False):
-    """Tracks a frame whose header was accepted and whose body is under way.
-
-    Its payload comes on the control link, or on a lane as the ``index``-th there.
-    """
-
-    place: ChunkPlace
-    header: Header
-    buffer: BufferId | None = None
-    offset: int = 0
-    request: RequestRecord | None = None
-    segment: SegmentRecord | None = None
-    raw: bytes = b""
-    lane: int = 0
-    index: int = 0
-
-    @property
-    def length(self) -> int:
-        """Return the bytes of the body."""
-        return self.header.length
 
 
 class Chunk(msgspec.Struct, eq=False):

@@ -30,7 +30,7 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import LAST_WORD_DELAY_S
-from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover, ChunkPlace
+from kvwire.proto.chunks import Chunk, ChunkMover
 from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, check_numbers
 from kvwire.proto.events import Ended, Outbox
 from kvwire.proto.framing import Framing
@@ -40,9 +40,9 @@ from kvwire.proto.lanes import LaneTable
 from kvwire.proto.liveness import Keepalive, Liveness, LivenessVerdict
 from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
-from kvwire.proto.records import TransferRecord
+from kvwire.proto.records import ChunkArrival, ChunkPlace, RequestRecord, TransferRecord
 from kvwire.proto.regions import GrantRow, Grants, RegionRecord
-from kvwire.proto.requests import RequestRecord, RequestTable
+from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import (
     CLOSE_TRANSITIONS,
     FIRST_STATE,

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvwire.errors import ConnectionClosed, KVWireError
 from kvwire.proto.framing import Framing
+from kvwire.proto.records import ChunkArrival, RequestRecord, SegmentRecord
 from kvwire.types import BufferId
 from kvwire.wire.control import Body, encode_body
-
-if TYPE_CHECKING:
-    from kvwire.proto.chunks import ChunkArrival
-    from kvwire.proto.records import SegmentRecord
-    from kvwire.proto.requests import RequestRecord
 
 
 class RequestDone(msgspec.Struct, frozen=True, kw_only=True):

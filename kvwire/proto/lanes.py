@@ -53,7 +53,7 @@ from kvwire.limits import (
     LANE_PAYLOADS_MAX,
     LANES_MAX,
 )
-from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover
+from kvwire.proto.chunks import Chunk, ChunkMover
 from kvwire.proto.events import (
     LaneAsked,
     LaneBootstrapped,
@@ -62,6 +62,7 @@ from kvwire.proto.events import (
     LaneOpened,
     Outbox,
 )
+from kvwire.proto.records import ChunkArrival
 from kvwire.types import Role
 from kvwire.wire.control import (
     LaneAck,

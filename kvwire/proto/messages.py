@@ -30,11 +30,12 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import DISCARDED_TAGS_MAX, REQUESTS_MAX
-from kvwire.proto.chunks import ChunkArrival, ChunkMover, ChunkPlace
+from kvwire.proto.chunks import ChunkMover
 from kvwire.proto.credits import ReceiveCredit, SendCredit
 from kvwire.proto.events import MemoryWanted, MessageDropped, Outbox
 from kvwire.proto.holds import Holds
-from kvwire.proto.requests import RequestRecord, RequestTable
+from kvwire.proto.records import ChunkArrival, ChunkPlace, RequestRecord
+from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import (
     REQUEST_TRANSITIONS,
     RequestInput,

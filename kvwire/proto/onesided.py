@@ -18,8 +18,9 @@ from kvwire.errors import (
 )
 from kvwire.proto.chunks import ChunkMover
 from kvwire.proto.events import Outbox
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.regions import Grants
-from kvwire.proto.requests import SERVING, RequestRecord, RequestTable
+from kvwire.proto.requests import SERVING, RequestTable
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import Access, RegionId
 from kvwire.wire.control import AccessBody, Fin

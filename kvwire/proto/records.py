@@ -1,24 +1,33 @@
-"""The parts of a KV transfer as the protocol sees them: numbered, sized, under way.
+"""What the core keeps of each request, transfer, segment and arriving frame.
 
-A segment of one chunk needs no frame of its own to say which part of the cache it is:
-its box fits the offset of a header, which is 0 for the first chunk. Such a mark is
-*unsaid* until the chunk leaves. What has to come behind it, the mark of a longer
-segment or COMMIT, says it by SEGMENT before itself.
+These are records: the parts of the core that own them change them, and events and the
+front carry them.
+
+A segment of one chunk needs no frame of its own that names its part of the cache: its
+box fits into the offset of a header, which is 0 for the first chunk. Such a mark is
+*unsaid* until the chunk leaves. A frame that must come behind the mark, that of a
+longer segment or COMMIT, has SEGMENT sent for it first.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
-from kvwire.errors import MalformedFrame
-from kvwire.proto.events import Outbox
-from kvwire.proto.requests import RequestRecord
-from kvwire.types import BufferId
+from kvwire.errors import MalformedFrame, UnexpectedFrame
+from kvwire.proto.state import (
+    REQUEST_TRANSITIONS,
+    TERMINAL,
+    RequestInput,
+    RequestKind,
+    RequestStage,
+)
+from kvwire.types import BufferId, RegionId, RequestId
 from kvwire.wire.control import SegmentBody
-from kvwire.wire.header import FrameType, Header
+from kvwire.wire.header import Header
 
 Box = tuple[int, int, int, int, int]
 """(group, layer, layers, granule, granules)"""
@@ -27,6 +36,98 @@ Box = tuple[int, int, int, int, int]
 CHUNK_ARRIVING: Final = 1
 CHUNK_LANDED: Final = 2
 _COMMIT_MAX: Final = 2
+_UNMATCHED: Final = RequestId(0)
+
+
+class ChunkSet:
+    """Knows which chunks of one movement have come; needs no memory in order.
+
+    A bitmap would be as long as the peer's number of bytes says, before one of them has
+    come. Here all below ``_next`` have come, and each number kept beyond it was paid
+    for with the payload of a whole chunk.
+    """
+
+    __slots__ = ("_beyond", "_holes", "_next")
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._beyond: set[int] = set()
+        self._holes: set[int] = set()
+
+    def note(self, number: int) -> bool:
+        """Note a chunk; False if it had come before."""
+        if number in self._holes:
+            self._holes.remove(number)
+            return True
+        if number < self._next or number in self._beyond:
+            return False
+        if number > self._next:
+            # Not more than there are chunks of CHUNK_BYTES_MIN in REQUEST_BYTES_MAX.
+            self._beyond.add(number)  # bounded: REQUEST_BYTES_MAX, CHUNK_BYTES_MIN
+            return True
+        self._next += 1
+        while self._next in self._beyond:
+            self._beyond.remove(self._next)
+            self._next += 1
+        return True
+
+    def forget(self, number: int) -> None:
+        """Remove a chunk that got lost with its lane: it may come again."""
+        if number in self._beyond:
+            self._beyond.remove(number)
+        else:
+            self._holes.add(number)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
+
+
+class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
+    """Holds one movement of bytes, from this side's view. The core changes it.
+
+    Attributes:
+        kind: What it does.
+        wire_id: Its number on the wire; 0 for a RECV that has no match yet.
+        tag: Of a message.
+        buffer: Its memory; None for a RECV that was posted without any.
+        base: Where in the buffer its bytes begin.
+        nbytes: How many; for a posted RECV, how many it could take.
+        region: The region it works on, for SERVE_PUT and SERVE_GET.
+        state: How far it is; of a new one, FIRST_STATE of its kind.
+        moved: Bytes handed to the link (sending) or verified (receiving).
+        in_flight: Frames handed to the link that it still works on.
+        arrived: Receiving: the chunks whose headers were seen.
+        confirmed: The peer's FIN came before our link said that all was sent.
+        over: Whether it is done or has failed.
+        turn_bytes: What it may still send in this turn; below 0 it has sent too much.
+        context: The front's own object for it.
+    """
+
+    kind: RequestKind
+    wire_id: RequestId = _UNMATCHED
+    buffer: BufferId | None
+    nbytes: int
+    tag: int = 0
+    base: int = 0
+    region: RegionId | None = None
+    deadline: float | None = None
+    state: RequestStage
+    moved: int = 0
+    in_flight: int = 0
+    arrived: ChunkSet | None = None
+    confirmed: bool = False
+    over: bool = False
+    turn_bytes: int = 0
+    context: object = None
+
+    def advance(self, event: RequestInput) -> None:
+        """Take one step of the table."""
+        new = REQUEST_TRANSITIONS.get((self.kind, self.state, event))
+        if new is None:
+            raise UnexpectedFrame(
+                "KVW-RQ-01",
+                f"request {self.wire_id}: {event.value} while a {self.kind.value} is "
+                f"{self.state.value}",
+            )
+        self.state = new
+        self.over = new in TERMINAL
 
 
 class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
@@ -91,6 +192,43 @@ class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
     damaged: list[int] = msgspec.field(default_factory=list)
 
 
+class ChunkPlace(enum.Enum):
+    """Names where the body of a frame goes."""
+
+    CONTROL = "control"
+    """To the core: ``body_received`` wants its bytes."""
+    HOLD = "hold"
+    """Into new memory, of a buffer the core has just named."""
+    BUFFER = "buffer"
+    """Into ``buffer`` at ``offset``."""
+    MARKED = "marked"
+    """Where ``ConnectionCore.marked_place`` says, once events are dealt with."""
+    NOWHERE = "nowhere"
+    """Dropped: the request it belongs to is over."""
+
+
+class ChunkArrival(msgspec.Struct, eq=False):
+    """Tracks a frame whose header was accepted and whose body is under way.
+
+    Its payload comes on the control link, or on a lane as the ``index``-th there.
+    """
+
+    place: ChunkPlace
+    header: Header
+    buffer: BufferId | None = None
+    offset: int = 0
+    request: RequestRecord | None = None
+    segment: SegmentRecord | None = None
+    raw: bytes = b""
+    lane: int = 0
+    index: int = 0
+
+    @property
+    def length(self) -> int:
+        """Return the bytes of the body."""
+        return self.header.length
+
+
 def packed_mark(box: Box, commit: int) -> int | None:
     """Return a mark as the offset of MARKED_DATA; None if that has no room for it."""
     group, layer, layers, granule, granules = box
@@ -109,21 +247,3 @@ def read_mark(header: Header) -> SegmentBody:
     box = (mark >> 56 & 0x3F, layer, layers, mark >> 16 & 0xFFFF, mark & 0xFFFF)
     number, nbytes = header.segment, header.length
     return SegmentBody(number=number, box=box, nbytes=nbytes, commit=commit)
-
-
-def say_mark(outbox: Outbox, segment: SegmentRecord, commit: int) -> None:
-    """Send the SEGMENT of a segment."""
-    body = SegmentBody(
-        number=segment.number, box=segment.box, nbytes=segment.nbytes, commit=commit
-    )
-    outbox.send(FrameType.SEGMENT, body, request=segment.request.wire_id)
-
-
-def say_marks(outbox: Outbox, transfer: TransferRecord) -> None:
-    """Send the SEGMENT of every segment whose mark is unsaid."""
-    for segment in transfer.unsaid:
-        assert segment.unsaid is not None
-        commit = segment.unsaid >> 62
-        segment.unsaid = None
-        say_mark(outbox, segment, commit)
-    transfer.unsaid.clear()

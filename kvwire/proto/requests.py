@@ -12,8 +12,6 @@ import heapq
 from collections.abc import Iterator
 from typing import Final
 
-import msgspec
-
 from kvwire.errors import (
     DeadlineExceeded,
     FlowControlViolation,
@@ -26,114 +24,16 @@ from kvwire.errors import (
 from kvwire.limits import REQUEST_ID_MAX, REQUESTS_MAX
 from kvwire.proto.events import Outbox, RequestDone
 from kvwire.proto.holds import Holds
-from kvwire.proto.state import (
-    REQUEST_TRANSITIONS,
-    TERMINAL,
-    RequestInput,
-    RequestKind,
-    RequestStage,
-)
-from kvwire.types import BufferId, RegionId, RequestId, Role
+from kvwire.proto.records import RequestRecord
+from kvwire.proto.state import RequestInput, RequestKind, RequestStage
+from kvwire.types import BufferId, RequestId, Role
 from kvwire.wire.control import Fail, Fin
 from kvwire.wire.header import FrameType
 
 SENDING: Final = frozenset({RequestKind.SEND, RequestKind.PUT, RequestKind.SERVE_GET})
 SERVING: Final = frozenset({RequestKind.SERVE_PUT, RequestKind.SERVE_GET})
-_UNMATCHED: Final = RequestId(0)
 # A member of an enum takes several times as long to look up.
 _RECV: Final = RequestKind.RECV
-
-
-class ChunkSet:
-    """Knows which chunks of one movement have come; needs no memory in order.
-
-    A bitmap would be as long as the peer's number of bytes says, before one of them has
-    come. Here all below ``_next`` have come, and each number kept beyond it was paid
-    for with the payload of a whole chunk.
-    """
-
-    __slots__ = ("_beyond", "_holes", "_next")
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._beyond: set[int] = set()
-        self._holes: set[int] = set()
-
-    def note(self, number: int) -> bool:
-        """Note a chunk; False if it had come before."""
-        if number in self._holes:
-            self._holes.remove(number)
-            return True
-        if number < self._next or number in self._beyond:
-            return False
-        if number > self._next:
-            # Not more than there are chunks of CHUNK_BYTES_MIN in REQUEST_BYTES_MAX.
-            self._beyond.add(number)  # bounded: REQUEST_BYTES_MAX, CHUNK_BYTES_MIN
-            return True
-        self._next += 1
-        while self._next in self._beyond:
-            self._beyond.remove(self._next)
-            self._next += 1
-        return True
-
-    def forget(self, number: int) -> None:
-        """Remove a chunk that got lost with its lane: it may come again."""
-        if number in self._beyond:
-            self._beyond.remove(number)
-        else:
-            self._holes.add(number)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
-
-
-class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
-    """Holds one movement of bytes, from this side's view. The core changes it.
-
-    Attributes:
-        kind: What it does.
-        wire_id: Its number on the wire; 0 for a RECV that has no match yet.
-        tag: Of a message.
-        buffer: Its memory; None for a RECV that was posted without any.
-        base: Where in the buffer its bytes begin.
-        nbytes: How many; for a posted RECV, how many it could take.
-        region: The region it works on, for SERVE_PUT and SERVE_GET.
-        state: How far it is; of a new one, FIRST_STATE of its kind.
-        moved: Bytes handed to the link (sending) or verified (receiving).
-        in_flight: Frames handed to the link that it still works on.
-        arrived: Receiving: the chunks whose headers were seen.
-        confirmed: The peer's FIN came before our link said that all was sent.
-        over: Whether it is done or has failed.
-        turn_bytes: What it may still send in this turn; below 0 it has sent too much.
-        context: The front's own object for it.
-    """
-
-    kind: RequestKind
-    wire_id: RequestId = _UNMATCHED
-    buffer: BufferId | None
-    nbytes: int
-    tag: int = 0
-    base: int = 0
-    region: RegionId | None = None
-    deadline: float | None = None
-    state: RequestStage
-    moved: int = 0
-    in_flight: int = 0
-    arrived: ChunkSet | None = None
-    confirmed: bool = False
-    over: bool = False
-    turn_bytes: int = 0
-    context: object = None
-
-    def advance(self, event: RequestInput) -> None:
-        """Take one step of the table."""
-        new = REQUEST_TRANSITIONS.get((self.kind, self.state, event))
-        if new is None:
-            raise UnexpectedFrame(
-                "KVW-RQ-01",
-                f"request {self.wire_id}: {event.value} while a {self.kind.value} is "
-                f"{self.state.value}",
-            )
-        self.state = new
-        self.over = new in TERMINAL
-
 
 # When, a number that makes entries of one time comparable, and what.
 _Deadline = tuple[float, int, RequestRecord]

@@ -24,8 +24,7 @@ from operator import attrgetter
 from typing import Final
 
 from kvwire.limits import REQUESTS_MAX
-from kvwire.proto.records import SegmentRecord
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord, SegmentRecord
 from kvwire.proto.state import RequestStage
 
 Mover = RequestRecord | SegmentRecord

@@ -31,7 +31,7 @@ from kvwire.limits import (
     SETTLED_MAX,
     TRANSFERS_WAITING_MAX,
 )
-from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover, ChunkPlace
+from kvwire.proto.chunks import Chunk, ChunkMover
 from kvwire.proto.events import (
     Outbox,
     SegmentLanded,
@@ -46,14 +46,15 @@ from kvwire.proto.records import (
     CHUNK_ARRIVING,
     CHUNK_LANDED,
     Box,
+    ChunkArrival,
+    ChunkPlace,
+    RequestRecord,
     SegmentRecord,
     TransferRecord,
     packed_mark,
     read_mark,
-    say_mark,
-    say_marks,
 )
-from kvwire.proto.requests import RequestRecord, RequestTable
+from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId
 from kvwire.wire.control import (
@@ -219,8 +220,8 @@ class Transfers:
         if segment.unsaid is not None:
             transfer.unsaid[segment] = None  # bounded: SEGMENTS_MAX
         else:
-            say_marks(self._outbox, transfer)
-            say_mark(self._outbox, segment, commit)
+            _say_marks(self._outbox, transfer)
+            _say_mark(self._outbox, segment, commit)
         transfer.sending_bytes += nbytes
         self._chunks.begin_segment(segment, transfer.priority)
         return segment
@@ -239,7 +240,7 @@ class Transfers:
         """Commit: nothing more is marked; ``complete`` if that is everything."""
         transfer = self.records[request]
         transfer.committed = True
-        say_marks(self._outbox, transfer)
+        _say_marks(self._outbox, transfer)
         body = Commit(segments=len(transfer.segments), complete=complete)
         self._outbox.send(FrameType.COMMIT, body, request=request.wire_id)
         self.settle(request)
@@ -549,6 +550,24 @@ class Transfers:
         self._outbox.send(FrameType.COMMIT_ACK, body, request=request.wire_id)
         request.advance(RequestInput.MOVED)
         self._outbox.report(TransferSettled(request=request))
+
+
+def _say_mark(outbox: Outbox, segment: SegmentRecord, commit: int) -> None:
+    """Send the SEGMENT of a segment."""
+    body = SegmentBody(
+        number=segment.number, box=segment.box, nbytes=segment.nbytes, commit=commit
+    )
+    outbox.send(FrameType.SEGMENT, body, request=segment.request.wire_id)
+
+
+def _say_marks(outbox: Outbox, transfer: TransferRecord) -> None:
+    """Send the SEGMENT of every segment whose mark is unsaid."""
+    for segment in transfer.unsaid:
+        assert segment.unsaid is not None
+        commit = segment.unsaid >> 62
+        segment.unsaid = None
+        _say_mark(outbox, segment, commit)
+    transfer.unsaid.clear()
 
 
 def _wrong_kind(header: Header, request: RequestRecord) -> UnexpectedFrame:

@@ -45,7 +45,7 @@ from kvwire.proto.events import (
     SegmentsAcknowledged,
     TransferSettled,
 )
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.transfers.description import (
     ENDPOINT_ID_BYTES,
     TransferOffer,

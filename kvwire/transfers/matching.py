@@ -44,7 +44,7 @@ from kvwire.transfers.settle import SettleAttempt
 from kvwire.transfers.state import OFF_LINK
 
 if TYPE_CHECKING:
-    from kvwire.proto.requests import RequestRecord
+    from kvwire.proto.records import RequestRecord
 
 logger: logging.Logger = logging.getLogger("kvwire.transfers")
 

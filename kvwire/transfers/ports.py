@@ -14,7 +14,7 @@ from kvwire.driver.ports import DriverOwner
 from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import KVWireError, WireCode
 from kvwire.kv.outcome import Outcome
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.transfers import Transfers
 from kvwire.types import PeerInfo
 

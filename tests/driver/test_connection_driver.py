@@ -17,7 +17,7 @@ from kvwire.limits import (
     WAKEUP_BYTES,
 )
 from kvwire.proto.events import Event, RequestDone, SegmentLanded, TransferAgreed
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from tests.support import inside
 from tests.support.caches import LAYERS, Memory

@@ -8,8 +8,8 @@ from kvwire.proto.chunks import Chunk, ChunkMover
 from kvwire.proto.events import Outbox, RequestDone
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
-from kvwire.proto.records import SegmentRecord
-from kvwire.proto.requests import RequestRecord, RequestTable
+from kvwire.proto.records import RequestRecord, SegmentRecord
+from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind
 from kvwire.types import Role
 from kvwire.wire.header import Flag, FrameType, Header, decode_header, encode_header

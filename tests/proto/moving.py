@@ -9,8 +9,7 @@ import pytest
 
 from kvwire.errors import KVWireError
 from kvwire.proto.events import TransferOpened
-from kvwire.proto.records import SegmentRecord, TransferRecord
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord, SegmentRecord, TransferRecord
 from kvwire.types import BufferId, TrustMode
 from kvwire.wire.header import FrameType, decode_header
 from tests.support.core_pair.handshakes import identity

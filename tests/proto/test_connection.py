@@ -8,7 +8,7 @@ import pytest
 
 from kvwire import errors
 from kvwire.proto.events import Ended
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import CloseState
 from kvwire.wire.control import AccessBody, Announce, Close, Credit, Ping
 from kvwire.wire.header import FrameType

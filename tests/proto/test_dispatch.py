@@ -7,7 +7,7 @@ import pytest
 from kvwire.errors import ClosedOK, PeerError, UnexpectedFrame, WireCode
 from kvwire.limits import REASON_CHARS_MAX
 from kvwire.proto.dispatch import check_numbers
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.wire.control import Fail
 from kvwire.wire.header import (
     FIRST_PAYLOAD_TYPE,

@@ -8,7 +8,7 @@ from kvwire.limits import CHUNK_BYTES_MIN, LANE_PAYLOADS_MAX, LANES_MAX
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneOpened
 from kvwire.proto.lanes import LaneStage
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.types import Role
 from kvwire.wire.control import (
     Body,

@@ -7,7 +7,7 @@ import pytest
 from kvwire import errors
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto import messages as module
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.wire.control import Announce, Ready
 from kvwire.wire.header import FrameType
 from tests.proto.moving import expect_broken, expect_error, expect_fine

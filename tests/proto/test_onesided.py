@@ -10,7 +10,7 @@ import pytest
 from kvwire.errors import AccessDenied, IntegrityError, StaleRegion
 from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.memory.checksum import checksum
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.types import Access
 from kvwire.wire.control import AccessBody, Announce, Fin
 from kvwire.wire.header import FrameType

@@ -13,7 +13,7 @@ from kvwire.errors import (
     UsageError,
 )
 from kvwire.limits import REQUEST_ID_MAX, REQUESTS_MAX
-from kvwire.proto.requests import ChunkSet, RequestRecord
+from kvwire.proto.records import ChunkSet, RequestRecord
 from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind, RequestStage
 from kvwire.types import RequestId, Role
 from tests.proto.flowing import Side

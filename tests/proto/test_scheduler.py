@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import ConnectionLost
 from kvwire.limits import REQUESTS_MAX
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.scheduler import Mover, Scheduler
 from kvwire.proto.state import RequestStage
 from tests.proto.flowing import CHUNK, Side

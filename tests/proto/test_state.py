@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvwire.errors import UnexpectedFrame
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import (
     CLOSE_TRANSITIONS,
     REQUEST_TRANSITIONS,

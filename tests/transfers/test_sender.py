@@ -17,8 +17,7 @@ import kvwire
 from kvwire.kv.plan import Segment
 from kvwire.limits import CHUNK_BYTES, GIB, MIB, SEGMENT_BYTES, SEGMENT_BYTES_MAX
 from kvwire.proto.chunks import Chunk
-from kvwire.proto.records import SegmentRecord
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord, SegmentRecord
 from kvwire.proto.transfers import Transfers
 from kvwire.transfers import sender as delivery_module
 from tests.scenarios.world import DEST, LIST, World, scenario

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import kvwire
 from kvwire.errors import WireCode
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.transfers.base import Attempt, recoverable
 from kvwire.transfers.description import TransferOffer

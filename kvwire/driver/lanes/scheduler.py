@@ -21,8 +21,9 @@ from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneStat
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import DESCRIPTOR_BYTES_MAX, LINK_QUEUE_BYTES, SPAN_PIECES_MAX
-from kvwire.proto.chunks import Chunk, ChunkArrival
+from kvwire.proto.chunks import Chunk
 from kvwire.proto.events import LaneClosed, LaneDataReceived
+from kvwire.proto.records import ChunkArrival
 from kvwire.types import BufferId, MemoryKind
 
 if TYPE_CHECKING:

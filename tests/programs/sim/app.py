@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 from kvwire.errors import ConnectionClosed, ConnectionLost, UsageError
 from kvwire.limits import EAGER_BYTES_MAX
 from kvwire.proto.events import MemoryWanted
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.regions import RegionRecord
-from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.types import Access, BufferId
 from kvwire.wire.control import AccessBody

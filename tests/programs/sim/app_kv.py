@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConnectionClosed, RequestCancelled, UsageError, WireCode
 from kvwire.proto import events
-from kvwire.proto.records import TransferRecord
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord, TransferRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from tests.programs.sim.ask import Ask, Part
 from tests.programs.sim.endpoint import Endpoint

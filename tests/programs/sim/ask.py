@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvwire.errors import KVWireError
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.regions import GrantRow, RegionRecord
-from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind
 from kvwire.types import BufferId, Generation
 from tests.programs.sim.memory import Lease

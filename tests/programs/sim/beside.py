@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.limits import LANES_MAX
 from kvwire.proto import events
-from kvwire.proto.chunks import Chunk, ChunkArrival
+from kvwire.proto.chunks import Chunk
+from kvwire.proto.records import ChunkArrival
 from kvwire.types import BufferId, Role
 from tests.programs.sim.memory import Lease, demand
 from tests.programs.sim.net import Frame

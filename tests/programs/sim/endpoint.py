@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import ConnectionLost, HandshakeError, ProtocolError
 from kvwire.limits import HANDSHAKE_TIMEOUT_S
-from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import Ended, LaneEvent, MemoryWanted, RequestDone
 from kvwire.proto.handshake import Agreement, Handshake, ServerHandshake
+from kvwire.proto.records import ChunkArrival, ChunkPlace
 from kvwire.types import BufferId
 from kvwire.wire.control import HandshakeVerdict, TransportChoice
 from tests.programs.sim import inside

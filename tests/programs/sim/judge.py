@@ -26,10 +26,9 @@ from kvwire.errors import (
     UsageError,
 )
 from kvwire.limits import STALL_TOLERANCE_S
-from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.chunks import Chunk
 from kvwire.proto.events import Ended, MemoryWanted, RequestDone
-from kvwire.proto.records import SegmentRecord
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import ChunkArrival, ChunkPlace, RequestRecord, SegmentRecord
 from kvwire.proto.state import RequestKind
 from tests.programs.sim import inside
 from tests.programs.sim.ask import Ask, Mailbox, Message, Part

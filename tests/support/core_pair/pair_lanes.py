@@ -20,7 +20,8 @@ from typing import Final
 
 from kvwire.memory.checksum import checksum
 from kvwire.proto import events
-from kvwire.proto.chunks import Chunk, ChunkArrival
+from kvwire.proto.chunks import Chunk
+from kvwire.proto.records import ChunkArrival
 from kvwire.types import Role
 from kvwire.wire.header import Flag
 from tests.support.core_pair.handshakes import Frame

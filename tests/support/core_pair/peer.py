@@ -24,13 +24,18 @@ from typing import Final
 from kvwire.errors import KVWireError, ProtocolError
 from kvwire.memory.checksum import checksum
 from kvwire.proto import events
-from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
+from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.handshake import Handshake, Identity
 from kvwire.proto.holds import Holds
-from kvwire.proto.records import SegmentRecord, TransferRecord
+from kvwire.proto.records import (
+    ChunkArrival,
+    ChunkPlace,
+    RequestRecord,
+    SegmentRecord,
+    TransferRecord,
+)
 from kvwire.proto.regions import RegionRecord, RegionTable
-from kvwire.proto.requests import RequestRecord
 from kvwire.types import Access, BufferId, Role
 from kvwire.wire.control import AccessBody, Body, encode_body
 from kvwire.wire.handshake_messages import ConnectionParameters

@@ -12,8 +12,7 @@ from typing import Final
 from kvwire.errors import RequestCancelled, WireCode
 from kvwire.limits import LAST_WORD_DELAY_S
 from kvwire.proto.events import TransferOpened
-from kvwire.proto.records import TransferRecord
-from kvwire.proto.requests import RequestRecord
+from kvwire.proto.records import RequestRecord, TransferRecord
 from kvwire.types import Role
 from kvwire.wire.control import AccessBody
 from tests.support.core_pair.pair_lanes import PairLanes

@@ -19,9 +19,8 @@ from msgspec import inspect
 from kvwire.errors import ConnectionClosed, UsageError
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.lanes import LaneStage
-from kvwire.proto.records import TransferRecord
+from kvwire.proto.records import RequestRecord, TransferRecord
 from kvwire.proto.regions import RegionRecord
-from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.types import Access, Role, TrustMode
 from kvwire.wire.control import _BODIES, AccessBody
