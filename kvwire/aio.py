@@ -181,6 +181,133 @@ class Backoff:
         self._limit_s = self._first_s
 
 
+class Upkeep:
+    """Knows whether something is away, why, and when to try it again.
+
+    The code that finds it away calls :meth:`lost` with the reason. The first loss after
+    a pause begins the next one, whose length is a random part of a limit that doubles
+    up to ``last_s``: many that lose the same thing at once do not come back at once,
+    and what stays away is asked less and less often. :meth:`back` ends it.
+
+    Code that answers requests fails them at once while :attr:`resting`. Code that keeps
+    something up iterates; each step of the loop waits until the pause is over::
+
+        async for _ in upkeep:
+            try:
+                await dial()
+            except OSError as exc:
+                upkeep.lost(str(exc))
+            else:
+                upkeep.back()
+                break
+
+    Args:
+        first_s: The limit of the first pause.
+        last_s: The limit that no pause exceeds.
+        steady_s: Pauses are short again only if it was back for so long. What breaks
+            as soon as it is up is not tried without a pause.
+
+    Attributes:
+        reason: Why it is away; "" while it is there.
+    """
+
+    __slots__ = (
+        "_back_at",
+        "_first_s",
+        "_last_s",
+        "_limit_s",
+        "_retry_at",
+        "_steady_s",
+        "_task",
+        "reason",
+    )
+
+    def __init__(self, first_s: float, last_s: float, *, steady_s: float = 0.0) -> None:
+        self.reason: str = ""
+        self._first_s = self._limit_s = first_s
+        self._last_s = last_s
+        self._steady_s = steady_s
+        self._back_at = self._retry_at = -math.inf
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def resting(self) -> bool:
+        """Tell whether the pause after the last loss is not over yet."""
+        return asyncio.get_running_loop().time() < self._retry_at
+
+    def lost(self, reason: str, *, within_s: float = math.inf) -> bool:
+        """Note that it is away.
+
+        During a pause only the reason is new: requests that were under way fail
+        together, and are one loss.
+
+        Args:
+            reason: Why.
+            within_s: The pause that begins is no longer than this.
+
+        Returns:
+            Whether it was there until now, which is what a log wants to know.
+        """
+        was_there, self.reason = not self.reason, reason
+        now = asyncio.get_running_loop().time()
+        if now >= self._retry_at:
+            if was_there and now - self._back_at >= self._steady_s:
+                self._limit_s = self._first_s
+            self._retry_at = now + min(self.pause_s(), within_s)
+        return was_there
+
+    def back(self) -> bool:
+        """Note that it is there.
+
+        Returns:
+            Whether it was away until now.
+        """
+        was_away, self.reason = bool(self.reason), ""
+        if was_away:
+            self._back_at = asyncio.get_running_loop().time()
+        self._retry_at = -math.inf
+        return was_away
+
+    def pause_s(self) -> float:
+        """Draw how long to wait; the limit of the next pause is twice this one's."""
+        limit_s, self._limit_s = self._limit_s, min(2 * self._limit_s, self._last_s)
+        # Never less than half of the limit: no pause at all would not help anybody.
+        return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
+
+    def __aiter__(self) -> Upkeep:
+        return self
+
+    async def __anext__(self) -> None:
+        """Wait until the pause is over, at least for one turn of the loop."""
+        clock = asyncio.get_running_loop()
+        left_s = self._retry_at - clock.time()
+        await asyncio.sleep(max(left_s, 0.0))
+        # A timer may be early by the resolution of the clock, and the loss of another
+        # request may have begun a new pause.
+        while (left_s := self._retry_at - clock.time()) > 0:
+            await asyncio.sleep(left_s)
+
+    # --- a task that brings it back ---------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Tell whether the task of :meth:`start` is at work."""
+        return self._task is not None and not self._task.done()
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run work in a task, unless the last one still runs."""
+        if not self.running:
+            self._task = start_task(work())
+
+    async def close(self) -> None:
+        """End the task.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if self._task is not None:
+            await end_task(self._task)
+
+
 def yields_before_raising(
     function: Callable[P, Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:

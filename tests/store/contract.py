@@ -74,7 +74,7 @@ async def expect_miss(where: str, damage: Callable[[], object], name: str = "") 
         assert outcome.landed.ids().tolist() == [1, 2]
         assert np.array_equal(source.tokens([1, 2]), target.tokens([1, 2]))
         # It is that block, and not the tier.
-        assert not store._tiers.below[0].unavailable_reason
+        assert not store._tiers.below[0].reason
         assert await store.match(hashes, target.cache) == 0
         assert (await store.put(hashes, source.cache, [0, 1, 2])).complete
     async with BlockStore.open([where]) as store:

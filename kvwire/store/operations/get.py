@@ -102,9 +102,9 @@ class GetOperation(Operation):
             positions = self.lacking(request, NOT_THERE)
             if not positions.size:
                 continue
-            away = [t for t in self.tiers.below if t.unavailable_reason]
+            away = [t for t in self.tiers.below if t.reason]
             if away:
-                why = "; ".join(f"{t.name}: {t.unavailable_reason}" for t in away)
+                why = "; ".join(f"{t.name}: {t.reason}" for t in away)
                 self.lost(request, positions, f"{NOT_THERE}, but for {why}")
             others = [
                 s

@@ -253,7 +253,7 @@ class Tier(ABC):
         durable: Whether what it has taken is found again after a restart.
         error: Why it takes no blocks, or what failed last; empty if all is well. Its
             beginning and its end are lines of the log.
-        unavailable_reason: Why ``find`` cannot say what is there; empty while it can.
+        reason: Why ``find`` cannot say what is there; empty while it can.
         asks: Whether ``find`` and ``holds`` are a round trip, at the moment.
         at_once_bytes: Up to so many bytes of images it copies in one turn of the loop,
             and touches them in no other.
@@ -261,7 +261,7 @@ class Tier(ABC):
     """
 
     durable: bool = False
-    unavailable_reason: str = ""
+    reason: str = ""
     asks: bool = False
     at_once_bytes: int = 0
     lossy: str = ""

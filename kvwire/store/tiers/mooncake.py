@@ -33,18 +33,19 @@ from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
 from kvwire.limits import MIB
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Keys, Orders
-from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
+from kvwire.store.index import Keys
+from kvwire.store.namespace import Namespace
 from kvwire.store.tiers.base import (
     FAILED,
     LANDED,
     MISSING,
     REFUSED,
     Batch,
+    BlockResult,
     BlockResults,
 )
 from kvwire.store.tiers.object_format import HEAD_BYTES, stage
-from kvwire.store.tiers.values import ValueTier
+from kvwire.store.tiers.values import Head, KeyValueTier
 
 with needed_by("a tier in Mooncake Store", extra="mooncake"):
     from mooncake.store import MooncakeDistributedStore
@@ -59,11 +60,15 @@ _STAGES_MAX: Final = 8
 # Of Mooncake's own errors, `toErrorCode` in its types.h.
 _NO_ROOM: Final = -200
 _NOT_FOUND: Final = -704
+_OPTIONS: Final = (
+    *("prefix", "timeout", "buffer", "host", "metadata", "protocol"),
+    *("device", "segment"),
+)
 # Their own buffer, for calls that we do not make.
 _LOCAL_BYTES: Final = 16 * MIB
 
 
-class MooncakeTier(ValueTier):
+class MooncakeTier(KeyValueTier):
     """Keeps blocks in a Mooncake Store. Made by :meth:`open`.
 
     Its address is ``mooncake://MASTER:PORT?host=THIS_HOST``. Options: ``prefix``,
@@ -75,11 +80,8 @@ class MooncakeTier(ValueTier):
     asks: bool = True
 
     def __init__(self, address: TierAddress) -> None:
-        super().__init__(
-            address,
-            *("prefix", "timeout", "buffer", "host", "metadata", "protocol"),
-            *("device", "segment"),
-        )
+        address.require(*_OPTIONS)
+        super().__init__(address)
         if not re.fullmatch(r"//.+:\d{1,5}", address.place):
             raise UsageError(f"tier {address.text!r}: write mooncake://MASTER:PORT")
         options, master = address.options, address.place.removeprefix("//")
@@ -104,33 +106,31 @@ class MooncakeTier(ValueTier):
 
     @property
     def taking(self) -> bool:
-        return self._native is not None and not self._failing
+        return self._native is not None and not self._upkeep.reason
 
-    async def find(self, keys: Keys) -> Orders:
-        """Return ``UNKNOWN`` for each block that is there; the rest ``ABSENT``.
+    # --- values -----------------------------------------------------------------------
 
-        The order of an image stands in front of it, and is read with it.
-        """
+    async def heads(self, keys: Keys) -> list[Head]:
+        """Return LANDED for each block that is there: a head is read with its image."""
         names = self._names(keys)
         codes = await self._ask(lambda native, _: native.batch_is_exist(names))
-        there = np.array([0] * len(names) if codes is None else codes) == 1
-        return np.where(there, UNKNOWN, ABSENT).astype(np.uint8)
+        if codes is None:
+            return [BlockResult.FAILED] * keys.size
+        there, absent = BlockResult.LANDED, BlockResult.MISSING
+        return [there if code == 1 else absent for code in codes]
 
-    async def delete_namespace(self, digest: bytes) -> None:
-        """Remove every object of a namespace."""
-        pattern = f"^{self._prefix}{digest.hex()}/.*"
+    async def remove_folder(self, folder: str) -> None:
+        pattern = f"^{folder}.*"
         removed = await self._ask(
             lambda native, _: native.remove_by_regex(pattern, True)
         )
         if removed is None or removed < 0:
             raise OSError(f"{self.name}: {self.error or f'error {removed}'}")
 
-    # --- blocks -----------------------------------------------------------------------
-
-    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    async def put(self, batch: Batch) -> BlockResults:
         return await self._in_parts(batch, self._put_part)
 
-    async def _get(self, batch: Batch) -> BlockResults:
+    async def get_into(self, batch: Batch) -> BlockResults:
         return await self._in_parts(batch, self._get_part)
 
     def too_large(self, namespace: Namespace) -> str:
@@ -153,7 +153,7 @@ class MooncakeTier(ValueTier):
         nbytes = int(batch.images.lengths[0])
         step = self._buffer_bytes // (HEAD_BYTES + nbytes)
         if not step:
-            self._note(self._too_large(nbytes))
+            self.note(self._too_large(nbytes))
             results.fill(REFUSED)
             return results
         for first in range(0, batch.keys.size, step):
@@ -161,6 +161,7 @@ class MooncakeTier(ValueTier):
             part = batch.selected(which)
             results[which] = await move(part)
             batch.orders[which] = part.orders
+            batch.tell(which, part)
         return results
 
     async def _put_part(self, batch: Batch) -> BlockResults:
@@ -181,9 +182,9 @@ class MooncakeTier(ValueTier):
         full = np.array(codes) == _NO_ROOM
         results[full] = REFUSED
         if full.any():
-            self._note("its segments have no room")
+            self.note("its segments have no room")
         elif (results == FAILED).any():
-            self._note(f"error {min(codes)} of a put")
+            self.note(f"error {min(codes)} of a put")
         return results.astype(np.uint8)
 
     async def _get_part(self, batch: Batch) -> BlockResults:
@@ -198,16 +199,16 @@ class MooncakeTier(ValueTier):
         async def take(memory: Stage, codes: list[int]) -> None:
             came = np.flatnonzero(np.array(codes) > 0)
             raws = [memory[room * n :][: codes[n]].data for n in came.tolist()]
-            await self._unpack(batch, came, raws, results)
+            await self.unpack(batch, came, raws, results)
 
         codes = await self._ask(get, then=take)
         if codes is not None:
             results[np.array(codes) == _NOT_FOUND] = MISSING
             if (results == FAILED).any():
-                self._note(f"error {min(codes)} of a get")
+                self.note(f"error {min(codes)} of a get")
         return results
 
-    async def _remove(self, keys: Keys) -> Bits:
+    async def remove(self, keys: Keys) -> Bits:
         """Remove objects; return which are gone."""
         names = self._names(keys)
         codes = await self._ask(lambda native, _: native.batch_remove(names, True))
@@ -232,13 +233,13 @@ class MooncakeTier(ValueTier):
             then: Empties it.
         """
         native = self._native
-        if native is None or self._failing:
+        if native is None or self._upkeep.reason:
             return None
         try:
             async with asyncio.timeout(self._timeout_s):
                 memory = await self._stages.get()
         except TimeoutError:
-            self._failed(TimeoutError("calls of its client do not return"))
+            self.lost(TimeoutError("calls of its client do not return"))
             return None
         future: asyncio.Future[T] | None = None
         try:
@@ -246,7 +247,7 @@ class MooncakeTier(ValueTier):
             future = self._start(partial(call, native, memory, *filled))
             await asyncio.wait((future,), timeout=self._timeout_s)
             if not future.done():
-                self._failed(TimeoutError(f"no answer within {self._timeout_s:g} s"))
+                self.lost(TimeoutError(f"no answer within {self._timeout_s:g} s"))
                 if self._stages_made < _STAGES_MAX:
                     self._add_stage(native)
                 return None
@@ -255,7 +256,7 @@ class MooncakeTier(ValueTier):
                 await then(memory, answer)
             return answer
         except Exception as exc:  # noqa: BLE001 - whatever their binding raises
-            self._failed(exc)
+            self.lost(exc)
             return None
         finally:
             if future is None or future.done():
@@ -290,11 +291,11 @@ class MooncakeTier(ValueTier):
         return future
 
     def _names(self, keys: Keys) -> list[str]:
-        return list(map(self._name, keys.tolist()))
+        return list(map(self.value_name, keys.tolist()))
 
     # --- who is there -----------------------------------------------------------------
 
-    async def _connect(self) -> None:
+    async def connect(self) -> None:
         """Make the client and its stages."""
         # Their client waits for a minute where nobody listens.
         async with asyncio.timeout(self._timeout_s):
@@ -321,13 +322,13 @@ class MooncakeTier(ValueTier):
         self._stages_made += 1
         self._stages.put_nowait(memory)
 
-    async def _is_back(self) -> bool:
+    async def is_back(self) -> bool:
         if self._native is None:
-            await self._connect()
+            await self.connect()
         code = await self._start(self._native.health_check)
         return code == 0 and not self._stages.empty()
 
-    async def _disconnect(self) -> None:
+    async def disconnect(self) -> None:
         native, self._native = self._native, None
         if native is None:
             return

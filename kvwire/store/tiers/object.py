@@ -19,36 +19,30 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
-from itertools import repeat
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from kvwire.aio import Backoff, gather_all
+from kvwire.aio import Upkeep, gather_all
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
+from kvwire.kv.blocks import Bits
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Key, Keys, Orders
+from kvwire.store.index import Key, Keys
 from kvwire.store.limits import (
-    STORE_OBJECT_ABSENT_S,
     STORE_OBJECT_PART_BYTES,
     STORE_OBJECT_PARTS,
     STORE_OBJECT_REQUESTS,
     STORE_OBJECT_REQUESTS_MAX,
-    STORE_OBJECTS_KNOWN,
     STORE_REDIAL_S,
     STORE_REDIAL_S_MAX,
     STORE_TIMEOUT_S,
-    STORE_TIMEOUT_S_MAX,
 )
-from kvwire.store.namespace import ABSENT, Namespace
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
-from kvwire.store.tiers.coded import CodedTier
+from kvwire.store.tiers.base import FAILED, LANDED, Batch, BlockResult, BlockResults
 from kvwire.store.tiers.object_answers import (
     is_named,
     is_no_object,
@@ -56,13 +50,8 @@ from kvwire.store.tiers.object_answers import (
     sent_elsewhere,
     words_of,
 )
-from kvwire.store.tiers.object_format import (
-    HEAD_BYTES,
-    ObjectHead,
-    packed,
-    path_of,
-    unpacked,
-)
+from kvwire.store.tiers.object_format import HEAD_BYTES, ObjectHead, packed
+from kvwire.store.tiers.values import Head, KeyValueTier
 
 T = TypeVar("T")
 
@@ -75,8 +64,18 @@ _SCHEMES: Final = (
 _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
 
 
-class ObjectTier(CodedTier):
-    """Keeps blocks as objects. Made by :meth:`open`."""
+class ObjectTier(KeyValueTier):
+    """Keeps blocks as objects. Made by :meth:`open`.
+
+    Its address is ``object:URL?requests=N&timeout=SECONDS``. The URL is
+    ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``file:///directory`` or
+    ``memory:///``. Other options go to obstore, such as ``region`` and ``endpoint``.
+    Credentials come from the environment.
+    """
+
+    timeout_s: ClassVar[float] = STORE_TIMEOUT_S
+    separator: ClassVar[str] = ""
+    remembers: ClassVar[bool] = True
 
     def __init__(self, address: TierAddress) -> None:
         super().__init__(address)
@@ -86,118 +85,37 @@ class ObjectTier(CodedTier):
         )
         self._requests = max(1, int(requests))
         self._room = asyncio.Semaphore(self._requests)
-        self._timeout_s = address.number(
-            "timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
-        )
         self._bucket = bucket_of(address, self._timeout_s)
         # The endpoint to test for redirects; empty once it was tested.
         self._unproved = self._url = url_of(address)
         self._proving = asyncio.Lock()
-        # Whether the last failure was a write; a successful read does not end it.
-        self._write_failed = False
         import obstore  # noqa: PLC0415 - an extra
 
         self._obstore = obstore
-        self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
-        self._unavailable_until = 0.0
-        # Until when writes pause; a store that refuses writes may still be read.
-        self._untaking_until = 0.0
-        # The orders of blocks that are there, the ones found last at the end.
-        self._present: OrderedDict[Key, int] = OrderedDict()
-        # Until when blocks are taken to be absent; damaged ones until they are written.
-        self._absent: OrderedDict[Key, float] = OrderedDict()
-
-    @classmethod
-    async def open(cls, address: TierAddress) -> ObjectTier:
-        """Open a tier: ``object:URL?requests=N&timeout=SECONDS``.
-
-        The URL is ``s3://bucket/prefix``, ``gs://...``, ``az://...``,
-        ``file:///directory`` or ``memory:///``. Other options go to obstore, such as
-        ``region`` and ``endpoint``. Credentials come from the environment.
-
-        Cancel safety: safe, nothing is opened yet.
-        """
-        return cls(address)
+        self._upkeep = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
+        # Of writes alone: a store that refuses them may still be read.
+        self._writes = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
 
     @property
     def taking(self) -> bool:
         """Tell whether it takes blocks: it was not unavailable a moment ago."""
-        return not self._resting(writes=True)
+        return not (self._upkeep.resting or self._writes.resting)
 
-    async def find(self, keys: Keys) -> Orders:
-        """Return the order of each block's image, or ``ABSENT``.
+    # --- values -----------------------------------------------------------------------
 
-        What is not remembered is a request each, for the head of the object.
-        """
-        known = map(self._present.get, keys.tolist(), repeat(ABSENT))
-        orders = np.fromiter(known, np.uint8, keys.size)
-        if self._resting():
-            return orders
-        now = asyncio.get_running_loop().time()
-        unknown = np.flatnonzero(orders == ABSENT).tolist()
-        asked = [at for at in unknown if self._absent.get(keys[at], 0.0) <= now]
+    async def heads(self, keys: Keys) -> list[Head]:
+        """Read the heads, each by a request of its own."""
+        heads: list[Head] = [BlockResult.FAILED] * keys.size
 
         async def look(at: int) -> None:
-            orders[at] = await self._look(keys[at])
+            heads[at] = await self._range(keys[at], 0, HEAD_BYTES)
 
-        await self._each(look, asked)
-        return orders
+        if not self._upkeep.resting:
+            await self._each(look, range(keys.size))
+        return heads
 
-    async def delete(self, keys: Keys) -> None:
-        """Delete the objects of blocks."""
-        try:
-            await self._delete(map(path_of, keys.tolist()))
-        finally:  # what has failed may have been done
-            for key in keys.tolist():
-                self._lacks(key, STORE_OBJECT_ABSENT_S)
-
-    async def delete_namespace(self, digest: bytes) -> None:
-        """Delete every object of a namespace."""
-        pages = self._obstore.list(self._bucket, f"{digest.hex()}/")
-
-        async def next_page() -> Any:
-            async for one in pages:
-                return one
-            return ()
-
-        try:
-            while page := await self._ask(next_page):
-                if isinstance(page, BlockResult):
-                    raise OSError(f"{self.name}: not all deleted: {self.error}")
-                paths = [meta["path"] for meta in page]
-                delete = partial(self._obstore.delete_async, self._bucket, paths)
-                if await self._ask(delete) is not None:
-                    # One was gone by then, and what came behind it is there still.
-                    await self._delete(paths)
-        finally:
-            for key in [key for key in self._present if key.startswith(digest)]:
-                self._lacks(key, STORE_OBJECT_ABSENT_S)
-
-    async def close(self) -> None:
-        self._threads.close()
-
-    # --- blocks -----------------------------------------------------------------------
-
-    async def _look(self, key: Key) -> int:
-        """Return the order of one block's image, or ``ABSENT``."""
-        known = self._known(key)
-        raw = await self._range(key, 0, HEAD_BYTES)
-        if self._known(key) != known:
-            # It was written or deleted meanwhile, so this may be of before.
-            return self._present.get(key, ABSENT)
-        if isinstance(raw, BlockResult):
-            if raw is BlockResult.MISSING:
-                self._lacks(key, STORE_OBJECT_ABSENT_S)
-            return ABSENT
-        head = ObjectHead.read(raw)
-        if head is None or head.key != key:
-            self._lacks(key, STORE_OBJECT_ABSENT_S)
-            return ABSENT
-        self._has(key, head.order)
-        return head.order
-
-    async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+    async def put(self, batch: Batch) -> BlockResults:
+        results = np.full(batch.keys.size, FAILED, np.uint8)
         objects = await self._threads.run(partial(packed, batch))
 
         async def put(at: int) -> None:
@@ -213,7 +131,7 @@ class ObjectTier(CodedTier):
             done = await self._ask(
                 lambda: self._obstore.put_async(
                     self._bucket,
-                    path_of(key),
+                    self.value_name(key),
                     data,
                     use_multipart=in_parts,
                     chunk_size=STORE_OBJECT_PART_BYTES,
@@ -223,54 +141,64 @@ class ObjectTier(CodedTier):
                 writes=True,
             )
             if not isinstance(done, BlockResult):
-                results[at] = BlockResult.LANDED
-                self._has(key, int(batch.orders[at]))
+                results[at] = LANDED
 
         # The head of a chain first: without it the tail is worth nothing.
         await self._each(put, range(batch.keys.size))
         return results
 
-    async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
-        raws: list[memoryview] = [memoryview(b"")] * batch.keys.size
-        known = list(map(self._known, batch.keys.tolist()))
+    async def get_into(self, batch: Batch) -> BlockResults:
+        results = np.full(batch.keys.size, FAILED, np.uint8)
+        raws: dict[int, memoryview] = {}
+        nbytes = HEAD_BYTES + int(batch.images.lengths[0])
 
         async def get(at: int) -> None:
-            raw = await self._whole(batch.keys[at], HEAD_BYTES + namespace.image_bytes)
+            raw = await self._whole(batch.keys[at], nbytes)
             if isinstance(raw, BlockResult):
                 results[at] = raw
             else:
-                raws[at], results[at] = raw, BlockResult.LANDED
+                raws[at] = raw
 
         await self._each(get, range(batch.keys.size))
-        came = np.flatnonzero(results == BlockResult.LANDED)
-        if came.size:
-            part = batch.selected(came)
-            job = partial(unpacked, part, [raws[at] for at in came])
-            results[came] = await self._threads.run(job)
-            batch.tell(came, part)
-        columns = batch.keys.tolist(), results.tolist(), known
-        for key, result, before in zip(*columns, strict=True):
-            if self._known(key) != before:
-                continue
-            if result == BlockResult.DAMAGED:
-                self._lacks(key, math.inf)
-            elif result == BlockResult.MISSING:
-                self._lacks(key, STORE_OBJECT_ABSENT_S)
+        which = np.fromiter(raws, np.int64, len(raws))
+        await self.unpack(batch, which, list(raws.values()), results)
         return results
 
-    async def _delete(self, paths: Iterable[str]) -> None:
-        """Delete what each path names; what is not there is deleted already."""
-        failed: list[str] = []
+    async def remove(self, keys: Keys) -> Bits:
+        failed = await self._delete(map(self.value_name, keys.tolist()))
+        return ~np.isin(np.arange(keys.size), failed)
 
-        async def one(path: Any) -> None:
+    async def remove_folder(self, folder: str) -> None:
+        pages = self._obstore.list(self._bucket, folder)
+
+        async def next_page() -> Any:
+            async for one in pages:
+                return one
+            return ()
+
+        while page := await self._ask(next_page):
+            if isinstance(page, BlockResult):
+                raise OSError(f"{self.name}: not all deleted: {self.error}")
+            paths = [meta["path"] for meta in page]
+            delete = partial(self._obstore.delete_async, self._bucket, paths)
+            if await self._ask(delete) is None:
+                continue
+            # One was gone by then, and what came behind it is there still.
+            if left := len(await self._delete(paths)):
+                raise OSError(f"{self.name}: {left} not deleted: {self.error}")
+
+    async def _delete(self, paths: Iterable[str]) -> list[int]:
+        """Delete some paths; return the positions of those that may be there still."""
+        failed: list[int] = []
+
+        async def one(numbered: tuple[int, str]) -> None:
+            at, path = numbered
             delete = partial(self._obstore.delete_async, self._bucket, path)
             if await self._ask(delete) is BlockResult.FAILED:
-                failed.append(path)
+                failed.append(at)
 
-        await self._each(one, paths)
-        if failed:
-            raise OSError(f"{self.name}: {len(failed)} not deleted: {self.error}")
+        await self._each(one, enumerate(paths))
+        return failed
 
     # --- requests ---------------------------------------------------------------------
 
@@ -305,7 +233,7 @@ class ObjectTier(CodedTier):
         self, key: Key, begin: int, nbytes: int
     ) -> memoryview | BlockResult:
         """Fetch up to so many bytes of an object."""
-        path = path_of(key)
+        path = self.value_name(key)
 
         async def fetch() -> Any:
             ask = self._obstore.get_range_async
@@ -328,7 +256,7 @@ class ObjectTier(CodedTier):
     ) -> T | BlockResult:
         """Make one request; MISSING if there is no such object, FAILED otherwise."""
         async with self._room:
-            if self._resting(writes=writes):
+            if self._resting(writes):
                 return BlockResult.FAILED
             try:
                 async with asyncio.timeout(limit_s or self._timeout_s):
@@ -343,11 +271,12 @@ class ObjectTier(CodedTier):
                     raise
                 self._became_unavailable(exc, writes=writes)
                 return BlockResult.FAILED
-        if not self._resting():  # it may be an answer from before a failure
-            self.unavailable_reason = ""
-            if writes or not self._write_failed:
-                self._backoff.reset()
-                self.error, self._write_failed = "", False
+        if not self._resting(writes):  # or it is an answer from before a failure
+            self._upkeep.back()
+            if writes:
+                self._writes.back()
+            if not self._writes.reason:
+                self.error = ""
         return found
 
     async def _prove(self) -> None:
@@ -374,11 +303,8 @@ class ObjectTier(CodedTier):
 
         await gather_all(*(lane() for _ in range(self._requests)))
 
-    def _resting(self, *, writes: bool = False) -> bool:
-        until = self._unavailable_until
-        if writes:
-            until = max(until, self._untaking_until)
-        return asyncio.get_running_loop().time() < until
+    def _resting(self, writes: bool) -> bool:
+        return self._upkeep.resting or (writes and self._writes.resting)
 
     def _became_unavailable(self, error: BaseException, *, writes: bool) -> None:
         """Report a failed request, and make no others of its kind for a while."""
@@ -387,34 +313,8 @@ class ObjectTier(CodedTier):
         if is_named(error) or not self.error:
             self.error = words
         self._unproved = self._url
-        if self._resting(writes=writes):
-            return
-        until = asyncio.get_running_loop().time() + self._backoff.pause_s()
-        if writes:
-            self._write_failed, self._untaking_until = True, until
-        else:
-            self.unavailable_reason, self._unavailable_until = self.error, until
-
-    # --- what is remembered -----------------------------------------------------------
-
-    def _known(self, key: Key) -> tuple[int | None, float | None]:
-        """Return what is remembered of a block: not the same after any change of it."""
-        return self._present.get(key), self._absent.get(key)
-
-    def _has(self, key: Key, order: int) -> None:
-        self._absent.pop(key, None)
-        self._present[key] = order
-        self._present.move_to_end(key)
-        if len(self._present) > STORE_OBJECTS_KNOWN:
-            self._present.popitem(last=False)
-
-    def _lacks(self, key: Key, for_s: float) -> None:
-        self._present.pop(key, None)
-        now = asyncio.get_running_loop().time()
-        self._absent[key] = now + for_s
-        self._absent.move_to_end(key)
-        if len(self._absent) > STORE_OBJECTS_KNOWN:
-            self._absent.popitem(last=False)
+        if not self._resting(writes):
+            (self._writes if writes else self._upkeep).lost(self.error)
 
 
 def bucket_of(address: TierAddress, timeout_s: float) -> Any:

@@ -21,7 +21,7 @@ from kvwire.memory.copy import copy
 from kvwire.store.images import image_sums
 from kvwire.store.index import Key
 from kvwire.store.limits import STORE_HASH_BYTES_MAX
-from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS
+from kvwire.store.namespace import DIGEST_BYTES, ORDERS
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
 
 HEAD_BYTES: Final = 128
@@ -94,17 +94,11 @@ def packed(batch: Batch) -> list[npt.NDArray[np.uint8]]:
 
 
 def read_objects(batch: Batch, raws: list[memoryview]) -> BlockResults:
-    """Copy images out of objects, and note the order of each, as it stands there."""
-    for at, raw in enumerate(raws):
-        head = ObjectHead.read(raw)
-        batch.orders[at] = head.order if head else ABSENT
-    return unpacked(batch, raws)
+    """Copy images out of objects, and set the order of each. On a thread.
 
-
-def unpacked(batch: Batch, raws: list[memoryview]) -> BlockResults:
-    """Copy images out of objects, and say of each whether it is the one asked for.
-
-    On a thread. An image that is not LANDED may hold anything.
+    Returns:
+        LANDED, or DAMAGED for what is not the block that the batch names. Its image
+        may hold anything, and its order too.
     """
     results = np.full(batch.keys.size, BlockResult.DAMAGED, np.uint8)
     sums = np.zeros(batch.keys.size, np.uint64)
@@ -114,11 +108,9 @@ def unpacked(batch: Batch, raws: list[memoryview]) -> BlockResults:
         head = ObjectHead.read(raw)
         if head is None or not fit[at] or head.nbytes != behind[at]:
             continue
-        ours = head.key == batch.keys[at] and head.order == batch.orders[at]
-        results[at], sums[at] = (
-            (BlockResult.LANDED if ours else BlockResult.MISSING),
-            head.image_sum,
-        )
+        if head.key == batch.keys[at]:
+            results[at], sums[at] = BlockResult.LANDED, head.image_sum
+            batch.orders[at] = head.order
     whole = np.flatnonzero(results == BlockResult.LANDED)
     if whole.size:
         images = batch.images.selected(whole)

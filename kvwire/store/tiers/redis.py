@@ -34,9 +34,8 @@ from kvwire.errors import UsageError, error_text, printable
 from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Key, Keys, Orders
+from kvwire.store.index import Keys
 from kvwire.store.limits import STORE_PIPELINE_BYTES, STORE_TTL_S_MAX
-from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers.base import (
     DAMAGED,
     FAILED,
@@ -44,11 +43,12 @@ from kvwire.store.tiers.base import (
     MISSING,
     REFUSED,
     Batch,
+    BlockResult,
     BlockResults,
     Touches,
 )
-from kvwire.store.tiers.object_format import HEAD_BYTES, ObjectHead, packed
-from kvwire.store.tiers.values import ValueTier
+from kvwire.store.tiers.object_format import HEAD_BYTES, packed
+from kvwire.store.tiers.values import Head, KeyValueTier
 
 with needed_by("a tier in Redis", extra="redis"):
     from redis.asyncio import Redis
@@ -60,7 +60,7 @@ Command: TypeAlias = tuple[Any, ...]
 _PAGE: Final = 1000
 
 
-class RedisTier(ValueTier):
+class RedisTier(KeyValueTier):
     """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`.
 
     Its address is ``redis://HOST:PORT,HOST:PORT?prefix=NAME&ttl=SECONDS``. ``rediss``
@@ -74,7 +74,8 @@ class RedisTier(ValueTier):
     separator: ClassVar[str] = ":"
 
     def __init__(self, address: TierAddress) -> None:
-        super().__init__(address, "prefix", "ttl", "timeout", *TLS_OPTIONS)
+        address.require("prefix", "ttl", "timeout", *TLS_OPTIONS)
+        super().__init__(address)
         self._servers = RedisServers(
             f"tier {address.text!r}",
             f"{address.scheme}:{address.place}",
@@ -85,6 +86,8 @@ class RedisTier(ValueTier):
         ttl_s = address.number("ttl", 0, STORE_TTL_S_MAX)
         self._expiry: Command = ("PX", max(1, int(ttl_s * 1000))) if ttl_s else ()
         self._touches = Touches()
+        # Servers that have failed since it was last asked who is there.
+        self._failing: set[str] = set()
 
     @property
     def asks(self) -> bool:  # type: ignore[override]
@@ -94,60 +97,42 @@ class RedisTier(ValueTier):
     def taking(self) -> bool:
         return self._servers.client is not None
 
-    async def find(self, keys: Keys) -> Orders:
-        """Return the order of each block's image, or ``ABSENT``; one round trip."""
+    def touch(self, keys: Keys) -> None:
+        """Note a use; the servers learn of it with the next look-up."""
+        self._touches.add(keys)
+
+    # --- values -----------------------------------------------------------------------
+
+    async def heads(self, keys: Keys) -> list[Head]:
+        """Read the heads, in one round trip, and report what was used."""
         touched = self._touches.take()
-        asked = np.concatenate([keys, touched])
 
         def command(at: int, name: str) -> Command:
             if at < keys.size:
                 return "GETRANGE", name, 0, HEAD_BYTES - 1
             return "TOUCH", name
 
-        heads = (await self._ask(asked, command))[: keys.size]
-        return np.fromiter(map(_order, keys.tolist(), heads), np.uint8, keys.size)
+        answers = await self._ask(np.concatenate([keys, touched]), command)
+        # An answer of another type is no head.
+        return [
+            one if isinstance(one, bytes) else BlockResult.FAILED
+            for one in answers[: keys.size]
+        ]
 
-    def touch(self, keys: Keys) -> None:
-        """Note a use; the servers learn of it with the next look-up."""
-        self._touches.add(keys)
-
-    async def delete_namespace(self, digest: bytes) -> None:
-        """Delete every value of a namespace; scans all keys of the database."""
-        if self._servers.client is None:
-            raise OSError(f"{self.name}: {self.error}")
-        pattern = f"{as_pattern(self._prefix)}{digest.hex()}/*"
-        async with self._servers.use() as client:
-            try:
-                names: list[Any] = []
-                async for name in client.commands.scan_iter(pattern, count=_PAGE):
-                    names.append(name)
-                    if len(names) == _PAGE:
-                        await client.commands.unlink(*names)
-                        names.clear()
-                if names:
-                    await client.commands.unlink(*names)
-            except FAULTS as exc:
-                if of_server(exc):
-                    self._lost(client, exc, "?")
-                text = printable(error_text(exc))
-                raise OSError(f"{self.name}: {text}") from exc
-
-    # --- blocks -----------------------------------------------------------------------
-
-    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    async def put(self, batch: Batch) -> BlockResults:
         values = await self._threads.run(partial(packed, batch))
 
         def command(at: int, name: str) -> Command:
             return "SET", name, values[at].data, *self._expiry
 
-        nbytes = HEAD_BYTES + int(batch.images.lengths[0])
+        nbytes = HEAD_BYTES + int(batch.images.lengths.max())
         done = await self._ask(batch.keys, command, nbytes)
         results = np.where([one is True for one in done], LANDED, FAILED)
         results[[isinstance(one, OutOfMemoryError) for one in done]] = REFUSED
         self._touches.moved(batch.keys[results == LANDED])
         return results
 
-    async def _get(self, batch: Batch) -> BlockResults:
+    async def get_into(self, batch: Batch) -> BlockResults:
         nbytes = HEAD_BYTES + int(batch.images.lengths[0])
         # Values that are too long are not read. A GETRANGE needs one round trip, but
         # takes a server three times as long as a GET.
@@ -163,13 +148,34 @@ class RedisTier(ValueTier):
         results[which[[one is None for one in values]]] = MISSING
         came = which[[isinstance(one, bytes) for one in values]]
         raws = [memoryview(one) for one in values if isinstance(one, bytes)]
-        await self._unpack(batch, came, raws, results)
+        await self.unpack(batch, came, raws, results)
         self._touches.moved(batch.keys[results == LANDED])
         return results
 
-    async def _remove(self, keys: Keys) -> Bits:
+    async def remove(self, keys: Keys) -> Bits:
         done = await self._ask(keys, lambda _, name: ("UNLINK", name))
         return ~np.fromiter(map(_is_error, done), np.bool_, len(done))
+
+    async def remove_folder(self, folder: str) -> None:
+        """Remove a folder's values; scans all keys of the database."""
+        if self._servers.client is None:
+            raise OSError(f"{self.name}: {self.error}")
+        async with self._servers.use() as client:
+            try:
+                names: list[Any] = []
+                pattern = f"{as_pattern(folder)}*"
+                async for name in client.commands.scan_iter(pattern, count=_PAGE):
+                    names.append(name)
+                    if len(names) == _PAGE:
+                        await client.commands.unlink(*names)
+                        names.clear()
+                if names:
+                    await client.commands.unlink(*names)
+            except FAULTS as exc:
+                if of_server(exc):
+                    self._lost(client, exc, "?")
+                text = printable(error_text(exc))
+                raise OSError(f"{self.name}: {text}") from exc
 
     # --- requests ---------------------------------------------------------------------
 
@@ -191,7 +197,7 @@ class RedisTier(ValueTier):
                 some = positions[first : first + most]
                 if server in self._failing:
                     return
-                commands = (command(at, self._name(keys[at])) for at in some)
+                commands = (command(at, self.value_name(keys[at])) for at in some)
                 answers = await self._pipelined(client, server, commands)
                 for at, answer in zip(some, answers, strict=False):
                     done[at] = answer
@@ -219,7 +225,7 @@ class RedisTier(ValueTier):
         if away is not None:
             self._lost(client, away, server)
         elif errors:
-            self._note(error_text(errors[-1]))
+            self.note(error_text(errors[-1]))
         return answers
 
     def _by_server(self, client: RedisClient, keys: Keys) -> dict[str, list[int]]:
@@ -229,7 +235,7 @@ class RedisTier(ValueTier):
         servers: dict[str, list[int]] = {}
         for at, key in enumerate(keys.tolist()):
             try:
-                node = client.commands.get_node_from_key(self._name(key))
+                node = client.commands.get_node_from_key(self.value_name(key))
             except FAULTS as exc:  # nobody has the slot
                 self._lost(client, exc, "?")
                 continue
@@ -242,25 +248,23 @@ class RedisTier(ValueTier):
     def _lost(self, client: RedisClient, error: BaseException, server: str) -> None:
         """Stop using a server, unless another client has already replaced this one."""
         if client is self._servers.client:
-            self._failed(error, server)
+            self.lost(error, server)
             if isinstance(client.commands, Redis):
                 self._servers.drop(client)
 
-    async def _connect(self) -> None:
+    def lost(self, error: BaseException, server: str = "") -> None:
+        self._failing.add(server)  # bounded: the servers of a cluster
+        super().lost(error, server)
+
+    async def connect(self) -> None:
         await self._servers.connect()
 
-    async def _disconnect(self) -> None:
+    async def disconnect(self) -> None:
         await self._servers.close()
 
-    async def _is_back(self) -> bool:
+    async def is_back(self) -> bool:
         self._failing &= await self._servers.renew(self._failing)
         return not self._failing
-
-
-def _order(key: Key, raw: Any) -> int:
-    """Return the order that a head names, or ``ABSENT`` if it is none of that key."""
-    head = ObjectHead.read(memoryview(raw)) if isinstance(raw, bytes) else None
-    return head.order if head is not None and head.key == key else ABSENT
 
 
 def _is_error(answer: object) -> bool:

@@ -129,9 +129,9 @@ class RemoteTier(Tier):
                 if found.size != which.size:
                     raise _lie(active, f"{found.size} orders of {which.size} blocks")
                 orders[which] = found
-            self.unavailable_reason: str = ""
+            self.reason: str = ""
         except KVWireError as exc:
-            self.error = self.unavailable_reason = error_text(exc)
+            self.error = self.reason = error_text(exc)
         return orders
 
     def touch(self, keys: Keys) -> None:
@@ -209,7 +209,7 @@ class RemoteTier(Tier):
 
     def _changed(self) -> None:
         """Note that the client has connected or lost its connection."""
-        self.error = self.unavailable_reason = self._client.error
+        self.error = self.reason = self._client.error
         self.asks = self._client.active is not None
         if self._client.active is not None:
             welcome = self._client.active.welcome

@@ -120,9 +120,9 @@ class ShardedTier(Tier):
         return f"of {len(self._nodes)} nodes " + "; ".join(wrong) if wrong else ""
 
     @property
-    def unavailable_reason(self) -> str:  # type: ignore[override]
+    def reason(self) -> str:  # type: ignore[override]
         tiers = [node.tier for node in self._nodes.values()]
-        away = any(tier.unavailable_reason for tier in tiers)
+        away = any(tier.reason for tier in tiers)
         return self.error if away or not tiers else ""
 
     @property
@@ -298,7 +298,7 @@ async def _open(tier: RemoteTier) -> None:
         await tier.dial()
     except KVWireError as exc:
         # A record may say anything; it costs its reader this attempt.
-        tier.error = tier.unavailable_reason = error_text(exc)
+        tier.error = tier.reason = error_text(exc)
 
 
 async def _leave(node: _Node) -> None:

@@ -1,172 +1,332 @@
-"""What tiers in a key-value service are alike in: one value there for each block.
+"""Tiers in services that keep values under names: object stores, Redis, Mooncake.
 
-A value is what an object is, see :mod:`kvwire.store.tiers.object_format`: a head with
-the key, the order and checksums, and the image. So a value that was cut, replaced or
-answered by mistake is no block; it is removed, for a put would take it that the block
-is there.
+:class:`ValueIO` has all in which the services differ: moving values. What a value is,
+which blocks are known to be there or not, what is damaged, and how a service that is
+away comes back, is in :class:`KeyValueTier` and the same for all.
 
-A service that does not answer is passed over: everything is answered at once, with the
-reason, until a task has asked whether it is back.
+A value is one block: a head with the key, the order and checksums, and then the image
+or an entry of a codec, see :mod:`kvwire.store.tiers.object_format`. So a value that was
+cut, replaced or answered by mistake is no block.
+
+While a service is away everything is answered at once, with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from functools import partial
-from typing import ClassVar, Self
+from itertools import repeat
+from typing import ClassVar, Self, TypeAlias
 
-from kvwire.aio import Backoff, end_task, run_to_completion, start_task
+import numpy as np
+
+from kvwire.aio import Upkeep, run_to_completion
 from kvwire.errors import UsageError, error_text, printable
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Key, Keys
+from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.limits import (
     STORE_NODE_TIMEOUT_S,
+    STORE_OBJECT_ABSENT_S,
+    STORE_OBJECTS_KNOWN,
     STORE_REDIAL_S,
     STORE_REDIAL_S_MAX,
     STORE_TIMEOUT_S_MAX,
 )
-from kvwire.store.namespace import Namespace
-from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import DAMAGED, MISSING, Batch, BlockResults, Tier
-from kvwire.store.tiers.object_format import path_of, read_objects
+from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
+from kvwire.store.tiers.base import (
+    DAMAGED,
+    LANDED,
+    MISSING,
+    Batch,
+    BlockResult,
+    BlockResults,
+)
+from kvwire.store.tiers.coded import CodedTier
+from kvwire.store.tiers.object_format import ObjectHead, path_of, read_objects
+
+Head: TypeAlias = bytes | memoryview | BlockResult
+"""The beginning of a value, or MISSING, or FAILED; LANDED if nobody has read it."""
 
 
-class ValueTier(Tier):
+class ValueIO(ABC):
+    """Moves values: all that one service does in another way than the others.
+
+    Nothing here raises because of the service, unless it says so. What fails is the
+    answer for the values concerned, and :meth:`KeyValueTier.note` gets the reason.
+    """
+
+    async def connect(self) -> None:  # noqa: B027 - some connect with each request
+        """Connect to the service; raises one of ``faults`` where that fails."""
+
+    async def disconnect(self) -> None:  # noqa: B027 - some hold nothing
+        """Let go of the client, if there is one. Never raises."""
+
+    async def is_back(self) -> bool:
+        """Tell whether the service is there again, connecting to it at need."""
+        await self.connect()
+        return True
+
+    @abstractmethod
+    async def heads(self, keys: Keys) -> list[Head]:
+        """Read the first ``HEAD_BYTES`` of each value, or only whether it is there."""
+
+    @abstractmethod
+    async def put(self, batch: Batch) -> BlockResults:
+        """Write values, in the order of the batch."""
+
+    @abstractmethod
+    async def get_into(self, batch: Batch) -> BlockResults:
+        """Read values, and hand what comes to :meth:`KeyValueTier.unpack`."""
+
+    @abstractmethod
+    async def remove(self, keys: Keys) -> Bits:
+        """Remove values; return which of them are not there any more."""
+
+    @abstractmethod
+    async def remove_folder(self, folder: str) -> None:
+        """Remove every value whose name begins with a folder's.
+
+        Raises:
+            OSError: Some may be there still, and why.
+        """
+
+
+class KeyValueTier(ValueIO, CodedTier):
     """Keeps each block as a value of a service. Subclassed; made by :meth:`open`.
 
     Attributes:
         faults: What its client raises where the service cannot be reached.
         refusals: Those of them that no other attempt would end.
-        separator: The text between the prefix and a block's name.
+        timeout_s: How long it waits for an answer, unless the address has a
+            ``timeout``.
+        separator: What stands in a value's name between the prefix and the block; ""
+            where the place of the address has the prefix.
+        remembers: Whether this side may remember what is there. Not where values are
+            evicted.
     """
 
     faults: ClassVar[tuple[type[Exception], ...]] = (OSError,)
     refusals: ClassVar[tuple[type[Exception], ...]] = ()
+    timeout_s: ClassVar[float] = STORE_NODE_TIMEOUT_S
     separator: ClassVar[str] = "/"
+    remembers: ClassVar[bool] = False
 
-    def __init__(self, address: TierAddress, *options: str) -> None:
-        super().__init__(address.text)
-        address.require(*options)
-        self._prefix = f"{address.options.get('prefix', 'kvwire')}{self.separator}"
-        self._timeout_s = address.number(
-            "timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
+    def __init__(self, address: TierAddress) -> None:
+        super().__init__(address)
+        prefix = address.options.get("prefix", "kvwire")
+        self._prefix = f"{prefix}{self.separator}" if self.separator else ""
+        self._timeout_s = address.number("timeout", self.timeout_s, STORE_TIMEOUT_S_MAX)
+        self._upkeep = Upkeep(
+            STORE_REDIAL_S, STORE_NODE_TIMEOUT_S, steady_s=STORE_REDIAL_S_MAX
         )
-        self._threads = Threads()
-        # Servers that have failed since it was last asked who is there.
-        self._failing: set[str] = set()
-        self._failed_at = 0.0
-        self._backoff = Backoff(STORE_REDIAL_S, STORE_NODE_TIMEOUT_S)
-        self._healing: asyncio.Task[None] | None = None
+        self._memory = _Memory() if self.remembers else None
 
     @classmethod
     async def open(cls, address: TierAddress) -> Self:
         """Open a tier; see the class for its address.
 
-        A service that cannot be reached is no error: ``error`` says so, and it is tried
-        again.
+        A service that cannot be reached is no error: ``error`` has the reason, and the
+        service is tried again.
 
         Cancel safety: nothing stays open.
         """
         tier = cls(address)
         try:
-            await tier._connect()
+            await tier.connect()
         except cls.refusals as exc:
             await tier.close()
             text = printable(error_text(exc))
             raise UsageError(f"tier {address.text!r}: {text}") from None
         except cls.faults as exc:
-            tier._failed(exc)
+            tier.lost(exc)
         except BaseException:
             await run_to_completion(tier.close())
             raise
         return tier
 
     @property
-    def unavailable_reason(self) -> str:  # type: ignore[override]
-        return self.error if self._failing else ""
+    def reason(self) -> str:  # type: ignore[override]
+        return self._upkeep.reason
+
+    async def find(self, keys: Keys) -> Orders:
+        """Return the order of each block's image, or ``ABSENT``.
+
+        ``UNKNOWN`` where the service does not give the head of a value alone. What is
+        not remembered costs one round trip.
+        """
+        memory = self._memory
+        orders = np.full(keys.size, ABSENT, np.uint8)
+        asked = np.arange(keys.size)
+        if memory is not None:
+            orders, asked = memory.look_up(keys)
+            before = memory.state(keys[asked])
+        heads = await self.heads(keys[asked]) if asked.size else []
+        named = zip(asked.tolist(), keys[asked].tolist(), heads, strict=True)
+        for number, (at, key, head) in enumerate(named):
+            if isinstance(head, BlockResult):
+                order = UNKNOWN if head is BlockResult.LANDED else ABSENT
+            else:
+                order = _order(key, head)
+            if memory is not None:
+                # An answer from before a put or a delete means nothing after it.
+                unchanged = memory.state_of(key) == before[number]
+                if unchanged and head is not BlockResult.FAILED:
+                    memory.note(key, order)
+                order = memory.present.get(key, ABSENT)
+            orders[at] = order
+        return orders
 
     async def delete(self, keys: Keys) -> None:
-        """Delete the values of blocks."""
-        left = int((~await self._remove(keys)).sum())
+        """Remove the values of blocks."""
+        try:
+            left = int((~await self.remove(keys)).sum())
+        finally:  # what has failed may have been done
+            if self._memory is not None:
+                self._memory.forget(keys.tolist())
         if left:
             raise OSError(f"{self.name}: {left} not deleted: {self.error}")
 
+    async def delete_namespace(self, digest: bytes) -> None:
+        """Remove every value of a namespace."""
+        try:
+            await self.remove_folder(f"{self._prefix}{digest.hex()}/")
+        finally:
+            if self._memory is not None:
+                self._memory.forget_namespace(digest)
+
     async def close(self) -> None:
-        if self._healing is not None:
-            await end_task(self._healing)
+        await self._upkeep.close()
         self._threads.close()
-        await self._disconnect()
+        await self.disconnect()
 
     # --- for subclasses ---------------------------------------------------------------
 
-    @abstractmethod
-    async def _connect(self) -> None:
-        """Connect to the service; raises one of ``faults`` where that fails."""
-
-    @abstractmethod
-    async def _disconnect(self) -> None:
-        """Let go of the client, if there is one."""
-
-    @abstractmethod
-    async def _is_back(self) -> bool:
-        """Tell whether the service is there again, connecting to it at need."""
-
-    @abstractmethod
-    async def _get(self, batch: Batch) -> BlockResults:
-        """Read blocks, with the help of :meth:`_unpack`."""
-
-    @abstractmethod
-    async def _remove(self, keys: Keys) -> Bits:
-        """Remove values; return which are gone."""
-
-    async def _unpack(
-        self, batch: Batch, which: Ids, raws: list[memoryview], results: BlockResults
-    ) -> None:
-        """Copy images out of the values that came, and say what became of each."""
-        if not which.size:
-            return
-        part = batch.selected(which)
-        read = await self._threads.run(partial(read_objects, part, raws))
-        # Another block's value is in the way of a put, as a damaged one is.
-        read[read == MISSING] = DAMAGED
-        results[which], batch.orders[which] = read, part.orders
-
-    def _name(self, key: Key) -> str:
+    def value_name(self, key: Key) -> str:
+        """Return the name of a block's value."""
         return self._prefix + path_of(key)
 
-    def _note(self, error: str) -> None:
+    def note(self, error: str) -> None:
+        """Report what failed; it is no sign that the service is away."""
         self.error = printable(error)
 
-    def _failed(self, error: BaseException, server: str = "") -> None:
-        """Pass a server over until it was asked again who is there."""
+    def lost(self, error: BaseException, server: str = "") -> None:
+        """Pass the service over, until a task finds that it is back."""
         text = error_text(error).partition("\n")[0]
-        self._note(f"{server} {text}".strip())
-        self._failing.add(server)  # bounded: the servers of a cluster
-        if self._healing is None or self._healing.done():
-            now = asyncio.get_running_loop().time()
-            if now - self._failed_at > STORE_REDIAL_S_MAX:
-                self._backoff.reset()
-            self._failed_at = now
-            self._healing = start_task(self._heal())
+        self.note(f"{server} {text}".strip())
+        self._upkeep.lost(self.error)
+        self._upkeep.start(self._bring_back)
+
+    async def unpack(
+        self, batch: Batch, which: Ids, raws: list[memoryview], results: BlockResults
+    ) -> None:
+        """Copy images out of the values that came, and set what became of each."""
+        if which.size:
+            part = batch.selected(which)
+            results[which] = await self._threads.run(partial(read_objects, part, raws))
+            batch.orders[which] = part.orders
+            batch.tell(which, part)
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = await self._get(batch)
-        damaged = batch.keys[results == DAMAGED]
-        if damaged.size:
-            await self._remove(damaged)
+    async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        results = await self.put(batch)
+        if self._memory is not None:
+            landed = results == LANDED
+            columns = batch.keys[landed].tolist(), batch.orders[landed].tolist()
+            for key, order in zip(*columns, strict=True):
+                self._memory.note(key, order)
         return results
 
-    async def _heal(self) -> None:
-        """Ask who is there until somebody says so; then all are worth a try again."""
-        while self._failing:
-            await asyncio.sleep(self._backoff.pause_s())
+    async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        memory = self._memory
+        before = [] if memory is None else memory.state(batch.keys)
+        results = await self.get_into(batch)
+        if memory is None:
+            # The next put would take it that these blocks are there.
+            if (damaged := batch.keys[results == DAMAGED]).size:
+                await self.remove(damaged)
+            return results
+        columns = batch.keys.tolist(), results.tolist(), before
+        for key, result, state in zip(*columns, strict=True):
+            if result in (MISSING, DAMAGED) and memory.state_of(key) == state:
+                # What is damaged stays so until a put replaces it.
+                until_put = math.inf if result == DAMAGED else STORE_OBJECT_ABSENT_S
+                memory.lacks(key, until_put)
+        return results
+
+    async def _bring_back(self) -> None:
+        """Ask whether the service is there until it is; then all is tried again."""
+        async for _ in self._upkeep:
             try:
-                if await self._is_back():
-                    self._failing.clear()
-                    self._note("")
+                if await self.is_back():
+                    self._upkeep.back()
+                    self.note("")
+                    return
             except Exception as exc:  # noqa: BLE001 - or nobody would ever ask again
-                self._note(error_text(exc))
+                self.note(error_text(exc))
+            self._upkeep.lost(self.error)
+
+
+def _order(key: Key, raw: bytes | memoryview) -> int:
+    """Return the order that a head names, or ``ABSENT`` if it is none of that key."""
+    head = ObjectHead.read(memoryview(raw))
+    return head.order if head is not None and head.key == key else ABSENT
+
+
+class _Memory:
+    """Remembers which blocks are there, and for a while which are not."""
+
+    def __init__(self) -> None:
+        # The orders of blocks that are there, the ones found last at the end.
+        self.present: OrderedDict[Key, int] = OrderedDict()
+        # Until when blocks are taken to be absent.
+        self._absent: OrderedDict[Key, float] = OrderedDict()
+
+    def look_up(self, keys: Keys) -> tuple[Orders, Ids]:
+        """Return the orders that are known, and which blocks have to be asked for."""
+        known = map(self.present.get, keys.tolist(), repeat(ABSENT))
+        orders = np.fromiter(known, np.uint8, keys.size)
+        now = asyncio.get_running_loop().time()
+        unknown = np.flatnonzero(orders == ABSENT).tolist()
+        asked = [at for at in unknown if self._absent.get(keys[at], 0.0) <= now]
+        return orders, np.array(asked, np.int64)
+
+    def state(self, keys: Keys) -> list[tuple[int | None, float | None]]:
+        """Return what is known of each block: not the same after any change of it."""
+        return list(map(self.state_of, keys.tolist()))
+
+    def state_of(self, key: Key) -> tuple[int | None, float | None]:
+        """Return what is known of one block."""
+        return self.present.get(key), self._absent.get(key)
+
+    def note(self, key: Key, order: int) -> None:
+        """Note that a block is there, or that it is ``ABSENT``."""
+        if order == ABSENT:
+            self.lacks(key, STORE_OBJECT_ABSENT_S)
+            return
+        self._absent.pop(key, None)
+        self.present[key] = order
+        self.present.move_to_end(key)
+        if len(self.present) > STORE_OBJECTS_KNOWN:
+            self.present.popitem(last=False)
+
+    def lacks(self, key: Key, for_s: float) -> None:
+        """Take a block to be absent for some seconds."""
+        self.present.pop(key, None)
+        self._absent[key] = asyncio.get_running_loop().time() + for_s
+        self._absent.move_to_end(key)
+        if len(self._absent) > STORE_OBJECTS_KNOWN:
+            self._absent.popitem(last=False)
+
+    def forget(self, keys: list[Key]) -> None:
+        """Take blocks to be absent: they were deleted, or may have been."""
+        for key in keys:
+            self.lacks(key, STORE_OBJECT_ABSENT_S)
+
+    def forget_namespace(self, digest: bytes) -> None:
+        """Take all blocks of a namespace to be absent."""
+        self.forget([key for key in self.present if key.startswith(digest)])

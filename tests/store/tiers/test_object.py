@@ -18,7 +18,7 @@ pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 import obstore.store
 
 from kvwire import BackendUnavailable, BlockStore, UsageError
-from kvwire.aio import Backoff
+from kvwire.aio import Upkeep
 from kvwire.extras import install_command
 from kvwire.store.images import images_in
 from kvwire.store.index import as_keys
@@ -63,7 +63,7 @@ async def test_what_is_deleted_has_no_object(tmp_path: Path) -> None:
 
 
 async def test_what_a_delete_may_have_deleted_is_written_by_the_next_put(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of its requests has failed, and the other has not."""
     tiers, cache = [f"object:file://{tmp_path}"], Filled(seed=1).cache
@@ -76,7 +76,7 @@ async def test_what_a_delete_may_have_deleted_is_written_by_the_next_put(
             await store.delete(chain(2), cache)
         (path / "in the way").rmdir()
         path.rmdir()
-        tier_of(store, ObjectTier)._unavailable_until = 0.0
+        end_pauses(monkeypatch)
         assert (await store.put(chain(2), cache, range(2))).complete
     assert len(objects_in(tmp_path)) == 2
 
@@ -347,11 +347,17 @@ async def test_as_many_requests_as_allowed_at_once(tmp_path: Path) -> None:
 @pytest.fixture
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that fails is left alone until the test says otherwise."""
-    monkeypatch.setattr(Backoff, "pause_s", lambda _: 1e6)
+    monkeypatch.setattr(Upkeep, "pause_s", lambda _: 1e6)
+
+
+def end_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Upkeep, "resting", False)
 
 
 @pytest.mark.usefixtures("long_pauses")
-async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> None:
+async def test_a_store_that_fails_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target, hashes = Filled(seed=1), Filled(), chain(8)
     name = f"object:file://{tmp_path}?requests=2"
     async with BlockStore.open([name]) as store:
@@ -375,13 +381,15 @@ async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> N
         assert "no route to it" in got.missing["kv", 0]
         assert len(requests.made) == 2
         requests.before = None
-        tier._unavailable_until = 0.0
+        end_pauses(monkeypatch)
         assert (await store.put(hashes, source.cache, range(8))).complete
-        assert not tier.unavailable_reason
+        assert not tier.reason
 
 
 @pytest.mark.usefixtures("long_pauses")
-async def test_what_takes_no_blocks_still_gives_those_it_has(tmp_path: Path) -> None:
+async def test_what_takes_no_blocks_still_gives_those_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bucket that is full, or whose credentials may read only."""
     source, hashes = await put_before(f"object:file://{tmp_path}", count=4)
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
@@ -397,10 +405,11 @@ async def test_what_takes_no_blocks_still_gives_those_it_has(tmp_path: Path) -> 
         assert not put.landed
         assert not tier.taking
         assert (await store.get(hashes, Filled().cache, range(4))).complete
-        assert (tier.error, tier.unavailable_reason) == ("it is full", "")
+        assert (tier.error, tier.reason) == ("it is full", "")
         with pytest.raises(OSError, match="it is full"):
             await store.flush()
-        requests.before, tier._untaking_until = None, 0.0
+        requests.before = None
+        end_pauses(monkeypatch)
         await store.flush()
         assert tier.error == ""
 
@@ -422,11 +431,11 @@ async def test_an_answer_from_before_a_failure_ends_no_pause(tmp_path: Path) -> 
         requests.before = fail_last
         keys = as_keys(NAMESPACE.digest + one for one in chain(2))
         finding = asyncio.create_task(tier.find(keys))
-        await until(lambda: tier.unavailable_reason)
+        await until(lambda: tier.reason)
         go.set()
         await finding
         assert not tier.taking
-        assert "reset by peer" in tier.unavailable_reason
+        assert "reset by peer" in tier.reason
 
 
 async def test_a_request_without_an_answer_ends(tmp_path: Path) -> None:
@@ -469,7 +478,7 @@ async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         put = await store.put(chain(1), Filled(seed=1).cache, [0])
         assert "127.0.0.1:1" in put.missing["kv", 0]
         assert "Connection refused" in put.missing["kv", 0]
-        assert tier_of(store, ObjectTier).unavailable_reason
+        assert tier_of(store, ObjectTier).reason
 
 
 @pytest.mark.parametrize("call", ["write", "read"])

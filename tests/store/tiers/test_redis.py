@@ -65,7 +65,7 @@ async def test_a_server_that_is_full_or_gone() -> None:
             outcome = await store.get(hashes, source.cache, range(4))
             assert all(where in why for why in outcome.missing.reasons)
             server.start()
-            await until(lambda: not tier_of(store, RedisTier).unavailable_reason)
+            await until(lambda: not tier_of(store, RedisTier).reason)
             assert (await store.put(hashes, source.cache, range(4))).complete
 
 

@@ -78,7 +78,7 @@ async def test_a_server_killed_in_the_middle_of_a_put() -> None:
         assert not outcome.complete
         assert len(outcome.landed) + len(outcome.missing) == BLOCKS
         assert all("it is in memory only" in why for why in outcome.missing.reasons)
-        await until(lambda: tier.unavailable_reason)
+        await until(lambda: tier.reason)
         assert not tier.taking
         assert tier.error in store.report[tier.name]
         # What is in memory is still there; what is not, is said to be unknown.
