@@ -24,7 +24,7 @@ TORCH := torch==2.13.0
 INSTALL := .ci/environment
 # What is not whole has no stamp from here on.
 _ := $(shell $(INSTALL))
-THIRD_PARTY := $(wildcard examples/third_party_backend/pyproject.toml)
+THIRD_PARTY := $(wildcard examples/third_party_*/pyproject.toml)
 CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=

@@ -279,13 +279,10 @@ class Upkeep:
 
     async def __anext__(self) -> None:
         """Wait until the pause is over, at least for one turn of the loop."""
-        clock = asyncio.get_running_loop()
-        left_s = self._retry_at - clock.time()
-        await asyncio.sleep(max(left_s, 0.0))
-        # A timer may be early by the resolution of the clock, and the loss of another
-        # request may have begun a new pause.
-        while (left_s := self._retry_at - clock.time()) > 0:
-            await asyncio.sleep(left_s)
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(self._retry_at - loop.time(), 0.0))
+        # A timer may be early by the resolution of the clock.
+        self._retry_at = min(self._retry_at, loop.time())
 
     # --- a task that brings it back ---------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_loop_tries_at_once_and_then_after_each_pause() -> None:
     upkeep = Upkeep(FIRST_S, LAST_S)
     times = _tried(upkeep, 8)
     assert times[0] == 0.0
-    pauses = [b - a for a, b in zip(times, times[1:], strict=False)]
+    pauses = [b - a for a, b in itertools.pairwise(times)]
     limits = [min(FIRST_S * 2**n, LAST_S) for n in range(8)]
     for pause, limit in zip(pauses, limits, strict=True):
         assert limit / 2 <= pause <= limit * 1.001
@@ -125,7 +126,8 @@ def test_a_cancelled_pause_goes_on_for_the_next_who_waits() -> None:
 
 def test_a_loop_that_never_pauses_lets_others_run() -> None:
     async def main() -> None:
-        upkeep, others = Upkeep(FIRST_S, LAST_S), []
+        upkeep = Upkeep(FIRST_S, LAST_S)
+        others: list[bool] = []
         asyncio.get_running_loop().call_soon(others.append, True)
         async for _ in upkeep:
             if others:
@@ -137,11 +139,11 @@ def test_a_loop_that_never_pauses_lets_others_run() -> None:
 
 def test_one_task_brings_it_back() -> None:
     async def main() -> None:
-        upkeep, begun = Upkeep(FIRST_S, LAST_S), 0
+        upkeep = Upkeep(FIRST_S, LAST_S)
+        begun: list[bool] = []
 
         async def bring_back() -> None:
-            nonlocal begun
-            begun += 1
+            begun.append(True)
             async for _ in upkeep:
                 await asyncio.sleep(1.0)
                 upkeep.back()
@@ -151,16 +153,41 @@ def test_one_task_brings_it_back() -> None:
         upkeep.lost("down")
         for _ in range(3):
             upkeep.start(bring_back)
-        assert upkeep.running
         await asyncio.sleep(2.0)
-        assert not upkeep.running
-        assert (begun, upkeep.reason) == (1, "")
+        assert (len(begun), upkeep.reason) == (1, "")
         upkeep.lost("down")
         upkeep.start(bring_back)
         await asyncio.sleep(FIRST_S + 0.5)
         await upkeep.close()
         assert not upkeep.running
-        assert (begun, upkeep.reason) == (2, "down")
+        assert (len(begun), upkeep.reason) == (2, "down")
         await upkeep.close()
+
+    run(main())
+
+
+def test_a_cancelled_close_is_cancelled() -> None:
+    """And not taken for the end of what it waits for."""
+
+    async def main() -> None:
+        upkeep, go = Upkeep(FIRST_S, LAST_S), asyncio.Event()
+
+        async def slow() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await go.wait()
+
+        upkeep.start(slow)
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(upkeep.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait((closing,))
+        assert closing.cancelled()
+        assert upkeep.running
+        go.set()
+        await upkeep.close()
+        assert not upkeep.running
 
     run(main())

@@ -27,7 +27,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import ClassVar, TypeAlias, TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from kvwire.aio import Backoff, end_task, run_to_completion, start_task
+from kvwire.aio import Upkeep, end_task, run_to_completion, start_task
 from kvwire.directory.limits import (
     DIRECTORY_LIST_S,
     DIRECTORY_RETRY_S,
@@ -67,7 +67,7 @@ class Directory(ABC):
         read_only: Who announces its members, if that is not for them to do.
         many_hosts: Whether a URL may name several hosts, with commas between them.
         ignored: How many entries watchers found to be no record.
-        trouble: Why it cannot be watched; empty while it can.
+        reason: Why it cannot be watched; empty while it can.
     """
 
     options: ClassVar[Mapping[str, str]] = {}
@@ -93,7 +93,7 @@ class Directory(ABC):
             raise UsageError(f"directory {self}: one host is needed, not {len(hosts)}")
         self.given: dict[str, str] = {**self.options, **given}
         self.ignored: int = 0
-        self.trouble: str = ""
+        self.reason: str = ""
         self._announcements: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
@@ -235,19 +235,21 @@ class Directory(ABC):
         Cancel safety: an iterator whose ``anext`` was cancelled has ended.
         """
         members = Members(Selector.parse(selector))
-        backoff = Backoff(DIRECTORY_RETRY_S, DIRECTORY_RETRY_S_MAX)
-        while True:
+        upkeep = Upkeep(DIRECTORY_RETRY_S, DIRECTORY_RETRY_S_MAX)
+        async for _ in upkeep:
             try:
-                async with _closing(self._changes(members, backoff)) as changes:
+                async with _closing(self._changes(members, upkeep)) as changes:
                     async for change in changes:
                         yield change
-                continue  # somebody's lease is over: all is read anew
+                # Somebody's lease is over: all is read anew, without a pause.
             except OSError as exc:
-                reason = _reason(exc)
-            self.trouble = f"the directory cannot be watched: {reason}"
-            if members.suspend(asyncio.get_running_loop().time()):
-                logger.warning("watching directory %s: %s; tried again", self, reason)
-            await asyncio.sleep(backoff.pause_s())
+                reason = _text(exc)
+                self.reason = f"the directory cannot be watched: {reason}"
+                members.suspend(asyncio.get_running_loop().time())
+                if upkeep.lost(reason):
+                    logger.warning(
+                        "watching directory %s: %s; tried again", self, reason
+                    )
 
     async def members(self, selector: Selector | str = "") -> tuple[Record, ...]:
         """Return the members that a selector means, as they are now.
@@ -282,7 +284,7 @@ class Directory(ABC):
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
                 await self.erase(key)
         except OSError as exc:  # a timeout is one as well
-            said = (self, key, _reason(exc))
+            said = (self, key, _text(exc))
             logger.info("directory %s: %s was not withdrawn: %s", *said)
         finally:
             if self._announcements.get(key) is asyncio.current_task():
@@ -302,30 +304,28 @@ class Directory(ABC):
         if old is not None:
             await end_task(old)
         pause_s = record.lease_s / 3
-        backoff = Backoff(DIRECTORY_RETRY_S, pause_s)
-        away = False
+        upkeep = Upkeep(DIRECTORY_RETRY_S, pause_s)
         me = asyncio.current_task()
-        while self._announcements.get(record.key) is me:
+        async for _ in upkeep:
+            if self._announcements.get(record.key) is not me:
+                return
             try:
                 async with asyncio.timeout(record.lease_s):
                     await self.write(record.key, value, record.lease_s)
             except OSError as exc:
-                if not away:
+                if upkeep.lost(_text(exc)):
                     logger.warning(
                         "announcing %r in directory %s: %s; tried again",
-                        *(record.name, self, _reason(exc)),
+                        *(record.name, self, upkeep.reason),
                     )
-                away = True
-                await asyncio.sleep(backoff.pause_s())
                 continue
-            away = False
-            backoff.reset()
+            upkeep.back()
             if not written.done():
                 written.set_result(None)
             await asyncio.sleep(pause_s)
 
     async def _changes(
-        self, members: Members, backoff: Backoff
+        self, members: Members, upkeep: Upkeep
     ) -> AsyncGenerator[Change, None]:
         """Yield changes until all has to be read anew: a member's lease is over.
 
@@ -350,7 +350,7 @@ class Directory(ABC):
                         batch = pending.result()
                         if batch is None:
                             raise ConnectionError("the watch has ended")
-                        backoff.reset()
+                        upkeep.back()
                         changes = self._take(members, batch)
                         members.doubts = False  # the first batch has all entries
                         pending = asyncio.ensure_future(anext(batches, None))
@@ -367,7 +367,7 @@ class Directory(ABC):
         """Apply a batch to a table; count what was no record."""
         now = asyncio.get_running_loop().time()
         members.resume(now)
-        self.trouble = ""
+        self.reason = ""
         known, changes = members.ignored, []
         for key, raw in batch.items():
             change = members.remove(key) if raw is None else members.put(key, raw, now)
@@ -381,7 +381,7 @@ class Directory(ABC):
         return changes
 
 
-def _reason(error: OSError) -> str:
+def _text(error: OSError) -> str:
     """Return what went wrong, for logs; a limit of time has no text of its own."""
     return shown(str(error) or "it does not answer", 200)
 

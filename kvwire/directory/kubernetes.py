@@ -8,7 +8,6 @@ renews a member, and it mends whatever a watch may have missed.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -17,7 +16,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from kvwire.aio import Backoff
+from kvwire.aio import Upkeep
 from kvwire.config import local_path
 from kvwire.directory.base import Batch
 from kvwire.directory.dns import DnsDirectory
@@ -112,11 +111,12 @@ class KubernetesDirectory(DnsDirectory):
         known: dict[str, bytes] = {}
         with self.failing(httpx.HTTPError, msgspec.MsgspecError, UsageError):
             async with self._client() as client:
-                backoff = Backoff(DIRECTORY_RETRY_S, self._interval_s)
-                loop = asyncio.get_running_loop()
-                while True:
-                    listed_at = loop.time()
+                # A watch that ends at once, again and again, is a server in need.
+                steady_s = self._interval_s / 2
+                upkeep = Upkeep(DIRECTORY_RETRY_S, self._interval_s, steady_s=steady_s)
+                async for _ in upkeep:
                     version, slices = await self._list(client)
+                    upkeep.back()
                     known, batch = _changed(known, slices, renew=True)
                     yield batch
                     async with aclosing(self._watch(client, version)) as events:
@@ -127,10 +127,7 @@ class KubernetesDirectory(DnsDirectory):
                                 slices[name] = self._members(event.object)
                             known, batch = _changed(known, slices, renew=False)
                             yield batch
-                    # A watch that ends at once, again and again, is a server in need.
-                    if loop.time() - listed_at >= self._interval_s / 2:
-                        backoff.reset()
-                    await asyncio.sleep(backoff.pause_s())
+                    upkeep.lost("the watch has ended")
 
     async def _list(
         self, client: httpx.AsyncClient

@@ -79,7 +79,7 @@ class Membership:
     @property
     def trouble(self) -> str:
         """Return why the directory cannot be watched; empty while it can."""
-        return "" if self._directory is None else self._directory.trouble
+        return "" if self._directory is None else self._directory.reason
 
     def forget(self, listener: Callable[[Change], None]) -> None:
         """Stop sending updates to a peer."""

@@ -223,6 +223,6 @@ async def test_a_list_that_never_comes_lets_nobody_leave(
             pending = asyncio.ensure_future(anext(changes))
             await a_lease_has_ended(0.7)
             assert not pending.done()
-            assert "no list within 0.1 s" in watching.trouble
+            assert "no list within 0.1 s" in watching.reason
         assert (await pending).kind is ChangeKind.LEFT
-    assert watching.trouble == ""
+    assert watching.reason == ""

@@ -73,7 +73,7 @@ async def test_nobody_leaves_when_the_wall_clock_steps(
         monkeypatch.setattr(time, "time_ns", lambda: int((now() + step_s) * 1e9))
         await asyncio.wait({pending}, timeout=1.5)
         assert not pending.done()
-        assert watching.trouble == ""
+        assert watching.reason == ""
         await announcing.close()
         assert (await pending).kind == ChangeKind.LEFT
     await watching.close()

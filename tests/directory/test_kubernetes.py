@@ -14,7 +14,7 @@ import pytest
 
 import kvwire
 from kvwire import UsageError
-from kvwire.aio import Backoff
+from kvwire.aio import Upkeep
 from kvwire.directory import Change, Directory, open_directory
 from kvwire.directory.limits import KUBERNETES_ANSWER_BYTES_MAX
 from tests.directory.records import found_by
@@ -171,12 +171,13 @@ async def test_a_watch_that_ends_at_once_is_begun_ever_more_seldom(
 ) -> None:
     pauses: list[float] = []
 
-    class Noted(Backoff):
-        def pause_s(self) -> float:
-            pauses.append(super().pause_s())
-            return 0.0
+    drawn = Upkeep.pause_s
 
-    monkeypatch.setattr("kvwire.directory.kubernetes.Backoff", Noted)
+    def noted(upkeep: Upkeep) -> float:
+        pauses.append(drawn(upkeep))
+        return 0.0
+
+    monkeypatch.setattr(Upkeep, "pause_s", noted)
     directory = directory_at(api)
     async with aclosing(directory.follow()) as batches:
         await anext(batches)

@@ -12,11 +12,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 
 import kvwire
-from kvwire.aio import Backoff, run_to_completion, start_task
+from kvwire.aio import Upkeep, run_to_completion
 from kvwire.config import Config
 from kvwire.errors import (
     ConnectError,
@@ -105,7 +106,7 @@ class ActiveConnection:
         self.numbers: Iterator[int] = count(1)
         self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
         # Called with the first answer.
-        self.works: Callable[[], None] | None = None
+        self.works: Callable[[], object] | None = None
 
     async def tell(self, request: ClientMessage) -> None:
         """Send what has no answer.
@@ -197,19 +198,18 @@ class StoreClient:
         timeout_s: float,
         changed: Callable[[], None],
     ) -> None:
-        self.error: str = "it was not dialled yet"
+        self.reason: str = "it was not dialled yet"
         self.active: ActiveConnection | None = None
         self._communicator = communicator
         self._address = address
         self._timeout_s = timeout_s
         self._changed = changed
-        self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
-        self._keeping: asyncio.Task[None] | None = None
+        self._upkeep = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
 
     def now(self) -> ActiveConnection:
         """Return the connection."""
         if self.active is None:
-            raise ConnectionLost(self.error)
+            raise ConnectionLost(self.reason)
         return self.active
 
     async def open(self) -> None:
@@ -225,28 +225,22 @@ class StoreClient:
             first = await self._dial()
         except (ConnectError, ConnectionClosed, HandshakeTimeout, RequestError) as exc:
             self._went_down(exc)
-        self._keeping = start_task(self._keep(first))
+        self._upkeep.start(partial(self._keep, first))
 
     async def close(self) -> None:
         """End the connection, and dial no more.
 
         Cancel safety: safe, it may be called again.
         """
-        if self._keeping is not None:
-            self._keeping.cancel()
-            # Not awaited itself: its cancellation and the caller's would look alike.
-            await asyncio.wait((self._keeping,))
+        await self._upkeep.close()
 
     # --- inside -----------------------------------------------------------------------
 
     async def _keep(self, active: ActiveConnection | None) -> None:
         """Listen while a connection is active, dial while none is."""
-        while True:
+        async for _ in self._upkeep:
             try:
-                if active is None:
-                    await asyncio.sleep(self._backoff.pause_s())
-                    active = await self._dial()
-                await active.listen()
+                await (active or await self._dial()).listen()
             except KVWireError as exc:
                 self._went_down(exc)
                 active = None
@@ -260,8 +254,9 @@ class StoreClient:
         except BaseException as exc:
             connection.abort(str(exc))
             raise
-        self.active, self.error = active, ""
-        active.works = self._backoff.reset
+        self.active, self.reason = active, ""
+        # Not before it has answered something: only then are pauses short again.
+        active.works = self._upkeep.back
         self._changed()
         return active
 
@@ -284,5 +279,6 @@ class StoreClient:
 
     def _went_down(self, error: Exception) -> None:
         self.active = None
-        self.error = error_text(error)
+        self.reason = error_text(error)
+        self._upkeep.lost(self.reason)
         self._changed()

@@ -4,26 +4,36 @@ The store moves every block through slots of its memory, so a tier sees whole im
 that lie in one piece each: where a slot of a file, an object or a message begins and
 ends. It never sees a cache, a layout or a block id.
 
-What the store promises:
+The store promises:
 
 * It calls from one event loop. Calls overlap, for the same keys as well.
 * Images do not change, and their memory stays, until the call has returned.
 * A key is a namespace's digest and a hash, of 1 to 64 bytes. It names one content for
   ever.
 
-What a tier promises:
+A tier promises, and :func:`kvwire.testing.check_tier` checks:
 
-* ``find`` answers from memory, without a disk read or a round trip where that can be.
-* It returns only when nothing of it touches the images any more, also when the task
-  that awaits it is cancelled: then it finishes first, and raises after that. Only what
-  it copies in one turn (``at_once_bytes``) need not be finished.
-* ``read`` says LANDED of an image only if these are the bytes that ``write`` was given,
-  verified; an image that it says anything else of may hold anything.
-* ``write`` says LANDED of a block only when a ``find`` after it has it, and, if the
-  tier is ``durable``, also one after this process was killed.
-* What fails is an answer for the blocks concerned and never an exception. A tier that
-  can take no more says why in ``error``, and goes on answering what it can.
-* What it has no room for it forgets, least recently used first, tail before head.
+1. **Found**: ``find`` has each block that ``write`` has landed, with its order or
+   ``UNKNOWN``, until the block is deleted, evicted or damaged. It answers from memory,
+   without a disk read or a round trip where that can be.
+2. **Exact**: ``read`` gives LANDED only for bytes that are those of ``write``,
+   verified, and sets the block's order. The image of any other result may hold
+   anything.
+3. **Each for itself**: a call has one result for each block. A block that is missing or
+   damaged costs no other.
+4. **Done**: when a call has returned, nothing of it touches the images any more.
+5. **Cancelled**: a call whose task is cancelled finishes first, and raises after that.
+   Only what is copied in one turn (``at_once_bytes``) need not be finished.
+6. **Side by side**: calls overlap, for the same blocks as well.
+7. **Deleted**: after ``delete`` or ``delete_namespace`` no ``find`` has these blocks,
+   all others are still there, and a block may be written again.
+8. **Kept**: what a ``durable`` tier has landed is found again after this process was
+   killed, and once it was flushed, after a power cut.
+9. **No exception**: a failure is an answer for the blocks concerned. A tier that is
+   away gives it at once, with the cause in ``reason`` and ``error``, and comes back by
+   itself.
+10. **Room**: for a block that never fits, ``too_large`` has the reason. A tier that is
+    full forgets the least recently used blocks, tail before head, or takes no more.
 """
 
 from __future__ import annotations

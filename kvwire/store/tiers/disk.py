@@ -240,6 +240,8 @@ class DiskTier(CodedTier):
         here = np.flatnonzero(slots >= 0)
         if not here.size:
             return results
+        # In the order that it has by now: it may have been put anew since it was found.
+        batch.orders[here] = self._index.orders(slots[here])
         part, slots = batch.selected(here), slots[here]
         if batch.born is not None:
             batch.born[here] = self._index.born(slots)

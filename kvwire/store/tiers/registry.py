@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from importlib import metadata
 from typing import Final
 
 from kvwire.errors import BackendUnavailable, UsageError
@@ -17,6 +18,8 @@ from kvwire.store.tiers.sharded import ShardedTier
 
 ELSEWHERE: Final = frozenset({"kvwire", "object", "mooncake", *REDIS})
 """Kinds that may be the only tier: others have the blocks as well."""
+GROUP: Final = "kvwire.tiers"
+"""The entry points of kinds that other distributions have, by their schemes."""
 PASSAGE: Final = "memory:256MiB"
 """What blocks pass through where there is no memory tier: a few batches each way."""
 
@@ -66,12 +69,38 @@ async def _open(address: TierAddress, tenants: Tenants) -> Tier:
         codec.require()
     if address.scheme == "disk":
         return await DiskTier.open(address, tenants)
-    if address.scheme not in _KINDS:
-        known = ", ".join(("memory", "disk", *_KINDS))
-        raise UsageError(
-            f"tier {address.text!r}: no kind {address.scheme!r}; there is {known}"
+    if address.scheme in _KINDS:
+        return await _KINDS[address.scheme](address)
+    return await _plugged_in(address)(address)
+
+
+def _plugged_in(address: TierAddress) -> Callable[[TierAddress], Awaitable[Tier]]:
+    """Return what opens a tier of a kind that another distribution has.
+
+    Raises:
+        UsageError: There is no such kind.
+        BackendUnavailable: Two distributions have it, or it cannot be imported.
+    """
+    scheme, which = address.scheme, f"tier {address.text!r}"
+    found = {p.value: p for p in metadata.entry_points(group=GROUP, name=scheme)}
+    if not found:
+        others = sorted(set(metadata.entry_points(group=GROUP).names))
+        known = ", ".join(("memory", "disk", *_KINDS, *others))
+        raise UsageError(f"{which}: no kind {scheme!r}; there is {known}")
+    if len(found) > 1:
+        raise BackendUnavailable(
+            f"{which}: claimed by {' and '.join(sorted(found))}; uninstall one of them"
         )
-    return await _KINDS[address.scheme](address)
+    try:
+        cls = next(iter(found.values())).load()
+    except Exception as exc:
+        raise BackendUnavailable(
+            f"{which}: cannot be imported: {type(exc).__name__}: {exc}"
+        ) from exc
+    if not (isinstance(cls, type) and issubclass(cls, Tier) and hasattr(cls, "open")):
+        raise BackendUnavailable(f"{which}: {cls!r} is no kvwire.store.spi.Tier")
+    opens: Callable[[TierAddress], Awaitable[Tier]] = cls.open
+    return opens
 
 
 def one_loss(addresses: Sequence[TierAddress]) -> str:

@@ -209,7 +209,7 @@ class RemoteTier(Tier):
 
     def _changed(self) -> None:
         """Note that the client has connected or lost its connection."""
-        self.error = self.reason = self._client.error
+        self.error = self.reason = self._client.reason
         self.asks = self._client.active is not None
         if self._client.active is not None:
             welcome = self._client.active.welcome

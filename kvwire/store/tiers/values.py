@@ -17,6 +17,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Iterable
 from functools import partial
 from itertools import repeat
 from typing import ClassVar, Self, TypeAlias
@@ -182,11 +183,14 @@ class KeyValueTier(ValueIO, CodedTier):
 
     async def delete(self, keys: Keys) -> None:
         """Remove the values of blocks."""
+        memory = self._memory
+        if memory is not None:
+            memory.begin(keys)
         try:
             left = int((~await self.remove(keys)).sum())
         finally:  # what has failed may have been done
-            if self._memory is not None:
-                self._memory.forget(keys.tolist())
+            if memory is not None:
+                memory.end(keys, repeat(ABSENT))
         if left:
             raise OSError(f"{self.name}: {left} not deleted: {self.error}")
 
@@ -233,12 +237,17 @@ class KeyValueTier(ValueIO, CodedTier):
     # --- inside -----------------------------------------------------------------------
 
     async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = await self.put(batch)
-        if self._memory is not None:
-            landed = results == LANDED
-            columns = batch.keys[landed].tolist(), batch.orders[landed].tolist()
-            for key, order in zip(*columns, strict=True):
-                self._memory.note(key, order)
+        if (memory := self._memory) is None:
+            return await self.put(batch)
+        memory.begin(batch.keys)
+        orders: Iterable[int | None] = repeat(None)
+        try:
+            results = await self.put(batch)
+            landed = (results == LANDED).tolist()
+            named = zip(landed, batch.orders.tolist(), strict=True)
+            orders = [order if there else None for there, order in named]
+        finally:
+            memory.end(batch.keys, orders)
         return results
 
     async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
@@ -278,13 +287,43 @@ def _order(key: Key, raw: bytes | memoryview) -> int:
 
 
 class _Memory:
-    """Remembers which blocks are there, and for a while which are not."""
+    """Remembers which blocks are there, and for a while which are not.
+
+    Calls overlap, so an answer may be of before a change. What is known is changed by a
+    look only if it is what it was when the look began, and by a put or a delete only if
+    no other of the same block was under way meanwhile: nobody knows which came last at
+    the service.
+    """
 
     def __init__(self) -> None:
         # The orders of blocks that are there, the ones found last at the end.
         self.present: OrderedDict[Key, int] = OrderedDict()
         # Until when blocks are taken to be absent.
         self._absent: OrderedDict[Key, float] = OrderedDict()
+        # How many puts and deletes of a block are under way, and of which several were.
+        self._changing: dict[Key, int] = {}
+        self._contested: set[Key] = set()
+
+    def begin(self, keys: Keys) -> None:
+        """Begin to put or delete blocks."""
+        for key in keys.tolist():
+            before = self._changing.get(key, 0)
+            self._changing[key] = before + 1  # bounded: by the store's own calls
+            if before:
+                self._contested.add(key)
+
+    def end(self, keys: Keys, orders: Iterable[int | None]) -> None:
+        """Note what a put or delete has led to; None for what has failed."""
+        for key, order in zip(keys.tolist(), orders, strict=False):
+            left = self._changing.pop(key) - 1
+            if left:
+                self._changing[key] = left
+            if key in self._contested:
+                self.lacks(key, 0.0)  # so it is asked for
+                if not left:
+                    self._contested.remove(key)
+            elif order is not None:
+                self.note(key, order)
 
     def look_up(self, keys: Keys) -> tuple[Orders, Ids]:
         """Return the orders that are known, and which blocks have to be asked for."""
@@ -322,11 +361,8 @@ class _Memory:
         if len(self._absent) > STORE_OBJECTS_KNOWN:
             self._absent.popitem(last=False)
 
-    def forget(self, keys: list[Key]) -> None:
-        """Take blocks to be absent: they were deleted, or may have been."""
-        for key in keys:
-            self.lacks(key, STORE_OBJECT_ABSENT_S)
-
     def forget_namespace(self, digest: bytes) -> None:
-        """Take all blocks of a namespace to be absent."""
-        self.forget([key for key in self.present if key.startswith(digest)])
+        """Have all blocks of a namespace asked for again."""
+        self._contested.update(k for k in self._changing if k.startswith(digest))
+        for key in [key for key in self.present if key.startswith(digest)]:
+            self.lacks(key, 0.0)

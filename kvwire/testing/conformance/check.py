@@ -142,15 +142,17 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The results of all checks of one backend.
+    """The results of all checks of one backend or tier.
 
     Attributes:
-        backend: Its scheme.
+        backend: Its scheme, or the tier's name.
         results: In the order they ran.
+        what: ``"backend"`` or ``"tier"``.
     """
 
     backend: str
     results: tuple[Result, ...]
+    what: str = "backend"
 
     @property
     def passed(self) -> tuple[Result, ...]:
@@ -176,7 +178,7 @@ class Report:
         """Return one line: how many passed and failed."""
         seconds = sum(result.seconds for result in self.results)
         return (
-            f"backend {self.backend!r}: {len(self.passed)} of {len(self.results)} "
+            f"{self.what} {self.backend!r}: {len(self.passed)} of {len(self.results)} "
             f"checks passed in {seconds:.1f} s"
         )
 

@@ -165,7 +165,7 @@ async def run_check(
 
     Cancel safety: safe, links of the check may stay open.
     """
-    return await _run_on(lambda: LinkRig(make, address, timeout_s), check)
+    return await run_one(lambda: LinkRig(make, address, timeout_s), check)
 
 
 async def run_all(
@@ -174,9 +174,13 @@ async def run_all(
     make_rig: Callable[[], Any],
     *,
     kind: str = "",
+    what: str = "backend",
     **options: Unpack[CheckOptions],
 ) -> Report:
-    """Run checks one after the other, each on a rig of its own."""
+    """Run checks one after the other, each on a rig of its own.
+
+    Cancel safety: safe, what the check under way has made may stay.
+    """
     only = options.get("only")
     if only is not None:
         if unknown := sorted(set(only) - {check.id for check in checks}):
@@ -185,19 +189,22 @@ async def run_all(
         checks = [check for check in checks if check.id in only]
     results: list[Result] = []
     for check in checks:
-        results.append(await _run_on(make_rig, check))
+        results.append(await run_one(make_rig, check))
         if progress := options.get("progress"):
             progress(results[-1])
         if options.get("first_only") and not results[-1].passed:
             break
-    report = Report(backend=scheme, results=tuple(results))
+    report = Report(backend=scheme, results=tuple(results), what=what)
     if options.get("raising", True):
         report.raise_for_failures()
     return report
 
 
-async def _run_on(make_rig: Callable[[], Any], check: Check) -> Result:
-    """Run one check on a rig of its own, and look for leftovers."""
+async def run_one(make_rig: Callable[[], Any], check: Check) -> Result:
+    """Run one check on a rig of its own, and look for leftovers.
+
+    Cancel safety: safe, what the check has made may stay.
+    """
     began = time.perf_counter()
     reason = ""
     try:

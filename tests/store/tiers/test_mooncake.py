@@ -76,7 +76,9 @@ async def test_a_wrong_object_is_missing(master: Server, at: int | None) -> None
     async with BlockStore.open([where(master)]) as store:
         tier = tier_of(store, MooncakeTier)
         native = tier._native
-        first, other = (tier._name(NAMESPACE.digest + one) for one in chain(2, name))
+        first, other = (
+            tier.value_name(NAMESPACE.digest + one) for one in chain(2, name)
+        )
 
         def damage() -> None:
             raw = bytearray(native.get(first if at is not None else other))

@@ -1,0 +1,36 @@
+"""Names that a tier of another distribution is made of; see docs/howto/write-a-tier.md.
+
+Other rooms of kvwire reach into the store by these names, and by what `kvwire` itself
+exports.
+"""
+
+from kvwire.store.address import TierAddress
+from kvwire.store.images import images_in, views_of
+from kvwire.store.index import Key, Keys, Orders, as_keys
+from kvwire.store.namespace import ABSENT, ORDERS, UNKNOWN, Namespace
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
+from kvwire.store.tiers.object_format import HEAD_BYTES, packed
+from kvwire.store.tiers.values import Head, KeyValueTier, ValueIO
+
+__all__ = [
+    "ABSENT",
+    "HEAD_BYTES",
+    "ORDERS",
+    "UNKNOWN",
+    "Batch",
+    "BlockResult",
+    "BlockResults",
+    "Head",
+    "Key",
+    "KeyValueTier",
+    "Keys",
+    "Namespace",
+    "Orders",
+    "Tier",
+    "TierAddress",
+    "ValueIO",
+    "as_keys",
+    "images_in",
+    "packed",
+    "views_of",
+]
