@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.aio import Upkeep
-from tests.support.virtual_time import START_S, run
+from tests.support.virtual_time import START_S, pass_time, run
 
 FIRST_S, LAST_S = 0.1, 1.6
 
@@ -71,7 +71,7 @@ def test_what_fails_together_is_one_loss() -> None:
         for reason in "bcdefgh":
             assert not upkeep.lost(reason)
         assert (upkeep.reason, upkeep.resting) == ("h", True)
-        await asyncio.sleep(FIRST_S)
+        await pass_time(FIRST_S)
         assert not upkeep.resting, "the first pause, and not the eighth"
         assert upkeep.reason == "h", "nobody knows yet that it is back"
         assert upkeep.back()
@@ -91,7 +91,7 @@ def test_what_breaks_as_soon_as_it_is_back_is_tried_after_a_long_pause(
             upkeep.lost("down")
             await anext(upkeep)
         upkeep.back()
-        await asyncio.sleep(up_s)
+        await pass_time(up_s)
         began = _now()
         upkeep.lost("down again")
         await anext(upkeep)
@@ -145,7 +145,7 @@ def test_one_task_brings_it_back() -> None:
         async def bring_back() -> None:
             begun.append(True)
             async for _ in upkeep:
-                await asyncio.sleep(1.0)
+                await pass_time(1.0)
                 upkeep.back()
                 break
 
@@ -153,11 +153,11 @@ def test_one_task_brings_it_back() -> None:
         upkeep.lost("down")
         for _ in range(3):
             upkeep.start(bring_back)
-        await asyncio.sleep(2.0)
+        await pass_time(2.0)
         assert (len(begun), upkeep.reason) == (1, "")
         upkeep.lost("down")
         upkeep.start(bring_back)
-        await asyncio.sleep(FIRST_S + 0.5)
+        await pass_time(FIRST_S + 0.5)
         await upkeep.close()
         assert not upkeep.running
         assert (len(begun), upkeep.reason) == (2, "down")

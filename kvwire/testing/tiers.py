@@ -86,15 +86,24 @@ class TierRig:
         self._namespaces: list[Namespace] = []
 
     async def open(self) -> None:
-        """Do nothing: a check opens its tiers."""
+        """Do nothing: a check opens its tiers.
+
+        Cancel safety: safe, the check is over then.
+        """
 
     async def tier(self) -> Tier:
-        """Open a tier; it is closed at the end of the check."""
+        """Open a tier; it is closed at the end of the check.
+
+        Cancel safety: safe, the check is over then.
+        """
         self._tiers.append(await self._opens())
         return self._tiers[-1]
 
     async def close(self, tier: Tier) -> None:
-        """Close a tier before the end of the check."""
+        """Close a tier before the end of the check.
+
+        Cancel safety: safe, the check is over then.
+        """
         self._tiers.remove(tier)
         await tier.close()
 
@@ -112,7 +121,10 @@ class TierRig:
         return self._namespaces[-1]
 
     async def aclose(self) -> None:
-        """Delete what the check has written, and close its tiers."""
+        """Delete what the check has written, and close its tiers.
+
+        Cancel safety: safe, the check is over then.
+        """
         try:
             if self._namespaces:
                 tier = self._tiers[0] if self._tiers else await self.tier()
@@ -156,7 +168,10 @@ class Blocks:
         return Batch(self.keys, orders, images), memory
 
     async def write(self, tier: Tier, *, landed: bool = True) -> BlockResults:
-        """Write all; they have to land, unless the check says otherwise."""
+        """Write all; they have to land, unless the check says otherwise.
+
+        Cancel safety: safe, the check is over then.
+        """
         results = await tier.write(self.namespace, self.batch()[0])
         require(
             not landed or bool((results == BlockResult.LANDED).all()),
@@ -165,7 +180,10 @@ class Blocks:
         return results
 
     async def taken(self, tier: Tier, timeout_s: float) -> None:
-        """Write all until they land; no event says when a service can be reached."""
+        """Write all until they land; no event says when a service can be reached.
+
+        Cancel safety: safe, the check is over then.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         results = await self.write(tier, landed=False)
@@ -175,7 +193,10 @@ class Blocks:
             results = await self.write(tier, landed=False)
 
     async def read(self, tier: Tier) -> list[int]:
-        """Read all, and return the positions of those that landed, which are exact."""
+        """Read all, and return the positions of those that landed, which are exact.
+
+        Cancel safety: safe, the check is over then.
+        """
         batch, memory = self.room()
         results = await tier.read(self.namespace, batch)
         require(results.size == self.keys.size, f"{results.size} results")
@@ -193,7 +214,10 @@ class Blocks:
         return landed
 
     async def found(self, tier: Tier) -> list[int]:
-        """Return the positions of those that ``find`` has, each with its order."""
+        """Return the positions of those that ``find`` has, each with its order.
+
+        Cancel safety: safe, the check is over then.
+        """
         orders = await tier.find(self.keys)
         require(orders.size == self.keys.size, f"{orders.size} orders")
         here = np.flatnonzero(orders != ABSENT).tolist()
@@ -205,7 +229,10 @@ class Blocks:
         return here
 
     async def expect(self, tier: Tier, there: Iterable[int]) -> None:
-        """Fail unless these are there, by ``find`` and by ``read``, and no others."""
+        """Fail unless these are there, by ``find`` and by ``read``, and no others.
+
+        Cancel safety: safe, the check is over then.
+        """
         wanted = list(there)
         for name, call in (("find", self.found), ("read", self.read)):
             seen = await call(tier)
