@@ -12,9 +12,9 @@ from kvwire.store.images import images_in
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.namespace import ABSENT, UNKNOWN
 from kvwire.store.tiers.base import Batch, BlockResult
-from tests.store.caches import SPEC
 from tests.store.contract import NAMESPACE
 from tests.store.tiers.services import Played, Remembering
+from tests.support.caches import SPEC
 from tests.support.pairs import until
 
 KEYS = as_keys([NAMESPACE.digest + bytes([at]) * 16 for at in range(4)])
