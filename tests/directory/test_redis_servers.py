@@ -14,6 +14,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from tests.support import inside
+
 pytest.importorskip("redis", reason="redis is not installed: pip install redis")
 
 from redis import Redis
@@ -166,7 +168,7 @@ async def test_blocks_that_were_acknowledged_and_evicted() -> None:
         async with BlockStore.open([url_of(server)]) as store:
             put = await store.put(chain(512), source.cache, range(512))
             assert put.complete, put.missing.reasons
-            await store._tiers.memory.empty()
+            await inside.tiers(store).memory.empty()
             outcome = await store.get(chain(512), target.cache, range(512))
             landed = outcome.landed.ids().tolist()
             assert 0 < len(landed) < 512
@@ -417,7 +419,7 @@ async def test_values_that_are_too_long_are_not_read_whole() -> None:
                 assert (await store.put(chain(3), source.cache, range(3))).complete
                 first = next(iter(plain.scan_iter("kvwire:*")))
                 plain.setrange(first, huge, b"x")
-                await store._tiers.memory.empty()
+                await inside.tiers(store).memory.empty()
                 outcome = await store.get(chain(3), source.cache, range(3))
                 assert len(outcome.landed) == 2
                 # It is gone, so that it is in the way of no put.
@@ -512,10 +514,10 @@ async def test_slots_that_move(cluster: list[Server], half: bool) -> None:
                 for server in cluster[:3]
             ]
             moved = _move_a_slot(masters, cluster, half=half)
-            await store._tiers.memory.empty()
+            await inside.tiers(store).memory.empty()
             async with asyncio.timeout(60):
                 while not (await store.get(hashes, target.cache, range(16))).complete:
-                    await store._tiers.memory.empty()
+                    await inside.tiers(store).memory.empty()
             blocks = list(range(16))
             assert np.array_equal(source.tokens(blocks), target.tokens(blocks))
             # Nothing new is refused either.

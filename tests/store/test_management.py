@@ -19,6 +19,7 @@ from kvwire.store.tiers.slabs import GRAIN_BYTES
 from tests.store.contract import NAMESPACE
 from tests.store.fakes import FakeTier
 from tests.store.files import disk, store_on
+from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import Filled, chain
 from tests.support.pairs import until
@@ -203,7 +204,7 @@ async def test_what_is_pinned_while_it_makes_room_stays() -> None:
         tier.before = go.wait
         put = store.put(B[:1], cache, [0])
         await until(lambda: tier.moving)
-        index = store._tiers.memory.index
+        index = inside.tiers(store).memory.index
         going = [h for h in hashes if index._state.pins[_slots(store, [h])].all()]
         assert [await store.pin([one], cache) for one in going] == [1] * len(going)
         go.set()
@@ -228,7 +229,7 @@ async def test_what_one_tenant_has_pinned_lets_another_put(evict: str) -> None:
 
 
 def _slots(store: BlockStore, hashes: list[bytes]) -> Ids:
-    return store._tiers.memory.index.find(
+    return inside.tiers(store).memory.index.find(
         as_keys(NAMESPACE.digest + one for one in hashes)
     )
 
@@ -239,7 +240,7 @@ async def test_what_a_disk_cannot_note_is_not_pinned(tmp_path: Path) -> None:
     async with BlockStore.open(tiers) as store:
         await store.put(A + B, cache, range(8))
         assert await store.match(A, cache) == 4
-        (tier,) = store._tiers.below
+        (tier,) = inside.tiers(store).below
         rows = tier._rows  # type: ignore[attr-defined]
         rows._db.execute("DROP TABLE pins")
         assert await store.pin(A, cache) < 4
@@ -271,9 +272,9 @@ async def test_a_quota_and_an_age_hold_in_each_tier_and_after_a_restart(
         assert used(store) == [0, 64 * 1024]
         assert await store.match(hashes[:4], cache, tenant="t") == 4
     async with BlockStore.open(tiers, tenants=tenants) as store:
-        index = store._tiers.memory.index
+        index = inside.tiers(store).memory.index
         index._now = lambda: time.time() + 3601
-        (tier,) = store._tiers.below
+        (tier,) = inside.tiers(store).below
         tier._index._now = index._now  # type: ignore[attr-defined]
         assert await store.match(hashes[:4], cache, tenant="t") == 0
         assert await store.match(hashes, cache) == 24
@@ -293,8 +294,8 @@ async def test_what_has_no_name_any_more_is_deleted_on_the_disk_as_well(
             large = Filled(spec=replace(SPEC, head_dim=128), seed=2).cache
             assert (await store.put(A[:2], large, range(2), tenant="t")).complete
         if how == "too old":
-            (tier,) = store._tiers.below
-            for index in (store._tiers.memory.index, tier._index):  # type: ignore[attr-defined]
+            (tier,) = inside.tiers(store).below
+            for index in (inside.tiers(store).memory.index, tier._index):  # type: ignore[attr-defined]
                 index._now = lambda: time.time() + 3601
             assert await store.match(hashes, cache, tenant="t") == 0
         if how != "beyond a quota":
@@ -341,7 +342,7 @@ async def test_what_was_put_by_a_clock_that_ran_ahead_grows_old_as_well(
             await store.put(A, cache, range(4), tenant="t")
     async with BlockStore.open(tiers, tenants=["t?ttl=3600"]) as store:
         assert await store.match(A, cache, tenant="t") == 4
-        (tier,) = store._tiers.below
+        (tier,) = inside.tiers(store).below
         tier._index._now = lambda: time.time() + 3601  # type: ignore[attr-defined]
         assert await store.match(A, cache, tenant="t") == 0
 

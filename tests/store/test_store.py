@@ -20,6 +20,7 @@ from kvwire.store.tiers.base import Tier
 from kvwire.testing.conformance.rig import open_descriptors
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
+from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
@@ -82,7 +83,7 @@ async def test_one_get_of_blocks_in_two_orders(tier: str, tmp_path: Path) -> Non
         await store.put(hashes[:2], sources[0].cache, [3, 1])
         await store.put(hashes[2:], sources[1].cache, [4, 5])
         if tier == "below":
-            await store._tiers.memory.empty()
+            await inside.tiers(store).memory.empty()
         assert (await store.get(hashes, target.cache, [0, 2, 5, 7])).complete
     assert same(sources[0], [3, 1], target, [0, 2])
     assert same(sources[1], [4, 5], target, [5, 7])

@@ -22,6 +22,7 @@ from kvwire.store.request import StoreRequest
 from tests.store.contract import NAMESPACE
 from tests.store.fakes import FakeTier
 from tests.store.files import Faults, Scripted, disk, store_on
+from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import Filled, chain
 from tests.support.depth import parameters
@@ -64,15 +65,15 @@ async def test_storm(tmp_path: Path, write: Any, room: str, seed: int) -> None:
         for seed_of in range(CHAINS):
             assert (await put_chain(store, seed_of)).complete
             assert await get_chain(store, seed_of) == BLOCKS
-        assert not len(store._tiers.memory.in_flight)
+        assert not len(inside.tiers(store).memory.in_flight)
         await check_no_pins(store)
 
 
 async def check_no_pins(store: BlockStore) -> None:
     """Every slot is idle again: all there is can be evicted."""
     # What is cleared in the background is pinned while it is written below.
-    await store._tiers.memory.settle()
-    index = store._tiers.memory.index
+    await inside.tiers(store).memory.settle()
+    index = inside.tiers(store).memory.index
     assert not index.pinned
     queues = [queue for by in index._queues.values() for queue in by.values()]
     assert sum(len(queue.pop(BLOCKS * 64)[1]) for queue in queues) == len(index)
@@ -120,7 +121,7 @@ async def test_what_comes_while_a_get_asks_has_one_slot(
         assert await get_chain(store, 1) == BLOCKS
         go.set()
         assert await first == BLOCKS
-        index = store._tiers.memory.index
+        index = inside.tiers(store).memory.index
         assert index.slabs.used.sum() == len(index) == BLOCKS
 
 
@@ -131,7 +132,7 @@ async def test_a_put_whose_blocks_others_bring_meanwhile_writes_none_of_none(
     tier = FakeTier()
     tier.asks = True
     async with store_on(tier) as store:
-        memory = store._tiers.memory
+        memory = inside.tiers(store).memory
         take, keys = memory.take, as_keys([NAMESPACE.digest + chain(1, "1")[0]])
 
         async def busy(nbytes: int, count: int, tenant: int) -> Ids:

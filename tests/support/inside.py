@@ -21,6 +21,7 @@ from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.peer import PeerState
 from kvwire.endpoint.request import RequestState
 from kvwire.proto.connection import ConnectionCore
+from kvwire.store.tier_stack import TierStack
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.matching import TransferRegistry
 from kvwire.transfers.outgoing import OutgoingState
@@ -117,6 +118,11 @@ def attempts(of: kvwire.Outgoing) -> list[SendAttempt]:
 def planned(of: kvwire.Incoming) -> bool:
     """Whether a producer has met it, over this link or an earlier one."""
     return of._state.planned
+
+
+def tiers(of: kvwire.BlockStore) -> TierStack:
+    """The tiers of a store: its memory, and those below."""
+    return of._tiers
 
 
 def now() -> float:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from kvwire import BlockStore
+from tests.support import inside
 from tests.support.caches import Filled, chain
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -255,7 +256,7 @@ async def _use_once(tier: str) -> None:
     cache = Filled(seed=1).cache
     async with BlockStore.open([tier]), BlockStore.open([tier]) as store:
         assert (await store.put(chain(1), cache, [0])).complete
-        await store._tiers.memory.empty()
+        await inside.tiers(store).memory.empty()
         assert (await store.get(chain(1), cache, [0])).complete
 
 

@@ -31,6 +31,7 @@ from kvwire.cli.bench.store_side import (
 from kvwire.kv.blocks import Ids
 from kvwire.limits import MIB
 from kvwire.store.index import Index, Keys
+from tests.support import inside
 
 
 def work(verb: str, tier: str = DISK) -> StoreWork:
@@ -77,7 +78,7 @@ async def test_what_is_matched_is_never_in_the_memory_in_front(side: StoreSide) 
     done = work(MATCH)
     await side.use(done, None)
     await side.fill(done)
-    memory = side.stocks[done.nbytes].store._tiers.memory
+    memory = inside.tiers(side.stocks[done.nbytes].store).memory
     find, found = Index.find, set()
 
     def watched(index: Index, keys: Keys) -> Ids:

@@ -19,6 +19,7 @@ from kvwire.store.tiers.disk import DiskTier
 from tests.programs.model.faults import POINTS, PointedFile
 from tests.programs.model.kinds import Block, Cache, contents, tenant_of
 from tests.store.files import store_on
+from tests.support import inside
 
 TTL_S = 100_000
 
@@ -111,7 +112,7 @@ class Life:
         self._tier = await DiskTier.open(address, tenants, file_type=PointedFile)
         memory = f"memory:{self.room.memory}"
         self._store = store_on(self._tier, memory=memory, tenants=tenants)
-        for index in (self._tier._index, self._store._tiers.memory.index):
+        for index in (self._tier._index, inside.tiers(self._store).memory.index):
             index._now = CLOCK
         self._check_present(set(self.shadow.sure), 0)
 

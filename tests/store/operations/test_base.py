@@ -13,6 +13,7 @@ from kvwire.store.store import BlockStore
 from kvwire.store.tiers.base import Batch, BlockResults
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
+from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import Filled, chain
 from tests.support.pairs import until
@@ -41,7 +42,7 @@ class Broken(FakeTier):
 
 def nothing_held(store: BlockStore) -> bool:
     """No pin, no slot without a name, no fill that goes on."""
-    memory = store._tiers.memory
+    memory = inside.tiers(store).memory
     named = len(memory.index) * 4096
     return (
         not memory.index.pinned
@@ -52,7 +53,7 @@ def nothing_held(store: BlockStore) -> bool:
 
 async def begun(store: BlockStore, verb: Literal["put", "get"]) -> StoreRequest:
     """A request whose blocks the tier below is asked for, or given."""
-    (tier,) = store._tiers.below
+    (tier,) = inside.tiers(store).below
     assert isinstance(tier, Broken)
     call, name = (store.put, "new") if verb == "put" else (store.get, "there")
     request = call(chain(COUNT, name), Filled(COUNT, seed=1).cache, range(COUNT))

@@ -29,6 +29,7 @@ from kvwire.store.operations import base
 from kvwire.store.server import messages
 from kvwire.store.tiers.base import BlockResult
 from kvwire.store.tiers.slabs import rounded
+from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
@@ -122,7 +123,7 @@ async def works(server: StoreServer, seed: int = 9) -> bool:
 
 
 async def nothing_is_taken(store: BlockStore, server: StoreServer) -> None:
-    slabs, served = store._tiers.memory.index.slabs, server._served
+    slabs, served = inside.tiers(store).memory.index.slabs, server._served
     await until(lambda: slabs.used_bytes == 0 and served.lent_bytes == 0)
 
 
@@ -167,7 +168,7 @@ async def test_a_bug_of_ours_costs_one_client(
 
     async with serving() as (store, server), client(server) as one:
         with monkeypatch.context() as patch:
-            patch.setattr(store._tiers, "touch", broken)
+            patch.setattr(inside.tiers(store), "touch", broken)
             await one.say(messages.Touch(names(chain(1))))
             assert await one.dropped()
         await until(lambda: not server.clients())
@@ -225,7 +226,7 @@ async def test_keys_of_another_space_are_refused() -> None:
             done = await liar.ask(request)
             assert done.table.tolist() == [BlockResult.REFUSED, BlockResult.REFUSED]
             assert "another namespace" in done.reason
-        assert not store._tiers.namespaces
+        assert not inside.tiers(store).namespaces
         assert await works(server)
 
 
@@ -246,7 +247,7 @@ async def test_blocks_that_nobody_sends_fail_by_their_deadline() -> None:
         assert "deadline" in done.reason
         # The only berth is free again.
         assert (await liar.ask(moving(messages.Get, chain(2)))).table.tolist() == [1, 1]
-        assert not len(store._tiers.memory.index)
+        assert not len(inside.tiers(store).memory.index)
         await nothing_is_taken(store, server)
 
 
@@ -276,7 +277,7 @@ async def test_a_put_comes_into_its_slots(monkeypatch: pytest.MonkeyPatch) -> No
                 images
             )
         assert not copies
-        used_bytes = store._tiers.memory.index.slabs.used_bytes
+        used_bytes = inside.tiers(store).memory.index.slabs.used_bytes
         assert used_bytes == 2 * rounded(LARGE.block_bytes)
         await until(lambda: server._served.lent_bytes == 0)
 
@@ -298,7 +299,7 @@ async def test_a_put_of_other_bytes_than_it_says_stores_nothing(nbytes: int) -> 
         done = await liar.ask(moving(messages.Put, chain(2), APART, timeout_ms=300))
         assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "bytes" in done.reason
-        assert not len(store._tiers.memory.index)
+        assert not len(inside.tiers(store).memory.index)
         await nothing_is_taken(store, server)
         sent.cancel()
         assert await works(server)
@@ -329,8 +330,8 @@ async def test_small_blocks_go_with_the_request_and_come_with_the_answer() -> No
         part = await one.ask(moving(messages.Get, chain(3)))
         assert part.table.tolist() == [0, 0, BlockResult.MISSING]
         assert part.images == images
-        await store._tiers.memory.empty()
-        assert not len(store._tiers.memory.index)
+        await inside.tiers(store).memory.empty()
+        assert not len(inside.tiers(store).memory.index)
         (row,) = server.clients()
         assert row.read_bytes == 2 * row.written_bytes == 2 * len(images)
 
@@ -338,7 +339,7 @@ async def test_small_blocks_go_with_the_request_and_come_with_the_answer() -> No
 async def test_a_small_put_that_finds_no_room_waits_for_it() -> None:
     """And for nothing else: other requests of its client are answered meanwhile."""
     async with serving("memory:256KiB") as (store, server), client(server) as one:
-        memory = store._tiers.memory
+        memory = inside.tiers(store).memory
         slots = memory.index.take(SPEC.block_bytes, 1000)
         await one.say(moving(messages.Put, chain(2)))
         found = await one.ask(messages.Find(2, names(chain(2))))
@@ -388,8 +389,8 @@ async def test_slow_clients_pin_a_part_of_memory_and_no_more() -> None:
                 timeout_ms=600_000,
             )
             assert not any((await idle.ask(wanted)).table)
-        index = store._tiers.memory.index
-        await store._tiers.memory.empty()
+        index = inside.tiers(store).memory.index
+        await inside.tiers(store).memory.empty()
         assert len(index) == share - 1
         assert await works(server)
 
@@ -399,7 +400,7 @@ async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> No
     source, hashes = Filled(seed=3), chain(3)
     async with serving("memory:64KiB", f"disk:{tmp_path}?size=1MiB") as (store, server):
         await store.put([hashes[0], hashes[2]], source.cache, [0, 2])
-        await store._tiers.memory.empty()
+        await inside.tiers(store).memory.empty()
         _damage(tmp_path / "images", source.tensors[0][2].tobytes())
         async with client(server) as one:
             done = await one.ask(moving(messages.Get, hashes))
@@ -435,8 +436,8 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
         assert await works(server)
         # By the deadline its berth is free again, and what was pinned for it.
         await until(lambda: server._served.lent_bytes == 0)
-        await store._tiers.memory.empty()
-        assert not len(store._tiers.memory.index)
+        await inside.tiers(store).memory.empty()
+        assert not len(inside.tiers(store).memory.index)
         again = await idle.ask(moving(messages.Get, hashes, APART, number=2))
         assert again.number == 2
         assert again.table.tolist() == [BlockResult.MISSING, BlockResult.MISSING]

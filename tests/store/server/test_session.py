@@ -17,6 +17,7 @@ from tests.store.server.test_server import (
     serving,
     where,
 )
+from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
@@ -84,4 +85,8 @@ async def test_kinds_of_blocks_that_nobody_has_are_not_remembered() -> None:
         outcome = await near.get(chain(2, "other"), other.cache, [0, 1])
         assert not outcome.landed.ids().size
         assert await near.match(chain(2)) == 2
-        assert len(near._tiers.namespaces) == len(store._tiers.namespaces) == 1
+        assert (
+            len(inside.tiers(near).namespaces)
+            == len(inside.tiers(store).namespaces)
+            == 1
+        )

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support import inside
+
 pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 import obstore.store
@@ -167,7 +169,7 @@ async def test_entries_of_a_disk_have_few_lengths(tmp_path: Path) -> None:
             spread = source.tensors[0].view(np.uint16)
             spread[: 2 * seed] = np.arange(spread[0].size).reshape(spread[0].shape)
             assert (await store.put(chain(12, str(seed)), source.cache, IDS)).complete
-        (tier,) = store._tiers.below
+        (tier,) = inside.tiers(store).below
         assert isinstance(tier, DiskTier)
         sizes = set(tier._slabs.slot_bytes.tolist())
         assert 2 <= len(sizes - {0}) <= 16

@@ -28,6 +28,7 @@ from kvwire.store.tiers.disk_index import DiskIndex
 from kvwire.store.tiers.slabs import GRAIN_BYTES
 from tests.store.contract import expect_shared, put_before, tier_of
 from tests.store.files import Faults, disk, store_on
+from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import Filled, chain
 from tests.support.pairs import until
@@ -420,7 +421,7 @@ async def test_a_full_disk_does_not_keep_a_new_model_out_for_ever(
 
 
 def _index_of(store: BlockStore) -> sqlite3.Connection:
-    db: sqlite3.Connection = store._tiers.below[0]._rows._db  # type: ignore[attr-defined]
+    db: sqlite3.Connection = inside.tiers(store).below[0]._rows._db  # type: ignore[attr-defined]
     return db
 
 

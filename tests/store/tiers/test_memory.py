@@ -20,6 +20,7 @@ from kvwire.limits import KIB, MIB
 from kvwire.store.index import Index, IndexedSlots, Keys, as_keys
 from kvwire.store.tiers.memory import InFlightFills, MemoryTier
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
+from tests.support import inside
 from tests.support.caches import chain
 from tests.support.pairs import until
 
@@ -322,7 +323,7 @@ async def test_pages_are_there_when_a_store_that_wants_them_is_open(
 ) -> None:
     nbytes = 16 * MIB
     async with BlockStore.open([f"memory:{nbytes}?populate={populate}"]) as store:
-        memory = store._tiers.memory._bytes
+        memory = inside.tiers(store).memory._bytes
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         memory[:: mmap.PAGESIZE] = 1
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

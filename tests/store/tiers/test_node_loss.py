@@ -18,6 +18,7 @@ import pytest
 
 from kvwire import BlockStore, KVSpec
 from tests.store.server_child import serving
+from tests.support import inside
 from tests.support.caches import Filled, chain
 from tests.support.servers import (
     mooncake_master,
@@ -93,7 +94,7 @@ async def test_a_node_is_lost(
     async def used(store: BlockStore, hashes: list[bytes]) -> tuple[float, float]:
         """Get a prompt and put what it lacks; return the share of hits, and seconds."""
         nonlocal wrong
-        await store._tiers.memory.empty()
+        await inside.tiers(store).memory.empty()
         begin = time.perf_counter()
         outcome = await store.get(hashes, target.cache, blocks)
         here = outcome.landed.ids().tolist()
@@ -112,7 +113,7 @@ async def test_a_node_is_lost(
         nodes(tmp_path, number) as (where, lose),
         BlockStore.open([where]) as store,
     ):
-        (tier,) = store._tiers.below
+        (tier,) = inside.tiers(store).below
         for one in prompts:
             assert (await store.put(one, source.cache, blocks)).complete
         before, usual_s = await round_of(store)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support import inside
+
 pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 from collections.abc import AsyncIterator, Mapping
@@ -101,7 +103,7 @@ async def test_the_name_of_what_is_wrong_is_kept(
         with pytest.raises(OSError, match=rf"^4 blocks are in .*{code}: It is so"):
             await store.flush()
         assert await store.match(chain(2, "other"), source.cache) == 0
-        await store._tiers.memory.empty()
+        await inside.tiers(store).memory.empty()
     (line,) = warned(caplog)
     assert line.startswith(f"tier {name}: {code}: It is so")
 

@@ -19,6 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tests.support import inside
+
 pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 import obstore.store
@@ -243,6 +245,6 @@ async def test_a_bucket_that_takes_nothing_gives_what_it_has(
             with pytest.raises(OSError, match=f"2 blocks are in memory only.*{code}"):
                 await store.flush()
             refuses = False
-            await until(lambda: store._tiers.below[0].taking)
+            await until(lambda: inside.tiers(store).below[0].taking)
             await store.flush()
             assert store.report[address] == ""

@@ -16,6 +16,7 @@ from kvwire.store.index import Keys, as_keys
 from kvwire.store.tiers.sharded import ShardedTier, placed, seed_of
 from tests.store.contract import tier_of
 from tests.store.server_child import serving
+from tests.support import inside
 from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 
@@ -47,7 +48,7 @@ async def test_nodes_come_and_go(tmp_path: Path) -> None:
         stores = [await served(stack, tmp_path) for _ in range(2)]
         await until(lambda: nodes_of(client) == 2)
         assert (await client.put(hashes, source.cache, blocks)).complete
-        held = [len(store._tiers.memory.index) for store in stores]
+        held = [len(inside.tiers(store).memory.index) for store in stores]
         assert sum(held) == BLOCKS
         assert min(held) > BLOCKS // 8
         async with BlockStore.open([where]) as other:
@@ -65,11 +66,13 @@ async def test_nodes_come_and_go(tmp_path: Path) -> None:
             await until(lambda: len(tier_of(other, ShardedTier)._nodes) == 2)
             assert (await tier_of(other, ShardedTier).find(_keys(stores)) != 255).all()
             await other.delete(hashes, target.cache)
-        assert not any(len(store._tiers.memory.index) for store in stores)
+        assert not any(len(inside.tiers(store).memory.index) for store in stores)
 
 
 def _keys(stores: list[BlockStore]) -> Keys:
-    return np.concatenate([store._tiers.memory.index.named().keys for store in stores])
+    return np.concatenate(
+        [inside.tiers(store).memory.index.named().keys for store in stores]
+    )
 
 
 async def test_a_node_that_is_killed_is_misses(tmp_path: Path) -> None:
