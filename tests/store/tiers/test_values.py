@@ -14,15 +14,14 @@ from kvwire.store.namespace import ABSENT, UNKNOWN
 from kvwire.store.tiers.base import Batch, BlockResult
 from tests.store.contract import NAMESPACE
 from tests.store.tiers.services import Played, Remembering
-from tests.support.caches import SPEC
 from tests.support.pairs import until
 
 KEYS = as_keys([NAMESPACE.digest + bytes([at]) * 16 for at in range(4)])
 
 
 def batch(keys: Keys = KEYS, fill: int = 0) -> Batch:
-    memory = np.full(keys.size * SPEC.block_bytes, fill, np.uint8)
-    images = images_in(memory, SPEC.block_bytes, keys.size)
+    memory = np.full(keys.size * NAMESPACE.image_bytes, fill, np.uint8)
+    images = images_in(memory, NAMESPACE.image_bytes, keys.size)
     return Batch(keys, np.ones(keys.size, np.uint8), images)
 
 
