@@ -56,9 +56,16 @@ from kvwire.types import (
 )
 
 if TYPE_CHECKING:
-    from kvwire.communicator import Communicator, open  # noqa: A004 - the public name
     from kvwire.config import Config
-    from kvwire.connection import Connection, Peer
+    from kvwire.endpoint.communicator import (
+        Communicator,
+        open,  # noqa: A004 - the public name
+    )
+    from kvwire.endpoint.connection import Connection
+    from kvwire.endpoint.engine import Engine
+    from kvwire.endpoint.peer import Peer
+    from kvwire.endpoint.region import Region
+    from kvwire.endpoint.request import Request
     from kvwire.endpoint.snapshot import (
         ConnectionSnapshot,
         Snapshot,
@@ -66,14 +73,11 @@ if TYPE_CHECKING:
         StoreSnapshot,
         TransferSnapshot,
     )
-    from kvwire.engine import Engine
     from kvwire.kv.outcome import Outcome, Timings
     from kvwire.kv.paged import PagedCache
     from kvwire.kv.pool import BlockPool
     from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
     from kvwire.kv.spec import KVSpec
-    from kvwire.region import Region
-    from kvwire.request import Request
     from kvwire.store.request import StoreRequest
     from kvwire.store.server.server import StoreServer
     from kvwire.store.store import BlockStore
@@ -150,16 +154,16 @@ __all__ = [
 
 # The homes of the names that `import kvwire` does not load.
 _HOMES: Final = {
-    "Communicator": "kvwire.communicator",
-    "open": "kvwire.communicator",
+    "Communicator": "kvwire.endpoint.communicator",
+    "open": "kvwire.endpoint.communicator",
     "Config": "kvwire.config",
-    "Connection": "kvwire.connection",
+    "Connection": "kvwire.endpoint.connection",
     "ConnectionSnapshot": "kvwire.endpoint.snapshot",
     "Snapshot": "kvwire.endpoint.snapshot",
     "StoreCallSnapshot": "kvwire.endpoint.snapshot",
     "StoreSnapshot": "kvwire.endpoint.snapshot",
     "TransferSnapshot": "kvwire.endpoint.snapshot",
-    "Engine": "kvwire.engine",
+    "Engine": "kvwire.endpoint.engine",
     "Incoming": "kvwire.transfer",
     "Joined": "kvwire.transfer",
     "join": "kvwire.transfer",
@@ -172,9 +176,9 @@ _HOMES: Final = {
     "plan_prefill": "kvwire.kv.prefill_plan",
     "KVSpec": "kvwire.kv.spec",
     "Outgoing": "kvwire.transfer",
-    "Peer": "kvwire.connection",
-    "Region": "kvwire.region",
-    "Request": "kvwire.request",
+    "Peer": "kvwire.endpoint.peer",
+    "Region": "kvwire.endpoint.region",
+    "Request": "kvwire.endpoint.request",
     "StoreRequest": "kvwire.store.request",
     "StoreServer": "kvwire.store.server.server",
     "BlockStore": "kvwire.store.store",

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.driver.checksums import (
@@ -27,9 +27,15 @@ from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.scheduler import LaneScheduler
 from kvwire.driver.lanes.setup import LaneSetup
 from kvwire.driver.lanes.state import LaneEndpoint, LaneSet
-from kvwire.driver.ports import DriverOwner
+from kvwire.driver.services import Services
 from kvwire.driver.unreceived_log import UnreceivedLog
-from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
+from kvwire.errors import (
+    ConnectionClosed,
+    ConnectionLost,
+    KVWireError,
+    ProtocolError,
+    WireCode,
+)
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
     CONTROL_QUEUE_BYTES_MAX,
@@ -49,8 +55,14 @@ from kvwire.proto.events import (
     LaneDataReceived,
     LaneOpened,
 )
-from kvwire.proto.records import ChunkArrival, ChunkPlace
-from kvwire.types import BufferId
+from kvwire.proto.records import (
+    ChunkArrival,
+    ChunkPlace,
+    RequestRecord,
+    TransferRecord,
+)
+from kvwire.proto.transfers import Transfers
+from kvwire.types import BufferId, PeerInfo
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
@@ -74,6 +86,16 @@ _NOWHERE: Final = ChunkPlace.NOWHERE
 _new: Final = object.__new__
 
 
+class TransferPart(Protocol):
+    """The part of a transfer that runs on a connection, as the driver sees it.
+
+    Attributes:
+        core: Its request on the connection.
+    """
+
+    core: RequestRecord | None
+
+
 class _Landing(Landing):
     """Knows where it belongs, ``place``: small fragments are received in one piece.
 
@@ -89,10 +111,12 @@ class _Landing(Landing):
 class ConnectionDriver(LinkHandler):
     """Runs the link and the lanes of one connection, once its handshake is over.
 
-    Args:
-        acts: Called with each event of the core that is not about lanes, by its type.
-
     Attributes:
+        core: Decides what is sent, and what an arrived frame means.
+        peer: The other side.
+        front: The :class:`~kvwire.Connection` that users hold.
+        transfers: The core's part for KV transfers.
+        chunk_bytes: Bytes of a chunk that arrives here.
         staging: What of the payload lies in device memory.
         held: Messages that nobody has asked for yet, by the core's numbers.
         running: Whether the core is being drained, and events are dispatched.
@@ -104,22 +128,27 @@ class ConnectionDriver(LinkHandler):
         self,
         link: Link,
         core: ConnectionCore,
-        owner: DriverOwner,
+        services: Services,
         lanes: LaneSet,
-        acts: EventActs,
+        peer: PeerInfo,
     ) -> None:
-        loop = owner.loop
+        loop = services.loop
         self.link = link
+        self.core = core
+        self.peer = peer
+        self.front: Any = None
+        self.transfers: Transfers = core.transfers
+        self.chunk_bytes: int = core.agreement.parameters.chunk_bytes
         # bounded: EAGER_WINDOW_BYTES, by the credit that the core gives
         self.held: dict[BufferId, memoryview] = {}
         self.ended: asyncio.Future[None] = loop.create_future()
-        self._core = core
         self._outbox = core.outbox
         self._chunks = core.chunks
-        self._buffers = owner.buffers
-        self._drained = owner.buffers.holds.drained
+        self._buffers = services.buffers
+        self._drained = services.buffers.holds.drained
         self._loop = loop
-        self._checks = ChecksumPolicy(owner.config.checksum)
+        self._made_at = loop.time()
+        self._checks = ChecksumPolicy(services.config.checksum)
         self._copies = ScratchPool()
         self._unreceived = UnreceivedLog()
         self._timer: asyncio.TimerHandle | None = None
@@ -135,35 +164,81 @@ class ConnectionDriver(LinkHandler):
         # Sends payload in a turn of the loop of its own; none is sent before it.
         self._again: asyncio.Handle | None = None
         self._times_put_off = 0
-        self._open_paths(owner, lanes)
-        self._ended_act = acts[Ended]
+        self._open_paths(services, lanes)
         # Events of the link and its lanes; all others go to the front.
         self._acts: EventActs = {
-            **acts,
             LaneDataReceived: self._receive_on_lane,
             LaneAsked: self.lane_setup.asked,
             LaneBootstrapped: self.lane_setup.bootstrapped,
             LaneOpened: self.lane_setup.opened,
             LaneClosed: self._lane_closed,
-            Ended: self._end_link,
         }
         self.set_timer()
 
-    def _open_paths(self, owner: DriverOwner, lanes: LaneSet) -> None:
+    def serve(self, front: object, acts: EventActs) -> None:
+        """Dispatch the core's events to the object that users hold, from now on.
+
+        Args:
+            front: That object.
+            acts: Called with each event that is not about lanes, by its type.
+        """
+        self.front = front
+        self._ended_act = acts[Ended]
+        self._acts = {**acts, **self._acts, Ended: self._end_link}
+
+    @property
+    def age_s(self) -> float:
+        """Return the seconds since the handshake."""
+        return self._loop.time() - self._made_at
+
+    @property
+    def silent_s(self) -> float:
+        """Return the seconds since the peer last sent anything."""
+        return max(0.0, self.core.silence_s(self._loop.time()))
+
+    def start_transfer(
+        self,
+        attempt: TransferPart,
+        *,
+        key: bytes,
+        priority: int,
+        description: bytes,
+        pull: bool,
+    ) -> None:
+        """Ask the peer for a transfer; its part here has a request from now on.
+
+        Raises:
+            ConnectionClosed: The connection is closing or closed.
+            UsageError: The peer has too many transfers to answer already.
+        """
+        transfer = TransferRecord(id=key, priority=priority)
+        attempt.core = self.core.open_transfer(
+            transfer, description, pull=pull, deadline=None
+        )
+        attempt.core.context = attempt
+        self.run()
+
+    def refuse(
+        self, request: RequestRecord, error: KVWireError, code: WireCode
+    ) -> None:
+        """Refuse a request of the peer, which gets the error's text and the code."""
+        self.core.refuse(request, error, code)
+
+    def _open_paths(self, services: Services, lanes: LaneSet) -> None:
         """Make what moves payload: staging for device memory, and lanes."""
-        core, link = self._core, self.link
+        core, link = self.core, self.link
         self.staging: DeviceStaging = DeviceStaging(
             core,
             link,
             self._buffers,
-            owner.devices,
+            services.devices,
             run=self.run,
             check_ended=self._check_ended,
         )
         self.lanes = lanes
         core.transfers.only_link = lanes.possible == (lanes.scheme,)
         self.active: ActiveTransport = ActiveTransport(
-            lanes, core.agreement.peer, owner.counters
+            lanes, core.agreement.peer, services.counters
         )
         self._scheduler = LaneScheduler(
             core,
@@ -181,7 +256,7 @@ class ConnectionDriver(LinkHandler):
             self.active,
             self._scheduler,
             link.remote_address,
-            owner,
+            services,
             run=self.run,
             check_ended=self._check_ended,
         )
@@ -190,12 +265,12 @@ class ConnectionDriver(LinkHandler):
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
         try:
-            arrival = self._core.header_received(header)
+            arrival = self.core.header_received(header)
             if arrival.place is _MARKED:
                 for event in self._outbox.events[:]:
                     del self._outbox.events[0]
                     self._acts[type(event)](event)  # the front gives it memory
-                arrival = self._core.transfers.marked_place(arrival)
+                arrival = self.core.transfers.marked_place(arrival)
         except ProtocolError as exc:
             self._broken(exc)
             return Landing(0, None)
@@ -220,7 +295,7 @@ class ConnectionDriver(LinkHandler):
 
     def body_received(self, link: Link, landing: Landing) -> None:
         assert isinstance(landing, _Landing)
-        core = self._core
+        core = self.core
         arrival, payload = landing.arrival, landing.payload
         self._seen_at = now = self._loop.time()
         try:
@@ -255,7 +330,7 @@ class ConnectionDriver(LinkHandler):
             self.staging.sent(token)
         if self._copies.lent_bytes:
             self._copies.give_back(token)
-        self._core.chunk_sent(token)
+        self.core.chunk_sent(token)
         if not self.running:
             self.run()
 
@@ -271,7 +346,7 @@ class ConnectionDriver(LinkHandler):
             self._again.cancel()
         self._scheduler.end()
         self.staging.link_gone()
-        self._core.link_lost(_as_closed(error))
+        self.core.link_lost(_as_closed(error))
         self.run()
         self.lane_setup.cancel()
         self._check_ended()
@@ -291,7 +366,7 @@ class ConnectionDriver(LinkHandler):
         """
         if self.running:
             return  # called from inside a run, which goes on until nothing is left
-        core, scheduler, acts = self._core, self._scheduler, self._acts
+        core, scheduler, acts = self.core, self._scheduler, self._acts
         frames, events = self._outbox.frames, self._outbox.events
         queued = woken = False
         self.running = True
@@ -326,7 +401,7 @@ class ConnectionDriver(LinkHandler):
 
     def set_timer(self) -> None:
         """Set the timer to when the core wants to look at the clock."""
-        at = self._core.next_tick
+        at = self.core.next_tick
         if self._timer is not None:
             if at >= self._timer_at:
                 return
@@ -456,13 +531,13 @@ class ConnectionDriver(LinkHandler):
         if self._closed:
             return
         try:
-            self._core.body_received(arrival, self._loop.time())
+            self.core.body_received(arrival, self._loop.time())
         except ProtocolError as exc:
             self._broken(exc)
 
     def _receive_on_lane(self, event: LaneDataReceived) -> None:
         arrival = event.arrival
-        if not self._core.lanes.expects(arrival):
+        if not self.core.lanes.expects(arrival):
             return  # its lane has ended since, and with it the hold of its memory
         payload: Payload | None = None
         if arrival.buffer is not None:
@@ -500,7 +575,7 @@ class ConnectionDriver(LinkHandler):
 
     def _tick(self) -> None:
         self._timer = None
-        core, now = self._core, self._loop.time()
+        core, now = self.core, self._loop.time()
         if self.staging.paused:
             core.heard(now)  # it is we who do not listen
         elif self.link.received_bytes != self._seen_bytes:
@@ -523,8 +598,8 @@ class ConnectionDriver(LinkHandler):
             self.set_timer()
 
     def _broken(self, error: ProtocolError) -> None:
-        logger.warning("peer %s: %s", self._core.agreement.peer, error)
-        self._core.fail(error)
+        logger.warning("peer %s: %s", self.core.agreement.peer, error)
+        self.core.fail(error)
         self.run()
         # Also where the connection had ended before, and only its link was closing.
         self.link.abort()

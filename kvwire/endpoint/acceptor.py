@@ -9,26 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-from kvwire.aio import start_task
-from kvwire.backend import Backend, Link
+from kvwire.aio import start_task, yields_before_raising
+from kvwire.backend import Backend, Link, Listener
+from kvwire.backend.selection import offered
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.endpoint.accept_queue import AcceptQueue
+from kvwire.endpoint.connection import Connection
+from kvwire.endpoint.dialling import listen_on_all
 from kvwire.endpoint.limits import (
     PENDING_HANDSHAKES_MAX,
     REFUSED_HOSTS_MAX,
     REFUSED_LOG_S,
 )
-from kvwire.errors import AuthenticationFailed, KVWireError
+from kvwire.endpoint.links import Links
+from kvwire.endpoint.reconnect import Reconnector
+from kvwire.errors import AuthenticationFailed, ClosedOK, KVWireError, ListenError
 from kvwire.proto.handshake import ServerHandshake
 from kvwire.security.keys import crosses_hosts
 from kvwire.types import Address, TrustMode, is_loopback
 from kvwire.wire.handshake_messages import NONCE_BYTES
-
-if TYPE_CHECKING:
-    from kvwire.endpoint.communicator import CommunicatorState
-    from kvwire.endpoint.connection import ConnectionState
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
@@ -41,21 +42,59 @@ class Acceptor:
 
     Attributes:
         inbound: The connections that nobody has taken.
+        listeners: What is listened on, oldest first.
     """
 
-    def __init__(self, communicator: CommunicatorState) -> None:
-        self.inbound: AcceptQueue[Any] = AcceptQueue()
-        self._communicator = communicator
+    def __init__(self, links: Links, recovery: Reconnector) -> None:
+        self.inbound: AcceptQueue[Connection] = AcceptQueue()
+        self.listeners: list[Listener] = []
+        self._links = links
+        self._recovery = recovery
         # Links that are not a connection: not yet, or never and on their way out.
         # Oldest first.
-        self._pending: dict[HandshakeDriver[ConnectionState], None] = {}
+        self._pending: dict[HandshakeDriver[Connection], None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # Hosts with a recent warning, and when their next refusal is one again.
         self._quiet_until: dict[str, float] = {}
 
+    @yields_before_raising
+    async def listen(self, address: str | Address) -> Address:
+        """Accept connections on an address; see Communicator.listen.
+
+        Cancel safety: safe, nothing stays bound.
+        """
+        links, config = self._links, self._links.services.config
+        links.check_open()
+        where = Address.parse(address)
+        backend = links.backend(where.scheme, config)
+        if links.services.tls is not None:
+            links.services.tls.check_may_listen()
+        # Loads their libraries now, and not while a peer waits in its handshake.
+        offered(config, where.scheme)
+
+        def accept(link: Link) -> None:
+            self.accept(link, backend)
+
+        try:
+            listeners = await listen_on_all(
+                where, backend, links.identity.trust, accept
+            )
+        except OSError as exc:
+            raise ListenError(
+                f"cannot listen on {where}: {exc.strerror or exc}",
+                address=str(where),
+                errno=exc.errno,
+            ) from exc
+        if links.closed:
+            for listener in listeners:
+                await listener.close()
+            raise ClosedOK("the communicator was closed")
+        self.listeners.extend(listeners)
+        return listeners[0].address
+
     def accept(self, link: Link, backend: Backend) -> None:
         """Shake hands with a link that came in, in a task of its own."""
-        communicator = self._communicator
+        links = self._links
         reason = self._why_not(link, backend)
         if reason:
             logger.info("%s: not accepted: %s", link.remote_address, reason)
@@ -66,10 +105,10 @@ class Acceptor:
             oldest = next(iter(self._pending))
             del self._pending[oldest]
             oldest.link.abort()
-        opening = communicator.open_link(
+        opening = links.open(
             link,
-            ServerHandshake(communicator.identity, secrets.token_bytes(NONCE_BYTES)),
-            communicator.config,
+            ServerHandshake(links.identity, secrets.token_bytes(NONCE_BYTES)),
+            links.services.config,
             backend.scheme,
             busy=self._busy(),
         )
@@ -87,9 +126,9 @@ class Acceptor:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _welcome(self, opening: HandshakeDriver[ConnectionState]) -> None:
-        communicator, remote = self._communicator, opening.link.remote_address
-        timeout_s = communicator.config.handshake_timeout_s
+    async def _welcome(self, opening: HandshakeDriver[Connection]) -> None:
+        remote = opening.link.remote_address
+        timeout_s = self._links.services.config.handshake_timeout_s
         # Not cancelled by a timeout: what has ended at the last moment has ended.
         await asyncio.wait([opening.done], timeout=timeout_s)
         if not opening.done.done():
@@ -104,17 +143,17 @@ class Acceptor:
             return
         try:
             async with asyncio.timeout(timeout_s):
-                await connection.driver.lane_setup.wait_initial_set()
+                await connection._driver.lane_setup.wait_initial_set()
         except TimeoutError:
             connection.abort(f"no transport for the data within {timeout_s:g} s")
             return
-        resumes = connection.core.agreement.offer.resumes
+        resumes = connection._core.agreement.offer.resumes
         if resumes:
-            communicator.recovery.taken_over(connection, resumes)
+            self._recovery.taken_over(connection, resumes)
         else:
-            communicator.registry.reattach(connection)
-            if not communicator.closed:
-                self.inbound.put(connection.public)
+            self._links.services.registry.reattach(connection._driver)
+            if not self._links.closed:
+                self.inbound.put(connection)
 
     def _level(self, error: KVWireError, remote: Address | None) -> int:
         """Return how loudly to log a refusal: a wrong key is an operator's business.
@@ -124,7 +163,7 @@ class Acceptor:
         """
         if not isinstance(error, AuthenticationFailed) or not _KEYS & {*error.fields}:
             return logging.INFO
-        now, host = self._communicator.loop.time(), remote.host if remote else ""
+        now, host = self._links.services.loop.time(), remote.host if remote else ""
         if now < self._quiet_until.get(host, now):
             return logging.INFO
         if len(self._quiet_until) >= REFUSED_HOSTS_MAX:
@@ -135,9 +174,9 @@ class Acceptor:
     def _why_not(self, link: Link, backend: Backend) -> str:
         """Return why a link is refused before a handshake; "" if it is not."""
         remote = link.remote_address
-        if self._communicator.links_ended:
+        if self._links.ended:
             return "the communicator is closed"
-        proves_nothing = self._communicator.identity.trust is TrustMode.LOOPBACK
+        proves_nothing = self._links.identity.trust is TrustMode.LOOPBACK
         if remote is None or not proves_nothing or not crosses_hosts(backend):
             return ""
         if not is_loopback(remote.host):
@@ -146,8 +185,8 @@ class Acceptor:
 
     def _busy(self) -> str:
         """Return why there is no room for another connection; "" if there is."""
-        limit = self._communicator.config.connections_max
-        if len(self._communicator.live_connections) >= limit:
+        limit = self._links.services.config.connections_max
+        if len(self._links.connections) >= limit:
             return f"connections_max={limit} are open"
         if len(self.inbound) >= limit:
             return f"connections_max={limit} wait to be taken"

@@ -1,142 +1,88 @@
-"""What is behind a :class:`~kvwire.Communicator`: one identity and its connections."""
+"""A communicator: one identity, its listeners and connections, all on one loop.
+
+Its parts do not know it: they share :class:`kvwire.driver.services.Services`, and
+:class:`kvwire.endpoint.links.Links` has what was dialled and accepted. Here they are
+put together, called in the right thread, and closed in the right order.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import random
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping
+from typing import Any, Self, Unpack
 
-from kvwire.aio import LoopThread, at_most, seconds_of, yields_before_raising
-from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
-from kvwire.backend.selection import (
-    apply_overrides,
-    check_transports,
-    control_rejection,
-    offered,
+from kvwire.aio import (
+    FORKED,
+    AsyncWith,
+    Opening,
+    at_most,
+    run_to_completion,
+    yields_before_raising,
 )
-from kvwire.config import Config
+from kvwire.backend.selection import check_transports, offered
+from kvwire.config import Config, ConfigOptions
 from kvwire.directory import Record, Selector
 from kvwire.directory.dialable import check_dialable
-from kvwire.driver.buffers import BufferTable
-from kvwire.driver.codec_threads import CodecThreads
-from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.directory.limits import MEMBER_LEASE_S
+from kvwire.directory.selector import FIELDS
 from kvwire.driver.counters import Counters
-from kvwire.driver.devices import Devices
-from kvwire.driver.handshake import HandshakeDriver, report_of
-from kvwire.driver.trace_ring import TraceRing
 from kvwire.endpoint.acceptor import Acceptor
-from kvwire.endpoint.connection import ConnectionState, Dialled
-from kvwire.endpoint.dialling import Dialling, listen_on_all
+from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.inspector import Inspector
 from kvwire.endpoint.limits import PEERS_MAX
-from kvwire.endpoint.membership import Membership
+from kvwire.endpoint.links import Links
+from kvwire.endpoint.membership import Membership, spec_digests
 from kvwire.endpoint.observers import Observers, TransferLog, transfers_logger
-from kvwire.endpoint.peer import PeerState
+from kvwire.endpoint.peer import Peer
 from kvwire.endpoint.reconnect import Reconnector
+from kvwire.endpoint.region import Region, register
 from kvwire.endpoint.snapshot import (
     Snapshot,
     TransferSnapshot,
     snapshot_of,
     transfer_snapshots,
 )
-from kvwire.errors import (
-    BackendUnavailable,
-    ClosedOK,
-    ConnectError,
-    ConnectionClosed,
-    ConnectionLost,
-    HandshakeError,
-    KVWireError,
-    ListenError,
-    ProtocolError,
-    UsageError,
-    wrong_type,
-)
-from kvwire.limits import CLOSE_SLACK_S, SPAN_BYTES_MAX
-from kvwire.memory.buffers import as_payload
-from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.handshake import (
-    OWN_INCARNATION,
-    Agreement,
-    ClientHandshake,
-    Handshake,
-    Identity,
-)
-from kvwire.proto.regions import RegionRecord, RegionTable
+from kvwire.errors import ClosedOK, UsageError, wrong_type
+from kvwire.kv.blocks import Blocks
+from kvwire.kv.paged import PagedCache
+from kvwire.limits import CLOSE_SLACK_S
+from kvwire.memory.buffers import Memory
+from kvwire.proto.handshake import Identity
 from kvwire.security.keys import load_keys
 from kvwire.security.tls import CredentialFiles
-from kvwire.security.validity import Validity
+from kvwire.transfer import Incoming, Outgoing
+from kvwire.transfers.coded import incoming_kind, outgoing_kind
 from kvwire.transfers.event_wait import wait_event
-from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.matching import TransferRegistry
-from kvwire.transfers.outgoing import OutgoingState
+from kvwire.transfers.options import PublishOptions, ReceiveOptions, check_options
+from kvwire.transfers.ports import TransferServices
 from kvwire.types import Access, AccessName, Address
-from kvwire.wire.control import BackendOffer, TransportOffer
-from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
+from kvwire.wire.handshake_messages import ConnectionParameters
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
-E = TypeVar("E", bound=KVWireError)
-# What runs a link: first the one, then the other.
-Driver = HandshakeDriver[ConnectionState] | ConnectionDriver
 
+class Communicator(AsyncWith):
+    """Connects to peers and is connected to. Made by :func:`kvwire.open`."""
 
-class CommunicatorState:
-    """Holds the state of one communicator, on the loop it was made on.
-
-    Args:
-        config: Its configuration.
-        publish_connection: Makes the object that users hold of a connection.
-
-    Attributes:
-        config: Its configuration.
-        buffers: The memory its users have lent it.
-        counters: What has happened so far.
-        devices: The devices that some of that memory belongs to.
-        codec_threads: Who encodes and decodes for its transfers.
-        membership: What it knows of its directory.
-        peers: Those that are known by name.
-        thread: Who may call it.
-        watchers: Who is told when KV transfers begin and end.
-    """
-
-    def __init__(
-        self, config: Config, publish_connection: Callable[[ConnectionState], Any]
-    ) -> None:
-        self.publish_connection = publish_connection
+    def __init__(self, config: Config) -> None:
         check_transports(config)
         trust, psk, keys = load_keys(config)
-        self._tls = CredentialFiles(config) if config.trust == "mtls" else None
+        tls = CredentialFiles(config) if config.trust == "mtls" else None
         if not config.name:
             config = config.replace(name=f"{socket.gethostname()}:{os.getpid()}")
-        self.config = config
-        self.buffers: BufferTable = BufferTable()
-        self.counters: Counters = Counters()
-        self.watchers: Observers[Any] = Observers()
+        self._watchers: Observers[Connection] = Observers()
         if transfers_logger.isEnabledFor(logging.DEBUG):
-            self.watchers.add(TransferLog())
-        self.thread: LoopThread = LoopThread()
-        self.loop: asyncio.AbstractEventLoop = self.thread.loop
-        self.inspector: Inspector = Inspector(self)
-        # Where events are noted for `kvwire trace`; None where nobody may look in.
-        self.ring: TraceRing | None = None
-        self.devices: Devices = Devices(
-            self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX)
-        )
-        self.codec_threads: CodecThreads = CodecThreads()
-        self.registry: TransferRegistry = TransferRegistry()
-        self.recovery: Reconnector = Reconnector(self)
-        self.membership: Membership = Membership(config.directory)
-        self.peers: dict[str, PeerState] = {}
-        self._reception = Acceptor(self)
-        self.identity: Identity = Identity(
+            self._watchers.add(TransferLog())
+        self._registry = TransferRegistry()
+        self._services = TransferServices(config, tls, self._registry, self._watchers)
+        self._thread = self._services.thread
+        identity = Identity(
             name=config.name,
             incarnation=secrets.token_bytes(16),
             trust=trust,
@@ -150,26 +96,37 @@ class CommunicatorState:
             ),
             profile=tuple(sorted(config.profile.items())),
         )
-        self._regions = RegionTable()
-        self._backends: dict[str, Backend] = {}
-        self._listeners: list[Listener] = []
-        # Ordered, so that who is asked first does not hang on where objects lie.
-        self.drivers: dict[Driver, None] = {}
-        self._connections: dict[ConnectionState, None] = {}
-        self._closed = False
-        # No link is made or taken any more, not even to say a last word.
-        self._links_ended = False
+        self._links = Links(self._services, identity)
+        self._recovery = Reconnector(self._links)
+        self._acceptor = Acceptor(self._links, self._recovery)
+        self._membership = Membership(config.directory)
+        self._inspector = Inspector(self._links)
+        self._peers: dict[str, Peer] = {}
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._connections)} connections"
-        return (
-            f"<Communicator {self.config.name!r}, trust {self.config.trust}, {state}>"
-        )
+        links, config = self._links, self.config
+        state = "closed" if links.closed else f"{len(links.connections)} connections"
+        return f"<Communicator {config.name!r}, trust {config.trust}, {state}>"
+
+    @property
+    def config(self) -> Config:
+        """Return its configuration."""
+        return self._services.config
+
+    @property
+    def counters(self) -> Counters:
+        """Return counts of what has happened so far."""
+        return self._services.counters
+
+    @property
+    def watchers(self) -> Observers[Connection]:
+        """Return the observers that are called when KV transfers begin and end."""
+        return self._watchers
 
     @property
     def incarnation(self) -> bytes:
         """Return 16 random bytes, by which a peer knows this start from others."""
-        return self.identity.incarnation
+        return self._links.identity.incarnation
 
     @property
     def name(self) -> str:
@@ -177,159 +134,120 @@ class CommunicatorState:
         return self.config.name
 
     @property
-    def certificate(self) -> Validity | None:
-        """Return when the certificate of ``mtls`` mode is valid. From any thread."""
-        return None if self._tls is None else self._tls.current().own.validity
-
-    @property
     def closed(self) -> bool:
         """Tell whether it is closing, or closed."""
-        return self._closed
+        return self._links.closed
 
     @property
-    def links_ended(self) -> bool:
-        """Tell whether it makes and takes no links any more, for nothing."""
-        return self._links_ended or (self._closed and not self.registry.unsettled)
+    def open_transfers(self) -> int:
+        """Return the number of transfers that have no outcome."""
+        return len(self._registry.live)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Return how many bytes of ended requests a transport may still touch."""
+        return self._services.buffers.quarantined_bytes
+
+    @property
+    def live_connections(self) -> tuple[Connection, ...]:
+        """Return the connections that have not ended; a snapshot."""
+        return tuple(self._links.connections)
 
     # --- connections ------------------------------------------------------------------
 
-    @yields_before_raising
     async def listen(self, address: str | Address) -> Address:
-        """Accept connections on an address."""
-        self.check_open()
-        where = Address.parse(address)
-        backend = self._backend(where.scheme, self.config)
-        if self._tls is not None:
-            self._tls.check_may_listen()
-        # Loads their libraries now, and not while a peer waits in its handshake.
-        offered(self.config, where.scheme)
+        """Accept connections on an address; they come out of :meth:`connections`.
 
-        def accept(link: Link) -> None:
-            self._reception.accept(link, backend)
+        Args:
+            address: ``"host:port"`` or ``"scheme://..."``; port 0 takes any free one.
+                Every address of a host's name is listened on, with the same port.
 
-        try:
-            listeners = await listen_on_all(where, backend, self.identity.trust, accept)
-        except OSError as exc:
-            raise ListenError(
-                f"cannot listen on {where}: {exc.strerror or exc}",
-                address=str(where),
-                errno=exc.errno,
-            ) from exc
-        if self._closed:
-            for listener in listeners:
-                await listener.close()
-            raise ClosedOK("the communicator was closed")
-        self._listeners.extend(listeners)
-        return listeners[0].address
+        Returns:
+            The bound address, with the real port; the first one of a name.
 
-    @yields_before_raising
+        Raises:
+            UsageError: The address cannot be used, or needs a trust mode.
+            BackendUnavailable: Its transport is not installed, or ruled out by config.
+            ListenError: It is taken, or not of this host. It is an OSError as well.
+
+        Cancel safety: safe, nothing stays bound.
+        """
+        self._thread.check("Communicator.listen")
+        return await self._acceptor.listen(address)
+
     async def connect(
         self,
         address: str | Address,
-        transport: str | Iterable[str] | None,
-        timeout_s: float | None,
-    ) -> ConnectionState:
-        """Connect to a communicator that listens."""
-        self.check_open()
-        if isinstance(transport, Iterable) and not isinstance(transport, str):
-            transport = tuple(transport)  # a redial reads it again
-        connection = await self._connect(address, transport, timeout_s)
-        self.registry.reattach(connection)
-        return connection
+        *,
+        transport: str | Iterable[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Connection:
+        """Connect to a communicator that listens.
 
-    async def redial(self, lost: ConnectionState) -> ConnectionState:
-        """Connect again to where a lost connection went, and take its place.
+        Args:
+            address: Where it listens. The addresses of a name are dialled in turn, a
+                quarter of a second apart, and the first that answers is used.
+            transport: Require one, or one of several in order of preference.
+            timeout_s: Until the connection is usable; None for the configured
+                ``handshake_timeout_s``.
 
         Raises:
-            KVWireError: As :meth:`connect`.
+            UsageError: The address cannot be used, or needs a trust mode.
+            BackendUnavailable: No required transport can run here.
+            HandshakeError: The sides do not agree; names the fields.
+            ConnectionClosed: The peer ended the connection during the handshake.
+            ConnectError: Nobody listens there, it cannot be reached, or this
+                communicator itself listens there. It is an OSError as well.
 
         Cancel safety: safe, a half-made connection is aborted.
         """
-        assert lost.dialled is not None
-        name, where, transport = lost.dialled
-        try:
-            connection = await self._connect(where, transport, None, lost.digest)
-        except ConnectError as exc:
-            # Refused: the process has ended, and others of that name are others.
-            if name == where or isinstance(exc.__cause__, ConnectionRefusedError):
-                raise
-            connection = await self._connect(name, transport, None, lost.digest)
-        assert connection.dialled is not None
-        # The next redial may go by the name again.
-        connection.dialled = connection.dialled._replace(name=name)
-        self.registry.reattach(connection)
-        return connection
+        self._thread.check("Communicator.connect")
+        return await self._links.connect(address, transport, timeout_s)
 
-    async def _connect(
-        self,
-        address: str | Address,
-        transport: str | Iterable[str] | None,
-        timeout_s: float | None,
-        resumes: bytes = b"",
-    ) -> ConnectionState:
-        config = apply_overrides(self.config, transport)
-        name = where = Address.parse(address)
-        backend = self._backend(where.scheme, config)
-        if timeout_s is None:
-            timeout_s = config.handshake_timeout_s
-        timeout_s = seconds_of("timeout_s", timeout_s)
-        handshake = ClientHandshake(
-            self.identity,
-            secrets.token_bytes(NONCE_BYTES),
-            _offer(self.identity, config, where.scheme, resumes),
-        )
-        opening, dialling = None, Dialling(name, backend, self.identity.trust)
-        try:
-            async with asyncio.timeout(timeout_s) as limit:
-                where, link = await dialling.link()
-                opening = self.open_link(link, handshake, config, where.scheme)
-                connection = await opening.wait_established()
-                await _lanes_up(connection, config.lanes)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            if opening is None:
-                raise dialling.late(timeout_s) from None
-            raise _at(where, opening.timeout(timeout_s)) from None
-        except (HandshakeError, ProtocolError, ConnectionLost) as exc:
-            self.check_open()
-            if getattr(exc, "fields", ()) == (OWN_INCARNATION,):
-                raise ConnectError(
-                    f"cannot connect to {where}: {exc}",
-                    address=str(where),
-                    errno=errno.ELOOP,
-                ) from exc
-            raise _at(where, exc) from None
-        connection.dialled = Dialled(name, where, transport)
-        return connection
+    def connections(self) -> AsyncIterator[Connection]:
+        """Iterate inbound connections, in the order their handshakes ended.
 
-    @property
-    def live_connections(self) -> tuple[ConnectionState, ...]:
-        """Return the connections that have not ended; a snapshot."""
-        return tuple(self._connections)
+        Ends when the communicator is closed. Several tasks may iterate; each
+        connection goes to one of them.
 
-    def connections(self) -> AsyncIterator[Any]:
-        """Iterate inbound connections."""
-        return self._reception.inbound
+        Cancel safety: safe, no connection is lost, and the iterator can be used again.
+        """
+        self._thread.check("Communicator.connections")
+        return self._acceptor.inbound
 
     @yields_before_raising
-    async def accept(self) -> Any:
-        """Wait for the next inbound connection."""
-        return await self._reception.inbound.take()
+    async def accept(self) -> Connection:
+        """Wait for the next inbound connection.
 
-    async def members(self, selector: str) -> tuple[Record, ...]:
-        """Return the members that a selector means, the least busy first."""
-        self.check_open()
-        found = await self.membership.meant_by(Selector.parse(selector))
-        mine = self.incarnation.hex()
-        others = [one for one in found if one.key != mine]
-        # Of equals each client takes another one first.
-        random.shuffle(others)
-        return tuple(sorted(others, key=lambda one: one.load))
+        Raises:
+            ClosedOK: The communicator was closed.
 
-    def peer(self, where: str | Record) -> PeerState:
-        """Name a peer that need not be connected."""
-        self.check_open()
+        Cancel safety: safe, no connection is lost.
+        """
+        self._thread.check("Communicator.accept")
+        return await self._acceptor.inbound.take()
+
+    # --- fleets -----------------------------------------------------------------------
+
+    def peer(self, where: str | Record) -> Peer:
+        """Name a peer by its address, or by what it says of itself in the directory.
+
+        Nothing is dialled before it is used. The same text names the same peer, and a
+        peer has one connection: to spread load, name a peer for each of
+        :meth:`members`.
+
+        Args:
+            where: ``"host:port"``, a selector such as ``"role=decode,model=demo"``, or
+                one of :meth:`members`.
+
+        Raises:
+            UsageError: The text is neither, the directory of the configuration cannot
+                be used, or there are too many peers.
+            BackendUnavailable: The library of the directory is missing.
+            ClosedOK: The communicator is closed.
+        """
+        self._thread.check("Communicator.peer")
+        self._links.check_open()
         if isinstance(where, Record):
             named = f"incarnation={where.incarnation}"
             where = named if where.incarnation else where.address
@@ -337,21 +255,95 @@ class CommunicatorState:
             raise wrong_type(
                 "peer", where, 'a text, "host:port" or "role=prefill", or a member'
             )
-        if where not in self.peers:
-            if len(self.peers) >= PEERS_MAX:
+        peers = self._peers
+        if where not in peers:
+            if len(peers) >= PEERS_MAX:
                 raise UsageError(
-                    f"{len(self.peers)} peers: close() those that are not needed"
+                    f"{len(peers)} peers: close() those that are not needed"
                 )
-            self.peers[where] = PeerState(self, where)  # bounded: PEERS_MAX
-        return self.peers[where]
+            peer = Peer(self._links, self._membership, self._recovery, peers, where)
+            peers[where] = peer  # bounded: PEERS_MAX
+        return peers[where]
 
-    def announce(self, address: str | Address | None, **fields: Any) -> None:
-        """Announce this communicator in its directory."""
-        self.check_open()
+    @yields_before_raising
+    async def members(self, selector: str = "") -> tuple[Record, ...]:
+        """Return the members of the directory that a selector means, but not this one.
+
+        The directory is watched from the first call on, and later ones return at once
+        with what is known. Those with the least ``load`` come first, equal ones in
+        random order.
+
+        Args:
+            selector: As for :meth:`peer`; everybody by default.
+
+        Raises:
+            ConnectError: Nobody is known yet, and the directory cannot be reached.
+            UsageError: The text is no selector, or the directory cannot be used.
+            BackendUnavailable: The library of the directory is missing.
+            ClosedOK: The communicator is closed.
+
+        Cancel safety: safe, it only looks.
+        """
+        self._thread.check("Communicator.members")
+        self._links.check_open()
+        found = await self._membership.meant_by(Selector.parse(selector))
+        mine = self.incarnation.hex()
+        others = [one for one in found if one.key != mine]
+        # Of equals each client takes another one first.
+        random.shuffle(others)
+        return tuple(sorted(others, key=lambda one: one.load))
+
+    def announce(
+        self,
+        *,
+        role: str = "",
+        model: str = "",
+        cache: PagedCache | None = None,
+        labels: Mapping[str, str] | None = None,
+        load: float = 0.0,
+        address: str | Address | None = None,
+        lease_s: float = MEMBER_LEASE_S,
+    ) -> None:
+        """Announce this communicator in the directory of its configuration.
+
+        Returns at once: the record is written as soon as the directory can be reached,
+        renewed, and withdrawn by :meth:`close`. Another call replaces it, for instance
+        with another load. What a record says is believed by nobody: see
+        docs/topics/directories.md.
+
+        Args:
+            role: What it does, such as ``"decode"``.
+            model: A fingerprint of its model; by default the cache's.
+            cache: Its cache, of whose specs the record has digests.
+            labels: Whatever else selectors may ask for.
+            load: How busy it is, from 0 to 1; the least busy is dialled first.
+            address: Where it can be reached; by default where it has listened first.
+            lease_s: How long it is believed to be there after its last sign of life.
+
+        Raises:
+            UsageError: It listens nowhere, or on all addresses, and ``address`` is not
+                given; or a value is not allowed.
+            BackendUnavailable: The library of the directory is missing.
+            ClosedOK: The communicator is closed.
+        """
+        self._thread.check("Communicator.announce")
+        if cache is not None and not isinstance(cache, PagedCache):
+            raise wrong_type("cache", cache, "a kvwire.PagedCache")
+        if labels is not None and not isinstance(labels, Mapping):
+            raise wrong_type("labels", labels, "a mapping of names to texts")
+        for name in FIELDS & (labels or {}).keys():
+            raise UsageError(
+                f"labels: selectors take {name!r} for what a record says by itself; "
+                f"give the label another name"
+            )
+        specs = {} if cache is None else spec_digests(cache)
+        if cache is not None and not model:
+            model = next(iter(cache.groups.values())).spec.fingerprint
+        self._links.check_open()
         if address is None:
-            if not self._listeners:
+            if not self._acceptor.listeners:
                 raise UsageError("announce: listen first, or pass address=")
-            address = self._listeners[0].address
+            address = self._acceptor.listeners[0].address
         try:
             check_dialable(Address.parse(address))
         except UsageError as exc:
@@ -359,251 +351,288 @@ class CommunicatorState:
                 f"announce: {exc}; pass address=, by which others reach it"
             ) from None
         record = Record(
-            name=self.config.name,
+            name=self.name,
             address=str(address),
             incarnation=self.incarnation.hex(),
             transports=offered(self.config, Address.parse(address).scheme),
-            **fields,
+            role=role,
+            model=model,
+            specs=specs,
+            labels=dict(labels or {}),
+            load=load,
+            lease_s=lease_s,
         )
-        self.membership.announce(record)
+        self._membership.announce(record)
+
+    async def withdraw(self) -> None:
+        """Take the announcement back: nobody who asks the directory is sent here now.
+
+        Connections stay as they are. Never raises; if the directory cannot be reached
+        the lease ends the record.
+
+        Cancel safety: safe, it is not renewed any more.
+        """
+        self._thread.check("Communicator.withdraw")
+        await self._membership.withdraw()
 
     # --- memory -----------------------------------------------------------------------
 
-    def register(self, buffer: Any, access: AccessName | Access) -> RegionRecord:
-        """Lend memory that peers may reach, each with a grant."""
-        self.check_open()
-        allowed = Access.parse(access)
-        payload = as_payload(buffer, writable=bool(allowed & Access.WRITE))
-        lent = self.buffers.lend(payload)
-        try:
-            return self._regions.register(lent, payload.nbytes, allowed)
-        except UsageError:
-            self.buffers.holds.retire(lent)
-            self.buffers.collect()
-            raise
+    def register(self, buffer: Memory, access: AccessName | Access = "read") -> Region:
+        """Lend memory that peers may reach, each with a grant.
 
-    def revoke_region(self, core: RegionRecord) -> None:
-        """End the grants of a region."""
-        self._regions.revoke(core)
-        for connection in list(self._connections):
-            connection.region_revoked(core)
+        Args:
+            buffer: Contiguous memory, or fragments; writable if it may be put into.
+            access: ``"read"`` lets peers get, ``"write"`` put, ``"readwrite"`` both.
 
-    def close_region(self, core: RegionRecord) -> None:
-        """End a region, and wait until nothing can touch its memory."""
-        if not core.open:
-            return
-        self._regions.close(core)
-        for connection in list(self._connections):
-            connection.region_revoked(core)
-        self.buffers.holds.retire(core.buffer)
-        self.buffers.collect()
+        Raises:
+            UsageError: The memory cannot be used.
+        """
+        self._thread.check("Communicator.register")
+        return register(self._links, buffer, access)
 
     # --- KV transfers -----------------------------------------------------------------
 
-    @property
-    def open_transfers(self) -> int:
-        """Count the transfers that have no outcome."""
-        return len(self.registry.live)
+    def publish(
+        self,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[PublishOptions],
+    ) -> Outgoing:
+        """Offer a transfer to whoever pulls it by its id.
+
+        Args:
+            id: The name both applications know it by; free again once it has ended.
+            cache: Where it lies.
+            blocks: Block ids in token order, or ``{group: ids}``.
+            consumers: How many pull it, such as the ranks of a tensor-parallel group.
+            deadline: When it ends with what has landed; as for ``send``.
+            priority: 0 to 255; chunks of a higher one go first.
+            tokens: Valid tokens in the list, where the last block is not full.
+            hashes: One for each block.
+            content: A name of all the tokens, which both sides compare in place of
+                their hashes: for blocks of other sizes.
+            lease_s: How long the blocks are held while nobody is at work on them.
+            codec: Encodes what moves, with loss: ``"fp8"``, ``"int8"`` or ``"int4"``;
+                the peer names the same. See docs/topics/codecs.md.
+            group_bytes: Layers smaller than this together travel together; None for
+                the default, 1 for layer by layer.
+            growing: Not all blocks that ``tokens`` need are known yet, as in chunked
+                prefill; ``extend`` names the rest.
+
+        Raises:
+            UsageError: The id is in use, or the cache or blocks cannot be used.
+        """
+        self._thread.check("Communicator.publish")
+        check_options("publish", options)
+        consumers = options.get("consumers", 1)
+        state = outgoing_kind(options)(
+            self._services, id, cache, blocks, options, consumers
+        )
+        self._links.check_open()
+        self._registry.offer(state)
+        return Outgoing(state)
+
+    def expect(
+        self,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[ReceiveOptions],
+    ) -> Incoming:
+        """Give memory to a transfer that a peer pushes by its id.
+
+        The arguments are those of :meth:`Connection.pull <kvwire.Connection.pull>`.
+
+        Raises:
+            UsageError: The id is in use, or the cache or blocks cannot be used.
+        """
+        self._thread.check("Communicator.expect")
+        check_options("expect", options)
+        state = incoming_kind(options)(self._services, id, cache, blocks, options)
+        self._links.check_open()
+        self._registry.offer(state)
+        return Incoming(state)
 
     def transfers(self) -> tuple[TransferSnapshot, ...]:
-        """Show the transfers that are open."""
-        return transfer_snapshots(list(self.registry.live))
+        """Show the transfers that are open now, oldest first, and what each waits for.
+
+        For operators and logs: it looks at every open transfer.
+        """
+        self._thread.check("Communicator.transfers")
+        return transfer_snapshots(list(self._registry.live))
 
     def snapshot(self) -> Snapshot:
-        """Show what is open."""
-        return snapshot_of(self)
+        """Show what is open now: connections, transfers, stores on this loop, counters.
 
-    def start(self, end: IncomingState | OutgoingState) -> None:
-        """Let a transfer wait for its peer, or meet one that waits."""
-        self.check_open()
-        self.registry.offer(end)
+        Plain values, which ``msgspec.json.encode`` takes; ``kvwire top`` shows the same
+        of a live process. See docs/howto/observe.md.
+        """
+        self._thread.check("Communicator.snapshot")
+        return snapshot_of(self._links)
 
     @yields_before_raising
     async def fired(self, event: Any) -> None:
-        """Wait until an event of a device has fired."""
-        self.check_open()
-        await wait_event(event, self.devices)
+        """Wait until an event on a stream of a GPU has fired; the stream does not wait.
 
-    @property
-    def quarantined_bytes(self) -> int:
-        """Count the bytes of ended requests that a transport may still touch."""
-        return self.buffers.quarantined_bytes
+        For blocks that kernels still read when ``pull`` or ``expect`` wants them: those
+        write from streams of their own.
+
+        Args:
+            event: Of torch or CuPy, recorded behind the kernels.
+
+        Raises:
+            UsageError: It is no such event.
+            BackendUnavailable: Its GPU has failed, or does not work.
+            ClosedOK: The communicator is closed.
+
+        Cancel safety: safe, it only watches.
+        """
+        self._thread.check("Communicator.fired")
+        self._links.check_open()
+        await wait_event(event, self._services.devices)
 
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Close every listener and connection, gracefully."""
+        """Close every listener and connection, gracefully; at most ``close_timeout_s``.
+
+        A producer whose transfer is settled here, and whose link was lost before it
+        knew, is told so over another link within that time.
+
+        A transport that cannot say by then that it touches no memory any more is left
+        alone with it, and an error is logged: that memory stays in quarantine.
+
+        Cancel safety: safe. What has begun to close goes on; call it again for the
+        rest.
+        """
+        self._thread.check("Communicator.close")
         self._stop()
-        await self.inspector.close()
-        await self.membership.close()
-        if self.links_ended:
+        services, links, registry = self._services, self._links, self._registry
+        await self._inspector.close()
+        await self._membership.close()
+        if links.ended:
             await self._end_links()
-        self.registry.closing()
+        registry.closing()
         patience_s = self.config.close_timeout_s + CLOSE_SLACK_S
-        closing = [c.close() for c in self._connections]
-        await at_most(patience_s, [self.registry.all_settled(), *closing])
+        closing = [connection.close() for connection in links.connections]
+        await at_most(patience_s, [registry.all_settled(), *closing])
         await self._end_links()
-        # Those that were made to say a last word.
-        await at_most(CLOSE_SLACK_S, [c.close() for c in self._connections])
-        self.registry.stop(ClosedOK("the communicator was closed"))
-        for driver in self.drivers:
+        # Those that were made to tell a producer what has landed.
+        await at_most(CLOSE_SLACK_S, [c.close() for c in links.connections])
+        registry.stop(ClosedOK("the communicator was closed"))
+        for driver in links.drivers:
             driver.link.abort()
-        if self.drivers:
-            await asyncio.wait([d.ended for d in self.drivers], timeout=patience_s)
-        if self.drivers:
+        if links.drivers:
+            await asyncio.wait([d.ended for d in links.drivers], timeout=patience_s)
+        if links.drivers:
             logger.error(
                 "%d connections have transports that may still touch memory; %d bytes "
                 "of it stay in quarantine",
-                len(self.drivers),
+                len(links.drivers),
                 self.quarantined_bytes,
             )
-        await self._reception.close()
-        # Transfers that were being decoded have their outcomes after this.
-        await self.codec_threads.close()
-        self.devices.close()
-        for backend in self._backends.values():
-            await backend.aclose()
+        await self._acceptor.close()
+        await services.close()
 
     def abort(self) -> None:
         """End every connection now. Never raises; ``close`` waits for what is left."""
+        self._thread.check("Communicator.abort")
         self._stop()
-        self._links_ended = True
-        for connection in list(self._connections):
+        self._links.end()
+        for connection in list(self._links.connections):
             connection.abort("the communicator was aborted")
 
-    def connection_ended(
-        self, connection: ConnectionState, error: ConnectionClosed
-    ) -> None:
-        """Forget a connection that has ended, and recover it if it was lost."""
-        self._connections.pop(connection, None)
-        if isinstance(error, ClosedOK):
-            logger.debug("connection to %s closed: %s", connection.peer, error)
-        else:
-            logger.info("connection to %s ended: %s", connection.peer, error)
-            self.counters.connections_lost += 1
-            if not self.links_ended:
-                self.recovery.lost(connection, error)
+    async def __aenter__(self) -> Self:
+        """Return the communicator; it is closed at the end of the block."""
+        self._thread.check("async with Communicator")
+        return self
 
-    # --- inside -----------------------------------------------------------------------
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        """Close it, or abort if the block was left by an exception."""
+        if error is not None and self._thread.ident != FORKED:
+            self.abort()
+        await self._thread.leave(self.close)
 
     def _stop(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._reception.inbound.close()
-            for peer in list(self.peers.values()):
-                peer.stop()
+        """Begin nothing new: no transfer, no connection, no peer."""
+        if not self._links.closed:
+            self._links.closed = True
+            self._acceptor.inbound.close()
+            for peer in list(self._peers.values()):
+                peer._stop()
 
     async def _end_links(self) -> None:
         """Make and take no links any more."""
-        self._links_ended = True
-        await self.recovery.close()
-        for listener in self._listeners:
+        self._links.end()
+        await self._recovery.close()
+        for listener in self._acceptor.listeners:
             await listener.close()
 
-    def check_open(self) -> None:
-        """Refuse what begins something new on a communicator that is closed.
 
-        Raises:
-            ClosedOK: It is.
-        """
-        if self._closed:
-            raise ClosedOK("the communicator is closed")
+class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as a call
+    """Open a communicator: ``await kvwire.open(...)``, or ``async with``.
 
-    def _backend(self, scheme: str, config: Config) -> Backend:
-        reason = control_rejection(config, scheme)
-        if reason:
-            raise BackendUnavailable(f"transport {scheme!r}: {reason}")
-        return self.lane_backend(scheme)
+    Args:
+        config: A Config, the path of a TOML file, or None for the environment alone.
+        **arguments: Keys of Config that override it, such as ``name="decode-0"``.
 
-    def lane_backend(self, name: str) -> Backend:
-        """Return the backend called ``name``: one serves all connections.
+    Attributes:
+        config: What they come to.
 
-        Raises:
-            BackendUnavailable: It is not installed.
-        """
-        if name not in self._backends:
-            backend = registry.load(name)()
-            if self._tls is not None and backend.capabilities.tls:
-                backend.use_tls(self._tls)
-            self._backends[name] = backend  # bounded: BACKENDS_MAX
-        return self._backends[name]
+    Raises:
+        UsageError: The configuration cannot be used.
 
-    def open_link(
+    Cancel safety: safe, opening does not wait for anything.
+    """
+
+    _call = "kvwire.open"
+    _opens = Communicator
+
+    def __init__(
         self,
-        link: Link,
-        handshake: Handshake,
-        config: Config,
-        scheme: str,
-        busy: str = "",
-    ) -> HandshakeDriver[ConnectionState]:
-        """Start a link; when the handshake on it has ended, it has a connection."""
-        opening = HandshakeDriver(
-            link, handshake, config, scheme, self.loop, agreed=self._begin, busy=busy
-        )
-        self._add_driver(opening)
-        opening.begin()
-        if self.links_ended:
-            link.abort()
-        return opening
+        config: Config | str | os.PathLike[str] | None = None,
+        **arguments: Unpack[ConfigOptions],
+    ) -> None:
+        self.config: Config
+        if isinstance(config, Config):
+            # Checked here, since a Config that was made by hand has not been.
+            self.config = config.replace(**arguments)
+        else:
+            self.config = Config.load(config, **arguments)
+        self._communicator: Communicator | None = None
 
-    def _add_driver(self, driver: Driver) -> None:
-        """Know what runs a link until it has ended."""
-        self.drivers[driver] = None  # bounded: CONNECTIONS_MAX, PENDING_HANDSHAKES_MAX
-        driver.ended.add_done_callback(lambda _: self.drivers.pop(driver, None))
+    def __await__(self) -> Generator[Any, Any, Communicator]:
+        return self._open().__await__()
 
-    def _begin(
-        self, opening: HandshakeDriver[ConnectionState], agreement: Agreement
-    ) -> ConnectionState:
-        core = ConnectionCore(
-            agreement,
-            opening.handshake.framing,
-            self.buffers.holds,
-            parameters=self.identity.parameters,
-            ping_interval_s=self.config.ping_interval_s,
-            ping_misses=self.config.ping_misses,
-            now=self.loop.time(),
-        )
-        connection = ConnectionState(
-            self,
-            opening.link,
-            core,
-            peer=replace(
-                agreement.peer,
-                address=opening.link.remote_address,
-                identity=opening.identity,
-            ),
-            report=report_of(agreement.choice),
-            scheme=opening.scheme,
-        )
-        self._add_driver(connection.driver)
-        opening.hand_over(connection.driver)
-        self._connections[connection] = None
-        logger.debug("connection to %s over %s", connection.peer, opening.scheme)
-        self.counters.connections += 1
-        return connection
+    async def __aenter__(self) -> Communicator:
+        """Open the communicator; it is closed at the end of the block."""
+        self._communicator = await self._open()
+        return self._communicator
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        """Close it, or abort if the block was left by an exception."""
+        assert self._communicator is not None
+        await self._communicator.__aexit__(kind, error, trace)
+
+    @yields_before_raising
+    async def _open(self) -> Communicator:
+        self._begin()
+        communicator = Communicator(self.config)
+        if self.config.inspect or self.config.inspect_signal:
+            try:
+                await communicator._inspector.start()
+            except BaseException:
+                await run_to_completion(communicator.close())
+                raise
+        return communicator
 
 
-def _at(address: Address, error: E) -> E:
-    """Return an error of connecting with the address in its text."""
-    error.args = (f"{address}: {error}", *error.args[1:])
-    return error
+def services_of(communicator: Communicator) -> TransferServices:
+    """Return what the communicator's parts share; for rooms above, and tests."""
+    return communicator._services
 
 
-async def _lanes_up(connection: ConnectionState, count: int) -> None:
-    """Wait for the transport of the data; without it there is no connection."""
-    try:
-        await connection.driver.lane_setup.open_lanes(count)
-    except BaseException as exc:
-        connection.abort(str(exc) or "no transport for the data came up")
-        raise
-
-
-def _offer(
-    identity: Identity, config: Config, scheme: str, resumes: bytes
-) -> TransportOffer:
-    return TransportOffer(
-        name=identity.name,
-        backends=tuple(BackendOffer(n, API_VERSION) for n in offered(config, scheme)),
-        profile=identity.profile,
-        resumes=resumes,
-    )
+def links_of(communicator: Communicator) -> Links:
+    """Return the communicator's links; for rooms above, and tests."""
+    return communicator._links

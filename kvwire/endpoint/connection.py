@@ -1,19 +1,23 @@
-"""What is behind a :class:`~kvwire.Connection`: the four verbs, and the end."""
+"""A connection: messages, puts and gets, KV transfers, and its end.
+
+It stands between its user and the core. A verb makes a request, lends its memory to
+the core and lets the driver send what the core asks for; an event of the core completes
+the request. A transfer's events go to the part of it that runs here.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, Unpack, overload
 
-from kvwire.aio import LoopThread, absolute
+from kvwire.aio import FORKED, AsyncWith, LoopThread, absolute
 from kvwire.backend import Link, Payload
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneSet
-from kvwire.endpoint.request import RequestState
+from kvwire.endpoint.request import Request
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -27,9 +31,11 @@ from kvwire.errors import (
     shown,
     wrong_type,
 )
+from kvwire.kv.blocks import Blocks
 from kvwire.kv.fragments import Fragments
+from kvwire.kv.paged import PagedCache
 from kvwire.limits import EAGER_BYTES_MAX, LINK_QUEUE_BYTES, REQUEST_BYTES_MAX
-from kvwire.memory.buffers import as_payload, slice_payload, uncleared
+from kvwire.memory.buffers import Memory, as_payload, slice_payload, uncleared
 from kvwire.memory.checksum import LOW_32_BITS, view_digest
 from kvwire.memory.copy import copy
 from kvwire.proto.connection import ConnectionCore
@@ -45,17 +51,16 @@ from kvwire.proto.events import (
     TransferOpened,
     TransferSettled,
 )
-from kvwire.proto.records import RequestRecord, TransferRecord
-from kvwire.proto.regions import RegionRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
-from kvwire.proto.transfers import Transfers
+from kvwire.transfer import Incoming, Outgoing
 from kvwire.transfers.base import Attempt
+from kvwire.transfers.coded import incoming_kind, outgoing_kind
 from kvwire.transfers.description import TransferOffer
-from kvwire.transfers.incoming import IncomingState
-from kvwire.transfers.outgoing import OutgoingState
+from kvwire.transfers.options import ReceiveOptions, SendOptions, check_options
 from kvwire.types import (
-    Access,
     Address,
+    BufferId,
     Deadline,
     Grant,
     PeerInfo,
@@ -65,17 +70,17 @@ from kvwire.types import (
 from kvwire.wire.control import AccessBody
 
 if TYPE_CHECKING:
-    from kvwire.driver.device_staging import DeviceStaging
-    from kvwire.endpoint.communicator import CommunicatorState
+    from kvwire.transfers.ports import TransferServices
 
 _TAG_MAX: Final = 2**64 - 1
+_new: Final = object.__new__
 # A member of an enum takes several times as long to look up.
+_SEND: Final = RequestKind.SEND
 _RECV: Final = RequestKind.RECV
+_PUT: Final = RequestKind.PUT
+_GET: Final = RequestKind.GET
 # What they wait for until they move.
-_MESSAGES: Final = {
-    RequestKind.SEND: "the peer to receive it",
-    RequestKind.RECV: "a message",
-}
+_MESSAGES: Final = {_SEND: "the peer to receive it", _RECV: "a message"}
 _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
 
 
@@ -93,351 +98,506 @@ class Dialled(NamedTuple):
     transport: str | Iterable[str] | None
 
 
-class ConnectionState:
-    """Holds the state of one connection, on the loop it was made on.
+class Connection(AsyncWith):
+    """Joins two authenticated sides; made by ``connect``, or from ``connections``.
 
-    Attributes:
-        communicator: Whose connection it is.
-        peer: Who is at the other end.
-        driver: Runs its link and its lanes.
-        thread: Who may call it.
-        transfers: The protocol of its KV transfers.
-        chunk_bytes: What one frame of theirs carries at most.
-        run: Carries out what the core has to say.
+    All of it belongs to the loop it was made on: a call from another thread, or after a
+    fork, is a :exc:`~kvwire.UsageError`. The verbs return a
+    :class:`~kvwire.Request` that has started already; await it for its result.
     """
 
     def __init__(
         self,
-        communicator: CommunicatorState,
+        services: TransferServices,
         link: Link,
         core: ConnectionCore,
         *,
         peer: PeerInfo,
-        report: TransportReport,
-        scheme: str,
+        lanes: LaneSet,
+        ended: Callable[[Connection, ConnectionClosed], None],
     ) -> None:
-        self.communicator = communicator
-        self._public: weakref.ref[Any] | None = None
-        self.peer = peer
-        self.core = core
+        self._services = services
+        self._thread: LoopThread = services.thread
+        self._buffers = services.buffers
+        self._check = services.config.checksum != "off"
+        self._message_bytes = services.config.message_bytes
+        self._core = core
         self._outbox = core.outbox
-        self.transfers: Transfers = core.transfers
-        self.chunk_bytes: int = core.agreement.parameters.chunk_bytes
-        self._buffers = communicator.buffers
-        self.thread: LoopThread = communicator.thread
-        self._loop = communicator.loop
-        self._made_at = self._loop.time()
-        self._check = communicator.config.checksum != "off"
-        self._message_bytes = communicator.config.message_bytes
-        # Where it went, on the side that had connected.
-        self.dialled: Dialled | None = None
-        lanes = LaneSet(scheme, report)
-        self.driver: ConnectionDriver = ConnectionDriver(
-            link, core, communicator, lanes, self._acts()
-        )
-        self.staging: DeviceStaging = self.driver.staging
-        self.run: Callable[[], None] = self.driver.run
+        # Names this connection to both sides, and no other one.
+        self._digest: bytes = core.agreement.digest[:16]
+        # Where it leads, on the side that has connected.
+        self._dialled: Dialled | None = None
+        self._driver = ConnectionDriver(link, core, services, lanes, peer)
+        self._driver.serve(self, self._acts(ended))
 
     def __repr__(self) -> str:
-        said = f"{self.core.phase.value} for {self.age_s:.1f} s"
+        driver = self._driver
+        text = f"{self._core.phase.value} for {driver.age_s:.1f} s"
         if not self.closed:
-            said += f", {self.core.open_requests} requests"
-            said += f", heard {self.silent_s:.1f} s ago"
-        return f"<Connection to {self.peer} over {self.transport}, {said}>"
+            text += f", {self._core.open_requests} requests"
+            text += f", heard {driver.silent_s:.1f} s ago"
+        return f"<Connection to {driver.peer} over {self.transport}, {text}>"
 
     @property
-    def age_s(self) -> float:
-        """Return the seconds since the handshake."""
-        return self._loop.time() - self._made_at
-
-    @property
-    def silent_s(self) -> float:
-        """Return the seconds since the peer last sent anything."""
-        return max(0.0, self.core.silence_s(self._loop.time()))
-
-    @property
-    def public(self) -> Any:
-        """Return the object that users hold; make it anew if nobody holds it."""
-        public = self._public and self._public()
-        if public is None:
-            public = self.communicator.publish_connection(self)
-            self._public = weakref.ref(public)
-        return public
+    def peer(self) -> PeerInfo:
+        """Return the peer's name, address and identity."""
+        return self._driver.peer
 
     @property
     def transport(self) -> str:
         """Name the transport that carries its data, such as ``"tcp"``."""
-        return self.driver.active.name
+        return self._driver.active.name
 
     @property
     def transport_report(self) -> TransportReport:
         """Name every transport considered, and why it was taken or not."""
-        return self.driver.active.report
+        return self._driver.active.report
 
     @property
     def closed(self) -> bool:
-        """Tell whether nothing more can be sent."""
-        return self.core.closed
-
-    @property
-    def link(self) -> Link:
-        """Return the backend's link that carries it; for tests of backends."""
-        return self.driver.link
-
-    @property
-    def digest(self) -> bytes:
-        """Return 16 bytes that name this connection to both sides, and to no other."""
-        return self.core.agreement.digest[:16]
+        """Tell whether nothing more can be sent: it is closing, closed or lost."""
+        return self._core.closed
 
     # --- messages ---------------------------------------------------------------------
 
-    def send(self, tag: int, buffer: Any, deadline: Deadline) -> RequestState[int]:
-        """Send a message to the receiver of a tag."""
+    def send(
+        self, tag: int, buffer: Memory, *, deadline: Deadline = None
+    ) -> Request[int]:
+        """Send a message to the receiver of a tag; the result is its length in bytes.
+
+        Completes when ``buffer`` may be reused, which says nothing about the receiver.
+        A small message completes at once; a large one moves when the peer has posted
+        memory for it. Messages of one tag are received in the order they were sent.
+
+        Args:
+            tag: 0 to 2**64 - 1.
+            buffer: Contiguous memory; see :func:`kvwire.memory.buffers.as_payload`.
+            deadline: Seconds from now, a timedelta, or an instant of the loop's clock,
+                ``kvwire.Instant(loop.time() + 5)``; None for as long as it takes.
+
+        Raises:
+            UsageError: The buffer or tag cannot be used.
+            ConnectionClosed: From the await: the connection is closing or closed.
+            MessageTooLarge: From the await: it is over the receiver's limit.
+            DeadlineExceeded: From the await.
+
+        Cancel safety:
+            Cancelling the await does not stop the message. ``buffer`` must stay
+            unchanged until ``await request.released()`` returns.
+        """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Connection.send")
         payload = as_payload(buffer, writable=False)
-        nbytes = payload.nbytes
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            tag = _tag(tag)
+            tag = checked_tag(tag)
         at = None if deadline is None else absolute(deadline)
-        driver = self.driver
-        # Not while the link is full: then no message makes its queue too long. Nor from
-        # within an event: a frame that another event has caused may wait, and has the
-        # number before that of the message.
-        if (
-            nbytes <= EAGER_BYTES_MAX
-            and isinstance(payload, memoryview)
-            and not driver.running
-            and driver.link.queued_bytes < LINK_QUEUE_BYTES
-        ):
-            check = view_digest(payload) & LOW_32_BITS if self._check else None
-            header = self.core.eager_header(tag, nbytes, check)
-            if header is not None:
-                # Its memory is free when this returns.
-                driver.link.send_now(header, payload if nbytes else None)
-                return RequestState(over=True, value=nbytes)
-        _check_size(nbytes)
-        verb = partial(self.core.send, tag)
-        return self._post(RequestState(self, verb, payload, at, monotonic()))
+        nbytes = payload.nbytes
+        if nbytes <= EAGER_BYTES_MAX and self._sent_at_once(tag, payload):
+            # Its memory is free already. Made without an ``__init__``, for speed.
+            request: Request[int] = _new(Request)
+            request._over, request._value = True, nbytes
+            return request
+        if nbytes > REQUEST_BYTES_MAX:
+            check_size(nbytes)
+        return self._post(Request(self, _SEND, tag, payload, at))
+
+    @overload
+    def recv(
+        self, tag: int, into: None = None, *, deadline: Deadline = None
+    ) -> Request[bytearray]: ...
+
+    @overload
+    def recv(
+        self, tag: int, into: Memory, *, deadline: Deadline = None
+    ) -> Request[int]: ...
 
     def recv(
-        self, tag: int, into: Any, deadline: Deadline
-    ) -> RequestState[int] | RequestState[bytearray]:
-        """Receive the next message of a tag."""
+        self, tag: int, into: Memory | None = None, *, deadline: Deadline = None
+    ) -> Request[int] | Request[bytearray]:
+        """Receive the next message of a tag.
+
+        Args:
+            tag: 0 to 2**64 - 1.
+            into: Writable contiguous memory; the result is the number of bytes that
+                came. Without it, the result is a new ``bytearray``, of at most
+                ``message_bytes``.
+            deadline: As for :meth:`send`.
+
+        Raises:
+            UsageError: The memory or tag cannot be used.
+            ConnectionClosed: From the await: no message of this tag is here, and none
+                can come.
+            MessageTooLarge: From the await. With ``into``, the message waits for a
+                larger buffer. Without, it was over ``message_bytes``, or there is no
+                memory for it, and it was refused: its send fails, and the next
+                receive gets the next message.
+            IntegrityError: From the await: it arrived damaged.
+            DeadlineExceeded: From the await.
+
+        Cancel safety:
+            Safe while no message has been met: a receive that nobody awaits is not
+            posted, so it takes no message, and awaiting the request posts it again.
+            Once a message is on its way the receive goes on without the waiter;
+            ``into`` is busy until ``await request.released()`` returns.
+        """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Connection.recv")
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            tag = _tag(tag)
+            tag = checked_tag(tag)
         at = None if deadline is None else absolute(deadline)
         payload = None
         if into is not None:
             payload = as_payload(into, writable=True, what="into")
-        verb = partial(self.core.recv, tag)
-        return self._post(RequestState(self, verb, payload, at, monotonic()))
+        return self._post(Request(self, _RECV, tag, payload, at))
 
     @property
     def unreceived(self) -> dict[int, int]:
-        """Show the messages that nobody has received yet."""
-        return self.core.messages.unreceived
+        """Return how many messages of each tag are here, or announced, and unreceived.
+
+        Bounded by the receive window (``window_messages``, ``window_bytes``) and by
+        the number of requests: beyond it senders wait.
+        """
+        return self._core.messages.unreceived
 
     def discard(self, tag: int) -> int:
-        """Drop the messages of a tag."""
+        """Drop the messages of a tag, now and until the next ``recv`` of that tag.
+
+        Use it for answers that nobody waits for any more. Their sender has its credit
+        back; the send of a message that was only announced fails with
+        :exc:`~kvwire.PeerCancelled`. The latest 4,096 tags are remembered.
+
+        Returns:
+            How many messages were here or on their way.
+
+        Raises:
+            UsageError: The tag cannot be used, or a receive waits for it.
+        """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Connection.discard")
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            tag = _tag(tag)
-        dropped = self.core.messages.discard(tag)
-        self.driver.run()
+            tag = checked_tag(tag)
+        dropped = self._core.messages.discard(tag)
+        self._driver.run()
         return dropped
 
     # --- one-sided --------------------------------------------------------------------
 
-    def put(self, buffer: Any, grant: Grant, deadline: Deadline) -> RequestState[int]:
-        """Write to memory that the peer has granted."""
-        payload = as_payload(buffer, writable=False)
-        return self._one_sided(payload, grant, self.core.put, deadline)
+    def put(
+        self, buffer: Memory, grant: Grant, *, deadline: Deadline = None
+    ) -> Request[int]:
+        """Write a buffer into memory that the peer has granted.
 
-    def get(self, grant: Grant, into: Any, deadline: Deadline) -> RequestState[int]:
-        """Read memory that the peer has granted."""
+        Completes when every byte is where it belongs. The result is their number.
+
+        Args:
+            buffer: As many bytes as the grant, or the part ``grant[a:b]`` of it.
+            grant: Made by the peer for this connection.
+            deadline: As for :meth:`send`.
+
+        Raises:
+            UsageError: The sizes differ, or the grant is for another connection.
+            ConnectionClosed: From the await: the connection is closing or closed.
+            AccessDenied, StaleRegion, DeadlineExceeded: From the await. Part of the
+                bytes may have been written.
+
+        Cancel safety:
+            Cancelling the await does not stop the write. ``buffer`` must stay unchanged
+            until ``await request.released()`` returns.
+        """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Connection.put")
+        payload = as_payload(buffer, writable=False)
+        return self._one_sided(Request(self, _PUT, grant, payload, absolute(deadline)))
+
+    def get(
+        self, grant: Grant, into: Memory, *, deadline: Deadline = None
+    ) -> Request[int]:
+        """Read memory that the peer has granted.
+
+        Completes when every byte is in ``into``. The result is their number.
+
+        Args:
+            grant: Made by the peer for this connection, or a part ``grant[a:b]``.
+            into: Writable memory of as many bytes.
+            deadline: As for :meth:`send`.
+
+        Raises:
+            UsageError: The sizes differ, or the grant is for another connection.
+            ConnectionClosed: From the await: the connection is closing or closed.
+            AccessDenied, StaleRegion, IntegrityError, DeadlineExceeded: From the await;
+                ``into`` then holds nothing that can be used.
+
+        Cancel safety:
+            Cancelling the await does not stop the read. ``into`` is busy until
+            ``await request.released()`` returns.
+        """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Connection.get")
         payload = as_payload(into, writable=True, what="into")
-        return self._one_sided(payload, grant, self.core.get, deadline)
+        return self._one_sided(Request(self, _GET, grant, payload, absolute(deadline)))
 
     # --- KV transfers -----------------------------------------------------------------
 
-    def start(self, end: IncomingState | OutgoingState) -> None:
-        """Ask the peer for one end of a transfer."""
-        self.communicator.registry.ask(end, self)
-
-    def start_transfer(
+    def pull(
         self,
-        attempt: Attempt,
-        *,
-        key: bytes,
-        priority: int,
-        description: bytes,
-        pull: bool,
-    ) -> None:
-        """Open an attempt of a transfer on this connection."""
-        transfer = TransferRecord(id=key, priority=priority)
-        attempt.core = self.core.open_transfer(
-            transfer, description, pull=pull, deadline=None
-        )
-        attempt.core.context = attempt
-        self.run()
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[ReceiveOptions],
+    ) -> Incoming:
+        """Ask the peer for a transfer that it publishes, now or later.
 
-    def refuse(
-        self, request: RequestRecord, error: KVWireError, code: WireCode
-    ) -> None:
-        """Refuse a request of the peer; it gets the error's text and the code."""
-        self.core.refuse(request, error, code)
+        Args:
+            id: The name both applications know it by.
+            cache: Where it lands.
+            blocks: Block ids in token order, or ``{group: ids}``.
+            deadline: As for ``send``; the outcome then is what has landed.
+            priority: 0 to 255; chunks of a higher one go first.
+            tokens: Valid tokens in the list, where the last block is not full.
+            hashes: One for each block; lets ``have`` name what is here already.
+            content: A name of all the tokens, which both sides compare in place of
+                their hashes: for blocks of other sizes.
+            have: Hashes this side has, or a predicate: those blocks are not sent.
+            lease_s: Seconds to wait for another link after a lost one.
+            codec: Encodes what moves, with loss: ``"fp8"``, ``"int8"`` or ``"int4"``;
+                the peer names the same. See docs/topics/codecs.md.
 
-    # --- grants -----------------------------------------------------------------------
+        Raises:
+            UsageError: The cache or the blocks cannot be used; nothing was sent. If
+                the connection is closed or lost, the transfer has an outcome instead.
+        """
+        self._thread.check("Connection.pull")
+        check_options("pull", options)
+        services = self._services
+        state = incoming_kind(options)(services, id, cache, blocks, options)
+        services.registry.ask(state, self._driver)
+        return Incoming(state)
 
-    def make_grant(
-        self, region: RegionRecord, offset: int, nbytes: int | None, access: Access
-    ) -> Grant:
-        """Make a grant of a region for the peer."""
-        row = self.core.grant(region, offset, nbytes, access)
-        return Grant(
-            access=access,
-            connection=self.digest,
-            grant=row.id,
-            generation=row.generation,
-            token=row.token,
-            offset=0,
-            nbytes=row.nbytes,
-        )
+    def push(
+        self,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[SendOptions],
+    ) -> Outgoing:
+        """Send the peer a transfer that it expects, now or later.
+
+        Args:
+            id: The name both applications know it by.
+            cache: Where it lies.
+            blocks: Block ids in token order, or ``{group: ids}``.
+            deadline: As for ``send``.
+            priority: 0 to 255; chunks of a higher one go first.
+            tokens: Valid tokens in the list, where the last block is not full.
+            hashes: One for each block.
+            content: As for :meth:`pull`.
+            lease_s: Seconds to wait for another link after a lost one.
+            codec: Encodes what moves, with loss: ``"fp8"``, ``"int8"`` or ``"int4"``;
+                the peer names the same. See docs/topics/codecs.md.
+            group_bytes: Layers smaller than this together travel together; None for
+                the default, 1 for layer by layer.
+            growing: Not all blocks that ``tokens`` need are known yet, as in chunked
+                prefill; ``extend`` names the rest.
+
+        Raises:
+            UsageError: The cache or the blocks cannot be used; nothing was sent. If
+                the connection is closed or lost, the transfer has an outcome instead.
+        """
+        self._thread.check("Connection.push")
+        check_options("push", options)
+        services = self._services
+        state = outgoing_kind(options)(services, id, cache, blocks, options)
+        services.registry.ask(state, self._driver)
+        return Outgoing(state)
 
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End the connection gracefully."""
-        if not self.core.closed:
-            self.communicator.registry.closing(self)
-            timeout_s = self.communicator.config.close_timeout_s
-            self.core.close(self._loop.time(), timeout_s)
-            self.driver.set_timer()
-            self.driver.run()
+        """Deliver what was begun, tell the peer, and end; at most ``close_timeout_s``.
+
+        Receives that have met no message fail with :exc:`~kvwire.ClosedOK`, on both
+        sides. Returns when this connection no longer touches any memory.
+
+        Cancel safety: safe. The connection goes on closing; call it again to wait.
+        """
+        self._thread.check("Connection.close")
+        if not self._core.closed:
+            services, driver = self._services, self._driver
+            services.registry.closing(driver)
+            self._core.close(services.loop.time(), services.config.close_timeout_s)
+            driver.set_timer()
+            driver.run()
         await self.wait_closed()
 
     def abort(self, reason: str = "aborted by this side") -> None:
         """End the connection now; every open request fails. Never raises."""
-        if not self.core.closed:
-            self.core.fail(ConnectionLost(reason))
-            self.driver.run()
-        self.driver.link.abort()
+        self._thread.check("Connection.abort")
+        if not self._core.closed:
+            self._core.fail(ConnectionLost(reason))
+            self._driver.run()
+        self._driver.link.abort()
 
     async def wait_closed(self) -> None:
-        """Wait until nothing touches the connection's memory any more."""
-        await asyncio.shield(self.driver.ended)
+        """Wait until the connection has ended, for whatever reason.
 
-    def region_revoked(self, region: RegionRecord) -> None:
-        """End the grants of a region that was closed or revoked."""
-        self.core.region_revoked(region.id)
-        self.driver.run()
+        Cancel safety: safe, it only watches.
+        """
+        self._thread.check("Connection.wait_closed")
+        await asyncio.shield(self._driver.ended)
 
-    # --- what requests ask for --------------------------------------------------------
+    async def __aenter__(self) -> Self:
+        """Return the connection; it is closed at the end of the block."""
+        self._thread.check("async with Connection")
+        return self
 
-    def describe(self, request: RequestState[Any]) -> str:
-        """Serve a request, as RequestOwner says."""
-        core, peer = request.core, shown(self.peer.name)
-        if core is None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        """Close, or abort if the block was left by an exception."""
+        if error is not None and self._thread.ident != FORKED:
+            self.abort(f"aborted by {type(error).__name__}")
+        await self._thread.leave(self.close)
+
+    # --- for its requests, as RequestOwner --------------------------------------------
+
+    def _describe(self, request: Request[Any]) -> str:
+        record, peer = request._record, shown(self.peer.name)
+        if record is None:
             return f"recv from {peer}, not posted: nobody awaits it"
-        if core.kind in _MESSAGES:
-            what = f"{core.kind.value} of tag {core.tag}, with {peer}"
-            if core.state is RequestStage.POSTED:
-                return f"{what}, waits for {_MESSAGES[core.kind]}"
+        if record.kind in _MESSAGES:
+            what = f"{record.kind.value} of tag {record.tag}, with {peer}"
+            if record.state is RequestStage.POSTED:
+                return f"{what}, waits for {_MESSAGES[record.kind]}"
         else:
-            what = f"{core.kind.value} with {peer}"
-        return f"{what}, {core.moved} of {core.nbytes} bytes moved"
+            what = f"{record.kind.value} with {peer}"
+        return f"{what}, {record.moved} of {record.nbytes} bytes moved"
 
-    def cancel_request(self, request: RequestState[Any]) -> None:
-        """Serve a request, as RequestOwner says."""
-        if request.core is None:
+    def _cancel(self, request: Request[Any]) -> None:
+        if request._record is None:
             error = RequestCancelled("the receive was cancelled on this side")
-            request.complete(None, error)
+            request._complete(None, error)
             return
-        self.core.cancel(request.core)
-        self.driver.run()
+        self._core.cancel(request._record)
+        self._driver.run()
 
-    def unpost(self, request: RequestState[Any]) -> None:
-        """Serve a request, as RequestOwner says."""
-        core = request.core
-        if core is None or core.kind is not RequestKind.RECV:
+    def _withdraw(self, request: Request[Any]) -> None:
+        record = request._record
+        if record is None or record.kind is not _RECV:
             return
-        core.context = None
-        if self.core.withdraw(core):
-            request.core = None
-            self.driver.run()
+        record.context = None
+        if self._core.withdraw(record):
+            request._record = None
+            self._driver.run()
         else:
-            core.context = request
+            record.context = request
 
-    def repost(self, request: RequestState[Any]) -> None:
-        """Serve a request, as RequestOwner says."""
-        self._post(request)
-
-    def when_released(
-        self, request: RequestState[Any], call: Callable[[], None]
-    ) -> None:
-        """Serve a request, as RequestOwner says."""
-        core = request.core
-        if core is None or core.buffer is None:
+    def _when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
+        record = request._record
+        if record is None or record.buffer is None:
             call()
         else:
-            self._buffers.on_drained(core.buffer, call)
+            self._buffers.on_drained(record.buffer, call)
 
-    # --- inside -----------------------------------------------------------------------
-
-    def _post(self, request: RequestState[Any]) -> RequestState[Any]:
-        """Start a request in the core and carry out what it says."""
-        memory, nbytes, lent = request.memory, self._message_bytes, None
-        assert request.verb is not None
+    def _post(self, request: Request[Any]) -> Request[Any]:
+        """Start a request in the core, and let the driver do what the core asks for."""
+        core, kind, what = self._core, request._kind, request._what
+        memory, nbytes, at = request._memory, self._message_bytes, request._deadline
+        lent: BufferId | None = None
         if memory is not None:
             nbytes = memory.nbytes
             lent = self._buffers.lend(memory)
         try:
-            core = request.verb(lent, nbytes, deadline=request.deadline)
+            if kind is _RECV:
+                record = core.recv(what, lent, nbytes, deadline=at)
+            else:
+                assert lent is not None, "only a receive may come without memory"
+                if kind is _SEND:
+                    record = core.send(what, lent, nbytes, deadline=at)
+                else:
+                    where = AccessBody(
+                        what.grant, what.generation, what.token, what.offset, nbytes
+                    )
+                    verb = core.put if kind is _PUT else core.get
+                    record = verb(lent, nbytes, where=where, deadline=at)
         except KVWireError as exc:
             if lent is not None:
                 self._buffers.take_back(lent)
             if not isinstance(exc, ConnectionClosed):
                 raise
-            request.complete(None, exc)
+            request._complete(None, exc)
             return request
-        request.core = core
-        core.context = request
-        # A receive that has met nothing has nothing to say.
+        request._record = record
+        record.context = request
+        # A receive that has met nothing has nothing to send.
         if self._outbox.frames or self._outbox.events:
-            self.driver.run()
-        if core.deadline is not None and not request.over:
-            self.driver.set_timer()
+            self._driver.run()
+        if at is not None and not request._over:
+            self._driver.set_timer()
         return request
 
-    def _one_sided(
-        self,
-        payload: Payload,
-        grant: Grant,
-        verb: Callable[..., RequestRecord],
-        deadline: Deadline,
-    ) -> RequestState[int]:
+    # --- inside -----------------------------------------------------------------------
+
+    def _adopt(self, request: Request[Any]) -> None:
+        """Run a request that has waited for this connection; what it raises ends it."""
+        request._owner = self
+        what, memory = request._what, request._memory
+        if request._kind not in _MESSAGES:
+            self._one_sided(request)
+        elif (
+            request._kind is _SEND
+            and memory is not None
+            and memory.nbytes <= EAGER_BYTES_MAX
+            and self._sent_at_once(what, memory)
+        ):
+            request._complete(memory.nbytes, None)
+        else:
+            self._post(request)
+        if request._watchers:
+            request._watch_memory()
+
+    def _sent_at_once(self, tag: int, payload: Payload) -> bool:
+        """Send a small message if credit and link allow it; its memory is then free."""
+        driver = self._driver
+        # Not while the link is full: then no message makes its queue too long. Nor from
+        # within an event: a frame that another event has caused may wait, and has the
+        # number before that of the message.
+        if (
+            driver.running
+            or driver.link.queued_bytes >= LINK_QUEUE_BYTES
+            or not isinstance(payload, memoryview)
+        ):
+            return False
         nbytes = payload.nbytes
+        check = view_digest(payload) & LOW_32_BITS if self._check else None
+        header = self._core.eager_header(tag, nbytes, check)
+        if header is None:
+            return False
+        driver.link.send_now(header, payload if nbytes else None)
+        return True
+
+    def _one_sided(self, request: Request[Any]) -> Request[Any]:
+        """Start a put or get, if its grant is for this connection and of its size."""
+        grant, memory = request._what, request._memory
+        assert memory is not None
+        nbytes = memory.nbytes
         if not isinstance(grant, Grant):
             raise wrong_type("grant", grant, "a kvwire.Grant of the peer")
-        if grant.connection != self.digest:
+        if grant.connection != self._digest:
             raise UsageError(
                 f"this grant was made for connection {grant.connection.hex()[:8]}, not "
-                f"for this one ({self.digest.hex()[:8]}): the peer has to grant anew"
+                f"for this one ({self._digest.hex()[:8]}): the peer has to grant anew"
             )
         if nbytes != grant.nbytes:
             raise UsageError(
                 f"the buffer has {nbytes} bytes and the grant {grant.nbytes}; pass "
                 f"grant[a:b] of the same length"
             )
-        _check_size(nbytes)
-        if not nbytes:
-            return RequestState(over=True, value=0)
-        where = AccessBody(
-            grant.grant, grant.generation, grant.token, grant.offset, nbytes
-        )
-        verb, at = partial(verb, where=where), absolute(deadline)
-        return self._post(RequestState(self, verb, payload, at, monotonic()))
+        check_size(nbytes)
+        if nbytes:
+            return self._post(request)
+        request._complete(0, None)
+        return request
 
-    def _acts(self) -> EventActs:
-        """Return who acts on each event of the core."""
+    def _acts(self, ended: Callable[[Connection, ConnectionClosed], None]) -> EventActs:
+        """Return the function that acts on each type of event of the core."""
         return {
             RequestDone: self._request_done,
             SegmentMarked: self._of_segment,
@@ -445,10 +605,10 @@ class ConnectionState:
             SegmentsAcknowledged: self._of_transfer,
             TransferSettled: self._of_transfer,
             TransferAgreed: self._of_transfer,
-            TransferOpened: partial(self.communicator.registry.opened, self),
-            MessageDropped: lambda event: self.driver.held.pop(event.buffer),
+            TransferOpened: partial(self._services.registry.opened, self._driver),
+            MessageDropped: lambda event: self._driver.held.pop(event.buffer),
             MemoryWanted: self._provide,
-            Ended: lambda event: self.communicator.connection_ended(self, event.error),
+            Ended: lambda event: ended(self, event.error),
         }
 
     def _of_segment(self, event: SegmentMarked | SegmentLanded) -> None:
@@ -457,7 +617,7 @@ class ConnectionState:
             try:
                 attempt.event(event)
             except ProtocolError as exc:
-                self.core.fail(exc)
+                self._core.fail(exc)
 
     def _of_transfer(
         self, event: SegmentsAcknowledged | TransferSettled | TransferAgreed
@@ -471,7 +631,7 @@ class ConnectionState:
             else:
                 attempt.event(event)
         except ProtocolError as exc:
-            self.core.fail(exc)
+            self._core.fail(exc)
         except ProfileMismatch as exc:
             attempt.refuse(exc, WireCode.PROFILE)
 
@@ -484,65 +644,80 @@ class ConnectionState:
                 f"a message of {event.nbytes} bytes, and its receiver has no memory "
                 f"for it; it was refused"
             )
-            self.core.refuse(event.request, error, WireCode.TOO_LARGE)
+            self._core.refuse(event.request, error, WireCode.TOO_LARGE)
         else:
             lent = self._buffers.lend(memoryview(memory))
-            self.core.messages.provide(event.request, lent)
-        self.driver.run()
+            self._core.messages.provide(event.request, lent)
+        self._driver.run()
 
     def _request_done(self, event: RequestDone) -> None:
-        core = event.request
-        request = core.context
-        if core.kind in _TRANSFERS:
+        record = event.request
+        request = record.context
+        if record.kind in _TRANSFERS:
             if isinstance(request, Attempt):
                 request.ended(event.error)
             else:
-                self.communicator.registry.request_over(core, self)
+                self._services.registry.request_over(record, self._driver)
             return
         # Each names the other; without this only the garbage collector would end both.
-        core.context = None
+        record.context = None
         held = None
         if event.held is not None:
-            held = self.driver.held.pop(event.held)
-        if not isinstance(request, RequestState):
+            held = self._driver.held.pop(event.held)
+        if not isinstance(request, Request):
             return
         if event.error is not None:
-            request.complete(None, event.error)
-        elif core.kind is not _RECV or (request.memory is not None and held is None):
-            request.complete(event.nbytes, None)
+            request._complete(None, event.error)
+        elif record.kind is not _RECV or (request._memory is not None and held is None):
+            request._complete(event.nbytes, None)
         else:
-            request.complete(self._received(request, core, event.nbytes, held), None)
+            result = self._received(request._memory, record, event.nbytes, held)
+            request._complete(result, None)
 
     def _received(
         self,
-        request: RequestState[Any],
-        core: RequestRecord,
+        memory: Payload | None,
+        record: RequestRecord,
         nbytes: int,
         held: memoryview | Fragments | None,
     ) -> int | bytearray:
-        """Return the result of a receive: how many bytes, or the bytes themselves."""
-        if request.memory is not None:
+        """Return the result of a receive: the number of bytes, or the bytes."""
+        if memory is not None:
             assert held is not None
             if nbytes:
-                copy(held, slice_payload(request.memory, 0, nbytes))
+                copy(held, slice_payload(memory, 0, nbytes))
             return nbytes
         if held is None:
-            assert core.buffer is not None
-            held = self._buffers.take(core.buffer)
+            assert record.buffer is not None
+            held = self._buffers.take(record.buffer)
         assert isinstance(held, memoryview)
         assert isinstance(held.obj, bytearray)
         return held.obj
 
 
-def _tag(tag: Any) -> int:
-    """Return a tag that is no plain int, or not in range, as one that is."""
+def driver_of(connection: Connection) -> ConnectionDriver:
+    """Return what runs a connection's link and core; for rooms above, and tests."""
+    return connection._driver
+
+
+def checked_tag(tag: Any) -> int:
+    """Return a tag as a plain int.
+
+    Raises:
+        UsageError: It is no integer, or out of range.
+    """
     number = whole(tag)
     if number is None or not 0 <= number <= _TAG_MAX:
         raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
     return number
 
 
-def _check_size(nbytes: int) -> None:
+def check_size(nbytes: int) -> None:
+    """Refuse memory of more bytes than one request may move.
+
+    Raises:
+        UsageError: It has more.
+    """
     if nbytes > REQUEST_BYTES_MAX:
         raise UsageError(
             f"{nbytes} bytes in one request; {REQUEST_BYTES_MAX} are the most"

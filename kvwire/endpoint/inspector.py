@@ -13,7 +13,7 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -21,12 +21,10 @@ from kvwire.backend import keep_from_children
 from kvwire.directory.own_folder import own_folder
 from kvwire.driver.trace_ring import close_ring, open_ring
 from kvwire.endpoint.limits import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX
+from kvwire.endpoint.links import Links
 from kvwire.endpoint.snapshot import snapshot_of
 from kvwire.errors import UsageError
 from kvwire.limits import SOCKET_PATH_BYTES
-
-if TYPE_CHECKING:
-    from kvwire.endpoint.communicator import CommunicatorState
 
 logger: logging.Logger = logging.getLogger("kvwire.inspect")
 
@@ -42,8 +40,9 @@ class Inspector:
         path: Its socket; None while there is none.
     """
 
-    def __init__(self, communicator: CommunicatorState) -> None:
-        self._communicator = communicator
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._services = links.services
         self.path: Path | None = None
         self._server: asyncio.Server | None = None
         self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
@@ -56,15 +55,15 @@ class Inspector:
 
         Cancel safety: what has begun ends with :meth:`close`.
         """
-        config = self._communicator.config
+        config = self._services.config
         if config.inspect:
             folder = own_folder(Path(config.inspect), f"inspect={config.inspect!r}")
             path = folder / (
-                f"{os.getpid()}-{self._communicator.incarnation.hex()[:8]}{_ENDING}"
+                f"{os.getpid()}-{self._links.identity.incarnation.hex()[:8]}{_ENDING}"
             )
             if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
                 raise UsageError(f"inspect={config.inspect!r}: too long for a socket")
-            self._communicator.ring = open_ring(self._communicator.loop)
+            self._services.ring = open_ring(self._services.loop)
             self.path = path
             # Begins to serve, and to wait for that, once there is what close() ends.
             self._server = await asyncio.start_unix_server(
@@ -80,14 +79,14 @@ class Inspector:
 
         Cancel safety: safe, call it again.
         """
-        loop = self._communicator.loop
+        loop = self._services.loop
         others = _dumping.get(loop, {})
         if others.pop(self, self) is None and not others:
             del _dumping[loop]
             loop.remove_signal_handler(signal.SIGUSR1)
-        if self._communicator.ring is not None:
+        if self._services.ring is not None:
             close_ring(loop)
-            self._communicator.ring = None
+            self._services.ring = None
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -100,11 +99,11 @@ class Inspector:
 
     def dump(self) -> None:
         """Write a snapshot to the log, as one line of JSON."""
-        taken = msgspec.json.encode(snapshot_of(self._communicator)).decode()
+        taken = msgspec.json.encode(snapshot_of(self._links)).decode()
         logger.warning("snapshot: %s", taken)
 
     def _watch_signal(self) -> None:
-        loop = self._communicator.loop
+        loop = self._services.loop
         try:
             loop.add_signal_handler(signal.SIGUSR1, _dump_all, loop)
         except (RuntimeError, ValueError) as exc:
@@ -134,11 +133,11 @@ class Inspector:
 
     def _answer(self, asked: bytes) -> bytes:
         if asked == b"snapshot":
-            return msgspec.json.encode(snapshot_of(self._communicator))
-        ring = self._communicator.ring
+            return msgspec.json.encode(snapshot_of(self._links))
+        ring = self._services.ring
         if asked == b"trace" and ring is not None:
             document = {
-                "name": self._communicator.name,
+                "name": self._services.config.name,
                 "pid": os.getpid(),
                 "events": list(ring.events),
             }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvwire.kv.outcome import Outcome
 from kvwire.transfer import Incoming, Outgoing
@@ -17,9 +17,6 @@ from kvwire.transfers.base import KVTransfer
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
 from kvwire.transfers.ports import ConnectionPort
-
-if TYPE_CHECKING:
-    from kvwire.endpoint.connection import ConnectionState
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
@@ -98,7 +95,7 @@ class Observers(Generic[C]):
         connections: Iterable[ConnectionPort],
     ) -> None:
         """Tell that a transfer has an outcome."""
-        ran_on = tuple(cast("ConnectionState", c).public for c in connections)
+        ran_on: tuple[Any, ...] = tuple(c.front for c in connections)
         for watcher in tuple(self.watchers):
             with _logged():
                 watcher.ended(_public(transfer), outcome, ran_on)

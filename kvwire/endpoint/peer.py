@@ -1,4 +1,4 @@
-"""What is behind a :class:`~kvwire.Peer`: whom to dial, when, and when to change.
+"""A peer, by its address or by what it does: whom to dial, when, and when to change.
 
 A peer has one connection at a time. It is made when something needs it, and again when
 it has ended. Attempts are bounded: they are made only while somebody waits, at most
@@ -16,160 +16,387 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, Final, Unpack, overload
 
 from kvwire.aio import Backoff, LoopThread, absolute, start_task
+from kvwire.backend import Payload
 from kvwire.directory import Change, ChangeKind, Record, Selector
-from kvwire.endpoint.connection import ConnectionState
-from kvwire.endpoint.deferred import DeferredRequest
+from kvwire.endpoint.connection import Connection, check_size, checked_tag
 from kvwire.endpoint.limits import PEER_ATTEMPTS_MAX, PEER_REDIAL_S_MAX, REDIAL_S
-from kvwire.endpoint.request import RequestState
+from kvwire.endpoint.links import Links
+from kvwire.endpoint.membership import Membership
+from kvwire.endpoint.reconnect import Reconnector
+from kvwire.endpoint.request import Request
 from kvwire.errors import (
     AuthenticationFailed,
     BackendUnavailable,
     ClosedOK,
     ConnectError,
+    DeadlineExceeded,
     HandshakeError,
     KVWireError,
+    RequestCancelled,
     UsageError,
     WireCode,
 )
+from kvwire.kv.blocks import Blocks
+from kvwire.kv.paged import PagedCache
+from kvwire.memory.buffers import Memory, as_payload
+from kvwire.proto.state import RequestKind
+from kvwire.transfer import Incoming, Outgoing
+from kvwire.transfers.coded import incoming_kind, outgoing_kind
 from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.options import ReceiveOptions, SendOptions, check_options
 from kvwire.transfers.outgoing import OutgoingState
-from kvwire.types import Address, Deadline, Instant
-
-if TYPE_CHECKING:
-    from kvwire.endpoint.communicator import CommunicatorState
+from kvwire.types import Address, Deadline, Grant
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 # Waiting does not mend these; only where another member may be meant instead.
-_FINAL = (BackendUnavailable, HandshakeError, UsageError)
+_FINAL: Final = (BackendUnavailable, HandshakeError, UsageError)
 # One that does not answer leaves time to try as many others.
-_SHARES_MAX = 4
+_SHARES_MAX: Final = 4
 
 
-class PeerState:
-    """Holds the state of one peer, on the loop of its communicator.
+class Peer:
+    """Stands for the process at an address, or for a member that a selector matches.
 
-    Args:
-        communicator: Whose peer it is.
-        where: An address, or a selector.
-
-    Raises:
-        UsageError: The text is neither, or there is no directory.
-
-    Attributes:
-        communicator: Whose peer it is.
-        where: The text by which it is named.
-        thread: Who may call it.
-        closed: Nothing is dialled any more.
+    Made by :meth:`Communicator.peer <kvwire.Communicator.peer>`. It is dialled when it
+    is first used, and dialled again, with pauses, when its connection has ended. With a
+    selector it is the member that was least busy when it was dialled, and another one
+    once that has left: later loads change nothing. Verbs return at once. A request
+    waits for a connection for at most ``handshake_timeout_s``, and then fails with
+    :exc:`~kvwire.ConnectError`; a transfer has an outcome with the reason instead. A
+    new connection knows nothing of the one before: a message goes to the process that
+    is there, whether or not it was there for the last one.
     """
 
-    def __init__(self, communicator: CommunicatorState, where: str) -> None:
-        self.communicator = communicator
-        self.where = where
-        self.thread: LoopThread = communicator.thread
-        self.closed: bool = False
+    def __init__(
+        self,
+        links: Links,
+        membership: Membership,
+        recovery: Reconnector,
+        peers: dict[str, Peer],
+        where: str,
+    ) -> None:
+        self._links = links
+        self._services = links.services
+        self._thread: LoopThread = links.services.thread
+        self._membership = membership
+        self._recovery = recovery
+        # All of the communicator, by what names them; without those that are closed.
+        self._peers = peers
+        self._where = where
         self._selector = Selector.parse(where) if "=" in where else None
         self._address = None if self._selector else Address.parse(where)
-        self._own_key = communicator.incarnation.hex()
-        self._connection: ConnectionState | None = None
+        self._own_key = links.identity.incarnation.hex()
+        self._closed = False
+        self._last: Connection | None = None
         # Whose connection it is; None once that member has left.
         self._record: Record | None = None
         self._failures: dict[str, int] = {}
         self._reason = ""
         self._dialling: asyncio.Task[None] | None = None
-        self._found: asyncio.Future[ConnectionState] | None = None
+        self._found: asyncio.Future[Connection] | None = None
         self._waiting = 0
         self._joined = asyncio.Event()
+        # Requests that wait for a connection.
+        self._unposted: dict[Request[Any], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         if self._selector is not None:
-            communicator.membership.listen(self.changed)
+            membership.listen(self._changed)
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self.live or 'not connected'}"
-        return f"<Peer {self.where!r}, {state}>"
+        state = "closed" if self._closed else f"{self.connection or 'not connected'}"
+        return f"<Peer {self._where!r}, {state}>"
 
     @property
-    def live(self) -> ConnectionState | None:
-        """Return the connection that is used for what comes next, if there is one."""
-        connection = self._connection
-        return None if connection is None or connection.closed else connection
+    def where(self) -> str:
+        """Return the address or the selector that names it."""
+        return self._where
+
+    @property
+    def connection(self) -> Connection | None:
+        """Return the connection that is used for what comes next; None without one."""
+        last = self._last
+        return None if last is None or last._core.closed else last
+
+    async def connect(self) -> Connection:
+        """Dial it now if it is not connected, and return the connection.
+
+        The connection may be closed when it is idle, once the peer is another process.
+
+        Raises:
+            ConnectError: No process that is meant could be reached in
+                ``handshake_timeout_s``; says why the last attempt failed.
+            HandshakeError, UsageError, BackendUnavailable: The process at the address
+                cannot be used; with a selector others are tried.
+            ClosedOK: The peer, or the communicator, is closed.
+
+        Cancel safety: safe, dialling ends when nobody waits for it.
+        """
+        self._thread.check("Peer.connect")
+        return await self._connect()
 
     # --- verbs ------------------------------------------------------------------------
 
-    def request(
-        self,
-        call: Callable[[ConnectionState, Deadline], RequestState[Any]],
-        deadline: Deadline,
-        *,
-        receives: bool = False,
-    ) -> RequestState[Any]:
-        """Start a request now, or as soon as there is a connection."""
-        live = self.live
-        if live is not None and not self.closed:
-            return call(live, deadline)
-        at = absolute(deadline)
-        deferred = DeferredRequest(
-            self.thread,
-            self.connect,
-            partial(_flipped, call, None if at is None else Instant(at)),
-            waits_for=lambda: f"peer {self.where!r}: {self._trouble}",
-            deadline=at,
-            receives=receives,
-        )
-        return deferred.outer
+    def send(
+        self, tag: int, buffer: Memory, *, deadline: Deadline = None
+    ) -> Request[int]:
+        """Send a message; see :meth:`Connection.send <kvwire.Connection.send>`.
 
-    def start(self, end: IncomingState | OutgoingState) -> None:
-        """Ask the peer for one end of a transfer, now or when there is a connection."""
-        self.communicator.check_open()
-        live = self.live
-        if live is not None and not self.closed:
-            live.start(end)
+        Cancel safety: as there.
+        """
+        connection = self._usable("send")
+        if connection is not None:
+            return connection.send(tag, buffer, deadline=deadline)
+        payload = as_payload(buffer, writable=False)
+        check_size(payload.nbytes)
+        return self._defer(RequestKind.SEND, checked_tag(tag), payload, deadline)
+
+    @overload
+    def recv(
+        self, tag: int, into: None = None, *, deadline: Deadline = None
+    ) -> Request[bytearray]: ...
+
+    @overload
+    def recv(
+        self, tag: int, into: Memory, *, deadline: Deadline = None
+    ) -> Request[int]: ...
+
+    def recv(
+        self, tag: int, into: Memory | None = None, *, deadline: Deadline = None
+    ) -> Request[int] | Request[bytearray]:
+        """Receive a message; see :meth:`Connection.recv <kvwire.Connection.recv>`.
+
+        Cancel safety: as there.
+        """
+        connection = self._usable("recv")
+        if connection is not None:
+            return connection.recv(tag, into, deadline=deadline)
+        payload = None
+        if into is not None:
+            payload = as_payload(into, writable=True, what="into")
+        return self._defer(RequestKind.RECV, checked_tag(tag), payload, deadline)
+
+    def put(
+        self, buffer: Memory, grant: Grant, *, deadline: Deadline = None
+    ) -> Request[int]:
+        """Write into memory that the peer has granted to this connection.
+
+        See :meth:`Connection.put <kvwire.Connection.put>`. A grant for an earlier
+        connection is a UsageError.
+
+        Cancel safety: as there.
+        """
+        connection = self._usable("put")
+        if connection is not None:
+            return connection.put(buffer, grant, deadline=deadline)
+        payload = as_payload(buffer, writable=False)
+        return self._defer(RequestKind.PUT, grant, payload, deadline)
+
+    def get(
+        self, grant: Grant, into: Memory, *, deadline: Deadline = None
+    ) -> Request[int]:
+        """Read memory that the peer has granted to this connection.
+
+        See :meth:`Connection.get <kvwire.Connection.get>`. A grant for an earlier
+        connection is a UsageError.
+
+        Cancel safety: as there.
+        """
+        connection = self._usable("get")
+        if connection is not None:
+            return connection.get(grant, into, deadline=deadline)
+        payload = as_payload(into, writable=True, what="into")
+        return self._defer(RequestKind.GET, grant, payload, deadline)
+
+    def pull(
+        self,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[ReceiveOptions],
+    ) -> Incoming:
+        """Ask the peer for a transfer that it publishes, now or later.
+
+        The arguments are those of :meth:`Connection.pull <kvwire.Connection.pull>`.
+
+        Raises:
+            UsageError: The cache or the blocks cannot be used; nothing was sent.
+            ClosedOK: The communicator is closed. If no connection comes, or a closed
+                or lost one is all there is, the transfer has an outcome instead.
+        """
+        self._thread.check("Peer.pull")
+        check_options("pull", options)
+        state = incoming_kind(options)(self._services, id, cache, blocks, options)
+        self._start(state)
+        return Incoming(state)
+
+    def push(
+        self,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[SendOptions],
+    ) -> Outgoing:
+        """Send the peer a transfer that it expects, now or later.
+
+        The arguments are those of :meth:`Connection.push <kvwire.Connection.push>`.
+
+        Raises:
+            UsageError: The cache or the blocks cannot be used; nothing was sent.
+            ClosedOK: The communicator is closed. If no connection comes, or a closed
+                or lost one is all there is, the transfer has an outcome instead.
+        """
+        self._thread.check("Peer.push")
+        check_options("push", options)
+        state = outgoing_kind(options)(self._services, id, cache, blocks, options)
+        self._start(state)
+        return Outgoing(state)
+
+    # --- the end ----------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Dial no more, and close the connection; requests that wait for one fail.
+
+        Cancel safety: safe. The connection goes on closing; call it again to wait.
+        """
+        self._thread.check("Peer.close")
+        self._stop()
+        if self._last is not None:
+            await self._last.close()
+
+    def _stop(self) -> None:
+        """Dial no more; what waits for a connection fails."""
+        if self._closed:
             return
-        self.communicator.registry.defer(end)
-        self._run(self._ask(end))
+        self._closed = True
+        if self._selector is not None:
+            self._membership.forget(self._changed)
+        self._peers.pop(self._where, None)
+        if self._found is not None and not self._found.done():
+            self._found.set_exception(ClosedOK(f"peer {self._where!r} was closed"))
+        if self._dialling is not None:
+            self._dialling.cancel()
+
+    # --- what waits for a connection --------------------------------------------------
+
+    def _usable(self, verb: str) -> Connection | None:
+        """Return the connection on which a request can begin now, if there is one."""
+        if get_ident() != self._thread.ident:
+            self._thread.check(f"Peer.{verb}")
+        return None if self._closed else self.connection
+
+    def _defer(
+        self,
+        kind: RequestKind,
+        what: int | Grant,
+        payload: Payload | None,
+        deadline: Deadline,
+    ) -> Request[Any]:
+        """Make a request that is posted as soon as there is a connection."""
+        return self._post(Request(self, kind, what, payload, absolute(deadline)))
+
+    def _start(self, end: IncomingState | OutgoingState) -> None:
+        """Ask the peer for a transfer, now or as soon as there is a connection."""
+        self._links.check_open()
+        connection = None if self._closed else self.connection
+        if connection is not None:
+            self._services.registry.ask(end, connection._driver)
+            return
+        self._services.registry.defer(end)
+        task = start_task(self._ask(end))
+        self._tasks.add(task)  # bounded: REQUESTS_MAX, each is a transfer of the caller
+        task.add_done_callback(self._tasks.discard)
 
     async def _ask(self, end: IncomingState | OutgoingState) -> None:
         try:
-            connection = await self.connect()
+            connection = await self._connect()
             if end.outcome is None:
-                end.ask(connection)
+                end.ask(connection._driver)
         except KVWireError as exc:
             if end.outcome is None:
                 end.stop(exc, WireCode.GOING_AWAY)
 
+    async def _post_on_connection(self, request: Request[Any]) -> None:
+        """Post a request as soon as there is a connection; errors are its end."""
+        error: KVWireError
+        try:
+            try:
+                async with asyncio.timeout_at(request._deadline) as limit:
+                    connection = await self._connect()
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise DeadlineExceeded(
+                    f"no connection in time to peer {self._where!r}: {self._trouble}"
+                ) from None
+            del self._unposted[request]
+            connection._adopt(request)
+        except KVWireError as exc:
+            error = exc
+        except Exception as exc:  # noqa: BLE001 - it is raised where the request is awaited
+            error = KVWireError(f"the request to a peer failed: {exc!r}")
+            error.__cause__ = exc
+        else:
+            return
+        self._unposted.pop(request, None)
+        request._complete(None, error)
+
+    # --- for its requests, as RequestOwner --------------------------------------------
+
+    def _describe(self, request: Request[Any]) -> str:
+        return f"waits for a connection to peer {self._where!r}: {self._trouble}"
+
+    def _cancel(self, request: Request[Any]) -> None:
+        self._unpost(request)
+        request._complete(None, RequestCancelled("it was cancelled on this side"))
+
+    def _post(self, request: Request[Any]) -> Request[Any]:
+        if request not in self._unposted:
+            # bounded: REQUESTS_MAX, each is a request of the caller
+            self._unposted[request] = start_task(self._post_on_connection(request))
+        return request
+
+    def _withdraw(self, request: Request[Any]) -> None:
+        if request._kind is RequestKind.RECV:
+            self._unpost(request)
+
+    def _unpost(self, request: Request[Any]) -> None:
+        task = self._unposted.pop(request, None)
+        if task is not None:
+            task.cancel()
+
+    def _when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
+        if request._over:
+            call()
+        else:
+            request._watchers += (call,)
+
     # --- the connection ---------------------------------------------------------------
 
-    async def connect(self) -> ConnectionState:
-        """Return the connection; dial if there is none.
-
-        Raises:
-            KVWireError: See :meth:`kvwire.Peer.connect`.
-
-        Cancel safety: safe, dialling ends when nobody waits for it.
-        """
-        if self.closed:
-            raise ClosedOK(f"peer {self.where!r} is closed")
-        self.communicator.check_open()
-        if self.live is not None:
-            return self.live
+    async def _connect(self) -> Connection:
+        if self._closed:
+            raise ClosedOK(f"peer {self._where!r} is closed")
+        self._links.check_open()
+        if (connection := self.connection) is not None:
+            return connection
         if self._found is None:
             self._reason = ""
             self._found = asyncio.get_running_loop().create_future()
             self._dialling = start_task(self._dial(self._found))
         found, self._waiting = self._found, self._waiting + 1
-        patience_s = self.communicator.config.handshake_timeout_s
+        patience_s = self._services.config.handshake_timeout_s
         try:
             async with asyncio.timeout(patience_s):
                 return await asyncio.shield(found)
         except TimeoutError:
             raise ConnectError(
-                f"peer {self.where!r}: none in {patience_s:g} s; {self._trouble}",
-                address=self.where,
+                f"peer {self._where!r}: none in {patience_s:g} s; {self._trouble}",
+                address=self._where,
             ) from None
         finally:
             self._waiting -= 1
@@ -181,7 +408,7 @@ class PeerState:
         """Return why there is no connection."""
         if self._reason or self._selector is None:
             return self._reason or "it has not answered"
-        return self.communicator.membership.trouble or "no member is meant by that"
+        return self._membership.trouble or "no member is meant by that"
 
     def _end_dialling(self) -> None:
         if self._dialling is not None:
@@ -190,7 +417,7 @@ class PeerState:
             self._found.cancel()
         self._dialling = self._found = None
 
-    async def _dial(self, found: asyncio.Future[ConnectionState]) -> None:
+    async def _dial(self, found: asyncio.Future[Connection]) -> None:
         """Try one candidate after the other until one of them answers."""
         backoff = Backoff(REDIAL_S, PEER_REDIAL_S_MAX)
         while True:
@@ -204,13 +431,13 @@ class PeerState:
                     refused = isinstance(exc, AuthenticationFailed)
                     loud = refused and self._reason != before
                     level = logging.WARNING if loud else logging.INFO
-                    logger.log(level, "peer %r: %s", self.where, exc)
+                    logger.log(level, "peer %r: %s", self._where, exc)
                     final = isinstance(exc, _FINAL) or isinstance(exc.__cause__, _FINAL)
                     if record is None and final:
                         found.set_exception(exc)
                         return
                 else:
-                    self._connection, self._record = connection, record
+                    self._last, self._record = connection, record
                     found.set_result(connection)
                     return
             if candidates:
@@ -225,7 +452,7 @@ class PeerState:
             return [None]
         meant = {
             key: record
-            for key, record in self.communicator.membership.members.items()
+            for key, record in self._membership.members.items()
             if self._selector.matches(record) and key != self._own_key
         }
         self._failures = {k: n for k, n in self._failures.items() if k in meant}
@@ -236,19 +463,19 @@ class PeerState:
 
         return sorted(meant.values(), key=order)[:PEER_ATTEMPTS_MAX]
 
-    async def _try(self, record: Record | None, candidates: int) -> ConnectionState:
+    async def _try(self, record: Record | None, candidates: int) -> Connection:
         """Connect to one candidate.
 
         Raises:
             KVWireError: It cannot be reached, or is somebody else.
         """
-        patience_s = self.communicator.config.handshake_timeout_s
+        patience_s = self._services.config.handshake_timeout_s
         if record is None:
             assert self._address is not None
-            return await self.communicator.connect(self._address, None, patience_s)
+            return await self._links.connect(self._address, None, patience_s)
         timeout_s = patience_s / min(candidates, _SHARES_MAX)
         self._failures[record.key] = self._failures.get(record.key, 0) + 1
-        connection = await self.communicator.connect(record.address, None, timeout_s)
+        connection = await self._links.connect(record.address, None, timeout_s)
         who = connection.peer.incarnation.hex()
         if record.incarnation not in ("", who):
             connection.abort("the directory names another start of the peer")
@@ -260,14 +487,14 @@ class PeerState:
         del self._failures[record.key]
         return connection
 
-    def changed(self, change: Change) -> None:
+    def _changed(self, change: Change) -> None:
         """Take in what has become of a member."""
         assert self._selector is not None
         record, mine = change.record, self._record
         meant = change.kind is not ChangeKind.LEFT and self._selector.matches(record)
         if meant:
             self._joined.set()
-        live = self.live
+        live = self.connection
         if live is None:
             return
         if mine is not None and record.key == mine.key:
@@ -276,42 +503,5 @@ class PeerState:
         elif mine is None and meant and record.key == live.peer.incarnation.hex():
             self._record = record  # it was away for a while
         if self._record is None and self._candidates():
-            self._connection = None
-            self.communicator.recovery.retire(live)
-
-    # --- the end ----------------------------------------------------------------------
-
-    async def close(self) -> None:
-        """End the peer; its connection ends with it.
-
-        Cancel safety: safe, call it again.
-        """
-        self.stop()
-        if self._connection is not None:
-            await self._connection.close()
-
-    def stop(self) -> None:
-        """Dial no more; what waits for a connection fails."""
-        if self.closed:
-            return
-        self.closed = True
-        if self._selector is not None:
-            self.communicator.membership.forget(self.changed)
-        self.communicator.peers.pop(self.where, None)
-        if self._found is not None and not self._found.done():
-            self._found.set_exception(ClosedOK(f"peer {self.where!r} was closed"))
-        if self._dialling is not None:
-            self._dialling.cancel()
-
-    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = start_task(coroutine)
-        self._tasks.add(task)  # bounded: REQUESTS_MAX, each is a transfer of the caller
-        task.add_done_callback(self._tasks.discard)
-
-
-def _flipped(
-    call: Callable[[ConnectionState, Deadline], RequestState[Any]],
-    deadline: Deadline,
-    connection: ConnectionState,
-) -> RequestState[Any]:
-    return call(connection, deadline)
+            self._last = None
+            self._recovery.retire(live)

@@ -11,10 +11,12 @@ import asyncio
 import errno
 import logging
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvwire.aio import Backoff, start_task
+from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.limits import REDIAL_S, REDIAL_S_MAX
+from kvwire.endpoint.links import Links
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -23,10 +25,6 @@ from kvwire.errors import (
 )
 from kvwire.limits import STALL_TOLERANCE_S
 from kvwire.proto.state import CloseState
-
-if TYPE_CHECKING:
-    from kvwire.endpoint.communicator import CommunicatorState
-    from kvwire.endpoint.connection import ConnectionState
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
@@ -44,27 +42,31 @@ _SILENCE: Final = (
 class Reconnector:
     """Brings interrupted transfers of one communicator onto new links."""
 
-    def __init__(self, communicator: CommunicatorState) -> None:
-        self._communicator = communicator
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._loop = links.services.loop
+        self._config = links.services.config
+        self._registry = links.services.registry
+        links.lost = self.lost
         self._tasks: set[asyncio.Task[None]] = set()
         # One redial for each peer, however many of its connections were lost.
         self._redialling: set[bytes] = set()
         # Peers that were redialled a moment ago.
         self._redialled: set[bytes] = set()
         # Peers that may dial again, by the connection that they have lost last.
-        self._awaited: dict[bytes, ConnectionState] = {}
+        self._awaited: dict[bytes, Connection] = {}
 
-    def lost(self, connection: ConnectionState, error: ConnectionClosed) -> None:
+    def lost(self, connection: Connection, error: ConnectionClosed) -> None:
         """Recover a connection that has ended without having been closed."""
-        heard = connection.core.hears_us(self._communicator.loop.time())
+        heard = connection._core.hears_us(self._loop.time())
         self._run(self._recover(connection, gone=heard and _was_reset(error)))
 
-    def taken_over(self, connection: ConnectionState, resumes: bytes) -> None:
+    def taken_over(self, connection: Connection, resumes: bytes) -> None:
         """Replace the connection that a peer that has come back says it has lost."""
-        if not self._communicator.links_ended:
+        if not self._links.ended:
             self._run(self._take_over(connection, resumes))
 
-    def retire(self, connection: ConnectionState) -> None:
+    def retire(self, connection: Connection) -> None:
         """Close a connection that nothing new is begun on, once it is idle."""
         self._run(self._close_when_idle(connection))
 
@@ -77,43 +79,43 @@ class Reconnector:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _take_over(self, connection: ConnectionState, resumes: bytes) -> None:
-        for old in self._communicator.live_connections:
+    async def _take_over(self, connection: Connection, resumes: bytes) -> None:
+        for old in tuple(self._links.connections):
             same_peer = old.peer.origin == connection.peer.origin
-            if old.digest == resumes and same_peer:
+            if old._digest == resumes and same_peer:
                 old.abort("the peer has lost this connection and has come back")
                 await old.wait_closed()
-                self._communicator.registry.connection_lost(old)
-        self._communicator.registry.reattach(connection)
+                self._registry.connection_lost(old._driver)
+        self._registry.reattach(connection._driver)
 
-    async def _recover(self, connection: ConnectionState, *, gone: bool) -> None:
+    async def _recover(self, connection: Connection, *, gone: bool) -> None:
         """Let a link be replaced; ``gone`` if its end looks like that of a process."""
-        communicator, registry = self._communicator, self._communicator.registry
-        origin = connection.peer.origin
-        await connection.wait_closed()
-        registry.connection_lost(connection)
-        for other in communicator.live_connections:
+        registry, origin = self._registry, connection.peer.origin
+        # Not wait_closed(): in a forked child that refuses, and nobody reads its error.
+        await asyncio.shield(connection._driver.ended)
+        registry.connection_lost(connection._driver)
+        for other in tuple(self._links.connections):
             same_peer = other.peer.origin == origin
-            if same_peer and other.core.phase is CloseState.OPEN:
-                registry.reattach(other)
+            if same_peer and other._core.phase is CloseState.OPEN:
+                registry.reattach(other._driver)
                 return
         if not (
-            registry.interrupted(origin) or (connection.dialled and registry.unmet)
+            registry.interrupted(origin) or (connection._dialled and registry.unmet)
         ):
             return  # nothing waits for this peer, so that nothing is kept of it
-        if not connection.dialled and gone:
+        if not connection._dialled and gone:
             await self._await_return(connection)
-        elif connection.dialled and origin not in self._redialling:
+        elif connection._dialled and origin not in self._redialling:
             self._redialling.add(origin)
             try:
                 await self._redial(connection)
             finally:
                 self._redialling.discard(origin)
 
-    async def _await_return(self, lost: ConnectionState) -> None:
+    async def _await_return(self, lost: Connection) -> None:
         """Give a peer that dials us, and whose link was reset, a moment to be back."""
-        registry, loop = self._communicator.registry, self._communicator.loop
-        origin, grace_s = lost.peer.origin, self._communicator.config.restart_grace_s
+        registry, loop = self._registry, self._loop
+        origin, grace_s = lost.peer.origin, self._config.restart_grace_s
         self._awaited[origin] = lost  # bounded: CONNECTIONS_MAX, each for a moment
         until = loop.time() + grace_s
         await asyncio.sleep(grace_s)
@@ -129,7 +131,7 @@ class Reconnector:
                 f"{grace_s:g} s",
             )
 
-    async def _redial(self, lost: ConnectionState) -> None:
+    async def _redial(self, lost: Connection) -> None:
         """Try again until it works or nothing waits for it.
 
         Leases end the waiting for a peer that is silent. One whose port the kernel
@@ -137,11 +139,8 @@ class Reconnector:
         tried once: the peer may have asked for it on the link that was lost, and cannot
         dial itself.
         """
-        registry, origin = self._communicator.registry, lost.peer.origin
-        loop, grace_s = (
-            self._communicator.loop,
-            self._communicator.config.restart_grace_s,
-        )
+        registry, origin = self._registry, lost.peer.origin
+        loop, grace_s = self._loop, self._config.restart_grace_s
         gone_at: float | None = None
         backoff = Backoff(REDIAL_S, REDIAL_S_MAX)
         if origin in self._redialled:
@@ -150,7 +149,7 @@ class Reconnector:
         wanted = registry.interrupted(origin) or registry.unmet
         while wanted:
             try:
-                new = await self._communicator.redial(lost)
+                new = await self._links.redial(lost)
             except KVWireError as exc:
                 logger.info("redialling %s: %s", lost.peer, exc)
                 if not isinstance(exc.__cause__, _REFUSALS):
@@ -172,35 +171,33 @@ class Reconnector:
             await asyncio.sleep(pause_s)
             wanted = registry.interrupted(origin)
 
-    async def _met(self, new: ConnectionState, lost: ConnectionState) -> bool:
+    async def _met(self, new: Connection, lost: Connection) -> bool:
         """Check the process that answered a redial; tell whether redialling is over."""
         origin = lost.peer.origin
         if new.peer.origin == origin:
             self._note_redial(origin)
             self.retire(new)
             return True
-        if new.dialled == lost.dialled:
+        if new._dialled == lost._dialled:
             why = "the peer has restarted; its side of it is gone"
-            self._communicator.registry.peer_gone(origin, why)
+            self._registry.peer_gone(origin, why)
         await new.close()
         # Else it is another one, for which the peer's name stands as well.
-        return new.dialled == lost.dialled
+        return new._dialled == lost._dialled
 
     def _note_redial(self, origin: bytes) -> None:
         self._redialled.add(origin)
-        self._communicator.loop.call_later(
-            REDIAL_S_MAX, self._redialled.discard, origin
-        )
+        self._loop.call_later(REDIAL_S_MAX, self._redialled.discard, origin)
 
-    async def _close_when_idle(self, connection: ConnectionState) -> None:
+    async def _close_when_idle(self, connection: Connection) -> None:
         """Close a connection once it is idle.
 
         Within a lease everything that waited for it has come, or has given up.
         """
-        registry, origin = self._communicator.registry, connection.peer.origin
+        registry, origin = self._registry, connection.peer.origin
         while not connection.closed:
-            await asyncio.sleep(self._communicator.config.lease_s)
-            if not connection.core.open_requests and not registry.interrupted(origin):
+            await asyncio.sleep(self._config.lease_s)
+            if not connection._core.open_requests and not registry.interrupted(origin):
                 await connection.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:

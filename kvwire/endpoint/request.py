@@ -1,170 +1,271 @@
-"""The state of a request: one movement of bytes, with exactly one completion.
+"""A request: one movement of bytes, with exactly one completion.
 
-The completion is a record in the state, written before anybody is woken. So it cannot
-get lost with a cancelled task, several tasks may await one request, and awaiting it
-again gives the same answer.
+The completion is stored in the request before anybody is woken. So it cannot get lost
+with a cancelled task, several tasks may await one request, and awaiting it again gives
+the same answer.
 
-A receive that has met no message is posted only while somebody waits for it, so that a
-message can never vanish into a forgotten buffer. Awaiting it again posts it again.
+Cancelling an ``await`` stops the waiting and not the movement: the hardware goes on,
+and so does the request. ``cancel()`` ends the request, and ``released()`` returns when
+its memory is free. The one exception is a receive that has met no message yet: it is
+posted only while somebody awaits it, so that no message vanishes into a forgotten
+buffer. Awaiting it again posts it again. A request of a peer that is not connected is
+not posted either; the peer posts it on the connection as soon as there is one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from threading import get_ident
 from time import monotonic
+from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
-
-import msgspec
 
 from kvwire.aio import LoopThread
 from kvwire.backend import Payload
 from kvwire.errors import KVWireError
 from kvwire.proto.records import RequestRecord
+from kvwire.proto.state import RequestKind
+from kvwire.types import Grant
 
 T = TypeVar("T")
 
 
-class RequestState(msgspec.Struct, Generic[T], eq=False):
-    """Holds what a connection and the tasks that wait know of one request.
+class Request(Coroutine[Any, Any, T], Generic[T]):
+    """Follows one send, recv, put or get. Await it for its result.
 
-    Attributes:
-        owner: Runs it; None of one that was over at once.
-        verb: Posts it in the core, given a buffer and its bytes.
-        memory: Its bytes; where those of a receive go, None for new memory.
-        deadline: An instant of the loop's clock, or None.
-        begun_at: When it was begun, on the monotonic clock.
-        over: The completion is known.
-        value: The result of one that is over and has not failed.
-        error: Why it failed; None while it is not over, and after a success.
-        core: The core's record, while the request is posted.
-        waiters: Who waits for the completion.
+    It can be passed wherever asyncio takes a coroutine: ``asyncio.create_task``,
+    ``gather``, ``TaskGroup``. Unlike a coroutine it has started already, and need not
+    be awaited.
     """
 
-    owner: RequestOwner | None = None
-    verb: Callable[..., RequestRecord] | None = None
-    memory: Payload | None = None
-    deadline: float | None = None
-    begun_at: float = 0.0
-    over: bool = False
-    value: T | None = None
-    error: KVWireError | None = None
-    core: RequestRecord | None = None
-    waiters: tuple[asyncio.Future[None], ...] = ()
+    # Runs it, or will; None for one that was over when the verb returned.
+    _owner: RequestOwner | None = None
+    _kind: RequestKind = RequestKind.SEND
+    # The tag of a message, or the grant of a put or get.
+    _what: Any = None
+    # Its bytes; where those of a receive go, None for new memory.
+    _memory: Payload | None = None
+    # An instant of the loop's clock.
+    _deadline: float | None = None
+    _begun_at: float = 0.0
+    _over: bool = False
+    _value: T | None = None
+    # Why it failed; None while it is not over, and after a success.
+    _error: KVWireError | None = None
+    # The core's record, while the request is posted.
+    _record: RequestRecord | None = None
+    # One for each task that waits for the completion.
+    _waiters: tuple[asyncio.Future[None], ...] = ()
+    # What is to be called when its memory is free, while it waits for a connection.
+    _watchers: tuple[Callable[[], None], ...] = ()
+    # Of each task that was made of this request, its wait.
+    _waits: dict[asyncio.Task[Any] | None, Generator[Any, Any, T]] | None = None
+
+    def __init__(
+        self,
+        owner: RequestOwner,
+        kind: RequestKind,
+        what: int | Grant,
+        memory: Payload | None,
+        deadline: float | None,
+    ) -> None:
+        self._owner = owner
+        self._kind = kind
+        self._what = what
+        self._memory = memory
+        self._deadline = deadline
+        self._begun_at = monotonic()
 
     def __repr__(self) -> str:
-        if self.over:
-            return f"<Request failed: {self.error}>" if self.error else "<Request done>"
-        assert self.owner is not None
-        age_s = monotonic() - self.begun_at
-        return f"<Request {self.owner.describe(self)}, {age_s:.1f} s old>"
+        if self._over:
+            if self._error is None:
+                return "<Request done>"
+            return f"<Request failed: {self._error}>"
+        assert self._owner is not None
+        age_s = monotonic() - self._begun_at
+        return f"<Request {self._owner._describe(self)}, {age_s:.1f} s old>"
+
+    def done(self) -> bool:
+        """Tell whether the request is complete: it has a result or an error."""
+        return self._over
 
     def result(self) -> T:
         """Return the result, or raise the error.
 
         Raises:
-            asyncio.InvalidStateError: It is not known yet.
+            asyncio.InvalidStateError: The request is not complete yet.
             KVWireError: The request failed.
         """
-        if not self.over:
+        if not self._over:
             raise asyncio.InvalidStateError("the request is not done")
-        if self.error is not None:
-            raise self.error
-        return self.value  # type: ignore[return-value]
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
 
     def cancel(self) -> None:
-        """End the request, for both sides; do nothing if it is over."""
-        if self.owner is not None and not self.over:
-            self.owner.thread.check("Request.cancel")
-            self.owner.cancel_request(self)
+        """End the request on both sides; does nothing if it is complete.
+
+        Tasks that await it get :exc:`~kvwire.RequestCancelled`. Its memory is free once
+        :meth:`released` returns, because a transport finishes what it has begun.
+        """
+        if self._owner is not None and not self._over:
+            self._owner._thread.check("Request.cancel")
+            self._owner._cancel(self)
 
     async def released(self) -> None:
-        """Wait until nothing of kvwire can touch the request's memory any more.
+        """Wait until kvwire and its transports no longer touch the request's memory.
+
+        That is after the completion, whatever it was. There is no deadline: memory is
+        either free or it is not, and a timeout would only be a guess.
 
         Cancel safety: safe, it only watches.
         """
-        if self.owner is None:
+        if self._owner is None:
             return
-        self.owner.thread.check("Request.released")
+        self._owner._thread.check("Request.released")
         free = asyncio.Event()
-        self.when_released(free.set)
+        self._owner._when_released(self, free.set)
         await free.wait()
 
-    def when_released(self, call: Callable[[], None]) -> None:
-        """Call once nothing of kvwire can touch the request's memory any more."""
-        if self.owner is None:
-            call()
-        else:
-            self.owner.when_released(self, call)
-
-    def complete(self, result: T | None, error: KVWireError | None) -> None:
-        """Record the completion; called once, by the connection."""
-        assert not self.over, "a request was completed twice"
-        self.over = True
-        self.value = result
-        self.error = error
-        waiters, self.waiters = self.waiters, ()
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def wait(self) -> Generator[Any, Any, T]:
-        """Wait for the completion, as ``__await__`` of a request does."""
-        if not self.over:
-            owner = self.owner
+    def __await__(self) -> Generator[Any, Any, T]:
+        if not self._over:
+            owner = self._owner
             assert owner is not None
-            thread = owner.thread
+            thread = owner._thread
             loop = thread.loop
             # Not by asking which loop runs: Python 3.11 then asks for the process too.
             if get_ident() != thread.ident or not loop.is_running():
                 thread.check("await Request")
-            if self.core is None:
-                owner.repost(self)
+            if self._record is None:
+                owner._post(self)
             # Posting it again may have completed it.
-            if not self.over:
+            if not self._over:
                 waiter: asyncio.Future[None] = loop.create_future()
-                self.waiters += (waiter,)
+                self._waiters += (waiter,)
                 try:
                     yield from waiter
                 except BaseException:
-                    if not self.over:
-                        self.waiters = tuple(w for w in self.waiters if w is not waiter)
-                        self.neglect_if_alone()
+                    if not self._over:
+                        self._waiters = tuple(
+                            w for w in self._waiters if w is not waiter
+                        )
+                        self._neglect_if_alone()
                     raise
-        if self.error is not None:
+        if self._error is not None:
             yield  # one turn of the loop: see kvwire.aio
-            raise self.error
-        return self.value  # type: ignore[return-value]
+            raise self._error
+        return self._value  # type: ignore[return-value]
 
-    __await__ = wait
+    # --- what asyncio expects of a coroutine object -----------------------------------
 
-    def neglect_if_alone(self) -> None:
-        """Take a receive back that has met no message and that nobody waits for."""
-        if self.owner is not None and not self.over and not self.waiters:
-            self.owner.unpost(self)
+    def send(self, value: Any) -> Any:
+        """Advance the current task's wait by one step, as ``asyncio.Task`` does."""
+        return self._drive(lambda waiting: waiting.send(value))
+
+    def throw(
+        self,
+        typ: Any,
+        val: BaseException | object = None,
+        tb: TracebackType | None = None,
+    ) -> Any:
+        """Raise an exception inside the current task's wait, as a cancellation does."""
+        error = typ if val is None else val
+        if isinstance(error, type):
+            error = error()
+        assert isinstance(error, BaseException)
+        if asyncio.current_task() not in (self._waits or {}):
+            # Cancelled before its first step: this task has never waited.
+            self._neglect_if_alone()
+        raised = error.with_traceback(tb) if tb else error
+        return self._drive(lambda waiting: waiting.throw(raised))
+
+    def close(self) -> None:
+        """Stop the current task's wait; the request itself goes on."""
+        if self._waits is None:
+            return
+        waiting = self._waits.pop(asyncio.current_task(), None)
+        if waiting is not None:
+            waiting.close()
+
+    def _drive(self, step: Callable[[Generator[Any, Any, T]], Any]) -> Any:
+        """Take one step of the current task's own wait for this request."""
+        task = asyncio.current_task()
+        if self._waits is None:
+            self._waits = {}
+        waits = self._waits
+        waiting = waits.get(task)
+        if waiting is None:
+            waiting = waits[task] = self.__await__()
+        try:
+            return step(waiting)
+        except BaseException:  # StopIteration with the result, mostly
+            del waits[task]
+            raise
+
+    # --- for its owner ----------------------------------------------------------------
+
+    def _complete(self, result: T | None, error: KVWireError | None) -> None:
+        """Record the completion, and wake all who wait; called once, by the owner."""
+        assert not self._over, "a request was completed twice"
+        self._over = True
+        self._value = result
+        self._error = error
+        waiters, self._waiters = self._waiters, ()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._watchers:
+            self._watch_memory()
+
+    def _watch_memory(self) -> None:
+        """Hand on what was to be called when the memory is free."""
+        watchers, self._watchers = self._watchers, ()
+        assert self._owner is not None
+        for call in watchers:
+            self._owner._when_released(self, call)
+
+    def _neglect_if_alone(self) -> None:
+        """Take a receive back that has met no message and that nobody awaits."""
+        if self._owner is not None and not self._over and not self._waiters:
+            self._owner._withdraw(self)
+
+
+def succeeded(request: Request[Any]) -> bool:
+    """Tell whether a request is complete, with a result and not with an error."""
+    return request._over and request._error is None
+
+
+def when_released(request: Request[Any], call: Callable[[], None]) -> None:
+    """Call a function once kvwire no longer touches the request's memory.
+
+    At once if that is so already. For the rooms above that hold many requests; others
+    await :meth:`Request.released`.
+    """
+    if request._owner is None:
+        call()
+    else:
+        request._owner._when_released(request, call)
 
 
 class RequestOwner(Protocol):
-    """Stands for the connection a request runs on, as the request sees it."""
+    """What a request needs of the connection, or the peer, that runs it."""
 
     @property
-    def thread(self) -> LoopThread:
-        """Return who may wait for its requests."""
+    def _thread(self) -> LoopThread:
+        """The loop and thread on which its requests may be awaited."""
 
-    def describe(self, request: RequestState[Any]) -> str:
-        """Return what an unfinished request is, and what it waits for."""
+    def _describe(self, request: Request[Any]) -> str:
+        """Say what an unfinished request is, and what it waits for."""
 
-    def cancel_request(self, request: RequestState[Any]) -> None:
-        """End it."""
+    def _cancel(self, request: Request[Any]) -> None:
+        """End a request that is not complete."""
 
-    def repost(self, request: RequestState[Any]) -> None:
-        """Post a receive that was taken back, since somebody waits for it again."""
+    def _post(self, request: Request[Any]) -> Request[Any]:
+        """Post a request that is not posted yet, or was taken back; return it."""
 
-    def unpost(self, request: RequestState[Any]) -> None:
-        """Take a request back if it has met no message: nobody waits for it."""
+    def _withdraw(self, request: Request[Any]) -> None:
+        """Take a receive back that has met no message; others go on."""
 
-    def when_released(
-        self, request: RequestState[Any], call: Callable[[], None]
-    ) -> None:
-        """Call once its memory is free."""
+    def _when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
+        """Call once the request's memory is free."""

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from kvwire.endpoint.connection import Connection
+from kvwire.endpoint.links import Links
 from kvwire.errors import printable
 from kvwire.limits import NAME_CHARS_MAX, SNAPSHOT_ROWS_MAX
 from kvwire.types import text_of
 
 if TYPE_CHECKING:
-    from kvwire.endpoint.communicator import CommunicatorState
-    from kvwire.endpoint.connection import ConnectionState
     from kvwire.transfers.matching import End
 
 # Shorter silence is what a link with nothing to say looks like.
@@ -174,24 +174,24 @@ def show_store(store: StorePort) -> None:
     _stores[loop].add(store)
 
 
-def snapshot_of(communicator: CommunicatorState) -> Snapshot:
-    """Take a snapshot, on the communicator's loop."""
-    live = list(communicator.registry.live)
-    connections = communicator.live_connections
-    asked = communicator.registry.unanswered[:SNAPSHOT_ROWS_MAX]
+def snapshot_of(links: Links) -> Snapshot:
+    """Take a snapshot of a communicator, on its loop."""
+    services, connections = links.services, list(links.connections)
+    live = list(services.registry.live)
+    asked = services.registry.unanswered[:SNAPSHOT_ROWS_MAX]
     return Snapshot(
-        name=communicator.name,
+        name=services.config.name,
         pid=os.getpid(),
-        incarnation=communicator.incarnation.hex(),
+        incarnation=links.identity.incarnation.hex(),
         at_s=time.time(),
         connections=tuple(map(_connection, connections[:SNAPSHOT_ROWS_MAX])),
         transfers=transfer_snapshots(live[:SNAPSHOT_ROWS_MAX]),
         open_connections=len(connections),
         open_transfers=len(live),
         asked=tuple(printable(name) for name in asked),
-        stores=tuple(s._snapshot() for s in _stores.get(communicator.loop, ())),  # noqa: SLF001 - no user's business
-        quarantined_bytes=communicator.quarantined_bytes,
-        counters=msgspec.structs.asdict(communicator.counters),
+        stores=tuple(store._snapshot() for store in _stores.get(services.loop, ())),
+        quarantined_bytes=services.buffers.quarantined_bytes,
+        counters=msgspec.structs.asdict(services.counters),
     )
 
 
@@ -222,16 +222,16 @@ def _transfer(end: End) -> TransferSnapshot:
     )
 
 
-def _connection(connection: ConnectionState) -> ConnectionSnapshot:
-    peer = connection.peer
+def _connection(connection: Connection) -> ConnectionSnapshot:
+    peer, core, driver = connection.peer, connection._core, connection._driver
     return ConnectionSnapshot(
         peer=printable(peer.name),
         address=str(peer.address or ""),
         transport=connection.transport,
-        state=connection.core.phase.value,
-        age_s=connection.age_s,
-        silent_s=connection.silent_s,
-        queued_bytes=connection.link.queued_bytes,
-        requests=connection.core.open_requests,
+        state=core.phase.value,
+        age_s=driver.age_s,
+        silent_s=driver.silent_s,
+        queued_bytes=driver.link.queued_bytes,
+        requests=core.open_requests,
         unreceived=sum(connection.unreceived.values()),
     )

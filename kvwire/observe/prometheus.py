@@ -17,6 +17,7 @@ from functools import partial
 from typing import Final
 
 from kvwire import BlockStore, Communicator
+from kvwire.endpoint.communicator import services_of
 from kvwire.extras import needed_by
 from kvwire.observe.distributions import Distribution, TransferDistributions
 
@@ -125,7 +126,7 @@ class CommunicatorCollector(Collector):
 
     def _certificate(self, name: str) -> Iterator[Metric]:
         """Yield the certificate's validity; nothing unless trust is ``mtls``."""
-        found = self._communicator._state.certificate  # noqa: SLF001 - the library's own
+        found = services_of(self._communicator).certificate
         for field, verb in (("not_before", "begins"), ("not_after", "ends")):
             family = GaugeMetricFamily(
                 f"kvwire_certificate_{field}_timestamp_seconds",

@@ -52,7 +52,7 @@ from kvwire.transfers.description import (
     new_trace,
 )
 from kvwire.transfers.options import TransferOptions
-from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
+from kvwire.transfers.ports import ConnectionPort, TransferServices
 from kvwire.transfers.state import (
     ATTEMPT_TRANSITIONS,
     TRANSFER_TRANSITIONS,
@@ -259,7 +259,7 @@ class KVTransfer:
 
     def __init__(
         self,
-        communicator: CommunicatorPort,
+        communicator: TransferServices,
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,

@@ -37,7 +37,7 @@ from kvwire.transfers.base import (
 from kvwire.transfers.dedup import digest, held, listed_hashes
 from kvwire.transfers.description import TransferOffer, pack_have
 from kvwire.transfers.options import ReceiveOptions
-from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
+from kvwire.transfers.ports import ConnectionPort, TransferServices
 from kvwire.transfers.receiver import ReceiveAttempt, missing_chunks
 from kvwire.transfers.settle import SettleAttempt
 from kvwire.transfers.state import (
@@ -71,7 +71,7 @@ class IncomingState(KVTransfer):
 
     def __init__(
         self,
-        communicator: CommunicatorPort,
+        communicator: TransferServices,
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,

@@ -36,7 +36,7 @@ from kvwire.transfers.base import (
 from kvwire.transfers.dedup import digest, listed_hashes
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.options import SendOptions
-from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
+from kvwire.transfers.ports import ConnectionPort, TransferServices
 from kvwire.transfers.ready_log import Encoder, ReadyLog
 from kvwire.transfers.sender import SendAttempt
 from kvwire.transfers.state import (
@@ -56,7 +56,7 @@ class OutgoingState(KVTransfer):
 
     def __init__(
         self,
-        communicator: CommunicatorPort,
+        communicator: TransferServices,
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,

@@ -6,16 +6,16 @@ Transfers know nothing else of either: who implements these stands above them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvwire.aio import LoopThread
+from kvwire.config import Config
 from kvwire.driver.device_staging import DeviceStaging
-from kvwire.driver.ports import DriverOwner
-from kvwire.driver.trace_ring import TraceRing
+from kvwire.driver.services import Services
 from kvwire.errors import KVWireError, WireCode
 from kvwire.kv.outcome import Outcome
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.transfers import Transfers
+from kvwire.security.tls import CredentialFiles
 from kvwire.types import PeerInfo
 
 if TYPE_CHECKING:
@@ -27,9 +27,11 @@ class ConnectionPort(Protocol):
     """Stands for one connection, as transfers use it.
 
     Attributes:
+        front: The connection that users hold.
         chunk_bytes: Bytes of a chunk that arrives here.
     """
 
+    front: Any
     peer: PeerInfo
     transfers: Transfers
     staging: DeviceStaging
@@ -87,19 +89,21 @@ class ObserverPort(Protocol):
         """Tell that a transfer has an outcome, and which connections it ran on."""
 
 
-class CommunicatorPort(DriverOwner, Protocol):
-    """Stands for one communicator, as transfers use it.
+class TransferServices(Services):
+    """Adds what transfers share to what the parts of a communicator share.
 
     Attributes:
-        thread: Who may call its transfers.
-        ring: Where events are noted for a trace, if they are.
-        registry: Every transfer of the communicator that has not ended.
+        registry: All transfers of the communicator that have not ended.
+        watchers: Those that are called when a transfer begins and ends.
     """
 
-    thread: LoopThread
-    ring: TraceRing | None
-    registry: TransferRegistry
-
-    @property
-    def watchers(self) -> ObserverPort:
-        """Return who is told of transfers."""
+    def __init__(
+        self,
+        config: Config,
+        tls: CredentialFiles | None,
+        registry: TransferRegistry,
+        watchers: ObserverPort,
+    ) -> None:
+        super().__init__(config, tls)
+        self.registry = registry
+        self.watchers: ObserverPort = watchers

@@ -171,7 +171,7 @@ async def test_blocks_that_a_kernel_still_reads(
     used = compute.record()
 
     async def pull() -> Incoming:
-        await inside.state(pair.right).communicator.fired(used)
+        await pair.far.fired(used)
         return pair.right.pull("t", target.paged, TARGET)
 
     pulling = asyncio.ensure_future(pull())
@@ -266,7 +266,9 @@ async def test_memory_has_not_drained_while_a_device_copies(
     near.hold()
     out, inc = begin(pair, source, target)
     end = out if device_side == "producer" else inc
-    mine = pair.left if device_side == "producer" else pair.right
+    mine, owner = pair.left, pair.near
+    if device_side == "consumer":
+        mine, owner = pair.right, pair.far
     await until(lambda: not inside.staging(mine).quiet)
     if how == "abort":
         end.abort("enough")
@@ -277,10 +279,10 @@ async def test_memory_has_not_drained_while_a_device_copies(
     for _ in range(50):
         await asyncio.sleep(0)
     assert not end.is_drained
-    assert inside.state(mine).communicator.quarantined_bytes > 0
+    assert owner.quarantined_bytes > 0
     near.release()
     await end.drained()
-    assert inside.state(mine).communicator.quarantined_bytes == 0
+    assert owner.quarantined_bytes == 0
     other = inc if device_side == "producer" else out
     other.abort()
     await other.drained()

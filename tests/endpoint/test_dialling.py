@@ -186,7 +186,7 @@ async def finished(out: kvwire.Outgoing, inc: kvwire.Incoming) -> bool:
 
 def cut_off(near: kvwire.Communicator, host: str, times: int) -> None:
     """Make an address unreachable for so many attempts."""
-    backend = inside.state(near)._backends["tcp"]
+    backend = inside.services(near)._backends["tcp"]
     connect, left = backend.connect, [times]
 
     async def unreachable(address: Address) -> Link:

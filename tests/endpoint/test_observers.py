@@ -6,7 +6,7 @@ import pytest
 
 import kvwire
 from kvwire import Connection, Incoming, Outcome, Outgoing
-from kvwire.endpoint.connection import ConnectionState
+from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.testing.harness import loopback
 from kvwire.transfers.incoming import IncomingState
 from tests.support.caches import Memory
@@ -64,7 +64,7 @@ async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a link does that turns out to be lost when it is used."""
     notes, ask = Notes(), IncomingState.ask
 
-    def ask_and_end(self: IncomingState, connection: ConnectionState) -> None:
+    def ask_and_end(self: IncomingState, connection: ConnectionDriver) -> None:
         ask(self, connection)
         self.abort()
 

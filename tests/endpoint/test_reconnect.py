@@ -11,7 +11,6 @@ import pytest
 
 import kvwire
 from kvwire import ConnectionLost
-from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.limits import REDIAL_S_MAX
 from kvwire.endpoint.reconnect import _was_reset
 from kvwire_inproc import FaultPlan, injected
@@ -50,13 +49,13 @@ async def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lea
 ) -> None:
     """It makes no progress, so nothing renews the lease."""
     dialled = Counter[str]()
-    redial = inside.state(w.d).redial
+    redial = inside.links(w.d).redial
 
-    async def counted(lost: ConnectionState) -> ConnectionState:
+    async def counted(lost: kvwire.Connection) -> kvwire.Connection:
         dialled["times"] += 1
         return await redial(lost)
 
-    inside.state(w.d).redial = counted  # type: ignore[method-assign]
+    inside.links(w.d).redial = counted  # type: ignore[method-assign]
     out, inc = w.begin()
     out.ready()
     out.finish()
@@ -74,11 +73,11 @@ async def test_a_peer_that_stays_away_is_dialled_less_and_less_often(
     monkeypatch.setattr("random.uniform", lambda low, high: high)
     dialled_at: list[float] = []
 
-    async def nobody_listens(lost: ConnectionState) -> ConnectionState:
+    async def nobody_listens(lost: kvwire.Connection) -> kvwire.Connection:
         dialled_at.append(inside.now())
         raise kvwire.ConnectError("nobody listens")
 
-    inside.state(w.d).redial = nobody_listens  # type: ignore[method-assign]
+    inside.links(w.d).redial = nobody_listens  # type: ignore[method-assign]
     _, inc = await half_way(w)
     w.cut()
     assert not (await inc).complete
@@ -216,5 +215,5 @@ async def test_a_redial_asks_for_the_transports_that_were_named() -> None:
     async with kvwire.open(name="near") as near, kvwire.open(name="far") as far:
         where = await far.listen("tcp://127.0.0.1:0")
         first = await near.connect(where, transport=iter(["tcp"]))
-        again = await inside.state(near).redial(inside.state(first))
+        again = await inside.links(near).redial(first)
         assert first.transport == again.transport == "tcp"

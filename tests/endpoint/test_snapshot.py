@@ -50,7 +50,7 @@ async def test_what_a_transfer_waits_for_at_each_step(w: World) -> None:
 
 @scenario("inproc")
 async def test_a_producer_says_who_has_not_taken_it(w: World) -> None:
-    gate = inside.state(w.p).loop.create_future()
+    gate = inside.services(w.p).loop.create_future()
     out = w.p.publish("t", w.source.cache, LIST)
     assert w.p.transfers()[0].waits_for == "0 of 1 consumers have pulled it"
     inc = w.pull_side.pull("t", w.target.cache, DEST)

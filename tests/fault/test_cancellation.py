@@ -174,7 +174,7 @@ async def interrupt(name: str, at: int, how: How, *, death: bool) -> bool:
     for comm in (pair.near, pair.far):
         await until(lambda comm=comm: not inside.drivers(comm))  # type: ignore[misc]
         # Regions are still registered: their owner has not closed them.
-        assert len(inside.buffers(comm)) == len(inside.state(comm)._regions)
+        assert len(inside.buffers(comm)) == len(inside.links(comm).regions)
     return interrupted.hit
 
 

@@ -13,10 +13,10 @@ from datetime import timedelta
 
 import pytest
 
-from kvwire import Connection, KVWireError, Request
+from kvwire import Communicator, Connection, KVWireError, Request
 from tests.support import inside
 from tests.support.depth import parameters
-from tests.support.pairs import communicators, registered, until
+from tests.support.pairs import communicators, until
 from tests.support.proxy import Proxy, schedule
 
 SEEDS = range(30)
@@ -24,6 +24,8 @@ SEEDS = range(30)
 REACH_BYTES = 400_000
 SIZES = (0, 1, 1000, 20_000, 90_000)
 PATIENCE = timedelta(seconds=0.6)
+# A connection, and whose it is.
+End = tuple[Connection, Communicator]
 
 
 def stamped(sender: str, number: int, nbytes: int) -> bytes:
@@ -32,8 +34,9 @@ def stamped(sender: str, number: int, nbytes: int) -> bytes:
 
 
 async def message(
-    sender: Connection, receiver: Connection, name: str, number: int, nbytes: int
+    sender: Connection, other: End, name: str, number: int, nbytes: int
 ) -> None:
+    receiver, _ = other
     into = bytearray(nbytes)
     received = receiver.recv(number, into, deadline=PATIENCE)
     sent = sender.send(number, stamped(name, number, nbytes), deadline=PATIENCE)
@@ -43,12 +46,13 @@ async def message(
 
 
 async def one_sided(
-    user: Connection, owner: Connection, name: str, number: int, nbytes: int
+    user: Connection, other: End, name: str, number: int, nbytes: int
 ) -> None:
     memory, back = bytearray(nbytes), bytearray(nbytes)
-    region = registered(owner, memory, "readwrite")
+    connection, owner = other
+    region = owner.register(memory, "readwrite")
     try:
-        grant = region.grant(owner)
+        grant = region.grant(connection)
         data = stamped(name, number, nbytes)
         if await over(user.put(data, grant, deadline=PATIENCE)):
             assert memory == data
@@ -69,7 +73,7 @@ async def over(request: Request[int]) -> bool:
     return good
 
 
-async def work(left: Connection, right: Connection, rng: random.Random) -> None:
+async def work(left: End, right: End, rng: random.Random) -> None:
     jobs = []
     for number in range(12):
         (sender, receiver), name = rng.choice(
@@ -77,7 +81,7 @@ async def work(left: Connection, right: Connection, rng: random.Random) -> None:
         )
         kind = rng.choice([message, one_sided])
         nbytes = max(rng.choice(SIZES), kind is one_sided)
-        jobs.append(kind(sender, receiver, name, number, nbytes))
+        jobs.append(kind(sender[0], receiver, name, number, nbytes))
     for result in await asyncio.gather(*jobs, return_exceptions=True):
         # What a call itself raises says that the connection had ended before.
         if result is not None and not isinstance(result, KVWireError):
@@ -99,7 +103,7 @@ async def test_a_bad_network(seed: int) -> None:
             left = await near.connect(proxy.address)
             async with asyncio.timeout(5):
                 right = await far.accept()
-            await work(left, right, random.Random(seed))
+            await work((left, near), (right, far), random.Random(seed))
             await asyncio.gather(left.close(), right.close())
         await until(lambda: not inside.drivers(near))
         near.abort()

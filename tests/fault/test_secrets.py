@@ -27,7 +27,7 @@ from kvwire.security.keys import read_key_file, write_key_file
 from tests.fault.stranger import TERMS, dial
 from tests.support import inside
 from tests.support.core_pair.handshakes import identity
-from tests.support.pairs import connected, registered
+from tests.support.pairs import Pair, connected
 
 CANARY = b"canary payload: nobody writes this down"
 PAYLOADS = (CANARY, CANARY * 3000)
@@ -109,11 +109,11 @@ async def test_nothing_secret_is_written_down(
     async with connected(scheme, trust="psk", psk_file=path) as pair:
         grant = pair.far.register(bytearray(8)).grant(pair.right)
         notes.show(grant, *(i for i in gc.get_objects() if isinstance(i, GrantRow)))
-        await use(pair.left, pair.right, notes)
+        await use(pair, notes)
         await misuse(pair.left, pair.right, notes)
         holders = (Connection, ConnectionDriver, Identity, Agreement, Keys)
         notes.show(*(i for i in gc.get_objects() if isinstance(i, holders)))
-        notes.show(pair, pair.near.config, inside.state(pair.near).identity)
+        notes.show(pair, pair.near.config, inside.links(pair.near).identity)
         secrets = [CANARY, read_key_file(path), grant.token, *keys_alive()]
         assert len(secrets) > 6
     notes.show(*(record.__dict__ for record in caplog.records))
@@ -121,13 +121,14 @@ async def test_nothing_secret_is_written_down(
     assert key_id(secrets[1]).hex() not in caplog.text
 
 
-async def use(left: Connection, right: Connection, notes: Notes) -> None:
+async def use(pair: Pair, notes: Notes) -> None:
+    left, right = pair.left, pair.right
     for payload in PAYLOADS:
         request = left.send(1, payload)
         received = right.recv(1)
         notes.show(request, received)
         assert await received == payload
-        region = registered(right, bytearray(payload), "readwrite")
+        region = pair.far.register(bytearray(payload), "readwrite")
         grant = region.grant(right)
         notes.show(region, grant, Grant.from_bytes(grant.to_bytes()))
         assert grant.token.hex() not in repr(grant)

@@ -16,7 +16,7 @@ from tests.support.caches import LAYERS, same
 @scenario()
 async def test_r40_a_completion_that_nobody_waits_for_any_more(w: World) -> None:
     errors: list[object] = []
-    inside.state(w.d).loop.set_exception_handler(
+    inside.services(w.d).loop.set_exception_handler(
         lambda _, context: errors.append(context)
     )
     out, inc = w.begin()

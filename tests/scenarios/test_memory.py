@@ -122,7 +122,7 @@ async def test_r47_every_delayed_free_has_an_owner_and_an_end(w: World) -> None:
     back = w.push_side.push("gone", w.source.cache, [3])
     back.ready(layers=0)
     await gone.layer(0)
-    inside.state(w.d).config = w.d.config.replace(resume=False)
+    inside.services(w.d).config = w.d.config.replace(resume=False)
     w.cut()
     for end in (alone, half, gone, back):
         outcome = await end

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.endpoint.connection import ConnectionState
 from tests.scenarios.world import World
 from tests.support import inside, virtual_time
 
@@ -42,14 +41,14 @@ async def outage(
         out.ready(layers=0)
         await inc.layer(0)
 
-        over, redial = inside.now() + outage_s, inside.state(dialler).redial
+        over, redial = inside.now() + outage_s, inside.links(dialler).redial
 
-        async def unreachable(lost: ConnectionState) -> ConnectionState:
+        async def unreachable(lost: kvwire.Connection) -> kvwire.Connection:
             if inside.now() < over:
                 raise kvwire.ConnectError("no answer") from TimeoutError()
             return await redial(lost)
 
-        inside.state(dialler).redial = unreachable  # type: ignore[method-assign]
+        inside.links(dialler).redial = unreachable  # type: ignore[method-assign]
         w.freeze(near if dialler_is_deaf else far)
         await virtual_time.pass_time(outage_s)
         if inc.done():

@@ -44,7 +44,7 @@ async def test_r12_peer_leaves_while_transfers_run(w: World) -> None:
     out.ready()
     out.finish()
     await w.until(lambda: inside.attempts(out))
-    leaving = inside.state(w.p).loop.create_task(w.push_side.close())
+    leaving = inside.services(w.p).loop.create_task(w.push_side.close())
     await w.until(lambda: inside.core(w.push_side).phase.value != "open")
     assert not leaving.done(), "what is in flight is waited for"
     thaw()

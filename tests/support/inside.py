@@ -16,57 +16,49 @@ from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.device_staging import DeviceStaging
 from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.acceptor import Acceptor
-from kvwire.endpoint.communicator import CommunicatorState, Driver
-from kvwire.endpoint.connection import ConnectionState
-from kvwire.endpoint.peer import PeerState
-from kvwire.endpoint.request import RequestState
+from kvwire.endpoint.communicator import services_of
+from kvwire.endpoint.connection import driver_of
+from kvwire.endpoint.links import Driver, Links
 from kvwire.proto.connection import ConnectionCore
 from kvwire.store.tier_stack import TierStack
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.matching import TransferRegistry
 from kvwire.transfers.outgoing import OutgoingState
+from kvwire.transfers.ports import TransferServices
 from kvwire.transfers.receiver import ReceiveAttempt
 from kvwire.transfers.sender import SendAttempt
-
-
-@overload
-def state(of: kvwire.Communicator) -> CommunicatorState: ...
-@overload
-def state(of: kvwire.Connection) -> ConnectionState: ...
-@overload
-def state(of: kvwire.Peer) -> PeerState: ...
-@overload
-def state(of: kvwire.Request[Any]) -> RequestState[Any]: ...
-@overload
-def state(of: kvwire.Outgoing) -> OutgoingState: ...
-@overload
-def state(of: kvwire.Incoming) -> IncomingState: ...
-def state(of: Any) -> Any:
-    """What is behind an object that users hold."""
-    return of._state
-
 
 # --- a communicator -------------------------------------------------------------------
 
 
+def services(of: kvwire.Communicator) -> TransferServices:
+    """What its parts share."""
+    return services_of(of)
+
+
+def links(of: kvwire.Communicator) -> Links:
+    """Its links, and what makes them."""
+    return of._links
+
+
 def buffers(of: kvwire.Communicator) -> BufferTable:
     """The memory that its users have lent it."""
-    return of._state.buffers
+    return services(of).buffers
 
 
 def drivers(of: kvwire.Communicator) -> dict[Driver, None]:
     """Those of its links, also in a handshake."""
-    return of._state.drivers
+    return of._links.drivers
 
 
 def reception(of: kvwire.Communicator) -> Acceptor:
     """Its connections from others that are not accepted yet."""
-    return of._state._reception
+    return of._acceptor
 
 
 def registry(of: kvwire.Communicator) -> TransferRegistry:
     """Its transfers, and questions for some."""
-    return of._state.registry
+    return services(of).registry
 
 
 # --- a connection ---------------------------------------------------------------------
@@ -74,35 +66,44 @@ def registry(of: kvwire.Communicator) -> TransferRegistry:
 
 def core(of: kvwire.Connection) -> ConnectionCore:
     """What decides."""
-    return of._state.core
+    return of._core
 
 
 def driver(of: kvwire.Connection) -> ConnectionDriver:
     """What moves bytes for the core."""
-    return of._state.driver
+    return driver_of(of)
 
 
 def lanes(of: kvwire.Connection) -> LaneSet:
     """Its lanes."""
-    return of._state.driver.lanes
+    return driver(of).lanes
 
 
 def link(of: kvwire.Connection) -> Link:
     """Its control link."""
-    return of._state.link
+    return driver(of).link
 
 
 def run(of: kvwire.Connection) -> None:
     """Act on what the core has to do now."""
-    of._state.run()
+    driver(of).run()
 
 
 def staging(of: kvwire.Connection) -> DeviceStaging:
     """Its copies between devices and staging memory."""
-    return of._state.staging
+    return driver(of).staging
 
 
 # --- a transfer -----------------------------------------------------------------------
+
+
+@overload
+def state(of: kvwire.Outgoing) -> OutgoingState: ...
+@overload
+def state(of: kvwire.Incoming) -> IncomingState: ...
+def state(of: Any) -> Any:
+    """What is behind an object that users hold."""
+    return of._state
 
 
 def attempt(of: kvwire.Incoming) -> ReceiveAttempt | None:

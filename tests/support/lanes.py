@@ -16,7 +16,7 @@ from kvwire.limits import KIB, MIB
 from kvwire.types import TransportReport
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
-from tests.support.pairs import Pair, registered
+from tests.support.pairs import Pair
 
 # Long after any test.
 NEVER_S: Final = 1e6
@@ -29,8 +29,11 @@ ONLY: Final[dict[str, Any]] = {"require": ("inproc",), "chunk_bytes": CHUNK}
 async def expect_moves(pair: Pair) -> None:
     """A put, a get and a message of many chunks, both ways."""
     memory = bytearray(len(DATA))
-    for near, far in ((pair.left, pair.right), (pair.right, pair.left)):
-        region = registered(far, memory, "readwrite")
+    for near, far, owner in (
+        (pair.left, pair.right, pair.far),
+        (pair.right, pair.left, pair.near),
+    ):
+        region = owner.register(memory, "readwrite")
         grant = region.grant(far)
         memory[:] = bytes(len(DATA))
         await near.put(DATA, grant)

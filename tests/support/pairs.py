@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import kvwire
-from kvwire import Address, Communicator, Connection, Region
-from kvwire.types import AccessName
-from tests.support import inside
+from kvwire import Address, Communicator, Connection
 from tests.support.waiting import PATIENCE_S
 
 SCHEMES: Final = ("tcp", "inproc")
@@ -75,12 +73,6 @@ async def connected(
     """Two connected communicators; both are closed at the end."""
     async with communicators(near, far, **both) as (one, other):
         yield await join(one, other, scheme, transport=transport)
-
-
-def registered(end: Connection, memory: bytearray, access: AccessName) -> Region:
-    """Memory registered with the communicator that a connection is of."""
-    state = inside.state(end).communicator
-    return Region(state, state.register(memory, access))
 
 
 async def until(condition: Callable[[], object]) -> None:

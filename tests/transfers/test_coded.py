@@ -214,7 +214,7 @@ async def test_an_outcome_waits_for_a_thread_that_writes_blocks(
         await inc.drained()
         if closing is not None:
             await closing
-        await inside.state(w.d).codec_threads.close()  # nothing runs there any more
+        await inside.services(w.d).codec_threads.close()  # nothing runs there any more
         assert all(map(np.array_equal, after, w.target.tensors))
     for position, block in enumerate(DEST):
         here = slice(position, position + 1)

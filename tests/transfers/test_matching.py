@@ -189,7 +189,7 @@ async def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_lost(
     link: Any = inside.link(w.push_side)
     link._into.outcome = lambda: None
     w.pull_side.abort("seen by one side")
-    state, lost = inside.state(inc), inside.state(w.pull_side)
+    state, lost = inside.state(inc), inside.driver(w.pull_side)
     await w.until(lambda: state.attempt and state.attempt.connection is not lost)
     if not agreed:
         out = w.p.publish("t", w.source.cache, LIST)

@@ -121,7 +121,7 @@ async def test_a_mark_of_what_landed_on_an_earlier_link(w: World) -> None:
     await w.until(lambda: hasattr(resumed, "_promised"))
     hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
     connection: Any = resumed.connection
-    await connection.wait_closed()
+    await connection.front.wait_closed()
     assert "KVW-TR-11" in str(connection.core.error)
     assert same(w.source, LIST, w.target, DEST, layers=[0])
     hostile.inc.abort()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.endpoint.connection import ConnectionState
 from kvwire.proto.records import TransferRecord
 from kvwire.transfers.sender import SendAttempt
 from kvwire.transfers.state import AttemptState
@@ -125,13 +124,14 @@ async def test_a_mark_for_a_transfer_that_is_settled(w: World, push: bool) -> No
     for tensor in w.target.tensors:
         tensor[DEST] = 7.0
     broken: list[str] = []
-    fail = inside.state(w.d).connection_ended
+    recover = inside.links(w.d).lost
+    assert recover is not None
 
-    def ended(connection: ConnectionState, error: Any) -> None:
+    def lost(connection: kvwire.Connection, error: kvwire.ConnectionClosed) -> None:
         broken.append(str(error))
-        fail(connection, error)
+        recover(connection, error)
 
-    inside.state(w.d).connection_ended = ended  # type: ignore[method-assign]
+    inside.links(w.d).lost = lost
     w.cut()
     await w.until(lambda: any("KVW-TR-10" in error for error in broken))
     assert all((t[DEST] == 7.0).all() for t in w.target.tensors)
@@ -214,7 +214,7 @@ async def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_los
         pull_side, push_side = w.pull_side, w.push_side
         out, _ = await settled_unheard(w, push=True)
         deafen(pull_side)
-        inside.state(push_side).dialled = None
+        push_side._dialled = None
         push_side.abort("a broken cable")
         await push_side.wait_closed()
         await p.connect(address)
@@ -245,7 +245,7 @@ async def test_a_producer_that_is_back_while_its_last_link_says_the_last_word() 
         p, d, address = w.p, w.d, w.address
         push_side = w.push_side
         out, _ = await settled_unheard(w, push=True)
-        inside.state(push_side).dialled = None
+        push_side._dialled = None
         push_side.abort("a broken cable")
         exchange = inside.registry(d)
         await w.until(lambda: exchange._settle_retries)
@@ -255,7 +255,7 @@ async def test_a_producer_that_is_back_while_its_last_link_says_the_last_word() 
         its_end = await d.accept()
         await w.until(lambda: word.state is AttemptState.SETTLED)
         deafen(its_end)
-        inside.state(second).dialled = None
+        second._dialled = None
         second.abort("another broken cable")
         await second.wait_closed()
         await p.connect(address)
@@ -305,7 +305,7 @@ async def test_nor_does_one_that_waits_for_its_producer_to_come_back(
     w.pull_side, w.push_side = taken, dialled
     out, _ = await settled_unheard(w, push)
     w.cut()
-    closing = inside.state(w.d).loop.create_task(w.d.close())
+    closing = inside.services(w.d).loop.create_task(w.d.close())
     await w.until(lambda: w.d.closed)
     with pytest.raises(kvwire.ClosedOK):
         await w.d.connect(w.address)
@@ -340,7 +340,7 @@ async def test_an_abort_while_the_link_is_lost_is_told_on_the_next(
     out.ready(layers=0)
     await inc.layer(0)
     peer = w.d.incarnation if push else w.p.incarnation
-    inside.state(w.pull_side).dialled = None
+    w.pull_side._dialled = None
     w.cut()
     await w.turns_until(lambda: inside.state(asks).interrupted(peer))
     asks.abort("given up")

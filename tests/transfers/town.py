@@ -31,7 +31,7 @@ from kvwire.limits import NO_MEMORY_S
 from kvwire.transfers import matching, timings
 from kvwire.transfers.base import Answer
 from kvwire.transfers.description import TransferOffer
-from tests.support import virtual_time
+from tests.support import inside, virtual_time
 
 LAYERS: Final = 3
 BLOCKS: Final = 40
@@ -611,21 +611,22 @@ class Inside:
 
     @staticmethod
     def registry(communicator: Any) -> Any:
-        return communicator._state.registry
+        return inside.registry(communicator)
 
     @staticmethod
     def link(connection: Any) -> Any:
-        return connection._state.link
+        return inside.link(connection)
 
     @staticmethod
     def jobs(communicator: Any) -> Jobs:
-        jobs: Jobs = communicator._state.codec_threads
+        jobs = inside.services(communicator).codec_threads
+        assert isinstance(jobs, Jobs)
         return jobs
 
     @staticmethod
     def replace_threads(communicator: Any) -> None:
-        state = communicator._state
-        state.codec_threads = Jobs(state.codec_threads)
+        services: Any = inside.services(communicator)
+        services.codec_threads = Jobs(services.codec_threads)
 
     @classmethod
     def check_tables(cls, communicator: Any) -> None:
@@ -669,7 +670,7 @@ class Inside:
             assert not held, f"{communicator.name}: {table} {held}"
         assert not registry._settling
         assert not registry._settle_retries
-        assert not len(communicator._state.buffers), "memory that was never let go of"
+        assert not len(inside.buffers(communicator)), "memory that was never let go of"
 
     @classmethod
     def check_empty(cls, communicator: Any) -> None:
@@ -677,4 +678,4 @@ class Inside:
         registry = cls.registry(communicator)
         for table in ("live", "_waiting", "_asked", "_stashed", "_stashed_bytes"):
             assert not getattr(registry, table), table
-        assert not len(communicator._state.buffers), "memory that was never let go of"
+        assert not len(inside.buffers(communicator)), "memory that was never let go of"

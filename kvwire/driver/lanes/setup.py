@@ -19,7 +19,7 @@ from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
 from kvwire.driver.limits import LANE_TIMEOUT_LAST_S
-from kvwire.driver.ports import DriverOwner
+from kvwire.driver.services import Services
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_S
 from kvwire.proto.connection import ConnectionCore
@@ -50,7 +50,7 @@ class LaneSetup:
         active: ActiveTransport,
         handler: LaneHandler,
         remote: Address | None,
-        owner: DriverOwner,
+        services: Services,
         *,
         run: Callable[[], None],
         check_ended: Callable[[], None],
@@ -60,7 +60,7 @@ class LaneSetup:
         self._active = active
         self._handler = handler
         self._remote = remote
-        self._owner = owner
+        self._services = services
         self._run = run
         self._check_ended = check_ended
         # Server: lanes that the client has asked for.
@@ -229,7 +229,7 @@ class LaneSetup:
             return
         endpoint = self._lanes.find(event.lane)
         if endpoint is None:
-            self._owner.counters.lanes_raised += 1
+            self._services.counters.lanes_raised += 1
             return
         self._ready(endpoint)
         if endpoint.state is LaneState.OPEN and self._initial_set.done():
@@ -313,7 +313,7 @@ class LaneSetup:
             self._initial_set.set_result(None)
 
     def _ready(self, endpoint: LaneEndpoint) -> None:
-        self._owner.counters.lanes_raised += 1
+        self._services.counters.lanes_raised += 1
         self._lanes.advance(endpoint, LaneInput.READY)
         peer = self._core.agreement.peer
         logger.debug(
@@ -327,13 +327,13 @@ class LaneSetup:
 
     def _make(self, name: str, number: int) -> LaneEndpoint:
         """Make this side's endpoint of a lane."""
-        backend = self._owner.lane_backend(name)
+        backend = self._services.backend(name)
         context = LaneContext(
             role=self._core.agreement.role,
             number=number,
             secret=self._core.agreement.keys.lane_secret(number),
             remote_address=self._remote,
-            settings=self._owner.config.backends.get(name, {}),
+            settings=self._services.config.backends.get(name, {}),
         )
         try:
             return LaneEndpoint(number, name, backend.open_lane(context))
@@ -354,7 +354,7 @@ class LaneSetup:
             # Whatever this lane says about it, it is not to blame.
             exc = exc if _is_cancelled() else ended
         else:
-            self._owner.counters.lanes_failed += 1
+            self._services.counters.lanes_failed += 1
             if isinstance(exc, TimeoutError):
                 exc = BackendUnavailable(f"it did not come up in {timeout_s:g} s")
             elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):

@@ -15,6 +15,7 @@ so any kernel that is queued later may use them.
 from __future__ import annotations
 
 from kvwire import Communicator, Engine
+from kvwire.endpoint.communicator import services_of
 from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device
@@ -30,8 +31,7 @@ class CacheDevice:
         if device is not None:
 
             async def copy_engine(communicator: Communicator) -> CopyEngine:
-                state = communicator._state  # noqa: SLF001 - the library's own
-                return state.devices.copy_engine(device)
+                return services_of(communicator).devices.copy_engine(device)
 
             # Before vLLM captures graphs, since no thread may allocate while it does.
             self._copy_engine = engine.start(copy_engine).result()

@@ -96,7 +96,6 @@ class ActiveConnection:
         self, connection: kvwire.Connection, welcome: Welcome, timeout_s: float
     ) -> None:
         self.connection = connection
-        self._state = connection._state  # noqa: SLF001 - the library's own
         self.welcome = welcome
         self._timeout_s = timeout_s
         self._within = timedelta(seconds=timeout_s)
@@ -127,10 +126,7 @@ class ActiveConnection:
             limit_s = self._timeout_s + STORE_GRACE_S
             late = loop.call_later(limit_s, _expire, answer)
             try:
-                # Not the facade: this is called for every block.
-                sent = self._state.send(TAG, encode(request), self._within)
-                if not sent.over or sent.error is not None:
-                    await sent
+                await self.connection.send(TAG, encode(request), deadline=self._within)
                 found = await answer
             except TimeoutError:
                 error = DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
@@ -158,7 +154,7 @@ class ActiveConnection:
         why = "the client was closed"
         try:
             while True:
-                said: Any = await self._state.recv(TAG, None, None)
+                said: Any = await self.connection.recv(TAG)
                 reply = decode_reply(said)
                 if not isinstance(reply, NumberedReply):
                     raise UsageError("it welcomes twice")

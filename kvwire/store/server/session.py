@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvwire.aio import start_task
-from kvwire.endpoint.request import RequestState
+from kvwire.endpoint.request import Request, succeeded, when_released
 from kvwire.errors import (
     ConnectionClosed,
     KVWireError,
@@ -102,8 +102,6 @@ class ClientSession:
         self._store = served.store
         self._tiers = served.store._tiers  # noqa: SLF001 - the library's own
         self._connection = connection
-        # Not the facade where it would be called for every block.
-        self._state = connection._state  # noqa: SLF001 - the library's own
         # Whose keys it names, and nobody else's.
         self._tenant = served.tenant_of(connection.peer)
         self._berths = TransferBuffers(served.berths, served.memory, self)
@@ -153,7 +151,7 @@ class ClientSession:
                 raise version_mismatch(VERSIONS, theirs, "the client")
             while True:
                 await self._served.memory.room()
-                said: Any = await self._state.recv(TAG, None, None)
+                said: Any = await self._connection.recv(TAG)
                 self._begin(decode_request(said), len(said))
         except ConnectionClosed:
             pass
@@ -228,13 +226,13 @@ class ClientSession:
             )
             self.drop("its request failed here")
 
-    def _send(self, reply: ServerMessage) -> RequestState[int]:
+    def _send(self, reply: ServerMessage) -> Request[int]:
         """Answer; a client that takes no answers is ended by the deadline."""
         body = encode(reply)
-        sent = self._state.send(TAG, body, _PATIENCE)
-        if not sent.over:
+        sent = self._connection.send(TAG, body, deadline=_PATIENCE)
+        if not sent.done():
             self._unsent[sent] = monotonic()  # bounded: STORE_REQUESTS_MAX
-            sent.when_released(lambda: self._taken(sent))
+            when_released(sent, lambda: self._taken(sent))
             self._served.memory.hold(self, len(body))
             task = asyncio.current_task()
             if task in self._open:
@@ -280,7 +278,7 @@ class ClientSession:
             images = images_in(sent, image_bytes, keys.size)
             blocks = ImageRequest(namespace, keys, images, request.order)
             answered = self._send(await self._keep(request, blocks))
-            if not answered.over or answered.error is not None:
+            if not succeeded(answered):
                 await answered
             return
         async with self._berths.one() as berth:
@@ -371,7 +369,7 @@ class ClientSession:
             StoreDone(request.number, bytes(keys.size), "", orders, images)
         )
         # Mostly it goes at once, and nobody has to wait for it.
-        return None if sent.over and sent.error is None else sent
+        return None if succeeded(sent) else sent
 
     async def _get_many(self, request: Get, namespace: Namespace, keys: Keys) -> None:
         """Report which blocks there are, and send them."""

@@ -237,7 +237,7 @@ async def endless_lanes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
         assert stuck
         for lane in stuck:
             abort(lane)
-        ends = inside.state(pair.near), inside.state(pair.far)
+        ends = inside.links(pair.near), inside.links(pair.far)
         await until(lambda: not any(end.drivers for end in ends))
 
 
@@ -256,7 +256,7 @@ async def test_nor_does_a_client_that_has_come_back_meanwhile(
 ) -> None:
     """Its transfers wait until the lane that it has lost is quiet: never, here."""
     async with endless_lanes(monkeypatch) as pair:
-        await inside.state(pair.near).redial(inside.state(pair.left))
+        await inside.links(pair.near).redial(pair.left)
         await until(lambda: pair.right.closed)
         async with asyncio.timeout(60.0):
             await pair.near.close()
@@ -298,12 +298,12 @@ async def test_a_lane_that_broke_comes_back_and_carries_the_data(
         before = on_lanes(pair)
         await expect_moves(pair)
         assert on_lanes(pair) - before == 6 * len(DATA)
-        for end in (pair.left, pair.right):
+        for end, owner in ((pair.left, pair.near), (pair.right, pair.far)):
             assert end.transport == end.transport_report.taken == "inproc"
             taken = next(c for c in end.transport_report if c.taken)
             assert taken.reason == "a copy within the process"
             assert reasons(end.transport_report)["tcp"] == "another was preferred"
-            counters = inside.state(end).communicator.counters
+            counters = owner.counters
             assert counters.lanes_raised == 2
             assert counters.lanes_failed == 1
             assert counters.transport_fallbacks == 1, "coming back is none"

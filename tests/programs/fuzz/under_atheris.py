@@ -11,7 +11,7 @@ _INSTRUMENTED = [
     *(
         "kvwire.wire",
         "kvwire.proto",
-        "kvwire.region",
+        "kvwire.endpoint.region",
         "kvwire.transfers.description",
         "kvwire.kv",
     ),

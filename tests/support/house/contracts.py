@@ -152,12 +152,8 @@ CHECKS = (
             # What has no public name yet.
             "kvwire/cli/store.py::_communicator": "the metrics of a server are those "
             "of its communicator as well",
-            "kvwire/integrations/vllm/device.py::_state": "streams are made before "
-            "vLLM captures its graphs, by the communicator",
             "kvwire/integrations/vllm_store/worker.py::_threads": "an event is "
             "recorded on vLLM's thread, for the store",
-            "kvwire/observe/prometheus.py::_state": "the validity of a certificate "
-            "has no public name",
             "kvwire/store/server/server.py::_closed": "a server ends with its store, "
             "in the same process",
             "kvwire/store/server/server.py::_servers": "a server ends with its store, "

@@ -180,7 +180,7 @@ async def test_a_connection_knows_its_peer_and_its_transport(pair: Pair) -> None
     assert pair.left.transport == pair.right.transport == scheme
     assert pair.left.transport_report == pair.right.transport_report
     assert pair.left.transport_report.taken == scheme
-    assert inside.state(pair.left).digest == inside.state(pair.right).digest
+    assert pair.left._digest == pair.right._digest
     assert repr(pair.left).startswith("<Connection to ")
     assert f"to 'far' ({pair.far.incarnation.hex()[:8]})" in repr(pair.left)
     assert repr(pair.left).partition(f" over {scheme}, open for ")[2]

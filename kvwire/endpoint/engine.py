@@ -19,11 +19,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 
-from kvwire.communicator import Communicator
-from kvwire.communicator import open as open_communicator
 from kvwire.config import Config, ConfigOptions
-from kvwire.connection import Connection
 from kvwire.driver.io_thread import IOThread, bind_thread
+from kvwire.endpoint.communicator import Communicator
+from kvwire.endpoint.communicator import open as open_communicator
+from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.snapshot import Snapshot
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome
@@ -217,7 +217,7 @@ class EngineConnection:
 
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine = engine  # which would close if nobody held it
-        self._thread = engine._thread  # noqa: SLF001 - of this file
+        self._thread = engine._thread
         self._connection = connection
 
     def __repr__(self) -> str:
@@ -286,7 +286,7 @@ class _EngineTransfer:
 
     def __init__(self, engine: Engine, end: Outgoing | Incoming) -> None:
         self._engine = engine  # which would close if nobody held it
-        self._thread = engine._thread  # noqa: SLF001 - of this file
+        self._thread = engine._thread
         self._end = end
 
     def __repr__(self) -> str:

@@ -165,7 +165,7 @@ async def test_close_waits_for_what_is_under_way() -> None:
         region = pair.far.register(memory, "write")
         put = pair.left.put(bytes(len(memory)), region.grant(pair.right))
         holds = inside.buffers(pair.far).holds
-        await until(lambda: holds.held(region._core.buffer))
+        await until(lambda: holds.held(region._record.buffer))
         closing = asyncio.create_task(region.close())
         await asyncio.sleep(0)
         assert "closed" in repr(region)
@@ -173,7 +173,7 @@ async def test_close_waits_for_what_is_under_way() -> None:
         with pytest.raises(kvwire.StaleRegion):
             await put
         await closing
-        assert not holds.held(region._core.buffer)
+        assert not holds.held(region._record.buffer)
         assert len(inside.buffers(pair.far)) == 0
         await put.released()
         assert len(inside.buffers(pair.near)) == 0

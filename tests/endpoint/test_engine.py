@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import pytest
 
 import kvwire
+from kvwire.endpoint.engine import EngineConnection, EngineIncoming, EngineOutgoing
 from tests.support.caches import BLOCKS, LAYERS, Memory, same
 from tests.support.pairs import SCHEMES, anywhere
 from tests.support.waiting import PATIENCE_S
@@ -31,14 +32,12 @@ class Engines:
 
     p: kvwire.Engine
     c: kvwire.Engine
-    asking: kvwire.engine.EngineConnection
-    offering: kvwire.engine.EngineConnection
+    asking: EngineConnection
+    offering: EngineConnection
     source: Memory
     target: Memory
 
-    def begin(
-        self, id: str
-    ) -> tuple[kvwire.engine.EngineOutgoing, kvwire.engine.EngineIncoming]:
+    def begin(self, id: str) -> tuple[EngineOutgoing, EngineIncoming]:
         """Both ends of a pull."""
         out = self.p.publish(id, self.source.cache, EVERY)
         return out, self.asking.pull(id, self.target.cache, EVERY)
@@ -110,7 +109,7 @@ def test_marks_from_several_threads_while_the_loop_is_busy() -> None:
         busy.clear()
 
 
-def _mark_by_block(out: kvwire.engine.EngineOutgoing, layer: int) -> None:
+def _mark_by_block(out: EngineOutgoing, layer: int) -> None:
     for block in range(BLOCKS):
         out.ready(layers=layer, blocks=block)
 

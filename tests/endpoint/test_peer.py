@@ -135,7 +135,7 @@ async def test_a_peer_that_comes_late_is_found() -> None:
         port = free_port()
         peer = near.peer(f"127.0.0.1:{port}")
         waiting = asyncio.ensure_future(peer.connect())
-        await until(lambda: "refused" in inside.state(peer)._reason)
+        await until(lambda: "refused" in peer._reason)
         await far.listen(f"127.0.0.1:{port}")
         assert (await waiting).peer.name == "far"
 
@@ -185,7 +185,7 @@ async def test_what_names_no_peer(where: str) -> None:
     async with kvwire.open() as comm:
         with pytest.raises(kvwire.UsageError):
             comm.peer(where)
-        assert inside.state(comm).peers == {}
+        assert comm._peers == {}
 
 
 async def test_who_does_not_know_the_key_is_told_at_once(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ async def test_a_closed_peer_and_a_closed_communicator() -> None:
     comm = await kvwire.open()
     peer = comm.peer(f"127.0.0.1:{free_port()}")
     sent, incoming = peer.send(1, b"x"), peer.pull("a", cache(), [0])
-    await until(lambda: inside.state(peer)._reason)
+    await until(lambda: peer._reason)
     await peer.close()
     with pytest.raises(kvwire.ClosedOK):
         await sent
@@ -285,6 +285,29 @@ async def test_requests_can_be_cancelled_before_and_after_the_connection() -> No
         assert neglected.done()
         with pytest.raises(kvwire.RequestCancelled):
             await neglected
+
+
+async def test_an_error_that_is_not_ours_ends_a_request_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def connect() -> kvwire.Connection:
+        raise LookupError("a directory's bug")
+
+    async with kvwire.open() as comm:
+        peer = comm.peer("127.0.0.1:1")
+        monkeypatch.setattr(peer, "_connect", connect)
+        with pytest.raises(kvwire.KVWireError, match="a directory's bug") as caught:
+            await peer.send(1, b"x")
+        assert isinstance(caught.value.__cause__, LookupError)
+
+
+async def test_a_peer_checks_arguments_before_there_is_a_connection() -> None:
+    async with kvwire.open() as comm:
+        peer = comm.peer(f"127.0.0.1:{free_port()}")
+        with pytest.raises(kvwire.UsageError, match="tag=-1"):
+            peer.send(-1, b"x")
+        with pytest.raises(kvwire.UsageError, match="read-only"):
+            peer.recv(1, b"x")
 
 
 async def test_the_end_of_a_peer_ends_what_waits_for_it() -> None:
@@ -378,7 +401,7 @@ async def test_the_least_busy_is_taken(tmp_path: Path) -> None:
         for member, load in zip(members, (0.9, 0.1, 0.5), strict=True):
             member.announce(role="decode", load=load, labels={"told": "yes"})
         peer = seeker.peer("role=decode,told=yes")
-        await until(lambda: len(inside.state(peer)._candidates()) == 3)
+        await until(lambda: len(peer._candidates()) == 3)
         assert await name_of(peer) == "b"
 
 
@@ -390,7 +413,7 @@ async def test_a_peer_stays_with_the_member_that_it_has_dialled(tmp_path: Path) 
         peer = seeker.peer("role=decode")
         assert await name_of(peer) == "a"
         members[0].announce(role="decode", load=1.0)
-        known = inside.state(seeker).membership.members
+        known = seeker._membership.members
         await until(lambda: min(known.values(), key=lambda one: one.load).name == "b")
         assert (await seeker.members("role=decode"))[0].name == "b"
         assert await name_of(peer) == "a"
@@ -456,7 +479,7 @@ async def test_a_record_has_what_others_choose_by(tmp_path: Path) -> None:
 async def test_a_member_that_is_withdrawn_is_replaced(tmp_path: Path) -> None:
     async with fleet(tmp_path, "ab", lease_s=0.1) as (seeker, members):
         peer = seeker.peer("role=decode")
-        await until(lambda: len(inside.state(peer)._candidates()) == 2)
+        await until(lambda: len(peer._candidates()) == 2)
         first = await peer.connect()
         going = next(m for m in members if m.name == first.peer.name)
         await going.withdraw()
@@ -471,11 +494,11 @@ async def test_a_lost_record_does_not_end_a_connection(tmp_path: Path) -> None:
         peer = seeker.peer("role=decode")
         first = await peer.connect()
         await members[0].withdraw()
-        await until(lambda: not inside.state(peer)._candidates())
+        await until(lambda: not peer._candidates())
         assert peer.connection is first
         await peer.send(1, b"still there")
         members[0].announce(role="decode")
-        await until(lambda: inside.state(peer)._record is not None)
+        await until(lambda: peer._record is not None)
         assert peer.connection is first
 
 
@@ -516,7 +539,7 @@ async def test_forged_records_cost_attempts_and_no_more(tmp_path: Path) -> None:
         for number, address in enumerate(where):
             await forged.announce(record(number, role="decode", address=address))
         peer = seeker.peer("role=decode")
-        await until(lambda: len(inside.state(peer)._candidates()) == 5)
+        await until(lambda: len(peer._candidates()) == 5)
         sent = peer.send(1, b"for a")
         inbound = await members[0].accept()
         assert await inbound.recv(1) == b"for a"
@@ -548,12 +571,12 @@ async def test_attempts_of_a_round_are_bounded(tmp_path: Path) -> None:
         for number in range(1, 40):
             await forged.announce(record(number, role="decode"))
         peer = seeker.peer("role=decode")
-        await until(lambda: len(inside.state(seeker).membership.members) == 39)
-        assert len(inside.state(peer)._candidates()) == 16
+        await until(lambda: len(seeker._membership.members) == 39)
+        assert len(peer._candidates()) == 16
         with pytest.raises(kvwire.ConnectError, match="refused"):
             await peer.connect()
         # Who has failed comes last, so that everybody's turn comes.
-        failures = inside.state(peer)._failures
+        failures = peer._failures
         counts = [failures.get(record(n).key, 0) for n in range(1, 40)]
         assert max(counts) - min(counts) <= 1
         await forged.close()

@@ -1,0 +1,84 @@
+"""What all parts of a communicator share: its loop, memory, counters, threads.
+
+A communicator makes one :class:`Services`. Its connections, lanes and transfers get
+that and not the communicator, so that none of them knows what stands above it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvwire.aio import LoopThread
+from kvwire.backend import Backend, registry
+from kvwire.config import Config
+from kvwire.driver.buffers import BufferTable
+from kvwire.driver.codec_threads import CodecThreads
+from kvwire.driver.counters import Counters
+from kvwire.driver.devices import Devices
+from kvwire.driver.trace_ring import TraceRing
+from kvwire.limits import SPAN_BYTES_MAX
+from kvwire.security.tls import CredentialFiles
+from kvwire.security.validity import Validity
+
+
+class Services:
+    """Holds what the parts of one communicator share, on the loop it is made on.
+
+    Args:
+        config: The communicator's configuration.
+        tls: Its certificate and key, with trust ``mtls``.
+
+    Attributes:
+        config: The communicator's configuration.
+        loop: The event loop that it belongs to.
+        thread: Refuses calls from other threads, loops and processes.
+        buffers: The memory that users have lent.
+        counters: What has happened so far.
+        devices: Streams and threads for the devices that some of the memory is on.
+        codec_threads: Threads that encode and decode for transfers with a codec.
+        tls: Its certificate and key; None unless trust is ``mtls``.
+        ring: Records events for ``kvwire trace``; None unless ``inspect`` is set.
+    """
+
+    def __init__(self, config: Config, tls: CredentialFiles | None) -> None:
+        self.config = config
+        self.thread: LoopThread = LoopThread()
+        self.loop: asyncio.AbstractEventLoop = self.thread.loop
+        self.buffers: BufferTable = BufferTable()
+        self.counters: Counters = Counters()
+        self.devices: Devices = Devices(
+            self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX)
+        )
+        self.codec_threads: CodecThreads = CodecThreads()
+        self.ring: TraceRing | None = None
+        self.tls = tls
+        self._backends: dict[str, Backend] = {}
+
+    @property
+    def certificate(self) -> Validity | None:
+        """Return when the certificate of ``mtls`` mode is valid. From any thread."""
+        return None if self.tls is None else self.tls.current().own.validity
+
+    def backend(self, name: str) -> Backend:
+        """Return the backend called ``name``; all connections share it.
+
+        Raises:
+            BackendUnavailable: It is not installed.
+        """
+        if name not in self._backends:
+            backend = registry.load(name)()
+            if self.tls is not None and backend.capabilities.tls:
+                backend.use_tls(self.tls)
+            self._backends[name] = backend  # bounded: BACKENDS_MAX
+        return self._backends[name]
+
+    async def close(self) -> None:
+        """End the threads, streams and backends; no connection uses them any more.
+
+        Cancel safety: safe, call it again for the rest.
+        """
+        # Transfers that were being decoded have their outcomes after this.
+        await self.codec_threads.close()
+        self.devices.close()
+        for backend in self._backends.values():
+            await backend.aclose()

@@ -1,0 +1,308 @@
+"""The links of one communicator: dialled or accepted, in a handshake, or a connection.
+
+A link starts with a handshake. When both sides agree, a :class:`Connection` takes it
+over, within the same call. Here is known which links there are, until each has touched
+memory for the last time, and whether new ones may be made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+from kvwire.aio import seconds_of, yields_before_raising
+from kvwire.backend import API_VERSION, Backend, Link
+from kvwire.backend.selection import apply_overrides, control_rejection, offered
+from kvwire.config import Config
+from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.driver.handshake import HandshakeDriver, report_of
+from kvwire.driver.lanes.state import LaneSet
+from kvwire.endpoint.connection import Connection, Dialled
+from kvwire.endpoint.dialling import Dialling
+from kvwire.errors import (
+    BackendUnavailable,
+    ClosedOK,
+    ConnectError,
+    ConnectionClosed,
+    ConnectionLost,
+    HandshakeError,
+    KVWireError,
+    ProtocolError,
+)
+from kvwire.proto.connection import ConnectionCore
+from kvwire.proto.handshake import (
+    OWN_INCARNATION,
+    Agreement,
+    ClientHandshake,
+    Handshake,
+    Identity,
+)
+from kvwire.proto.regions import RegionRecord, RegionTable
+from kvwire.transfers.ports import TransferServices
+from kvwire.types import Address
+from kvwire.wire.control import BackendOffer, TransportOffer
+from kvwire.wire.handshake_messages import NONCE_BYTES
+
+logger: logging.Logger = logging.getLogger("kvwire.connections")
+
+E = TypeVar("E", bound=KVWireError)
+# What runs a link: first the one, then the other.
+Driver = HandshakeDriver[Connection] | ConnectionDriver
+
+
+class Links:
+    """Makes the links of one communicator, and knows them until they have ended.
+
+    Attributes:
+        services: What the parts of the communicator share.
+        identity: What the communicator proves in each handshake.
+        regions: The memory that it has lent to peers.
+        drivers: What runs its links. Ordered, so that the order in which they are ended
+            does not depend on where objects lie.
+        connections: Those that have not ended, oldest first.
+        lost: Called with each connection that ended without having been closed.
+        closed: The communicator is closing, or closed: nothing new begins.
+    """
+
+    def __init__(self, services: TransferServices, identity: Identity) -> None:
+        self.services = services
+        self.identity = identity
+        self.regions: RegionTable = RegionTable()
+        self.drivers: dict[Driver, None] = {}
+        self.connections: dict[Connection, None] = {}
+        self.lost: Callable[[Connection, ConnectionClosed], None] | None = None
+        self.closed: bool = False
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether no link is made or taken any more, for whatever reason."""
+        return self._ended or (self.closed and not self.services.registry.unsettled)
+
+    def end(self) -> None:
+        """Make and take no links any more."""
+        self._ended = True
+
+    def check_open(self) -> None:
+        """Refuse to begin anything new on a communicator that is closed.
+
+        Raises:
+            ClosedOK: It is.
+        """
+        if self.closed:
+            raise ClosedOK("the communicator is closed")
+
+    def backend(self, scheme: str, config: Config) -> Backend:
+        """Return the backend of an address.
+
+        Raises:
+            BackendUnavailable: It is not installed, or the configuration rules it out.
+        """
+        reason = control_rejection(config, scheme)
+        if reason:
+            raise BackendUnavailable(f"transport {scheme!r}: {reason}")
+        return self.services.backend(scheme)
+
+    @yields_before_raising
+    async def connect(
+        self,
+        address: str | Address,
+        transport: str | Iterable[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Connection:
+        """Connect to a communicator that listens; see Communicator.connect.
+
+        Cancel safety: safe, a half-made connection is aborted.
+        """
+        self.check_open()
+        if isinstance(transport, Iterable) and not isinstance(transport, str):
+            transport = tuple(transport)  # a redial reads it again
+        connection = await self._connect(address, transport, timeout_s)
+        self.services.registry.reattach(connection._driver)
+        return connection
+
+    async def redial(self, lost: Connection) -> Connection:
+        """Connect again to where a lost connection led, and take its place.
+
+        Raises:
+            KVWireError: As :meth:`connect`.
+
+        Cancel safety: safe, a half-made connection is aborted.
+        """
+        assert lost._dialled is not None
+        name, where, transport = lost._dialled
+        try:
+            connection = await self._connect(where, transport, None, lost._digest)
+        except ConnectError as exc:
+            # Refused: the process has ended, and others of that name are others.
+            if name == where or isinstance(exc.__cause__, ConnectionRefusedError):
+                raise
+            connection = await self._connect(name, transport, None, lost._digest)
+        assert connection._dialled is not None
+        # The next redial may go by the name again.
+        connection._dialled = connection._dialled._replace(name=name)
+        self.services.registry.reattach(connection._driver)
+        return connection
+
+    async def _connect(
+        self,
+        address: str | Address,
+        transport: str | Iterable[str] | None,
+        timeout_s: float | None,
+        resumes: bytes = b"",
+    ) -> Connection:
+        config = apply_overrides(self.services.config, transport)
+        name = where = Address.parse(address)
+        backend = self.backend(where.scheme, config)
+        if timeout_s is None:
+            timeout_s = config.handshake_timeout_s
+        timeout_s = seconds_of("timeout_s", timeout_s)
+        handshake = ClientHandshake(
+            self.identity,
+            secrets.token_bytes(NONCE_BYTES),
+            _offer(self.identity, config, where.scheme, resumes),
+        )
+        opening, dialling = None, Dialling(name, backend, self.identity.trust)
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                where, link = await dialling.link()
+                opening = self.open(link, handshake, config, where.scheme)
+                connection = await opening.wait_established()
+                await _lanes_up(connection, config.lanes)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if opening is None:
+                raise dialling.late(timeout_s) from None
+            raise _at(where, opening.timeout(timeout_s)) from None
+        except (HandshakeError, ProtocolError, ConnectionLost) as exc:
+            self.check_open()
+            if getattr(exc, "fields", ()) == (OWN_INCARNATION,):
+                raise ConnectError(
+                    f"cannot connect to {where}: {exc}",
+                    address=str(where),
+                    errno=errno.ELOOP,
+                ) from exc
+            raise _at(where, exc) from None
+        connection._dialled = Dialled(name, where, transport)
+        return connection
+
+    def open(
+        self,
+        link: Link,
+        handshake: Handshake,
+        config: Config,
+        scheme: str,
+        busy: str = "",
+    ) -> HandshakeDriver[Connection]:
+        """Start a link; its handshake leads to a connection, or to an error.
+
+        Args:
+            link: The link, which is not started yet.
+            handshake: This side of the handshake.
+            config: This side's preferences.
+            scheme: The transport of the link.
+            busy: Why there is no room for another connection, or "".
+        """
+        opening = HandshakeDriver(
+            link,
+            handshake,
+            config,
+            scheme,
+            self.services.loop,
+            agreed=self._agreed,
+            busy=busy,
+        )
+        self._add_driver(opening)
+        opening.begin()
+        if self.ended:
+            link.abort()
+        return opening
+
+    def revoked(self, region: RegionRecord) -> None:
+        """End what peers do with a region that was revoked or closed."""
+        for connection in list(self.connections):
+            connection._core.region_revoked(region.id)
+            connection._driver.run()
+
+    def _add_driver(self, driver: Driver) -> None:
+        """Know what runs a link until it has ended."""
+        self.drivers[driver] = None  # bounded: CONNECTIONS_MAX, PENDING_HANDSHAKES_MAX
+        driver.ended.add_done_callback(lambda _: self.drivers.pop(driver, None))
+
+    def _agreed(
+        self, opening: HandshakeDriver[Connection], agreement: Agreement
+    ) -> Connection:
+        """Make the connection of a handshake that has ended well."""
+        services, config = self.services, self.services.config
+        core = ConnectionCore(
+            agreement,
+            opening.handshake.framing,
+            services.buffers.holds,
+            parameters=self.identity.parameters,
+            ping_interval_s=config.ping_interval_s,
+            ping_misses=config.ping_misses,
+            now=services.loop.time(),
+        )
+        connection = Connection(
+            services,
+            opening.link,
+            core,
+            peer=replace(
+                agreement.peer,
+                address=opening.link.remote_address,
+                identity=opening.identity,
+            ),
+            lanes=LaneSet(opening.scheme, report_of(agreement.choice)),
+            ended=self._connection_ended,
+        )
+        self._add_driver(connection._driver)
+        opening.hand_over(connection._driver)
+        self.connections[connection] = None
+        logger.debug("connection to %s over %s", connection.peer, opening.scheme)
+        services.counters.connections += 1
+        return connection
+
+    def _connection_ended(
+        self, connection: Connection, error: ConnectionClosed
+    ) -> None:
+        """Forget a connection that has ended; one that was lost may be recovered."""
+        self.connections.pop(connection, None)
+        if isinstance(error, ClosedOK):
+            logger.debug("connection to %s closed: %s", connection.peer, error)
+            return
+        logger.info("connection to %s ended: %s", connection.peer, error)
+        self.services.counters.connections_lost += 1
+        if not self.ended and self.lost is not None:
+            self.lost(connection, error)
+
+
+def _at(address: Address, error: E) -> E:
+    """Return an error of connecting with the address in its text."""
+    error.args = (f"{address}: {error}", *error.args[1:])
+    return error
+
+
+async def _lanes_up(connection: Connection, count: int) -> None:
+    """Wait for the transport of the data; without it there is no connection."""
+    try:
+        await connection._driver.lane_setup.open_lanes(count)
+    except BaseException as exc:
+        connection.abort(str(exc) or "no transport for the data came up")
+        raise
+
+
+def _offer(
+    identity: Identity, config: Config, scheme: str, resumes: bytes
+) -> TransportOffer:
+    return TransportOffer(
+        name=identity.name,
+        backends=tuple(BackendOffer(n, API_VERSION) for n in offered(config, scheme)),
+        profile=identity.profile,
+        resumes=resumes,
+    )

@@ -1,0 +1,123 @@
+"""Registered memory: peers that have a grant may reach it, until it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from kvwire.endpoint.connection import Connection
+from kvwire.endpoint.links import Links
+from kvwire.errors import UsageError, wrong_type
+from kvwire.memory.buffers import as_payload
+from kvwire.proto.regions import RegionRecord
+from kvwire.types import Access, AccessName, Grant
+
+
+class Region:
+    """Lends memory to peers that have a grant, until it is closed.
+
+    kvwire uses the memory from ``register`` until :meth:`close` has returned. The
+    application may read and write it meanwhile; a peer's ``get`` gets the bytes that
+    are there when they leave.
+    """
+
+    def __init__(self, links: Links, record: RegionRecord) -> None:
+        self._links = links
+        self._thread = links.services.thread
+        self._record = record
+
+    def __len__(self) -> int:
+        """Return its length in bytes."""
+        return self._record.nbytes
+
+    def __repr__(self) -> str:
+        record = self._record
+        state = "open" if record.open else "closed"
+        return f"<Region {record.id}: {record.nbytes} bytes, {record.access}, {state}>"
+
+    @property
+    def access(self) -> Access:
+        """Return the most that a grant of it may allow."""
+        return self._record.access
+
+    def grant(
+        self,
+        connection: Connection,
+        *,
+        offset: int = 0,
+        nbytes: int | None = None,
+        access: AccessName | Access | None = None,
+    ) -> Grant:
+        """Allow the peer of one connection to reach a byte range.
+
+        Args:
+            connection: Whose peer; nobody else can use the grant.
+            offset: The first byte of the range.
+            nbytes: Its length in bytes; None for the rest of the region.
+            access: ``"read"``, ``"write"`` or ``"readwrite"``; None for all the region
+                allows.
+
+        Raises:
+            UsageError: The range or the access is more than the region has.
+            ConnectionClosed: The connection is closing or closed.
+        """
+        self._thread.check("Region.grant")
+        wanted = self._record.access if access is None else Access.parse(access)
+        if not isinstance(connection, Connection):
+            raise wrong_type("grant", connection, "a kvwire.Connection")
+        if connection._services is not self._links.services:
+            raise UsageError("grant: the connection is of another communicator")
+        row = connection._core.grant(self._record, offset, nbytes, wanted)
+        return Grant(
+            access=wanted,
+            connection=connection._digest,
+            grant=row.id,
+            generation=row.generation,
+            token=row.token,
+            offset=0,
+            nbytes=row.nbytes,
+        )
+
+    def revoke(self) -> None:
+        """End every grant made so far; the region stays open for new ones.
+
+        What peers have under way fails with :exc:`~kvwire.StaleRegion`. The memory may
+        still be touched by it: only :meth:`close` waits until it is not.
+        """
+        self._thread.check("Region.revoke")
+        self._links.regions.revoke(self._record)
+        self._links.revoked(self._record)
+
+    async def close(self) -> None:
+        """End every grant and wait until kvwire no longer touches the memory.
+
+        There is no deadline: a transport finishes what it has begun, or the
+        connection's liveness check ends it.
+
+        Cancel safety: safe. The region is closed either way; call it again to go on
+        waiting for its memory.
+        """
+        self._thread.check("Region.close")
+        links, record, buffers = self._links, self._record, self._links.services.buffers
+        if record.open:
+            links.regions.close(record)
+            links.revoked(record)
+            buffers.holds.retire(record.buffer)
+            buffers.collect()
+        free = asyncio.Event()
+        buffers.on_drained(record.buffer, free.set)
+        await free.wait()
+
+
+def register(links: Links, buffer: Any, access: AccessName | Access) -> Region:
+    """Lend memory to peers; see Communicator.register."""
+    links.check_open()
+    allowed = Access.parse(access)
+    payload = as_payload(buffer, writable=bool(allowed & Access.WRITE))
+    buffers = links.services.buffers
+    lent = buffers.lend(payload)
+    try:
+        return Region(links, links.regions.register(lent, payload.nbytes, allowed))
+    except UsageError:
+        buffers.take_back(lent)
+        raise
