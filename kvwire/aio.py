@@ -1,11 +1,10 @@
-"""Asyncio as all rooms of kvwire use it: tasks, sure ends, pauses, its own thread.
+"""What every room of kvwire needs from asyncio: tasks, clean-up, pauses, thread checks.
 
-An operation that fails at once lets the loop run before it raises. Programs try again
-in a loop: ``while True: try: await connection.recv(tag) except RequestError:
-continue``. An ``await`` that fails without suspending its task would keep such a loop
-running and nothing else, no timer and no other connection, for as long as the reason
-lasts. So every awaitable of the public API that can fail gives the event loop one turn
-before it raises.
+An operation that fails at once lets the loop run before it raises. Programs retry in a
+loop: ``while True: try: await connection.recv(tag) except RequestError: continue``. If
+that ``await`` failed without suspending its task, the loop would run nothing else, no
+timer and no other connection, for as long as the failure lasts. So every awaitable of
+the public API that can fail gives the event loop one turn before it raises.
 """
 
 from __future__ import annotations
@@ -72,10 +71,10 @@ def absolute(deadline: Deadline) -> float | None:
 
 
 def seconds_of(name: str, value: object) -> float:
-    """Return a duration that a caller gives, of any type of number.
+    """Check a duration from a caller, of any numeric type.
 
     Raises:
-        UsageError: It is no number, or not above 0.
+        UsageError: It is not a number, or not above 0.
     """
     seconds = _number(value)
     if not 0 < seconds < math.inf:
@@ -84,9 +83,9 @@ def seconds_of(name: str, value: object) -> float:
 
 
 def _number(value: object) -> float:
-    """Return a number of any type as a float; ``float`` itself reads texts and bools.
+    """Return a number of any type as a float; NaN for any other value.
 
-    A value that is not a number becomes NaN.
+    ``float`` itself would accept texts and booleans.
     """
     if type(value) is float:  # nearly always, and a check of ``Real`` is four calls
         return value
@@ -101,7 +100,7 @@ def _number(value: object) -> float:
 async def at_most(
     timeout_s: float, coroutines: Iterable[Coroutine[Any, Any, None]]
 ) -> None:
-    """Run coroutines side by side; what is not through in time is cancelled.
+    """Run coroutines side by side, and cancel those that exceed the time limit.
 
     Cancel safety: all of them are cancelled as well.
     """
@@ -120,24 +119,24 @@ async def at_most(
 def start_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Start a task that begins in a later turn of the running loop, never in this one.
 
-    ``loop.create_task`` asks the application's task factory, and that of
+    ``loop.create_task`` uses the application's task factory, and
     ``asyncio.eager_task_factory`` (Python 3.12) takes the first step at once: before
-    the caller has noted the task, or has done what the task relies on. Every task of
-    kvwire is started here, so all code can rely on it.
+    the caller has recorded the task, or has set up what the task relies on. Every task
+    of kvwire is started here, so all code can rely on the later turn.
     """
     return asyncio.Task(coroutine, loop=asyncio.get_running_loop())
 
 
 async def run_to_completion(work: Awaitable[T]) -> T:
-    """Run something to its end, whether its caller is cancelled meanwhile or not.
+    """Await `work` to its end, even if the caller is cancelled meanwhile.
 
     A coroutine gets a task of its own, so no cancellation of the caller reaches it.
-    asyncio cancels a task once. A cancel scope of anyio, so of Starlette and FastAPI,
-    cancels it again at every ``await`` until the scope is left: a clean-up that awaits
-    in the caller's task ends at its first ``await`` there. So each ``__aexit__``, and
-    each ``except BaseException`` that has to await, closes things by way of this.
+    asyncio cancels a task once. A cancel scope of anyio, which Starlette and FastAPI
+    use, cancels it again at every ``await`` until the scope is left, so a clean-up that
+    awaits in the caller's task ends at its first ``await``. So each ``__aexit__``, and
+    each ``except BaseException`` that has to await, cleans up through this function.
 
-    Cancel safety: it is finished first; then the cancellation is raised.
+    Cancel safety: `work` is finished first; then the cancellation is raised.
     """
     if isinstance(work, Coroutine):
         future: asyncio.Future[T] = start_task(work)
@@ -160,11 +159,11 @@ async def run_to_completion(work: Awaitable[T]) -> T:
 
 
 class Backoff:
-    """Draws a random part of a limit that doubles, up to a last one.
+    """Draw pauses at random below a limit that doubles, up to a last one.
 
-    So many that have lost the same thing at once do not come back at once, and what
-    stays away is asked for less and less often. Never less than half of the limit: a
-    pause of nothing is none.
+    So peers that lost the same server do not return at the same moment, and an absent
+    server is tried less and less often. A pause is at least half of the limit, since no
+    pause would not help.
     """
 
     def __init__(self, first_s: float, last_s: float) -> None:
@@ -177,17 +176,17 @@ class Backoff:
         return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
 
     def reset(self) -> None:
-        """Begin with the first pause again: it has worked for long enough."""
+        """Start with the first limit again, after a long enough success."""
         self._limit_s = self._first_s
 
 
 class Upkeep:
-    """Knows whether something is away, why, and when to try it again.
+    """Keep track of whether something is away, why, and when to try it again.
 
     The code that finds it away calls :meth:`lost` with the reason. The first loss after
-    a pause begins the next one, whose length is a random part of a limit that doubles
-    up to ``last_s``: many that lose the same thing at once do not come back at once,
-    and what stays away is asked less and less often. :meth:`back` ends it.
+    a pause begins the next one, whose length is random below a limit that doubles up to
+    ``last_s``. So clients that lost the same server do not return at the same moment,
+    and an absent server is tried less and less often. :meth:`back` ends it.
 
     Code that answers requests fails them at once while :attr:`resting`. Code that keeps
     something up iterates; each step of the loop waits until the pause is over::
@@ -204,8 +203,8 @@ class Upkeep:
     Args:
         first_s: The limit of the first pause.
         last_s: The limit that no pause exceeds.
-        steady_s: Pauses are short again only if it was back for so long. What breaks
-            as soon as it is up is not tried without a pause.
+        steady_s: How long it must be back before pauses are short again, so that a
+            server that fails as soon as it is up is not tried without a pause.
 
     Attributes:
         reason: Why it is away; "" while it is there.
@@ -232,21 +231,21 @@ class Upkeep:
 
     @property
     def resting(self) -> bool:
-        """Tell whether the pause after the last loss is not over yet."""
+        """Whether the pause after the last loss is still running."""
         return asyncio.get_running_loop().time() < self._retry_at
 
     def lost(self, reason: str, *, within_s: float = math.inf) -> bool:
-        """Note that it is away.
+        """Record that it is away.
 
-        During a pause only the reason is new: requests that were under way fail
-        together, and are one loss.
+        During a pause only the reason changes: running requests fail together, and
+        count as one loss.
 
         Args:
             reason: Why.
-            within_s: The pause that begins is no longer than this.
+            within_s: A bound for the pause that begins.
 
         Returns:
-            Whether it was there until now, which is what a log wants to know.
+            Whether it was there until now, so that the caller can log the change.
         """
         was_there, self.reason = not self.reason, reason
         now = asyncio.get_running_loop().time()
@@ -257,7 +256,7 @@ class Upkeep:
         return was_there
 
     def back(self) -> bool:
-        """Note that it is there.
+        """Record that it is there.
 
         Returns:
             Whether it was away until now.
@@ -269,7 +268,7 @@ class Upkeep:
         return was_away
 
     def pause_s(self) -> float:
-        """Draw how long to wait; the limit of the next pause is twice this one's."""
+        """Draw the length of a pause, and double the limit for the next one."""
         limit_s, self._limit_s = self._limit_s, min(2 * self._limit_s, self._last_s)
         # Never less than half of the limit: no pause at all would not help anybody.
         return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
@@ -288,7 +287,7 @@ class Upkeep:
 
     @property
     def running(self) -> bool:
-        """Tell whether the task of :meth:`start` is at work."""
+        """Whether the task of :meth:`start` is running."""
         return self._task is not None and not self._task.done()
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -308,7 +307,7 @@ class Upkeep:
 def yields_before_raising(
     function: Callable[P, Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Decorate a coroutine function: it raises after one turn of the event loop."""
+    """Make a coroutine function give the event loop one turn before it raises."""
 
     @functools.wraps(function)
     async def run(*args: P.args, **keywords: P.kwargs) -> T:
@@ -324,8 +323,8 @@ def yields_before_raising(
 async def end_task(task: asyncio.Future[Any]) -> None:
     """Cancel a task until it has ended; its result or error is dropped.
 
-    Libraries swallow a cancellation now and then, as ``asyncio.wait_for`` of Python
-    3.11 does where what it waits for is done in the same turn.
+    A library may swallow a cancellation; ``asyncio.wait_for`` in Python 3.11 does if
+    its future is done in the same turn. So the task is cancelled again.
 
     Cancel safety: the task may go on for a while.
     """
@@ -337,12 +336,12 @@ async def end_task(task: asyncio.Future[Any]) -> None:
 
 
 async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
-    """Run several things at once, and return what each of them returns.
+    """Run several coroutines at once, and return their results.
 
-    If one raises, the others go on to their ends before the first error is raised: so
-    nothing goes on unowned, and nothing that touches memory is stopped in the middle.
+    If one raises, the others run to their ends before the first error is raised. So
+    none goes on unowned, and none that touches memory is stopped in the middle.
 
-    Cancel safety: each is cancelled, and raised is when all have ended.
+    Cancel safety: all are cancelled; the cancellation is raised when all have ended.
     """
     ended = await asyncio.gather(*map(start_task, works), return_exceptions=True)
     errors = [one for one in ended if isinstance(one, BaseException)]
@@ -357,12 +356,12 @@ async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
 
 
 class LoopThread:
-    """Knows the running loop, and which thread of which process runs it.
+    """The loop an object belongs to, and the thread and process that run it.
 
-    A call from another thread would tear what the loop is in the middle of, and the
-    peer would be blamed for what it then reads, so it is refused where it is made. Code
-    that runs for every message compares ``ident`` itself, one integer with another; a
-    fork changes it.
+    A call from another thread would interfere with the loop's current step, and the
+    damage would look like the peer's fault, so the call is refused where it is made.
+    Code that runs for every message compares ``ident`` itself, one integer with
+    another; a fork changes it.
 
     Attributes:
         ident: ``threading.get_ident()`` of its thread; ``FORKED`` in a child process.
@@ -377,10 +376,11 @@ class LoopThread:
         _made.add(self)  # weak: it ends with its communicator
 
     async def leave(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Close at the end of an ``async with`` block.
+        """Close at the end of an ``async with`` block, completely.
 
-        Whole, also in a cancel scope that cancels at each ``await``. A child that was
-        forked in the block, and leaves it, as by ``sys.exit``, closes nothing.
+        A cancel scope that cancels at each ``await`` does not interrupt it. In a child
+        that was forked within the block and leaves it, for example by ``sys.exit``,
+        nothing is closed.
 
         Cancel safety: it is closed first; then the cancellation is raised.
         """
@@ -440,7 +440,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class AsyncWith:
-    """Teaches ``async with`` to those who write ``with``."""
+    """Raise a helpful error for a plain ``with``."""
 
     __slots__ = ()
     # What is called to get one, where that is not its class.
@@ -454,17 +454,17 @@ class AsyncWith:
         )
 
     def __exit__(self, *_: object) -> None:
-        """Exist beside ``__enter__``, which Python looks up first."""
+        """Exist only because Python looks it up before ``__enter__``."""
 
 
 class Opening(AsyncWith):
-    """Teaches ``await`` to those who use what is not open yet."""
+    """Raise a helpful error when an object is used before it is open."""
 
     _opens: ClassVar[type]
     _begun: bool = False
 
     def _begin(self) -> None:
-        """Refuse a second use: a block's end closes what one use has opened."""
+        """Refuse a second opening, since the first block closes what it has opened."""
         if self._begun:
             raise UsageError(
                 f"{self._call}: it was opened already; keep what it gave, or call it "
