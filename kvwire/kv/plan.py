@@ -24,7 +24,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,7 +37,6 @@ from kvwire.kv.fragments import Fragments
 from kvwire.kv.geometry import Geometry, GroupGeometry, Tokens, describe
 from kvwire.kv.mapping import GroupMap, Steps
 from kvwire.kv.paged import PagedCache, computed_once
-from kvwire.kv.spec import KVSpec
 
 if TYPE_CHECKING:
     from kvwire.kv.blocks import BlockLists
@@ -175,27 +173,12 @@ class TransferPlan:
                 f"{limits.REQUEST_BYTES_MAX} of one request; list fewer blocks"
             )
 
-    def segments(
-        self,
-        layers: int | slice | None = None,
-        blocks: int | slice | None = None,
-        group: str | None = None,
-    ) -> tuple[Segment, ...]:
-        """Return the segments that a mark covers, at most one per group.
-
-        Layers count by the model's index, blocks by position in the local list. A group
-        has no segment if the peer holds none of these layers.
-        """
-        if group is not None:
-            segment = self._segment(self.group_index(group), layers, blocks)
-            return () if segment is None else (segment,)
-        if len(self.groups) > 1 and not (layers is None and blocks is None):
-            raise UsageError(
-                "layers and blocks are counted in each group: pass group= one of "
-                f"{', '.join(walk.group for walk in self.groups)}"
-            )
+    def segments(self) -> tuple[Segment, ...]:
+        """Return the whole transfer: a segment of each group that the peer has too."""
         found = (
-            self._segment(index, layers, blocks) for index in range(len(self.groups))
+            self.marked(index, range(held.spec.layers), range(self.lists[name].size))
+            for name, index in self.indices.items()
+            for held in (self.maps[index].memory,)
         )
         return tuple(segment for segment in found if segment is not None)
 
@@ -312,16 +295,6 @@ class TransferPlan:
             return self.template.digest
         return _digest(self.groups, [group_map.wanted for group_map in self.maps])
 
-    def _segment(
-        self, index: int, layers: int | slice | None, blocks: int | slice | None
-    ) -> Segment | None:
-        group = self.groups[index].group
-        spec = self.maps[index].memory.spec
-        named = _layer_range(layers, spec, group)
-        first = spec.first_layer
-        at = _index_range(blocks, self.lists[group].size, f"blocks of group {group!r}")
-        return self.marked(index, range(named.start - first, named.stop - first), at)
-
 
 def _digest(groups: Iterable[Canonical], wanted: Iterable[Bits]) -> bytes:
     walks = tuple(walk.fields() for walk in groups)
@@ -368,38 +341,3 @@ def _wanted(
         per_block = end.spec.block_tokens // walk.granule_tokens
         wanted.append(~np.repeat(held, per_block)[: walk.granules])
     return tuple(wanted)
-
-
-def _layer_range(layers: int | slice | None, spec: KVSpec, group: str) -> range:
-    """Return the layers that a mark names, by the model's index, within this side's."""
-    held = spec.layer_indices
-    where = f"layers of group {group!r}"
-    if layers is None or isinstance(layers, slice):
-        named = _index_range(layers, held.stop, where)
-        return range(max(named.start, held.start), named.stop)
-    return _one_of(held, layers, where)
-
-
-def _index_range(which: int | slice | None, size: int, where: str) -> range:
-    if which is None:
-        return range(size)
-    if isinstance(which, slice):
-        found = range(*which.indices(size))
-        if found.step != 1:
-            raise UsageError(f"{where}: a slice with step {found.step}; use step 1")
-        return found
-    return _one_of(range(size), which, where)
-
-
-def _one_of(numbers: range, which: int, where: str) -> range:
-    try:
-        number = operator.index(which)
-    except TypeError:
-        raise UsageError(
-            f"{where}: {which!r} is neither a number nor a slice"
-        ) from None
-    if number not in numbers:
-        raise UsageError(
-            f"{where}: {number} is not one of {numbers.start} to {numbers.stop - 1}"
-        )
-    return range(number, number + 1)

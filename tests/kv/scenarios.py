@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvwire.kv.blocks import Bits
 from kvwire.kv.geometry import Geometry, describe
-from kvwire.kv.plan import PlanSide, TransferPlan
+from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import STORED_AS, Store, shapes
 
@@ -108,3 +108,27 @@ def _shares(
         "block_tokens": size,
     }
     return KVSpec(**fields | common)  # type: ignore[arg-type]
+
+
+def segments_of(
+    plan: TransferPlan,
+    layers: int | slice | None = None,
+    blocks: int | slice | None = None,
+    group: str | None = None,
+) -> tuple[Segment, ...]:
+    """The segments of a mark: layers by the model's index, blocks by position."""
+    found = []
+    for name in plan.indices if group is None else [group]:
+        index = plan.group_index(name)
+        held = plan.maps[index].memory.spec.layer_indices
+        named = _numbers(layers, held)
+        rows = range(named.start - held.start, named.stop - held.start)
+        columns = _numbers(blocks, range(plan.lists[name].size))
+        found.append(plan.marked(index, rows, columns))
+    return tuple(segment for segment in found if segment is not None)
+
+
+def _numbers(which: int | slice | None, held: range) -> range:
+    if isinstance(which, int):
+        return range(which, which + 1)
+    return held if which is None else range(which.start, which.stop)

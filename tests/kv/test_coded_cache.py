@@ -17,7 +17,7 @@ from kvwire.kv.plan import PlanSide, TransferPlan
 from kvwire.kv.spec import KVSpec
 from kvwire.memory.copy import copy
 from tests.kv.reference import STORED_AS, Element
-from tests.kv.scenarios import End, Scenario, scenarios
+from tests.kv.scenarios import End, Scenario, scenarios, segments_of
 from tests.support.depth import examples
 
 
@@ -86,7 +86,7 @@ def test_rows_come_back_where_they_belong(
     producer.coded.encode("kv", range(spec.layers), range(len(here.ids)), copy)
     (walk,) = plans[0].groups
     landed = data.draw(st.sampled_from(walk.layers))
-    (segment,) = plans[0].segments(landed)
+    (segment,) = segments_of(plans[0], landed)
     copy(plans[0].fragments(segment), plans[1].fragments(segment))
     wanted = plans[1].maps[0].wanted
     consumer.coded.decode(

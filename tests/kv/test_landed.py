@@ -14,7 +14,7 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import Store, plain_shape, walk_elements
-from tests.kv.scenarios import Scenario, scenarios
+from tests.kv.scenarios import Scenario, scenarios, segments_of
 from tests.kv.test_plan import partitions
 from tests.support.depth import examples
 
@@ -85,21 +85,21 @@ def test_a_state_is_all_or_nothing() -> None:
     )
     one_token = KVSpec(layers=1, kv_heads=1, head_dim=2, block_tokens=1)
     landed = Landed(plan_of({"full": (one_token, [1]), "state": (state, [3])}))
-    for segment in landed.plan.segments(group="full"):
+    for segment in segments_of(landed.plan, group="full"):
         landed.mark(segment)
-    landed.mark(landed.plan.segments(layers=0, group="state")[0])
+    landed.mark(segments_of(landed.plan, layers=0, group="state")[0])
     assert landed.usable_tokens == 0
-    landed.mark(landed.plan.segments(layers=1, group="state")[0])
+    landed.mark(segments_of(landed.plan, layers=1, group="state")[0])
     assert landed.usable_tokens == 1
 
 
 def test_a_window_allows_no_earlier_end() -> None:
     """The last tokens of a window group say nothing about a shorter prompt."""
     landed = Landed(plan_of({"full": (SPEC, [1, 2, 3]), "window": (SPEC, [8])}))
-    for segment in landed.plan.segments(group="full"):
+    for segment in segments_of(landed.plan, group="full"):
         landed.mark(segment)
     assert (landed.usable_tokens, landed.usable_prefix) == (0, 0)
-    for segment in landed.plan.segments(group="window"):
+    for segment in segments_of(landed.plan, group="window"):
         landed.mark(segment)
     assert (landed.usable_tokens, landed.usable_prefix) == (12, 3)
 
@@ -142,16 +142,16 @@ def test_whole_layers_are_one_box() -> None:
     landed = Landed(plan_of({"a": (SPEC, [5, 3]), "b": (SPEC, [1])}))
     for layer in (0, 1):
         for block in (0, 1):
-            for segment in landed.plan.segments(layer, block, "a"):
+            for segment in segments_of(landed.plan, layer, block, "a"):
                 landed.mark(segment)
-    (last,) = landed.plan.segments(2, None, "b")
+    (last,) = segments_of(landed.plan, 2, None, "b")
     landed.mark(last)
     assert landed.boxes(9) == [Segment(0, 0, 2, 0, 2), last]
     assert landed.boxes(1) == [Segment(0, 0, 2, 0, 2)]
     told = Landed(landed.plan)
     told.mark_boxes(landed.boxes(9))
     assert told.boxes(9) == landed.boxes(9)
-    (whole,) = landed.plan.segments(group="a")
+    (whole,) = segments_of(landed.plan, group="a")
     assert landed.lacking(whole) == [Segment(0, 2, 1, 0, 2)]
 
 
@@ -191,7 +191,7 @@ def test_boxes_outside_the_transfer() -> None:
 def test_granules_land_in_every_layer() -> None:
     """Whatever of them had landed before, and not in another group."""
     landed = Landed(plan_of({"a": (SPEC, [5, 3, 1]), "b": (SPEC, [1])}))
-    (early,) = landed.plan.segments(0, 0, "a")
+    (early,) = segments_of(landed.plan, 0, 0, "a")
     landed.mark(early)
     before = landed.left
     landed.mark(early)  # a chunk comes again after a reconnect
@@ -213,7 +213,7 @@ def test_a_segment_of_another_plan_is_refused() -> None:
     for segment in (Segment(1, 0, 1, 0, 1), Segment(0, 0, 4, 0, 1)):
         with pytest.raises(UsageError, match="segment: "):
             landed.mark(segment)
-    (segment,) = landed.plan.segments(layers=0)
+    (segment,) = segments_of(landed.plan, layers=0)
     with pytest.raises(UsageError, match="segment: bytes"):
         landed.mark_but(segment, [(0, 10_000)])
     assert landed.nbytes == 0

@@ -17,6 +17,7 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import Store
+from tests.kv.scenarios import segments_of
 from tests.kv.test_landed import NHD, plan_of
 from tests.support.depth import examples
 
@@ -58,7 +59,7 @@ def test_each_missing_block_has_the_first_reason_that_names_it() -> None:
 def test_the_outcome_of_everything() -> None:
     """It names what the long way would; what the consumer had is not counted."""
     landed = landed_of({"full": [4, 2], "window": []})
-    (segment,) = landed.plan.segments(group="full")
+    (segment,) = segments_of(landed.plan, group="full")
     landed.mark(segment)
     outcome = outcome_of(landed, otherwise="")
     assert outcome.complete

@@ -21,7 +21,7 @@ from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import LAYOUTS, Shape, Store, read_walk, walk_elements
-from tests.kv.scenarios import End, Scenario, scenarios
+from tests.kv.scenarios import End, Scenario, scenarios, segments_of
 from tests.memory.fragments import content, fill
 from tests.support.depth import examples
 
@@ -75,12 +75,10 @@ def test_marks_of_groups_name_their_group() -> None:
     groups = {name: (spec, Store(spec, 3, LAYOUTS["NHD"]).tensors()) for name in "ab"}
     cache = PagedCache.grouped(groups)
     plan = plan_for(cache, {"a": [0, 2], "b": [1]}, cache, PlanSide.PRODUCER)
-    assert plan.segments(1, slice(1, 2), group="a") == (Segment(0, 1, 1, 1, 1),)
-    assert plan.segments(group="b") == (Segment(1, 0, 2, 0, 1),)
-    with pytest.raises(UsageError, match="pass group= one of a, b"):
-        plan.segments(layers=1)
+    assert segments_of(plan, 1, slice(1, 2), group="a") == (Segment(0, 1, 1, 1, 1),)
+    assert segments_of(plan, group="b") == (Segment(1, 0, 2, 0, 1),)
     with pytest.raises(UsageError, match="no group 'c'; there is a, b"):
-        plan.segments(group="c")
+        plan.group_index("c")
 
 
 def test_blocks_of_a_segment() -> None:
@@ -90,7 +88,7 @@ def test_blocks_of_a_segment() -> None:
         for size, ids in ((4, [3, 2, 1]), (2, [5, 4, 3, 2, 1, 0]))
     ]
     producer, consumer = Scenario(*ends).plans()
-    (segment,) = producer.segments(blocks=1)
+    (segment,) = segments_of(producer, blocks=1)
     assert producer.positions(segment) == slice(1, 2)
     assert consumer.positions(segment) == slice(2, 4)
     assert (
@@ -121,35 +119,11 @@ def test_a_segment_of_nothing_here_is_refused(segment: Segment, message: str) ->
 
 def test_bytes_outside_a_segment_are_refused() -> None:
     plan, _ = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
-    (segment,) = plan.segments(layers=0)
+    (segment,) = segments_of(plan, layers=0)
     size = plan.nbytes_of(segment)
     for offset, nbytes in ((-1, 1), (0, -1), (0, size + 1), (size, 1)):
         with pytest.raises(UsageError, match=f"bytes .* of {size}"):
             plan.touched(segment, offset, nbytes)
-
-
-def test_marks_out_of_range_are_refused() -> None:
-    plan, _ = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
-    with pytest.raises(
-        UsageError, match="blocks of group 'kv': 3 is not one of 0 to 2"
-    ):
-        plan.segments(blocks=3)
-    with pytest.raises(
-        UsageError, match="layers of group 'kv': -1 is not one of 0 to 1"
-    ):
-        plan.segments(layers=-1)
-    with pytest.raises(UsageError, match="a slice with step 2"):
-        plan.segments(blocks=slice(0, 3, 2))
-    wrong: Any = "1"
-    with pytest.raises(UsageError, match=r"layers of .*: '1' is neither a number nor"):
-        plan.segments(layers=wrong)
-    with pytest.raises(UsageError, match=r"blocks of .*: '1' is neither a number nor"):
-        plan.segments(blocks=wrong)
-    (segment,) = plan.segments(layers=1, blocks=0)
-    number: Any = np.int64(1)
-    assert repr(plan.segments(layers=number, blocks=0)) == repr((segment,))
-    assert plan.segments(blocks=slice(3, 3)) == ()
-    assert plan.segments(blocks=slice(1, 99)) == plan.segments(blocks=slice(1, 3))
 
 
 def test_a_cache_that_cannot_be_written_receives_nothing() -> None:
@@ -295,7 +269,7 @@ def partitions(draw: st.DrawFn, plan: TransferPlan) -> list[Segment]:
     segments = [
         segment
         for rows, columns in grid
-        for segment in plan.segments(slice(*rows), slice(*columns))
+        for segment in segments_of(plan, slice(*rows), slice(*columns))
     ]
     return list(draw(st.permutations(segments)))
 
