@@ -77,7 +77,6 @@ _PUT_OFF_MAX: Final = 64
 EventActs: TypeAlias = "Mapping[type[Event], Callable[[Any], object]]"
 """Says who acts on an event, by its type."""
 
-# A member of an enum takes several times as long to look up.
 _BUFFER: Final = ChunkPlace.BUFFER
 _CONTROL: Final = ChunkPlace.CONTROL
 _HOLD: Final = ChunkPlace.HOLD

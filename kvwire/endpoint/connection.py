@@ -74,7 +74,6 @@ if TYPE_CHECKING:
 
 _TAG_MAX: Final = 2**64 - 1
 _new: Final = object.__new__
-# A member of an enum takes several times as long to look up.
 _SEND: Final = RequestKind.SEND
 _RECV: Final = RequestKind.RECV
 _PUT: Final = RequestKind.PUT

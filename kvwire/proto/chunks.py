@@ -36,7 +36,6 @@ from kvwire.wire.header import FrameType, Header
 
 _DATA = int(FrameType.DATA)
 
-# A member of an enum takes several times as long to look up.
 _BUFFER = ChunkPlace.BUFFER
 
 

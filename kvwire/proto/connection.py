@@ -68,14 +68,12 @@ _CONTROL = frozenset(
     for frame_type in FrameType
     if FrameType.PING <= frame_type < FIRST_PAYLOAD_TYPE
 )
-# Plain numbers: comparing an int with a member of an enum is several times as slow.
 _MESSAGE = int(FrameType.MESSAGE)
 _DATA = int(FrameType.DATA)
 _MARKED_DATA = int(FrameType.MARKED_DATA)
 _DELIVERING = (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED)
 # CLOSE is sent once, and the others have sent it.
 _MAY_CLOSE = (CloseState.OPEN, *_DELIVERING)
-# What each message needs: a member of an enum takes several times as long to look up.
 _OPEN = CloseState.OPEN
 _NOWHERE = ChunkPlace.NOWHERE
 _RECV = RequestKind.RECV

@@ -47,7 +47,6 @@ from kvwire.wire.control import Announce, Credit, Ready
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import FrameType, Header
 
-# What each message needs: a member of an enum takes several times as long to look up.
 _MESSAGE = int(FrameType.MESSAGE)
 _BUFFER = ChunkPlace.BUFFER
 # The way of a receive that an eager message meets: nothing else can happen to it.

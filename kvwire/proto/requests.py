@@ -32,7 +32,6 @@ from kvwire.wire.header import FrameType
 
 SENDING: Final = frozenset({RequestKind.SEND, RequestKind.PUT, RequestKind.SERVE_GET})
 SERVING: Final = frozenset({RequestKind.SERVE_PUT, RequestKind.SERVE_GET})
-# A member of an enum takes several times as long to look up.
 _RECV: Final = RequestKind.RECV
 
 # When, a number that makes entries of one time comparable, and what.

@@ -30,7 +30,6 @@ from kvwire.proto.state import RequestStage
 Mover = RequestRecord | SegmentRecord
 """What sends chunks: a request in one piece, or a segment of a transfer."""
 
-# A member of an enum takes several times as long to look up.
 _MOVING: Final = RequestStage.MOVING
 
 

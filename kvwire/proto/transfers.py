@@ -69,7 +69,6 @@ from kvwire.wire.control import (
 from kvwire.wire.header import FrameType, Header
 
 _DATA = int(FrameType.DATA)
-# A member of an enum takes several times as long to look up.
 _INCOMING = RequestKind.INCOMING
 _MARKED = ChunkPlace.MARKED
 _MOVING = RequestStage.MOVING
