@@ -29,7 +29,7 @@ CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),example
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed wheel clean demo test-torch test-vllm test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
+.PHONY: test test-all check format cover mutants fuzz reference docs typed lock wheel clean demo test-torch test-vllm test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -92,8 +92,12 @@ typed: $(STAMP)-typed
 docs: $(STAMP)-docs
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 
+# The newest versions of all that tests and tools need, as every clone then has them.
+lock:
+	.ci/lock
+
 wheel: $(STAMP)-dev
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build --no-isolation --wheel
 
 # A real transformer: prefill in one process, decode in another. ARGS="--help" for more.
 demo: $(DEMO_STAMP)
@@ -112,7 +116,7 @@ test-torch: $(TORCH_STAMP)
 # The backend `nixl` with one wheel of NIXL, 69 MB, and without the torch that it asks for:
 # what moves host memory needs none.
 test-nixl: $(STAMP)
-	$(INSTALL) $(VENV) --no-deps 'nixl-cu12>=1.5'
+	$(INSTALL) $(VENV) --no-deps nixl-cu12==1.5.1
 	$(BIN)/python -m pytest -m '' tests/backends tests/programs/soak -k nixl $(ARGS)
 
 # A tier in a Mooncake Store, 100 MB: its master, and segments in processes of their own.
@@ -167,7 +171,7 @@ clean:
 
 # The stamp is newer than what it was made from, so nothing is installed twice. README.md
 # is the description of what is installed. `make clean` is the way out of any trouble.
-$(STAMP): pyproject.toml README.md hatch_build.py kvwire/memory/_copy.c $(THIRD_PARTY)
+$(STAMP): pyproject.toml README.md hatch_build.py kvwire/memory/_copy.c .ci/locked.txt $(THIRD_PARTY)
 	@echo 'installing kvwire and what its tests need into $(VENV): 100 MB, about a minute'
 	@$(INSTALL) $@ -e '.[test]' $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
 
@@ -179,7 +183,7 @@ $(DEMO_STAMP): pyproject.toml README.md
 	@echo 'installing kvwire, NumPy and what the command needs into $(DEMO_VENV): 30 MB'
 	@$(INSTALL) $@ -e .
 
-$(S3_VENV)/.installed:
+$(S3_VENV)/.installed: .ci/locked.txt
 	@$(INSTALL) $@ 'moto[s3]>=5' flask flask-cors
 
 $(RAY_VENV)/.installed: pyproject.toml

@@ -1,5 +1,6 @@
 """Every test leaves nothing behind; options choose event loops and thoroughness."""
 
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -13,7 +14,6 @@ pytest_plugins = [
     "tests.support.depth",
     "tests.support.leaks",
     "tests.support.loops",
-    "tests.support.reruns",
     # Named, since the settings turn the loading of installed plugins off.
     "kvwire.testing.pytest_plugin",
 ]
@@ -35,6 +35,12 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 # What computes with NumPy shares the cores with the other processes of a run; threads
 # of BLAS that wait for each other there take ten times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# In debug mode asyncio logs each callback that took long. On a busy machine that may be
+# any, and a test that counts what was logged would fail by chance.
+logging.getLogger("asyncio").addFilter(
+    lambda record: not str(record.msg).startswith("Executing %")
+)
 
 # A shell starts what runs in the background with Ctrl-C ignored, and the processes that
 # tests end by it would inherit that.

@@ -8,12 +8,15 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import kvwire
 from tests.support.tree import ROOT, packages, project, sources
 
 DISTRIBUTION = metadata.distribution("kvwire")
 _SOURCE_TREE = (ROOT / "kvwire").is_dir()
+_locked = ROOT / ".ci" / "locked.txt"
 
 
 def test_the_tested_copy_is_the_one_meant() -> None:
@@ -104,6 +107,25 @@ def test_the_wheel_carries_its_packages_and_nothing_else() -> None:
     others = {top for top in tops if top not in own and top != ".."}
     assert all(other.endswith(".dist-info") for other in others), others
     assert own <= tops
+
+
+@pytest.mark.parametrize("extra", ["dev", "docs", "fuzz", "mutants", "test", "typed"])
+def test_what_tests_and_tools_need_is_locked(extra: str) -> None:
+    """A release of somebody else changes nothing here until `make lock` takes it."""
+    locked = [
+        Requirement(line) for line in _locked.read_text().splitlines() if line.strip()
+    ]
+    for wanted in map(
+        Requirement, project()["project"]["optional-dependencies"][extra]
+    ):
+        if wanted.name == "kvwire":
+            continue
+        found = [one for one in locked if one.name == canonicalize_name(wanted.name)]
+        assert found, f"{wanted}: run `make lock`"
+        for one in found:
+            (pin,) = one.specifier
+            assert pin.operator == "=="
+            assert wanted.specifier.contains(pin.version, prereleases=True), wanted
 
 
 def test_declared_entry_points_are_the_installed_ones() -> None:

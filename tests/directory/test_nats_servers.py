@@ -140,13 +140,13 @@ async def test_a_cluster_goes_on_without_one_of_its_servers() -> None:
         url = f"nats://{hosts}?replicas=3"
         async with opened(url, url) as (announcing, watching):
             async with asyncio.timeout(60):
-                await announcing.announce(record(1, lease_s=5))
+                await announcing.announce(record(1, lease_s=30))
             async with aclosing(watching.watch()) as changes:
                 assert (await anext(changes)).record.name == "n1"
                 servers[0].kill()
                 pending = asyncio.ensure_future(anext(changes))
                 async with asyncio.timeout(60):
-                    await announcing.announce(record(2, lease_s=5))
+                    await announcing.announce(record(2, lease_s=30))
                     joined = await pending
                 assert (joined.kind, joined.record.name) == (ChangeKind.JOINED, "n2")
 
