@@ -406,19 +406,11 @@ class Communicator(AsyncWith):
             cache: Where it lies.
             blocks: Block ids in token order, or ``{group: ids}``.
             consumers: How many pull it, such as the ranks of a tensor-parallel group.
-            deadline: When it ends with what has landed; as for ``send``.
-            priority: 0 to 255; chunks of a higher one go first.
-            tokens: Valid tokens in the list, where the last block is not full.
-            hashes: One for each block.
-            content: A name of all the tokens, which both sides compare in place of
-                their hashes: for blocks of other sizes.
-            lease_s: How long the blocks are held while nobody is at work on them.
-            codec: Encodes what moves, with loss: ``"fp8"``, ``"int8"`` or ``"int4"``;
-                the peer names the same. See docs/topics/codecs.md.
-            group_bytes: Layers smaller than this together travel together; None for
-                the default, 1 for layer by layer.
-            growing: Not all blocks that ``tokens`` need are known yet, as in chunked
-                prefill; ``extend`` names the rest.
+            lease_s: Seconds for which the blocks are held while nobody works on them.
+            deadline, priority, tokens, hashes, content, codec: As for
+                :meth:`Connection.pull <kvwire.Connection.pull>`.
+            group_bytes, growing: As for
+                :meth:`Connection.push <kvwire.Connection.push>`.
 
         Raises:
             UsageError: The id is in use, or the cache or blocks cannot be used.

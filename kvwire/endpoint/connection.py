@@ -385,14 +385,8 @@ class Connection(AsyncWith):
             id: The name both applications know it by.
             cache: Where it lies.
             blocks: Block ids in token order, or ``{group: ids}``.
-            deadline: As for ``send``.
-            priority: 0 to 255; chunks of a higher one go first.
-            tokens: Valid tokens in the list, where the last block is not full.
-            hashes: One for each block.
-            content: As for :meth:`pull`.
-            lease_s: Seconds to wait for another link after a lost one.
-            codec: Encodes what moves, with loss: ``"fp8"``, ``"int8"`` or ``"int4"``;
-                the peer names the same. See docs/topics/codecs.md.
+            deadline, priority, tokens, hashes, content, lease_s, codec: As for
+                :meth:`pull`.
             group_bytes: Layers smaller than this together travel together; None for
                 the default, 1 for layer by layer.
             growing: Not all blocks that ``tokens`` need are known yet, as in chunked

@@ -12,18 +12,7 @@ from kvwire.types import Deadline, plain
 
 
 class TransferOptions(TypedDict, total=False):
-    """Lists what every verb takes.
-
-    Attributes:
-        deadline: When it ends with what has landed; as for ``send``.
-        priority: 0 to 255; chunks of a higher one go first.
-        tokens: Valid tokens in the list, where the last block is not full.
-        hashes: One for each block.
-        content: A name of all the tokens, which both sides compare in place of their
-            hashes: for blocks of other sizes.
-        lease_s: How long to wait for another link after a lost one.
-        codec: Encode what moves; the peer names the same. None moves it as it is.
-    """
+    """Types what every verb takes; ``Connection.pull`` explains each."""
 
     deadline: Deadline
     priority: int
@@ -35,34 +24,20 @@ class TransferOptions(TypedDict, total=False):
 
 
 class ReceiveOptions(TransferOptions, total=False):
-    """Lists what ``pull`` and ``expect`` take.
-
-    Attributes:
-        have: Hashes this side has, or a predicate: those blocks are not sent.
-    """
+    """Types what ``pull`` and ``expect`` take; ``Connection.pull`` explains each."""
 
     have: Have
 
 
 class SendOptions(TransferOptions, total=False):
-    """Lists what ``push`` takes.
-
-    Attributes:
-        group_bytes: Layers smaller than this together travel together; None for the
-            default, 1 for layer by layer.
-        growing: Not all blocks that ``tokens`` need are known yet.
-    """
+    """Types what ``push`` takes; ``Connection.push`` explains each."""
 
     group_bytes: int | None
     growing: bool
 
 
 class PublishOptions(SendOptions, total=False):
-    """Lists what ``publish`` takes.
-
-    Attributes:
-        consumers: How many pull it, such as the ranks of a tensor-parallel group.
-    """
+    """Types what ``publish`` takes; ``Communicator.publish`` explains each."""
 
     consumers: int
 
