@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import ran
 from tests.support.servers import free_port
 from tests.support.tree import ROOT
 
@@ -38,12 +39,8 @@ def tree(tmp_path: Path) -> Path:
 
 def environment(tree: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     """Run the script; returns its status, and what it says."""
-    done = subprocess.run(
-        [tree / ".ci" / "environment", *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **variables},
+    done = ran(
+        tree / ".ci" / "environment", *arguments, env={**os.environ, **variables}
     )
     assert not done.stdout
     return done.returncode, done.stderr

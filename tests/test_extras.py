@@ -6,8 +6,6 @@ import contextlib
 import gc
 import json
 import re
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command, needed_by
 from kvwire.memory.device.ops import device_errors
 from kvwire.types import Device, MemoryKind
+from tests.support.runs import python
 from tests.support.tree import sources
 
 GPU = Device(MemoryKind.CUDA, 0)
@@ -165,12 +164,7 @@ def test_a_shared_library_that_is_not_there_is_named() -> None:
 
 def test_an_integration_names_what_it_needs() -> None:
     """Imported without it, it says what to install."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, *INTEGRATIONS],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", WITHOUT, *INTEGRATIONS, check=True)
     for line, said in zip(INTEGRATIONS, done.stdout.splitlines(), strict=True):
         package = "(torch|vllm)" if "Connector" in line else line.split()[0]
         assert re.search(f" needs {package}.*, .* not installed: pip install .+", said)
@@ -184,12 +178,7 @@ def test_the_proxy_without_its_packages_has_help_and_one_line() -> None:
         "sys.exit(main(sys.argv[1:]))"
     )
     for arguments, status in (["--help"], 0), (["--decode", "http://h:1=h:2"], 1):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = python("-c", code, *arguments)
         assert done.returncode == status, done.stderr
         assert done.stderr.count("\n") == status
         assert "pip install" in done.stderr or not status

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import kvwire
+from tests.support.runs import python
 
 
 def test_import_kvwire_loads_neither_numpy_nor_a_loop() -> None:
     """What only needs the version or an error does not wait for the rest."""
     code = "import sys, kvwire; print(*sys.modules, sep='\\n')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = python("-c", code, check=True)
     loaded = set(done.stdout.split())
     assert "kvwire.errors" in loaded
     assert not loaded & {"numpy", "asyncio", "msgspec", "socket", "kvwire.communicator"}

@@ -11,8 +11,6 @@ import ast
 import importlib
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import kvwire
+from tests.support.runs import python
 from tests.support.tree import Source, sources
 
 _FENCE = re.compile(
@@ -100,14 +99,15 @@ def test_a_program_runs_as_pasted(program: Block, tmp_path: Path) -> None:
     """What a reader pastes into a file does what the page says."""
     file = tmp_path / "example.py"
     file.write_text(program.text)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
+    done = python(
+        "-W",
+        "error",
+        "-X",
+        "dev",
+        str(file),
         cwd=tmp_path,
         env=_READERS,
+        timeout=_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     assert not _SLOW_CALLBACK.sub("", done.stderr)

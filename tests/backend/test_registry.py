@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import pytest
 from kvwire.backend import API_VERSION, Backend, registry
 from kvwire.errors import BackendUnavailable
 from kvwire.types import Address
+from tests.support.runs import python
 
 _BACKEND = """
 from kvwire.backend import Availability, Backend, Capabilities
@@ -160,13 +159,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 def _run(site: Path, program: str) -> str:
     """Return what an interpreter prints that finds the packages of a site too."""
     path = [str(site), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
+    done = python(
+        "-c",
+        program,
         check=True,
-        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
     )
     return done.stdout
 

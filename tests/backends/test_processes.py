@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tests.backends.kvwire_ucx import support as ucx
 from tests.support import inside
 from tests.support.child import GRANTED_BYTES, Child, child
 from tests.support.pairs import until
+from tests.support.runs import python
 
 # Longer than those of other tests: a starved child must not pass for a dead one.
 INTERVAL_S, MISSES = 0.6, 3
@@ -203,14 +202,7 @@ async def exchange(close=True):
 
 def run(code: str, tls: str) -> str:
     """What a process prints that exits by itself, and well."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", _BEGIN + code, tls],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=_ROOT,
-        timeout=300,
-    )
+    done = python("-X", "faulthandler", "-c", _BEGIN + code, tls, cwd=_ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -17,22 +17,16 @@ import kvwire
 from kvwire.cli import logs
 from kvwire.cli import main as command
 from kvwire.cli.main import CALLED_WRONG, FAILED, INTERRUPTED, app, main
+from tests.support.runs import python, ran
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "kvwire", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return python("-W", "error", "-m", "kvwire", *arguments)
 
 
 def test_python_m_kvwire_is_the_command_that_is_installed() -> None:
     script = Path(sys.executable).with_name("kvwire")
-    installed = subprocess.run(
-        [script, "--version"], capture_output=True, text=True, check=False
-    )
+    installed = ran(script, "--version")
     for done in (run("--version"), installed):
         assert (done.returncode, done.stdout) == (0, f"{kvwire.__version__}\n")
 
@@ -233,12 +227,7 @@ def test_output_that_is_closed_is_not_missed(
 ) -> None:
     """Nor does what belongs there go elsewhere."""
     command_line = f'exec "$0" -W error -m kvwire {arguments} {closed}'
-    done = subprocess.run(
-        ["sh", "-c", command_line, sys.executable],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran("sh", "-c", command_line, sys.executable)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
@@ -280,9 +269,7 @@ def test_ctrl_c_between_imports_ends_it_too() -> None:
         "sys.meta_path.insert(0, Interrupts)\n"
         "run()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = python("-c", code)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
@@ -297,12 +284,11 @@ def raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("columns", ["0", "7", "-3", "wide", "9" * 5000])
 @pytest.mark.parametrize("command", ["store serve --help", "--help", "config show"])
 def test_a_width_that_has_no_room_is_not_believed(columns: str, command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvwire", *command.split()],
-        capture_output=True,
-        text=True,
+    done = python(
+        "-m",
+        "kvwire",
+        *command.split(),
         check=True,
-        timeout=300,
         env={**os.environ, "COLUMNS": columns},
     )
     assert max(map(len, done.stdout.splitlines())) > 20
@@ -315,10 +301,10 @@ def test_lines_that_are_piped_are_not_wrapped(
     name = "a" * 100
     with kvwire.Engine(name=name, inspect=str(tmp_path / "run")):
         env = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
-        done = subprocess.run(
-            [sys.executable, "-m", "kvwire", *command],
-            capture_output=True,
-            text=True,
+        done = python(
+            "-m",
+            "kvwire",
+            *command,
             check=True,
             env={**env, "KVWIRE_INSPECT": str(tmp_path / "run")},
         )

@@ -15,6 +15,7 @@ import textwrap
 import pytest
 
 from tests.support.depth import parameters
+from tests.support.runs import python
 
 # Two interpreters start within it, also on a busy machine.
 TIMEOUT_S = 300
@@ -37,12 +38,8 @@ inc.wait_layer(0, 10)
 
 def _run(program: str) -> str:
     """What a program prints; it must end well and complain about nothing."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", BEGIN + textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+    done = python(
+        "-W", "error", "-c", BEGIN + textwrap.dedent(program), timeout=TIMEOUT_S
     )
     assert done.stderr == ""
     assert done.returncode == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.depth import parameters
+from tests.support.runs import python, ran
 from tests.support.tree import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -21,14 +22,7 @@ HELLO = [sys.executable, "-W", "error", str(EXAMPLES / "hello.py")]
 
 
 def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 50) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    done = python(str(EXAMPLES / name), *arguments, cwd=folder, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout
@@ -103,13 +97,7 @@ def test_prefill_writes_what_decode_lends() -> None:
     ) as decode:
         assert decode.stdout is not None
         address = decode.stdout.readline().strip()
-        prefill = subprocess.run(
-            [*HELLO, "prefill", address],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        prefill = ran(*HELLO, "prefill", address)
         said, errors = decode.communicate(timeout=300)
     assert (prefill.returncode, prefill.stdout, prefill.stderr) == (0, "", "")
     assert (decode.returncode, errors) == (0, "")
@@ -121,6 +109,6 @@ def test_prefill_writes_what_decode_lends() -> None:
 
 
 def test_called_wrong_it_says_how() -> None:
-    done = subprocess.run(HELLO, capture_output=True, text=True, check=False)
+    done = ran(*HELLO)
     assert done.returncode == 1
     assert "hello.py decode" in done.stderr

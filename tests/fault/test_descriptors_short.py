@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import pytest
 import kvwire
 from tests.support.caches import Memory, same
 from tests.support.pairs import connected
+from tests.support.runs import python
 from tests.support.tree import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -108,14 +108,7 @@ asyncio.run(main())
     below = [] if tier.startswith("memory") else [tier.format(path=tmp_path)]
     said = set()
     for left in (0, 2, 8):
-        done = subprocess.run(
-            [sys.executable, "-c", program.format(left=left, tiers=below)],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=300,
-            check=False,
-        )
+        done = python("-c", program.format(left=left, tiers=below), cwd=ROOT)
         said.add(done.stdout)
         assert done.stdout.split()[-1:] == ["opened"], (left, done.stderr)
     assert said == {"refused True\nopened\n", "opened\nopened\n"}
@@ -141,12 +134,5 @@ async def main():
 asyncio.run(main())
 """
     for left in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", program.format(left=left)],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=300,
-            check=False,
-        )
+        done = python("-c", program.format(left=left), cwd=ROOT)
         assert done.stdout.split() == ["refused", "connected"], (left, done.stderr)

@@ -25,6 +25,7 @@ from kvwire.backend import registry
 from kvwire.limits import PING_INTERVAL_S, PING_MISSES, RESTART_GRACE_S
 from kvwire.security.keys import write_key_file
 from tests.support.depth import parameters
+from tests.support.runs import ran
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PORT = 7400
@@ -62,7 +63,7 @@ class Wire:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    ran("ip", *arguments, check=True)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import subprocess
 import sys
 from typing import Any
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from kvwire.errors import UsageError
 from kvwire.kv.hashing import HashScheme, vllm_block_hashes
 from tests.support.depth import examples
+from tests.support.runs import python
 
 GOLDEN = "a156349219d49e5bad7ac11ab1fa715b4f473118e0d1d48c9034baa3ee2614eb"
 
@@ -70,12 +70,11 @@ def test_r44_another_process_finds_the_same() -> None:
         "print(HashScheme(4, b'seed').block_hashes([1, 2, 3, 4])[0].hex())"
     )
     for seed in ("1", "2"):
-        out = subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
+        out = python(
+            "-c",
+            code,
             check=True,
-            text=True,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
         )
         assert out.stdout.strip() == GOLDEN
 

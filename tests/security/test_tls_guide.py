@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 
 import kvwire
+from tests.support.runs import ran
 
 GUIDE = Path(__file__).parents[2] / "docs" / "howto" / "tls.md"
 
@@ -24,13 +24,7 @@ def made(folder: Path) -> None:
     ca, worker = blocks("sh")
     scripts = [ca, worker, worker.replace("decode-0", "prefill-0")]
     for script in scripts:
-        done = subprocess.run(
-            ["bash", "-ec", script],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = ran("bash", "-ec", script, cwd=folder)
         assert done.returncode == 0, done.stderr
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +16,7 @@ from kvwire.testing.conformance.runner import LANE_CHECKS
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
+from tests.support.runs import python
 
 _TWO = ("address.bound", "address.conflict")
 
@@ -27,9 +26,7 @@ def test_the_kit_needs_no_test_framework() -> None:
         "import sys, kvwire.testing; assert 'kvwire.testing.conformance' not in "
         "sys.modules; kvwire.testing.check_backend; print('pytest' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", said], capture_output=True, text=True, check=True
-    )
+    done = python("-c", said, check=True)
     assert done.stdout == "False\n"
 
 

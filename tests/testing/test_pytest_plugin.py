@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvwire.testing import Loopback
 from tests.support.depth import parameters
+from tests.support.runs import python
 from tests.support.tree import ROOT
 
 _PAIR = """
@@ -30,14 +30,7 @@ def run_pytest(
     (folder / "test_it.py").write_text(test)
     (folder / "pytest.ini").write_text(f"[pytest]\n{settings}\n")
     program = f"import sys; {before}; import pytest; sys.exit(pytest.main())"
-    return subprocess.run(
-        [sys.executable, "-c", program, "-q", "-W", "error", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return python("-c", program, "-q", "-W", "error", *arguments, cwd=folder)
 
 
 async def test_the_fixture_is_here_as_well(kvwire_pair: Loopback) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from tests.backends.kvwire_nixl.support import needs_nixl
+from tests.support.runs import python
 
 CHILD = """
 import ctypes
@@ -24,7 +22,5 @@ print(bool(int(caught, 16) & 1 << 10))  # SIGSEGV
 
 @needs_nixl
 def test_it_prints_nothing_and_leaves_crashes_to_faulthandler() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], capture_output=True, text=True, check=True
-    )
+    done = python("-c", CHILD, check=True)
     assert done.stdout.lower().split() == ["fatal", "false"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from kvwire.extras import install_command
 from kvwire_ucx import UcxBackend, diagnosis, library
 from kvwire_ucx.library import ENVIRONMENT, VERSION_MIN, answer, copies, find, load
 from tests.backends.kvwire_ucx.support import needs_ucx
+from tests.support.runs import python
 
 
 @pytest.fixture
@@ -160,8 +159,6 @@ def test_crash_handlers_stay_who_they_were() -> None:
         "load()\n"
         "assert caught() == before, (before, caught())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""

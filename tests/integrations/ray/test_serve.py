@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.runs import ran
 from tests.support.servers import free_port
 from tests.support.tree import ROOT
 
@@ -20,14 +20,17 @@ def test_texts_are_whole_while_replicas_come_go_and_are_killed(tmp_path: Path) -
     for name in ("ray.serve", "torch"):
         pytest.importorskip(name, reason=f"{name} is not installed; `make test-ray`")
     program = [sys.executable, str(ROOT / "examples" / "ray_serve.py")]
-    done = subprocess.run(
-        [*program, "--kill", "4", "--requests", "32", "--http", str(free_port())],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=380,
+    done = ran(
+        *program,
+        "--kill",
+        "4",
+        "--requests",
+        "32",
+        "--http",
+        str(free_port()),
         cwd=tmp_path,
         env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+        timeout=380,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.runs import python
 from tests.support.tree import ROOT
 
 PROGRAM = Path(__file__).with_name("cases.py")
@@ -44,14 +43,12 @@ def test_the_page_names_what_is_tried() -> None:
 def test_tensors_go_from_actor_to_actor() -> None:
     for name in ("ray", "torch", "tensordict"):
         pytest.importorskip(name, reason=f"{name} is not installed; `make test-ray`")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integrations.ray.cases"],
+    done = python(
+        "-m",
+        "tests.integrations.ray.cases",
         cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=880,
         env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+        timeout=880,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     # Ray has lines of its own there.

@@ -21,6 +21,7 @@ import pytest
 
 from kvwire.integrations.vllm.proxy.command import main
 from tests.support.engines.serving import Front, front
+from tests.support.runs import python, ran
 from tests.support.waiting import PATIENCE_S
 
 PROXY = "kvwire.integrations.vllm.proxy"
@@ -39,13 +40,7 @@ def test_ctrl_c_while_it_starts(module: str) -> None:
         "sys.meta_path.insert(0, Interrupts)\n"
         f"runpy.run_module({PROXY!r}, run_name='__main__', alter_sys=True)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *DECODE],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = python("-c", code, *DECODE)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
@@ -54,15 +49,9 @@ def test_without_an_output(closed: str) -> None:
     """It comes as far as its port, which has somebody else."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [
-                *("sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", PROXY),
-                *(*DECODE, "--port", port),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
+        done = ran(
+            *("sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", PROXY),
+            *(*DECODE, "--port", port),
         )
     assert done.returncode == 3, done.stderr
     assert ("address already in use" in done.stderr) is ("2>" not in closed)

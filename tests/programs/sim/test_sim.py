@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.programs.sim.faults import AMBUSHES
 from tests.programs.sim.plan import FAULTS, make_plan
 from tests.programs.sim.run import Result, command, described, run_plan, run_seed
 from tests.support.depth import parameters
+from tests.support.runs import ran
 
 # 2,000 schedules in parts, so that one that fails leaves the others to run.
 _PARTS = 10
@@ -103,12 +103,7 @@ def test_schedules_do_not_depend_on_the_version_of_python(version: str) -> None:
     python = shutil.which(f"python{version}")
     if python is None:
         pytest.skip(f"there is no python{version} here")
-    found = subprocess.run(
-        [python, "-c", "import msgspec, numpy, rich, uvloop, xxhash"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    found = ran(python, "-c", "import msgspec, numpy, rich, uvloop, xxhash")
     if found.returncode:
         pytest.skip(f"python{version} has not all dependencies of kvwire")
     assert traced(python, "0") == traced(sys.executable, "0")
@@ -117,13 +112,14 @@ def test_schedules_do_not_depend_on_the_version_of_python(version: str) -> None:
 def traced(python: str, hash_seed: str) -> str:
     """The digest that another process prints of its schedules."""
     arguments = ["--seeds", str(_REPEATED), "--start", "5000"]
-    ran = subprocess.run(
-        [python, "-m", "tests.programs.sim", *arguments],
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
+    done = ran(
+        python,
+        "-m",
+        "tests.programs.sim",
+        *arguments,
         check=True,
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
     )
-    (digest,) = re.findall(r"trace ([0-9a-f]{16})", ran.stdout)
+    (digest,) = re.findall(r"trace ([0-9a-f]{16})", done.stdout)
     return str(digest)
