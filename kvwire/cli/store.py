@@ -196,9 +196,8 @@ async def _serve(
             if metrics:
                 from kvwire.observe.http import MetricsServer  # noqa: PLC0415 - an extra
 
-                communicator = server._communicator  # noqa: SLF001 - the library's own
                 monitored = stack.enter_context(
-                    MetricsServer(store, metrics, communicator)
+                    MetricsServer(store, metrics, server.communicator)
                 )
                 also = f"; metrics at {monitored.url}"
             shown = map(without_password, tiers)

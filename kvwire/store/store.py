@@ -17,7 +17,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from operator import attrgetter
-from typing import Any, Final, Literal, Self, overload
+from typing import Any, Final, Literal, NamedTuple, Self, overload
 
 import msgspec
 
@@ -36,6 +36,7 @@ from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import SNAPSHOT_ROWS_MAX
+from kvwire.memory.device.device_copies import DeviceCopies
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS
@@ -511,6 +512,38 @@ def _refused(address: TierAddress, error: OSError) -> KVWireError:
     if isinstance(error, KVWireError):
         return error
     return UsageError(f"tier {address.text!r}: {with_remedy(error)}")
+
+
+class StoreAccess(NamedTuple):
+    """What other code of this library may use of a store, and its users may not.
+
+    Attributes:
+        tiers: Where its blocks are.
+        thread: Who may call it.
+        devices: Copies of blocks in GPU memory.
+        servers: The closes of its servers, which its own close calls first.
+        run: Moves blocks in the caller's task; a close waits for it.
+        is_closed: Whether nothing can be begun any more.
+    """
+
+    tiers: TierStack
+    thread: LoopThread
+    devices: DeviceCopies
+    servers: set[Callable[[], Awaitable[None]]]
+    run: Callable[[Operation], Coroutine[Any, Any, None]]
+    is_closed: Callable[[], bool]
+
+
+def access_to(store: BlockStore) -> StoreAccess:
+    """Return what a server or connector in this library uses of a store."""
+    return StoreAccess(
+        tiers=store._tiers,  # noqa: SLF001 - of this file
+        thread=store._thread,  # noqa: SLF001
+        devices=store._threads.devices,  # noqa: SLF001
+        servers=store._servers,  # noqa: SLF001
+        run=store._run,  # noqa: SLF001
+        is_closed=lambda: store._closed,  # noqa: SLF001
+    )
 
 
 class OpeningStore(Opening):

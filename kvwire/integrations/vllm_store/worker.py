@@ -21,6 +21,7 @@ from kvwire.integrations.vllm.worker import IDLE_WAIT_S
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import answer
 from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
+from kvwire.store.store import access_to
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 T = TypeVar("T")
@@ -40,6 +41,7 @@ class StoreWorker:
         self._file = file
         tiers = settings.tiers_of(self._rank, shapes[0].ranks)
         self._engine, self._store = open_store("vllm-store", tiers, settings.write)
+        self._devices = access_to(self._store).devices
         address = self._engine.listen("127.0.0.1:0")
         file.unlink(missing_ok=True)
         file.write_text(str(address))
@@ -142,8 +144,7 @@ class StoreWorker:
         assert self._cache is not None, "vLLM registers its caches first"
         if self._cache.device is None:
             return None
-        devices = self._store._threads.devices  # noqa: SLF001 - the library's own
-        return devices.prepare(self._cache.device, None)
+        return self._devices.prepare(self._cache.device, None)
 
     def _get(self, wanted: NamedBlocks, after: object) -> Future[list[int]]:
         """Begin to load blocks; the result is the list of blocks that failed."""

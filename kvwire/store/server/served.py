@@ -25,7 +25,7 @@ from kvwire.store.server.messages import (
     TierRow,
     Welcome,
 )
-from kvwire.store.store import BlockStore
+from kvwire.store.store import BlockStore, StoreAccess, access_to
 from kvwire.types import PeerInfo
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class ServedStore:
         dropped: Clients that broke a rule and were let go of.
         lent_bytes: Of slots that are pinned to be sent.
         memory: What all clients hold beside these.
+        access: The store's inside.
     """
 
     store: BlockStore
@@ -59,13 +60,15 @@ class ServedStore:
     dropped: int = 0
     lent_bytes: int = 0
     memory: ClientMemory = field(init=False)
+    access: StoreAccess = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = ClientMemory(self.berth_bytes)
+        self.access = access_to(self.store)
 
     def lend(self, nbytes: int) -> bool:
         """Count slots that are pinned to be sent; False if there were too many."""
-        size_bytes = self.store._tiers.memory.counts.size_bytes  # noqa: SLF001
+        size_bytes = self.access.tiers.memory.counts.size_bytes
         if nbytes > 0 and self.lent_bytes + nbytes > size_bytes // STORE_LENT_SHARE:
             return False
         self.lent_bytes += nbytes
@@ -80,7 +83,7 @@ class ServedStore:
 
         ``version`` is the one that both sides speak, or 0.
         """
-        tiers = self.store._tiers  # noqa: SLF001 - the library's own
+        tiers = self.access.tiers
         mine = [one for one in tiers.namespaces.values() if one.tenant == tenant]
         texts = [
             NamespaceText(one.group, one.spec.to_pairs())

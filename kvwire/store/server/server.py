@@ -50,7 +50,7 @@ from kvwire.store.server.messages import (
 )
 from kvwire.store.server.served import ServedStore
 from kvwire.store.server.session import ClientSession
-from kvwire.store.store import BlockStore
+from kvwire.store.store import BlockStore, access_to
 from kvwire.store.tenants import Tenant
 from kvwire.types import Address
 
@@ -76,12 +76,15 @@ class StoreServer:
 
     Attributes:
         address: Where it listens, with the real port; once it is entered.
+        communicator: The communicator of its clients, for
+            :class:`~kvwire.observe.http.MetricsServer`; once it is entered.
 
     Raises:
         UsageError: An argument cannot be used.
     """
 
     address: Address
+    communicator: kvwire.Communicator
 
     def __init__(
         self,
@@ -103,12 +106,13 @@ class StoreServer:
                 f"berth_bytes={berth_bytes}: 1 to {REQUEST_BYTES_MAX}; a block of "
                 f"every client has to fit"
             )
-        if lossy := store._tiers.lossy:  # noqa: SLF001 - the library's own
+        tiers = access_to(store).tiers
+        if lossy := tiers.lossy:
             raise UsageError(
                 f"{store.name}: codec={lossy} loses bits, and clients have not agreed "
                 f"to that; serve it with another codec or none"
             )
-        tenants = store._tiers.tenants.listed  # noqa: SLF001 - the library's own
+        tenants = tiers.tenants.listed
         self._where = Address.parse(address)
         self._labels, self._advertise = labels, advertise
         if advertise is not None:
@@ -142,21 +146,21 @@ class StoreServer:
         """
         if self._entered or self._stopped.is_set():
             raise UsageError("a StoreServer is entered once; make another one")
-        store = self._served.store
-        if store._closed:  # noqa: SLF001 - the library's own
+        store = self._served.access
+        if store.is_closed():
             raise UsageError("the store is closed; a StoreServer serves an open one")
         self._entered = True
-        self._communicator = await kvwire.open(self._config)
-        self._served.name = self._communicator.name
+        self.communicator = await kvwire.open(self._config)
+        self._served.name = self.communicator.name
         try:
-            self.address = await self._communicator.listen(self._where)
+            self.address = await self.communicator.listen(self._where)
             if self._labels is not None:
                 await self._announce(self._labels)
         except BaseException:
-            await run_to_completion(self._communicator.close())
+            await run_to_completion(self.communicator.close())
             raise
         self._accepting = start_task(self._accept())
-        store._servers.add(self.close)  # noqa: SLF001
+        store.servers.add(self.close)
         return self
 
     async def _announce(self, labels: Mapping[str, str]) -> None:
@@ -164,7 +168,7 @@ class StoreServer:
         if self._advertise is not None:
             where = self._advertised(self.address.port)
             await warn_of_unknown_name(where)
-        self._communicator.announce(role="store", labels=labels, address=where)
+        self.communicator.announce(role="store", labels=labels, address=where)
 
     def _advertised(self, port: int) -> Address:
         """Return by which address others reach a server that listens on a port."""
@@ -180,7 +184,7 @@ class StoreServer:
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         """Close it, to the end also if the caller is cancelled again and again."""
-        await self._served.store._thread.leave(self.close)  # noqa: SLF001
+        await self._served.access.thread.leave(self.close)
 
     async def close(self) -> None:
         """End every connection, and return when nothing of it touches the store.
@@ -191,11 +195,11 @@ class StoreServer:
         Cancel safety: safe, it may be called again.
         """
         if self._accepting is not None:
-            await self._communicator.close()
+            await self.communicator.close()
             await asyncio.wait((self._accepting,))
         if self._served.clients:
             await asyncio.wait(tuple(self._served.clients.values()))
-        self._served.store._servers.discard(self.close)  # noqa: SLF001
+        self._served.access.servers.discard(self.close)
         self._stopped.set()
 
     async def closed(self) -> None:
@@ -203,7 +207,7 @@ class StoreServer:
 
         Cancel safety: safe, it only watches.
         """
-        self._served.store._thread.check("StoreServer.closed")  # noqa: SLF001
+        self._served.access.thread.check("StoreServer.closed")
         await self._stopped.wait()
 
     def clients(self) -> tuple[ClientRow, ...]:
@@ -215,7 +219,7 @@ class StoreServer:
     async def _accept(self) -> None:
         try:
             while True:
-                connection = await self._communicator.accept()
+                connection = await self.communicator.accept()
                 # bounded: connections_max of the communicator
                 session = ClientSession(self._served, connection)
                 task = start_task(session.run())

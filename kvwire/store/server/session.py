@@ -100,7 +100,8 @@ class ClientSession:
     def __init__(self, served: ServedStore, connection: Connection) -> None:
         self._served = served
         self._store = served.store
-        self._tiers = served.store._tiers  # noqa: SLF001 - the library's own
+        self._tiers = served.access.tiers
+        self._move = served.access.run
         self._connection = connection
         # Whose keys it names, and nobody else's.
         self._tenant = served.tenant_of(connection.peer)
@@ -308,7 +309,7 @@ class ClientSession:
     ) -> StoreDone:
         """Put images into the store; say what became of each."""
         put = PutOperation(self._tiers, (blocks,), arrived=arrived)
-        await self._store._run(put)  # noqa: SLF001
+        await self._move(put)
         kept = put.landed(blocks)
         count = int(np.add.reduce(kept))
         self._written_bytes += count * blocks.namespace.image_bytes
@@ -393,7 +394,7 @@ class ClientSession:
             room = images_in(berth, namespace.image_bytes, keys.size)
             blocks = ImageRequest(namespace, keys, room)
             got = GetOperation(self._tiers, (blocks,))
-            await self._store._run(got)  # noqa: SLF001
+            await self._move(got)
             landed = got.landed(blocks)
             results = np.where(landed, LANDED, FAILED)
             results[got.absent(blocks)] = MISSING
