@@ -54,7 +54,7 @@ async def test_the_numbers_of_a_communicator_may_be_there_too(host: str) -> None
         BlockStore.open(["memory:1MiB"]) as store,
         StoreServer(store, "127.0.0.1:0", name="served") as served,
     ):
-        communicator = served._communicator
+        communicator = served.communicator
         with MetricsServer(store, f"{host}:0", communicator) as server:
             _, body = await asyncio.to_thread(fetched, server, "/metrics")
     assert 'kvwire_connections_total{communicator="served"} 0.0' in body
