@@ -6,9 +6,10 @@ One of your own does too if ``TIER=mine:place`` names it in the environment.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,8 @@ obstore.put(obstore.store.MemoryStore(), "first", b"")
 OWN = os.environ.get("TIER", "")
 Rig = Callable[[Path], AbstractAsyncContextManager[TierRig]]
 KINDS: dict[str, Rig] = {}
-CASES: list[tuple[str, Check]] = []
+CASES: list[Any] = []
+RUNNING: dict[str, Server] = {}
 
 
 def kind(name: str, *can: str) -> Callable[[Rig], Rig]:
@@ -38,7 +40,7 @@ def kind(name: str, *can: str) -> Callable[[Rig], Rig]:
 
     def add(rig: Rig) -> Rig:
         checks = checks_with(away="away" in can, damage="damage" in can)
-        CASES.extend((name, check) for check in checks)
+        CASES.extend(pytest.param(name, c, id=f"{name}-{c.id}") for c in checks)
         KINDS[name] = rig
         return rig
 
@@ -93,10 +95,10 @@ async def _(folder: Path) -> AsyncIterator[TierRig]:
     redis = pytest.importorskip("redis", reason="needs redis: pip install redis")
     with redis_server() as server:
 
-        def damage(key: bytes, _: bytes) -> None:
+        def damage(key: bytes, image: bytes) -> None:
             with redis.Redis("127.0.0.1", server.port) as plain:
                 name = f"kvwire:{path_of(key)}"
-                plain.setrange(name, plain.strlen(name) - 1, b"\x55")
+                plain.setrange(name, plain.strlen(name) - 1, bytes([image[-1] ^ 1]))
 
         address = f"redis://127.0.0.1:{server.port}?timeout=1"
         yield TierRig(opener(address), lambda: gone(server), damage)
@@ -111,16 +113,26 @@ async def gone(server: Server) -> AsyncIterator[None]:
         server.start()
 
 
-@kind("mooncake")
-@asynccontextmanager
-async def _(folder: Path) -> AsyncIterator[TierRig]:
+@pytest.fixture(scope="module")
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a kind; a server that stays in the process is started once."""
+    if request.param != "mooncake":
+        yield request.param
+        return
     pytest.importorskip(
         "mooncake.store",
         reason="`make test-mooncake`, with libibverbs1, libnuma1 and libcurl4",
         exc_type=ImportError,
     )
-    with mooncake_store() as master:
-        yield TierRig(opener(f"mooncake://127.0.0.1:{master.port}?buffer=20MiB"))
+    with mooncake_store() as RUNNING["mooncake"]:
+        yield request.param
+
+
+@kind("mooncake")
+@asynccontextmanager
+async def _(folder: Path) -> AsyncIterator[TierRig]:
+    port = RUNNING["mooncake"].port
+    yield TierRig(opener(f"mooncake://127.0.0.1:{port}?buffer=20MiB"))
 
 
 class Served:
@@ -188,9 +200,7 @@ if OWN:
         yield TierRig(opener(OWN))
 
 
-@pytest.mark.parametrize(
-    ("name", "check"), CASES, ids=[f"{name}-{check.id}" for name, check in CASES]
-)
+@pytest.mark.parametrize(("name", "check"), CASES, indirect=["name"])
 async def test_tier(name: str, check: Check, tmp_path: Path) -> None:
     async with KINDS[name](tmp_path) as rig:
         result = await run_tier_check(check, rig)

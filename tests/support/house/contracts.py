@@ -149,19 +149,6 @@ CHECKS = (
             "which has no other name for it",
             "kvwire/integrations/vllm/scheduler.py::_all_token_ids": "it is vLLM's, "
             "which has no call that takes the last token off",
-            # What has no public name yet.
-            "kvwire/cli/store.py::_communicator": "the metrics of a server are those "
-            "of its communicator as well",
-            "kvwire/integrations/vllm_store/worker.py::_threads": "an event is "
-            "recorded on vLLM's thread, for the store",
-            "kvwire/store/server/server.py::_closed": "a server ends with its store, "
-            "in the same process",
-            "kvwire/store/server/server.py::_servers": "a server ends with its store, "
-            "in the same process",
-            "kvwire/store/server/server.py::_thread": "a server is on the loop of its "
-            "store, in the same process",
-            "kvwire/store/server/session.py::_run": "what a client asks runs as a call "
-            "of the store",
         },
     ),
     check.Check(
