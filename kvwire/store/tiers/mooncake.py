@@ -215,6 +215,8 @@ class MooncakeTier(KeyValueTier):
         if codes is None:
             return np.zeros(keys.size, np.bool_)
         gone: Bits = np.isin(np.array(codes), (0, _NOT_FOUND))
+        if not gone.all():
+            self.note(f"error {min(codes)} of a remove")
         return gone
 
     # --- calls ------------------------------------------------------------------------
