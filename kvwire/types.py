@@ -310,7 +310,10 @@ class TransportReport:
     @property
     def taken(self) -> str:
         """Return the name of the transport that was taken."""
-        return next((c.name for c in self.candidates if c.taken), "")
+        for candidate in self.candidates:
+            if candidate.taken:
+                return candidate.name
+        return ""
 
     def __iter__(self) -> Iterator[Candidate]:
         return iter(self.candidates)

@@ -39,7 +39,7 @@ def load(name: str) -> type[Backend]:
 def availability(name: str) -> Availability:
     """Return whether the backend called ``name`` can run here; never raises."""
     try:
-        found: object = load(name).availability()
+        found: object = _load(name, tuple(sys.path)).availability()
     except BackendUnavailable as exc:
         return Availability(available=False, reason=str(exc))
     # A package that breaks its promise is left out, and affects no other transport.
@@ -54,7 +54,7 @@ def availability(name: str) -> Availability:
 def rank(name: str) -> int:
     """Return the rank of the backend called ``name``; never raises."""
     try:
-        found: object = load(name).rank()
+        found: object = _load(name, tuple(sys.path)).rank()
     except Exception:  # noqa: BLE001 - as above
         return RANK_LAST
     return found if isinstance(found, int) else RANK_LAST

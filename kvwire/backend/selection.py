@@ -102,10 +102,11 @@ def local_rejection(config: Config, name: str, scheme: str) -> str:
     if name == scheme:
         return ""
     capabilities = registry.load(name).capabilities
+    inside = capabilities.same_process
     named = name in (*config.prefer, *config.require)
-    if not capabilities.lanes or (capabilities.links and not _stays_inside(name)):
+    if not capabilities.lanes or (capabilities.links and not inside):
         return f"needs an address of its own; this connection was made over {scheme}"
-    if _stays_inside(name) and not named:
+    if inside and not named:
         return "only within one process; name it in `prefer` to try it"
     if _stays_inside(scheme) and name not in config.require:
         return f"nothing is nearer than {scheme}"
@@ -122,7 +123,9 @@ def offered(config: Config, scheme: str) -> tuple[str, ...]:
 
     The first call loads their libraries, which takes up to a second.
     """
-    return tuple(n for n in registry.names() if not local_rejection(config, n, scheme))
+    return tuple(
+        [name for name in registry.names() if not local_rejection(config, name, scheme)]
+    )
 
 
 def protection(name: str) -> str:
@@ -136,8 +139,10 @@ def protection(name: str) -> str:
 
 def _stays_inside(name: str) -> bool:
     """Return whether a transport works within one process only."""
-    found = registry.availability(name)
-    return found.available and registry.load(name).capabilities.same_process
+    try:
+        return registry.load(name).capabilities.same_process
+    except BackendUnavailable:
+        return False
 
 
 def negotiate(
@@ -203,10 +208,9 @@ def _reason(candidate: Candidate) -> str:
 
 def _ordered(config: Config, names: Iterable[str]) -> list[str]:
     wished = {name: index for index, name in enumerate(config.prefer)}
-    return sorted(
-        names,
-        key=lambda name: (wished.get(name, len(wished)), registry.rank(name), name),
-    )
+    last = len(wished)
+    ranked = [(wished.get(name, last), registry.rank(name), name) for name in names]
+    return [name for _, _, name in sorted(ranked)]
 
 
 def _why_not(name: str) -> str:

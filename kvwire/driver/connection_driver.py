@@ -28,7 +28,7 @@ from kvwire.driver.lanes.scheduler import LaneScheduler
 from kvwire.driver.lanes.setup import LaneSetup
 from kvwire.driver.lanes.state import LaneEndpoint, LaneSet
 from kvwire.driver.services import Services
-from kvwire.driver.unreceived_log import UnreceivedLog
+from kvwire.driver.unreceived_log import Seen, overdue
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -149,7 +149,7 @@ class ConnectionDriver(LinkHandler):
         self._made_at = loop.time()
         self._checks = ChecksumPolicy(services.config.checksum)
         self._copies = ScratchPool()
-        self._unreceived = UnreceivedLog()
+        self._unreceived: Seen = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         # Bytes that had come by the last tick; when it was known that some had.
@@ -583,7 +583,7 @@ class ConnectionDriver(LinkHandler):
             core.heard(self._seen_at)
             self._seen_bytes, self._seen_at = self.link.received_bytes, now
         self._copies.trim()
-        for tag in self._unreceived.look(core.messages.oldest, now):
+        for tag in overdue(self._unreceived, core.messages.oldest, now):
             logger.warning(
                 "peer %s: a message of tag %d waits for more than %g s, and nobody "
                 "receives it; discard(tag) drops what is not wanted",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final, Generic, TypeVar, cast
 
 from kvwire.backend import Landing, Link, LinkHandler
@@ -234,10 +235,12 @@ class HandshakeDriver(LinkHandler, Generic[T]):
             TransportChoice(
                 name=self._config.name,
                 verdicts=tuple(
-                    HandshakeVerdict(
-                        c.name, c.taken, c.reason[:REASON_CHARS_MAX], c.possible
-                    )
-                    for c in report.candidates
+                    [
+                        HandshakeVerdict(
+                            c.name, c.taken, c.reason[:REASON_CHARS_MAX], c.possible
+                        )
+                        for c in report.candidates
+                    ]
                 ),
                 profile=tuple(sorted(self._config.profile.items())),
             )
@@ -273,11 +276,14 @@ def _check_first(header: bytes) -> None:
         )
 
 
-def report_of(choice: TransportChoice) -> TransportReport:
+# Connections that were decided alike share a report. A peer may send any verdicts, so
+# only a few are kept.
+@lru_cache(maxsize=16)
+def report_of(verdicts: tuple[HandshakeVerdict, ...]) -> TransportReport:
     """Return the server's verdicts as the report that both sides show."""
     return TransportReport(
         tuple(
             Candidate(printable(v.name), v.taken, printable(v.reason), v.possible)
-            for v in choice.verdicts
+            for v in verdicts
         )
     )

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from kvwire.limits import WAITING_LOG_S
 
+Seen: TypeAlias = "dict[int, tuple[object, float | None]]"
+"""The oldest message of each tag, and since when it is that; None once it was named."""
 
-class UnreceivedLog:
-    """Watches the oldest message of each tag that waits for a receive."""
 
-    def __init__(self) -> None:
-        # Since when the same message is the oldest; None once it was named.
-        self._seen: dict[int, tuple[object, float | None]] = {}
+def overdue(seen: Seen, oldest: Mapping[int, object], now: float) -> list[int]:
+    """Return the tags whose oldest message waits for long, each message once.
 
-    def look(self, oldest: Mapping[int, object], now: float) -> list[int]:
-        """Return the tags to name: the same message has waited there for long."""
-        before, self._seen, named = self._seen, {}, []
-        for tag, message in oldest.items():  # bounded: by the credit of the core
-            was, since = before.get(tag, (None, None))
-            if was is not message:
-                since = now
-            elif since is not None and now - since >= WAITING_LOG_S:
-                named.append(tag)
-                since = None
-            self._seen[tag] = message, since
-        return named
+    Args:
+        seen: What the last call has left; changed.
+        oldest: The oldest message of each tag.
+        now: The time, in seconds.
+    """
+    named = []
+    for tag in seen.keys() - oldest.keys():
+        del seen[tag]
+    for tag, message in oldest.items():
+        was, since = seen.get(tag, (None, None))
+        if was is not message:
+            since = now
+        elif since is not None and now - since >= WAITING_LOG_S:
+            named.append(tag)
+            since = None
+        seen[tag] = message, since  # bounded: by the credit of the core
+    return named

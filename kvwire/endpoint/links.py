@@ -240,6 +240,12 @@ class Links:
     ) -> Connection:
         """Make the connection of a handshake that has ended well."""
         services, config = self.services, self.services.config
+        peer = replace(
+            agreement.peer,
+            address=opening.link.remote_address,
+            identity=opening.identity,
+        )
+        agreement = replace(agreement, peer=peer)
         core = ConnectionCore(
             agreement,
             opening.handshake.framing,
@@ -253,12 +259,8 @@ class Links:
             services,
             opening.link,
             core,
-            peer=replace(
-                agreement.peer,
-                address=opening.link.remote_address,
-                identity=opening.identity,
-            ),
-            lanes=LaneSet(opening.scheme, report_of(agreement.choice)),
+            peer=peer,
+            lanes=LaneSet(opening.scheme, report_of(agreement.choice.verdicts)),
             ended=self._connection_ended,
         )
         self._add_driver(connection._driver)
@@ -302,7 +304,9 @@ def _offer(
 ) -> TransportOffer:
     return TransportOffer(
         name=identity.name,
-        backends=tuple(BackendOffer(n, API_VERSION) for n in offered(config, scheme)),
+        backends=tuple(
+            [BackendOffer(name, API_VERSION) for name in offered(config, scheme)]
+        ),
         profile=identity.profile,
         resumes=resumes,
     )

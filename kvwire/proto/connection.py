@@ -75,6 +75,8 @@ _DELIVERING = (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED)
 # CLOSE is sent once, and the others have sent it.
 _MAY_CLOSE = (CloseState.OPEN, *_DELIVERING)
 _OPEN = CloseState.OPEN
+_SEND = RequestKind.SEND
+_FIRST_OF_SEND = FIRST_STATE[_SEND]
 _NOWHERE = ChunkPlace.NOWHERE
 _RECV = RequestKind.RECV
 _POSTED = FIRST_STATE[_RECV]
@@ -349,8 +351,16 @@ class ConnectionCore:
         self, tag: int, buffer: BufferId, nbytes: int, deadline: float | None
     ) -> RequestRecord:
         """Announce a message; its bytes move when the peer has memory for them."""
-        self._check_open()
-        request = self._record(RequestKind.SEND, buffer, nbytes, deadline, tag=tag)
+        if self.phase is not _OPEN:
+            self._check_open()
+        request = RequestRecord(
+            kind=_SEND,
+            buffer=buffer,
+            nbytes=nbytes,
+            tag=tag,
+            deadline=deadline,
+            state=_FIRST_OF_SEND,
+        )
         self.messages.announce(request)
         return request
 
@@ -557,14 +567,11 @@ class ConnectionCore:
         buffer: BufferId | None,
         nbytes: int,
         deadline: float | None,
-        *,
-        tag: int = 0,
     ) -> RequestRecord:
         return RequestRecord(
             kind=kind,
             buffer=buffer,
             nbytes=nbytes,
-            tag=tag,
             deadline=deadline,
             state=FIRST_STATE[kind],
         )

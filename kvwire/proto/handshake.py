@@ -254,12 +254,15 @@ class Handshake(ABC):
     ) -> None:
         """End well, with what the peer has said of itself."""
         assert self._keys is not None
+        mine, its = self.identity.parameters, said.parameters
+        if its == mine:
+            its = mine  # one object for all connections, mostly
         self.agreement = Agreement(
             role=self.role,
             digest=self._digest,
             keys=self._keys,
-            parameters=common_parameters(self.identity.parameters, said.parameters),
-            peer_parameters=said.parameters,
+            parameters=common_parameters(mine, its),
+            peer_parameters=its,
             peer=PeerInfo(
                 name=theirs.name,
                 incarnation=said.incarnation,
@@ -531,6 +534,8 @@ def common_parameters(
     mine: ConnectionParameters, theirs: ConnectionParameters
 ) -> ConnectionParameters:
     """Return the connection parameters that both sides can live with."""
+    if theirs == mine:
+        return mine
     return ConnectionParameters(
         chunk_bytes=min(mine.chunk_bytes, theirs.chunk_bytes),
         eager_bytes=min(mine.eager_bytes, theirs.eager_bytes),

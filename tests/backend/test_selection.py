@@ -33,7 +33,7 @@ _RANKS = {"inproc": 0, "local": 10, "ucx": 20, "tcp": 30, "unix": 50}
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "names", lambda: tuple(sorted(_KNOWN)))
     monkeypatch.setattr(registry, "availability", _availability)
-    monkeypatch.setattr(registry, "load", _load)
+    monkeypatch.setattr(registry, "_load", lambda name, _: _load(name))
 
 
 def _availability(name: str) -> Availability:

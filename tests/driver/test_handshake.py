@@ -8,7 +8,7 @@ import pytest
 
 import kvwire
 from kvwire.driver.handshake import HandshakeDriver, report_of
-from kvwire.wire.control import HandshakeVerdict, TransportChoice
+from kvwire.wire.control import HandshakeVerdict
 from kvwire.wire.header import Flag, FrameType, encode_header
 from tests.fault.stranger import Stranger, dial
 from tests.support import inside
@@ -89,6 +89,6 @@ def test_a_report_shows_no_control_characters_of_the_peer() -> None:
         HandshakeVerdict("tcp", True, "fine"),
         HandshakeVerdict("x\n", False, "\x1b[31mred"),
     )
-    report = report_of(TransportChoice(name="s", verdicts=verdicts, profile=()))
+    report = report_of(verdicts)
     assert str(report).isprintable()
     assert str(report).startswith("tcp: taken, fine; ")

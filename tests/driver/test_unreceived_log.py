@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from kvwire.driver.unreceived_log import UnreceivedLog
+from kvwire.driver.unreceived_log import Seen, overdue
 from kvwire.limits import WAITING_LOG_S
 
 
 def test_who_is_named_and_when() -> None:
-    log, first, second = UnreceivedLog(), object(), object()
-    assert log.look({1: first, 2: first}, 100.0) == []
+    first, second = object(), object()
+    seen: Seen = {}
+    assert overdue(seen, {1: first, 2: first}, 100.0) == []
     late = 100.0 + WAITING_LOG_S
     # The first message of tag 2 was received meanwhile.
-    assert log.look({1: first, 2: second}, late) == [1]
-    assert log.look({1: first, 2: second}, late + 1) == []
-    assert log.look({2: second}, late + WAITING_LOG_S) == [2]
-    assert log.look({1: first}, late + WAITING_LOG_S) == []
-    assert log.look({1: first}, late + 2 * WAITING_LOG_S) == [1]
+    assert overdue(seen, {1: first, 2: second}, late) == [1]
+    assert overdue(seen, {1: first, 2: second}, late + 1) == []
+    assert overdue(seen, {2: second}, late + WAITING_LOG_S) == [2]
+    assert overdue(seen, {1: first}, late + WAITING_LOG_S) == []
+    assert overdue(seen, {1: first}, late + 2 * WAITING_LOG_S) == [1]

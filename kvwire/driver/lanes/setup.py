@@ -73,7 +73,8 @@ class LaneSetup:
         self._chosen = ""
         self._wanted = 0
         self._refusals = 0
-        self._reconnector = LaneReconnector(self._lacks, self._reopen, check_ended)
+        # Made when the first lane has broken.
+        self._reconnector: LaneReconnector | None = None
         self._initial_set: asyncio.Future[None] = (
             asyncio.get_running_loop().create_future()
         )
@@ -81,7 +82,8 @@ class LaneSetup:
     @property
     def busy(self) -> bool:
         """Tell whether an endpoint is being made, or may be."""
-        return bool(self._tasks) or self._reconnector.busy
+        reconnector = self._reconnector
+        return bool(self._tasks) or (reconnector is not None and reconnector.busy)
 
     @property
     def _needed(self) -> bool:
@@ -119,7 +121,7 @@ class LaneSetup:
         self._core.lanes.end_initial_set()
         self._end_initial_set()
         self._run()
-        self._reconnector.lost()  # if one has broken while others were opening
+        self.reopen_lost()  # if one has broken while others were opening
 
     async def _open_more(self, name: str, count: int) -> int:
         """Open more lanes of a transport that works without them; how many did.
@@ -292,7 +294,12 @@ class LaneSetup:
 
     def reopen_lost(self) -> None:
         """Open lanes in the place of those that have broken."""
-        self._reconnector.lost()
+        if self._reconnector is None and self._lacks():
+            self._reconnector = LaneReconnector(
+                self._lacks, self._reopen, self._check_ended
+            )
+        if self._reconnector is not None:
+            self._reconnector.lost()
 
     def cancel(self) -> None:
         """Open nothing more: the connection ends."""
@@ -300,7 +307,8 @@ class LaneSetup:
             task.cancel()
         if self._joining is not None:
             self._joining.cancel()
-        self._reconnector.cancel()
+        if self._reconnector is not None:
+            self._reconnector.cancel()
         self._active.end()
         if not self._initial_set.done():
             self._initial_set.set_result(None)

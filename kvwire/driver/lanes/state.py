@@ -116,7 +116,7 @@ class LaneSet:
         self.scheme = scheme
         self.verdicts = report
         self.possible: tuple[str, ...] = tuple(
-            c.name for c in report if c.possible or c.taken
+            [c.name for c in report if c.possible or c.taken]
         )
         self.fallback: bool = scheme in self.possible
         self.open: list[LaneEndpoint] = []

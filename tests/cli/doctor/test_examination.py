@@ -125,7 +125,7 @@ def test_a_backend_tells_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"inproc", "tcp"} <= set(found)
     assert found["tcp"].available
     monkeypatch.setattr(registry, "names", lambda: ("tcp",))
-    monkeypatch.setattr(registry, "load", lambda _: Chatty)
+    monkeypatch.setattr(registry, "_load", lambda *_: Chatty)
     (transport,) = installed()
     assert transport.findings == (SLOW,)
 
@@ -134,7 +134,7 @@ def test_a_backend_that_raises_is_shown_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "names", lambda: ("tcp",))
-    monkeypatch.setattr(registry, "load", lambda _: Broken)
+    monkeypatch.setattr(registry, "_load", lambda *_: Broken)
     (transport,) = installed()
     assert not transport.available
     assert (transport.reason, transport.remedy) == ("no device", "buy one")
