@@ -28,7 +28,9 @@ import kvwire
 from kvwire.integrations.transformers import PagedSequence, TensorPool, kv_spec
 from kvwire.kv.hashing import HashScheme
 
-BLOCK_TOKENS, ANSWER_TOKENS, VOCABULARY = 16, 16, 512
+BLOCK_TOKENS = 16
+ANSWER_TOKENS = 16
+VOCABULARY = 512
 
 
 def load() -> Any:
@@ -71,7 +73,8 @@ async def call(
         known = outcome.usable_prefix * BLOCK_TOKENS
     sequence = PagedSequence(pool, blocks, length=known)
     answer: list[int] = []
-    fresh, first_s = tokens[known:], 0.0
+    fresh = tokens[known:]
+    first_s = 0.0
     with torch.inference_mode():
         for _ in range(ANSWER_TOKENS):
             said = model(torch.tensor([fresh]), cache=sequence)
@@ -110,7 +113,8 @@ def plot(file: str, rows: dict[str, list[dict[str, float]]]) -> None:
     from matplotlib import pyplot as plt  # noqa: PLC0415 - only for a picture
 
     for name, row in rows.items():
-        x, y = [one["prompt"] for one in row], [one["ttft_s"] for one in row]
+        x = [one["prompt"] for one in row]
+        y = [one["ttft_s"] for one in row]
         plt.plot(x, y, marker="o", label=f"{name} a store")
     plt.xlabel("tokens of the prompt; half-way a new process")
     plt.ylabel("seconds to the first token")

@@ -26,7 +26,8 @@ async def prefill(
     comm: kvwire.Communicator, model: ToyModel, name: str, chunks: int
 ) -> None:
     """Compute and publish the first ``chunks`` chunks; others are never computed."""
-    tokens, pool = PROMPT[:-1], Pool()
+    tokens = PROMPT[:-1]
+    pool = Pool()
     blocks = blocks_for(len(tokens), first=20)
     out = comm.publish(name, pool.cache, blocks, tokens=len(tokens))
     marks = LayerMarks(out, len(tokens), SPEC.block_tokens)
@@ -40,7 +41,8 @@ async def prefill(
 
 
 async def decode(conn: kvwire.Connection, model: ToyModel, name: str) -> list[int]:
-    tokens, pool = len(PROMPT) - 1, Pool()
+    tokens = len(PROMPT) - 1
+    pool = Pool()
     blocks = blocks_for(len(PROMPT) + NEW)
     filled = blocks[: len(blocks_for(tokens))]
     inc = conn.pull(name, pool.cache, filled, tokens=tokens)

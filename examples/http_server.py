@@ -112,7 +112,8 @@ class Prefill:
             self._free.release()
 
     async def _publish(self, order: Order) -> None:
-        tokens, blocks = order.tokens, blocks_for(len(order.tokens))
+        tokens = order.tokens
+        blocks = blocks_for(len(order.tokens))
         pool = Pool(len(blocks))
         out = self._comm.publish(
             order.id,
@@ -248,7 +249,8 @@ class Decoder:
 
     async def _fetch(self, job: Job) -> list[tuple[int, int]]:
         """Have a prompt prefilled, pull its KV; the token ranges that are missing."""
-        tokens, conn = job.prompt[:-1], self._peer.connection
+        tokens = job.prompt[:-1]
+        conn = self._peer.connection
         if conn is None:
             return [(0, len(tokens))]
         order = Order(next(self._ids), tokens, self._patience_s)

@@ -26,7 +26,9 @@ import kvwire
 from kvwire.integrations.migration import Arrival, MigrationTarget, Written, migrate
 from toy_model import SPEC, Pool, ToyModel, tokens_of
 
-ORDERS, EVENTS = 1, 2  # tags: what the frontend asks, what engines say
+# tags: what the frontend asks, what engines say
+ORDERS = 1
+EVENTS = 2
 
 
 class Follow(msgspec.Struct, tag=True):
@@ -78,7 +80,8 @@ class Toy:
     """The model of the other examples."""
 
     def __init__(self) -> None:
-        self._model, self._pool = ToyModel(), Pool(512)
+        self._model = ToyModel()
+        self._pool = Pool(512)
         self.cache = self._pool.cache
 
     def forward(self, tokens: list[int], blocks: list[int], start: int) -> int:
@@ -165,13 +168,15 @@ class Engine:
     """Steps its requests in turn, in a thread; all else is on the loop."""
 
     def __init__(self, comm: kvwire.Communicator, model: Model) -> None:
-        self.comm, self.model = comm, model
+        self.comm = comm
+        self.model = model
         self.wake = asyncio.Event()
         self._free = list(range(model.cache.num_blocks))
         self._running: dict[str, Running] = {}
         self._frontends: list[kvwire.Connection] = []
         self._target = MigrationTarget(
-            *(comm, model.cache),
+            comm,
+            model.cache,
             take=self._take,
             give_back=self._free.extend,
             start=self._arrive,
@@ -198,7 +203,8 @@ class Engine:
         size = self.model.cache.spec.block_tokens
         missing = -(-len(one.tokens) // size) - len(one.blocks)
         one.blocks += self._take(missing) or []
-        new, start = one.tokens[one.done :], one.done
+        new = one.tokens[one.done :]
+        start = one.done
         token = await asyncio.to_thread(self.model.forward, new, one.blocks, start)
         one.done = len(one.tokens)
         one.tokens.append(token)
@@ -248,7 +254,11 @@ class Engine:
         if arrival.name in self._running:
             raise ValueError("it runs here already")
         self._running[arrival.name] = Running(
-            *(self, arrival.name, tokens, total, list(arrival.blocks)),
+            self,
+            arrival.name,
+            tokens,
+            total,
+            list(arrival.blocks),
             done=arrival.tokens,
         )
         self.wake.set()
@@ -330,7 +340,8 @@ class Frontend:
     """Starts engines, holds the streams, moves requests, and survives engines."""
 
     def __init__(self, comm: kvwire.Communicator, library: str) -> None:
-        self.comm, self.library = comm, library
+        self.comm = comm
+        self.library = library
         self.members: list[Member] = []
         self._processes: list[asyncio.subprocess.Process] = []
         self.streams: dict[str, Stream] = {}
@@ -343,7 +354,12 @@ class Frontend:
         self._started += 1
         name = f"engine-{self._started}"
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, __file__, "--engine", name, "--library", self.library),
+            sys.executable,
+            __file__,
+            "--engine",
+            name,
+            "--library",
+            self.library,
             stdout=asyncio.subprocess.PIPE,
         )
         self._processes.append(process)  # before it is a member: see __aexit__
@@ -404,7 +420,8 @@ class Frontend:
             stream.over.set()
 
     def _moved(self, stream: Stream, source: Member, event: Moved) -> None:
-        target, stream.moving_to = stream.moving_to, None
+        target = stream.moving_to
+        stream.moving_to = None
         self.counts[event.result] += 1
         stream.pauses_s.append(event.paused_s)
         if stream.owner is not source:
@@ -416,7 +433,8 @@ class Frontend:
 
     def _again(self, stream: Stream) -> None:
         self.counts["asked again"] += 1
-        stream.owner, stream.moving_to = self._idlest(), None
+        stream.owner = self._idlest()
+        stream.moving_to = None
         self._ask(stream)
 
     def _ask(self, stream: Stream) -> None:
@@ -488,7 +506,8 @@ def alone(prompt: list[int], new: int, library: str) -> list[int]:
     model: Model = Llama() if library == "torch" else Toy()
     size = SPEC.block_tokens
     blocks = list(range(-(-(len(prompt) + new) // size)))
-    tokens, done = list(prompt), 0
+    tokens = list(prompt)
+    done = 0
     for _ in range(new):
         token = model.forward(tokens[done:], blocks, done)
         done = len(tokens)

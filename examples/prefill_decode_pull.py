@@ -20,12 +20,15 @@ NEW = 40
 
 async def prefill(comm: kvwire.Communicator, model: ToyModel) -> None:
     # Decode computes the last token of the prompt, because it needs what follows it.
-    tokens, pool = PROMPT[:-1], Pool()
+    tokens = PROMPT[:-1]
+    pool = Pool()
     blocks = blocks_for(len(tokens), first=20)
     async with comm.publish("r1", pool.cache, blocks, tokens=len(tokens)) as out:
         await asyncio.to_thread(
             model.forward,
-            *(tokens, pool, blocks),
+            tokens,
+            pool,
+            blocks,
             on_written=lambda layer, start, stop: out.ready(layers=layer),
         )
     await out
@@ -33,7 +36,8 @@ async def prefill(comm: kvwire.Communicator, model: ToyModel) -> None:
 
 
 async def decode(conn: kvwire.Connection, model: ToyModel) -> list[int]:
-    tokens, pool = len(PROMPT) - 1, Pool()
+    tokens = len(PROMPT) - 1
+    pool = Pool()
     blocks = blocks_for(len(PROMPT) + NEW)
     filled = blocks[: len(blocks_for(tokens))]
     inc = conn.pull("r1", pool.cache, filled, tokens=tokens)

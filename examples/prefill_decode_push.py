@@ -20,12 +20,15 @@ NEW = 40
 
 
 async def prefill(conn: kvwire.Connection, model: ToyModel) -> None:
-    tokens, pool = PROMPT[:-1], Pool()
+    tokens = PROMPT[:-1]
+    pool = Pool()
     blocks = blocks_for(len(tokens), first=20)
     async with conn.push("r1", pool.cache, blocks, tokens=len(tokens)) as out:
         await asyncio.to_thread(
             model.forward,
-            *(tokens, pool, blocks),
+            tokens,
+            pool,
+            blocks,
             on_written=lambda layer, start, stop: out.ready(layers=layer),
         )
     outcome = await out
@@ -34,7 +37,8 @@ async def prefill(conn: kvwire.Connection, model: ToyModel) -> None:
 
 
 async def decode(comm: kvwire.Communicator, model: ToyModel) -> list[int]:
-    tokens, pool = len(PROMPT) - 1, Pool()
+    tokens = len(PROMPT) - 1
+    pool = Pool()
     blocks = blocks_for(len(PROMPT) + NEW)
     filled = blocks[: len(blocks_for(tokens))]
     inc = comm.expect("r1", pool.cache, filled, tokens=tokens)

@@ -139,14 +139,18 @@ class Decode(Replica):
     async def __call__(self, request: Request) -> dict[str, Any]:
         """``POST {"prompt": "...", "new": 32}``."""
         asked = await request.json()
-        prompt, new = self.tokenizer.encode(asked["prompt"]), int(asked["new"])
+        prompt = self.tokenizer.encode(asked["prompt"])
+        new = int(asked["new"])
         if len(prompt) < 2 or new < 1 or len(prompt) + new > CONTEXT:
             raise ValueError(f"{len(prompt)} + {new} tokens: {CONTEXT} are the most")
         blocks = self.blocks.allocate(self.blocks.blocks_for(len(prompt) + new))
-        name, tokens = next(self.names), prompt[:-1]
+        name = next(self.names)
+        tokens = prompt[:-1]
         filled = blocks[: self.blocks.blocks_for(len(tokens))]
         incoming = self.comm.expect(
-            *(name, self.llama.cache, filled),
+            name,
+            self.llama.cache,
+            filled,
             tokens=len(tokens),
             deadline=PATIENCE_S,
         )
@@ -202,7 +206,8 @@ def prefill_replicas() -> list[str]:
 async def follow_replicas(replicas: list[str], idle: asyncio.Event) -> None:
     """List them, oldest first, until there is one and no load; say how many."""
     while not (idle.is_set() and len(replicas) == 1):
-        here, before = prefill_replicas(), len(replicas)
+        here = prefill_replicas()
+        before = len(replicas)
         known = [one for one in replicas if one in here]
         replicas[:] = known + [one for one in here if one not in known]
         if len(replicas) != before:
@@ -231,7 +236,8 @@ def post(url: str, prompt: str, new: int) -> dict[str, Any]:
 
 async def show(options: argparse.Namespace) -> None:
     """Send all requests at once, and compare each text with one process alone."""
-    tokenizer, alone = Tokenizer(), load("numpy", 2)
+    tokenizer = Tokenizer()
+    alone = load("numpy", 2)
     prompts = [
         tokenizer.encode(text)[: options.prompt] for text in passages(8).values()
     ]

@@ -19,7 +19,8 @@ import tempfile
 import kvwire
 from kvwire.directory import Record, open_directory
 
-REQUESTS, FIRST_REPLY = 1, 1000
+REQUESTS = 1
+FIRST_REPLY = 1000
 SLOTS = 4  # requests that a worker does at once
 WORK_S = {"quick-0": 0.02, "quick-1": 0.02, "slow": 0.1}
 
@@ -74,7 +75,8 @@ class Client:
         """Ask the least busy worker; return its name."""
         members = await self._comm.members("role=worker")
         member = min(members, key=self._load)
-        peer, reply = self._comm.peer(member), next(self._replies)
+        peer = self._comm.peer(member)
+        reply = next(self._replies)
         self._sent[member.key] += 1
         try:
             answer = peer.recv(reply)
@@ -111,7 +113,8 @@ async def main() -> None:
                 running.append(asyncio.create_task(Worker(comm).run()))
             comm = await stack.enter_async_context(kvwire.open(directory=where))
             await all_there(where)
-            client, at_once = Client(comm), asyncio.Semaphore(8)
+            client = Client(comm)
+            at_once = asyncio.Semaphore(8)
 
             async def one() -> str:
                 async with at_once:

@@ -90,7 +90,8 @@ class ToyModel:
 
     def alone(self, prompt: list[int], new: int) -> list[int]:
         """The same in one process, to compare with."""
-        pool, blocks = Pool(), blocks_for(len(prompt) + new)
+        pool = Pool()
+        blocks = blocks_for(len(prompt) + new)
         self.forward(prompt[:-1], pool, blocks)
         return self.decode(prompt, pool, blocks, new)
 

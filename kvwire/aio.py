@@ -172,7 +172,8 @@ class Backoff:
 
     def pause_s(self) -> float:
         """Return how long to wait; the next wait may be twice as long."""
-        limit_s, self._limit_s = self._limit_s, min(2 * self._limit_s, self._last_s)
+        limit_s = self._limit_s
+        self._limit_s = min(2 * self._limit_s, self._last_s)
         return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
 
     def reset(self) -> None:
@@ -247,7 +248,8 @@ class Upkeep:
         Returns:
             Whether it was there until now, so that the caller can log the change.
         """
-        was_there, self.reason = not self.reason, reason
+        was_there = not self.reason
+        self.reason = reason
         now = asyncio.get_running_loop().time()
         if now >= self._retry_at:
             if was_there and now - self._back_at >= self._steady_s:
@@ -261,7 +263,8 @@ class Upkeep:
         Returns:
             Whether it was away until now.
         """
-        was_away, self.reason = bool(self.reason), ""
+        was_away = bool(self.reason)
+        self.reason = ""
         if was_away:
             self._back_at = asyncio.get_running_loop().time()
         self._retry_at = -math.inf
@@ -269,7 +272,8 @@ class Upkeep:
 
     def pause_s(self) -> float:
         """Draw the length of a pause, and double the limit for the next one."""
-        limit_s, self._limit_s = self._limit_s, min(2 * self._limit_s, self._last_s)
+        limit_s = self._limit_s
+        self._limit_s = min(2 * self._limit_s, self._last_s)
         # Never less than half of the limit: no pause at all would not help anybody.
         return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
 

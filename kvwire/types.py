@@ -472,7 +472,8 @@ def in_bytes(count: int) -> str:
 
 def numeric_host(sockaddr: tuple[Any, ...]) -> str:
     """Return the host of a socket's address, with the scope of a link-local one."""
-    host, scope = str(sockaddr[0]), sockaddr[3] if len(sockaddr) > 3 else 0
+    host = str(sockaddr[0])
+    scope = sockaddr[3] if len(sockaddr) > 3 else 0
     return f"{host}%{scope}" if scope else host
 
 

@@ -72,7 +72,8 @@ class InprocBackend(Backend):
         left, right = join(loop, listener.loop, pipes, listener.address)
         for pipe, receiver in zip(pipes, (right, left), strict=True):
             if isinstance(pipe, FaultyPipe):
-                pipe.wake_sender, pipe.wake_receiver = receiver.wake_peer, receiver.wake
+                pipe.wake_sender = receiver.wake_peer
+                pipe.wake_receiver = receiver.wake
         try:
             listener.loop.call_soon_threadsafe(listener.take, right)
         except RuntimeError:  # the loop was closed a moment ago

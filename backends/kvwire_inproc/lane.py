@@ -76,7 +76,8 @@ class InprocLane(Lane, LinkHandler):
         if peer is None or self.made is None:
             self.abort()
             raise BackendUnavailable("the peer is not in this process")
-        self._handler, self._link = handler, self.made
+        self._handler = handler
+        self._link = self.made
         self._link.pause()
         self._link.start(self)
 
@@ -157,7 +158,8 @@ class InprocLane(Lane, LinkHandler):
     def _end(self, error: Exception | None) -> None:
         if self._ended:
             return
-        self._ended, self._error = True, error
+        self._ended = True
+        self._error = error
         self._awaited.clear()
         with _lock:
             del _endpoints[self._bootstrap]

@@ -203,7 +203,8 @@ class InprocLink(Link):
             elif frame.moved < frame.payload_bytes:
                 budget -= self._receive_payload(frame, self._landing)
             else:
-                landing, self._landing = self._landing, None
+                landing = self._landing
+                self._landing = None
                 self._into.done(frame)
                 self.wake_peer()
                 handler.body_received(self, landing)
@@ -220,7 +221,8 @@ class InprocLink(Link):
         self._into.retire()
 
     def _take_unflushed(self) -> list[PipeFrame]:
-        frames, self._unflushed = self._unflushed, []
+        frames = self._unflushed
+        self._unflushed = []
         self._unflushed_bytes = 0
         return frames
 
@@ -247,7 +249,8 @@ def join(
     there, back = pipes
     left = InprocLink(connecting, there, back, address)
     right = InprocLink(accepting, back, there, None)
-    left._peer, right._peer = right, left  # noqa: SLF001 - the two halves of one thing
+    left._peer = right  # noqa: SLF001 - the two halves of one thing
+    right._peer = left  # noqa: SLF001 - the two halves of one thing
     return left, right
 
 

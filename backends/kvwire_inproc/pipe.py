@@ -86,7 +86,8 @@ class InprocPipe:
     def take_sent(self) -> list[object]:
         """Return the tokens of frames delivered since the last call."""
         with self._lock:
-            sent, self._sent = self._sent, []
+            sent = self._sent
+            self._sent = []
             return sent
 
     # --- the receiver -----------------------------------------------------------------

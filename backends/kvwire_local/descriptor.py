@@ -72,7 +72,8 @@ LATER: Final = bytes([PlaceKind.LATER])
 
 def encode(kind: PlaceKind, arena: int, fragments: Fragments) -> bytes | None:
     """Return the descriptor of a payload of 1 byte or more; None if it is too long."""
-    addresses, lengths = fragments.addresses, fragments.lengths
+    addresses = fragments.addresses
+    lengths = fragments.lengths
     count = len(fragments)
     if fragments.nbytes > _UINT32_MAX or _HEAD.size + 4 * count > DESCRIPTOR_BYTES_MAX:
         return None
@@ -84,7 +85,9 @@ def encode(kind: PlaceKind, arena: int, fragments: Fragments) -> bytes | None:
     if int(distances.max()) >> shift > _UINT32_MAX:
         return None
     table = (distances >> np.uint64(shift)).astype(_TABLE).tobytes()
-    first, last, middle = int(lengths[0]), int(lengths[-1]), int(lengths[-1])
+    first = int(lengths[0])
+    last = int(lengths[-1])
+    middle = int(lengths[-1])
     if count > 2:
         middle = int(lengths[1])
         if not (lengths[1:-1] == middle).all():

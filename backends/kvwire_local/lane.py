@@ -223,7 +223,8 @@ class LocalLane(Lane):
         if not whole:
             return
         there = self._peer_is_there()
-        handler, wire = self._handler, self._wire
+        handler = self._handler
+        wire = self._wire
         if handler is None or wire is None:
             return  # a callback has ended the lane
         if not there:
@@ -306,7 +307,8 @@ class LocalLane(Lane):
         self._outgoing.close()
         self._incoming.close()
         self._rendezvous.close()
-        handler, self._handler = self._handler, None
+        handler = self._handler
+        self._handler = None
         if handler is not None:
             self._loop.call_soon(handler.lane_closed, self, error)
 

@@ -199,7 +199,8 @@ class Rendezvous:
             if not more:
                 raise BackendUnavailable("local: the peer has left before it was up")
             greeting += more
-        said, proof = greeting[: _GREETING.size], greeting[_GREETING.size :]
+        said = greeting[: _GREETING.size]
+        proof = greeting[_GREETING.size :]
         if not hmac.compare_digest(proof, self._proof(self._role.other, said)):
             raise BackendUnavailable("local: whoever is there does not know the secret")
         address, methods = _GREETING.unpack(said)

@@ -92,7 +92,8 @@ class Staging:
         """Return the beginning of so many free bytes in a row, or None."""
         if not self._rooms:
             return 0 if nbytes <= self._nbytes else None
-        first, last = self._rooms[0][0], self._rooms[-1][1]
+        first = self._rooms[0][0]
+        last = self._rooms[-1][1]
         if last <= first:  # both the end and the beginning of the ring are in use
             return last if first - last >= nbytes else None
         if self._nbytes - last >= nbytes:
@@ -146,7 +147,8 @@ class SentPayloads:
 
     def come_up(self, wire: LocalWire, methods: ReadMethod) -> None:
         """Start sending, by this socket, to a peer that reads in these ways."""
-        self._wire, self._methods = wire, methods
+        self._wire = wire
+        self._methods = methods
         self.place_later()
 
     def send(self, payload: Payload, token: object) -> bytes:

@@ -159,7 +159,8 @@ class LocalWire:
 
     def _records(self) -> Iterator[LocalMessage]:
         """Yield the complete records; keep the beginning of the next one."""
-        received, begin = self._received, 0
+        received = self._received
+        begin = 0
         while len(received) >= (body := begin + _HEAD.size):
             number, length = _HEAD.unpack_from(received, begin)
             kind = _KINDS.get(number)

@@ -96,7 +96,8 @@ class DirectionState:
     def begun(self, now: float) -> None:
         """Record that the direction has begun to come up."""
         if self.stage is DirectionStage.MADE:
-            self.stage, self._since = DirectionStage.STARTING, now
+            self.stage = DirectionStage.STARTING
+            self._since = now
 
     def up(self) -> None:
         """Record that the direction is up."""
@@ -142,7 +143,8 @@ class DirectionState:
     def fail(self, error: Exception | None) -> None:
         """End now; only the first error counts, and None is a wanted end."""
         if self.stage not in (DirectionStage.ENDING, DirectionStage.QUIET):
-            self.stage, self.error = DirectionStage.ENDING, error
+            self.stage = DirectionStage.ENDING
+            self.error = error
 
     def _step_up(self) -> DirectionStep:
         if self.waiting and self._launched and len(self.moving) < MOVES_MAX:

@@ -199,8 +199,10 @@ class NcclLane(Lane):
     def flush(self) -> None:
         if self._ended or self._outbound is None or self._inbound is None:
             return
-        sending, self._sending = self._sending, []
-        receiving, self._receiving = self._receiving, []
+        sending = self._sending
+        self._sending = []
+        receiving = self._receiving
+        self._receiving = []
         if sending:
             self._left_some = True
             self._outbound.submit(sending)
@@ -284,7 +286,8 @@ class NcclLane(Lane):
         if self._gone < 2:
             return
         self._ended = True
-        handler, self._handler = self._handler, None
+        handler = self._handler
+        self._handler = None
         if handler is not None:
             try:
                 handler.lane_closed(self, self._error)

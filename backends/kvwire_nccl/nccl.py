@@ -173,7 +173,8 @@ class NcclPipe:
 
         Returns once nothing touches any memory, however long that takes.
         """
-        comm, self._comm = self._comm, None
+        comm = self._comm
+        self._comm = None
         if comm is not None:
             comm.abort()
         if self._stream is not None:

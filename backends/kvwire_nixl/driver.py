@@ -189,7 +189,8 @@ class NixlDriver:
         """
         with self._changed:
             if not self._ending:
-                self._ending, self._error = True, error
+                self._ending = True
+                self._error = error
                 self._changed.notify()
 
     # --- the thread -------------------------------------------------------------------
@@ -297,7 +298,8 @@ class NixlDriver:
                 place.addresses, place.lengths, owner=None, writable=False
             )
             there, here, lengths = paired(theirs, as_fragments(read.landing.payload))
-            local, remote = rows(here, lengths), rows(there, lengths)
+            local = rows(here, lengths)
+            remote = rows(there, lengths)
         else:
             read.slot = self._slots.take(nbytes)
             remote = rows(read.place.addresses, read.place.lengths)
@@ -330,13 +332,15 @@ class NixlDriver:
         if self._word_posted:
             if not self._word_is_there():
                 return False
-            done, self._confirming = self._confirming, []
+            done = self._confirming
+            self._confirming = []
             self._completions.put(read.landing for read in done)
             return True
         late = time.monotonic() > self._word_at + _WORD_S
         looks = late and self._taken < self._offered and self._word_handle is not None
         if self._read or looks:
-            self._confirming, self._read = self._read, []
+            self._confirming = self._read
+            self._read = []
             self._confirmed += len(self._confirming)
             self._post_word(self._proofs.note(self._confirmed))
             return True
@@ -403,7 +407,8 @@ class NixlDriver:
         if self._word_handle is not None:
             with contextlib.suppress(KVWireError):
                 self.agent.tell(self._proofs.note(BYE))
-        began, warned = time.monotonic(), False
+        began = time.monotonic()
+        warned = False
         for read in self._reading:
             while read.handle is not None and not self._is_over(read.handle):
                 if not warned and time.monotonic() > began + 1:

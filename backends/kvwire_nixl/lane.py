@@ -156,7 +156,8 @@ class NixlLane(Lane):
 
     def _be_up(self) -> None:
         self._agent = self._driver.agent
-        self._ranges, self._slots = Ranges(self._agent), NixlSlots(self._agent)
+        self._ranges = Ranges(self._agent)
+        self._slots = NixlSlots(self._agent)
         full = self._driver.own.encode()
         if self._role is Role.SERVER:
             self._bootstrap = full
@@ -248,7 +249,8 @@ class NixlLane(Lane):
             return
         if self._copied:
             self._loop.call_soon(self._give_back_copied)
-        reads, self._reads = self._reads, []
+        reads = self._reads
+        self._reads = []
         self._driver.read(reads, self._offered)
 
     def _received(self, landings: list[Landing]) -> None:
@@ -259,7 +261,8 @@ class NixlLane(Lane):
             self._tell(self._handler.payload_received, landing)
 
     def _give_back_copied(self) -> None:
-        copied, self._copied = self._copied, []
+        copied = self._copied
+        self._copied = []
         for offer in copied:
             self._give_back(offer)
 
@@ -274,7 +277,8 @@ class NixlLane(Lane):
             self._give_back(offer)
 
     def _give_back(self, offer: _Offer) -> None:
-        token, offer.token = offer.token, None
+        token = offer.token
+        offer.token = None
         if token is not None and not self._ending and self._handler is not None:
             self._tell(self._handler.payload_sent, token)
 
@@ -302,20 +306,23 @@ class NixlLane(Lane):
         """End the lane now; `lane_closed` follows when the driver has ended."""
         if self._ending:
             return
-        self._ending, self._error = True, error
+        self._ending = True
+        self._error = error
         self._driver.end(error)
         if not self._started:
             self._loop.call_soon(self._gone, error)
 
     def _gone(self, error: Exception | None) -> None:
         if not self._ending:
-            self._ending, self._error = True, error
+            self._ending = True
+            self._error = error
         self._offers.clear()
         self._copied.clear()
         self._reads.clear()
         self.ended.set_result(None)
         self._on_ended(self)
-        handler, self._handler = self._handler, None
+        handler = self._handler
+        self._handler = None
         if handler is None:
             return
         try:

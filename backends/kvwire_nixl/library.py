@@ -174,7 +174,8 @@ class NixlAgent:
 
     def prepare(self, local: Rows, remote: Rows) -> int:
         """Prepare a read of the peer's memory; row i of each list is the same piece."""
-        kind, make = self._bindings.DRAM_SEG, self._bindings.nixlXferDList
+        kind = self._bindings.DRAM_SEG
+        make = self._bindings.nixlXferDList
         handle: int = self._checked(
             "createXferReq",
             self._bindings.NIXL_READ,

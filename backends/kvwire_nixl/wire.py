@@ -83,7 +83,8 @@ class NixlBootstrap:
             raise _unreadable("of another version of kvwire")
         if len(raw) != _HEAD.size + sum(lengths):
             raise _unreadable(f"of {len(raw)} bytes, which are not what it says")
-        parts, begin = [], _HEAD.size
+        parts = []
+        begin = _HEAD.size
         for length in lengths:
             parts.append(raw[begin : begin + length])
             begin += length
@@ -146,13 +147,15 @@ class LaneProofs:
         Raises:
             MalformedFrame: The peer's lane would not make such a descriptor.
         """
-        body, proof = raw[:-PROOF_BYTES], raw[-PROOF_BYTES:]
+        body = raw[:-PROOF_BYTES]
+        proof = raw[-PROOF_BYTES:]
         if not _PLACE.size + PROOF_BYTES <= len(raw) <= DESCRIPTOR_BYTES_MAX:
             raise _malformed(f"a descriptor of {len(raw)} bytes")
         if not hmac.compare_digest(proof, self._proof(b"place" + body, True)):
             raise _malformed("a descriptor that does not prove the lane's secret")
         pieces, count, word = _PLACE.unpack_from(body)
-        news, begin = [], _PLACE.size
+        news = []
+        begin = _PLACE.size
         for _ in range(count):
             if begin + _LENGTH.size > len(body):
                 raise _malformed("a descriptor that ends too early")
@@ -180,9 +183,11 @@ class LaneProofs:
 
         Notes that do not prove the secret are not the peer's, and are ignored.
         """
-        most, bye = 0, False
+        most = 0
+        bye = False
         for note in notes:
-            said, proof = note[: _COUNT.size], note[_COUNT.size :]
+            said = note[: _COUNT.size]
+            proof = note[_COUNT.size :]
             if hmac.compare_digest(proof, self._proof(b"read" + said, True)):
                 (count,) = _COUNT.unpack(said)
                 bye |= count == BYE

@@ -211,7 +211,8 @@ class Duplex(ABC):
 
     def _receive(self) -> bool:
         """Receive until nothing is left (False), or a wake-up's share is spent."""
-        reader, wire = self._reader, self._wire
+        reader = self._reader
+        wire = self._wire
         if reader.paused and reader.waits:
             return False
         budget = WAKEUP_BYTES
@@ -290,7 +291,9 @@ class Duplex(ABC):
         # Before: memory of queued payload is lent or borrowed. After: tokens of all
         # frames that were sent whole have been given back, and a wake-up is due for a
         # rest.
-        queue, wire, budget = self._queue, self._wire, WAKEUP_BYTES
+        queue = self._queue
+        wire = self._wire
+        budget = WAKEUP_BYTES
         self._transmitting = True
         try:
             for _ in range(CALLS_PER_WAKEUP):

@@ -145,7 +145,9 @@ class TcpLane(Lane):
             self._socket.close()
 
     def abort(self) -> None:
-        ending, self._ending, self._aborted = self._ending, True, True
+        ending = self._ending
+        self._ending = True
+        self._aborted = True
         if self._socket is not None:
             self._socket.abort()
         elif not ending:
@@ -163,7 +165,8 @@ class TcpLane(Lane):
             binding = _binding(wire)
         except AuthenticationFailed:
             return False
-        secret, number = self._context.secret, self._context.number
+        secret = self._context.secret
+        number = self._context.number
         return is_proof(preamble, secret, number, binding)
 
     def arrived(self, wire: Wire, remote: Address, preamble: bytes) -> None:

@@ -72,7 +72,8 @@ class PayloadReader:
         """Receive once, into the payload that is next; return the bytes received."""
         if not self._expected:
             return self._look(wire)
-        target, rest = self._target, self._rest
+        target = self._target
+        rest = self._rest
         if type(target) is Iovecs:
             count = wire.recv_list(target)
             asked = target.asked

@@ -114,7 +114,9 @@ class FrameReader:
 
     def receive(self, wire: Wire) -> int:
         """Receive once, to the place of the next bytes; return how many."""
-        target, rest, ahead = self._target, self._rest, self._ahead
+        target = self._target
+        rest = self._rest
+        ahead = self._ahead
         if target is None:
             room = self._scratch
             asked = ahead - self._held
@@ -161,15 +163,18 @@ class FrameReader:
 
     def _split(self, begin: int, end: int) -> None:
         """Hand over the frames in ``scratch[begin:end]``, and keep the rest."""
-        link, handler = self._link, self.handler
-        scratch, headers = self._scratch, self._headers
+        link = self._link
+        handler = self.handler
+        scratch = self._scratch
+        headers = self._headers
         self._held = end
         # A callback may call `stop`, which sets `_held` to 0.
         while not self.paused and (body := begin + HEADER_BYTES) <= self._held:
             landing = handler.header_received(link, headers[begin:body])
             if self.stopped:
                 return
-            length, payload = landing.length, landing.payload
+            length = landing.length
+            payload = landing.payload
             begin = body + length
             if begin > end:
                 self._held = 0
@@ -191,7 +196,8 @@ class FrameReader:
 
     def _enter(self, landing: Landing, arrived: memoryview) -> None:
         """Begin a payload, of which only the bytes ``arrived`` are there."""
-        payload, length = landing.payload, landing.length
+        payload = landing.payload
+        length = landing.length
         self._ahead = SCRATCH_BYTES
         if payload is not None:
             if length > SCRATCH_BYTES:

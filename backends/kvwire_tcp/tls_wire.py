@@ -55,7 +55,8 @@ UNSENT_BYTES_MAX: Final = 2 * PIECE_BYTES
 # The length of the longest record, decrypted (RFC 8446 5.1).
 _RECORD_BYTES: Final = 16 * KIB
 # The types of a handshake's records: handshake, and alert (RFC 8446 5.1).
-_HANDSHAKE, _ALERT = 0x16, 0x15
+_HANDSHAKE = 0x16
+_ALERT = 0x15
 # A fatal alert, "protocol_version", for a peer that does not speak TLS (RFC 8446 6).
 _NO_TLS_HERE: Final = bytes((_ALERT, 3, 3, 0, 2, 2, 70))
 # The same, "access_denied": a certificate is valid, but its owner is not accepted.
@@ -86,7 +87,8 @@ class TlsWire:
         self._credentials = credentials
         self._role = role
         self._buffers = buffers
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
         self._tls = credentials.wrap(role, self._incoming, self._outgoing)
         self._peer_identity: PeerIdentity | None = None
         self._refused: AuthenticationFailed | None = None
@@ -182,7 +184,8 @@ class TlsWire:
         """Encrypt views; small ones make one record together."""
         if len(views[0]) >= PIECE_BYTES:
             return self.send(views[0])
-        payload, filled = self._buffers.payload, 0
+        payload = self._buffers.payload
+        filled = 0
         for view in views:
             part = memoryview(view)[: PIECE_BYTES - filled]
             payload[filled : filled + len(part)] = part

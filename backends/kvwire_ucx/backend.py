@@ -75,7 +75,8 @@ class UcxBackend(Backend):
         """
         for lane in list(self._lanes):
             lane.abort()
-        contexts, self._contexts = self._contexts, {}
+        contexts = self._contexts
+        self._contexts = {}
         endings = [lane.ended for lane in self._lanes]
         if endings:
             await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)

@@ -75,7 +75,11 @@ class UcxBootstrap:
             BackendUnavailable: UCX's address is too long, because of too many devices.
         """
         head = _FORMAT.pack(
-            *(_MAGIC, _VERSION, *self.version, self.pid, self.pid_namespace),
+            _MAGIC,
+            _VERSION,
+            *self.version,
+            self.pid,
+            self.pid_namespace,
             self.lane | (_ONE_SIDED if self.one_sided else 0),
             len(self.address),
         )
@@ -111,7 +115,8 @@ def parse(data: bytes) -> UcxBootstrap:
             f"{(_MAGIC + bytes([_VERSION])).hex()}; both sides need the same kvwire"
         )
     address = data[_FORMAT.size :]
-    one_sided, lane = bool(lane & _ONE_SIDED), lane & ~_ONE_SIDED
+    one_sided = bool(lane & _ONE_SIDED)
+    lane = lane & ~_ONE_SIDED
     if length != len(address) or lane >> _LANE_BITS:
         raise BackendUnavailable(
             f"the peer's bootstrap names an address of {length} bytes and has "

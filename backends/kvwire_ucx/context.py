@@ -77,7 +77,8 @@ class Context:
 
     def close(self) -> None:
         """Free the context."""
-        handle, self.handle = self.handle, 0
+        handle = self.handle
+        self.handle = 0
         if handle:
             self.library.ucp.cleanup(handle)
 
@@ -97,7 +98,8 @@ class Context:
 def printed(function: Callable[[int, int], None], handle: int) -> str:
     """Return the text that one of UCX's ``print_info`` functions writes to a file."""
     libc = _libc()
-    text, length = ctypes.c_void_p(), ctypes.c_size_t()
+    text = ctypes.c_void_p()
+    length = ctypes.c_size_t()
     file = libc.open_memstream(ctypes.byref(text), ctypes.byref(length))
     if not file:
         return ""
@@ -111,7 +113,8 @@ def printed(function: Callable[[int, int], None], handle: int) -> str:
 
 def _init(library: UcxLibrary, settings: UcxSettings) -> int:
     ucp = library.ucp
-    config, handle = ctypes.c_void_p(), ctypes.c_void_p()
+    config = ctypes.c_void_p()
+    handle = ctypes.c_void_p()
     _check(library, ucp.config_read(None, None, ctypes.byref(config)), "configuration")
     try:
         _modify(library, config, settings.ucx, settings.named)

@@ -258,9 +258,11 @@ class UcxLane(Lane):
     def _greeting(self, role: Role) -> bytes:
         """Return the greeting that proves the secret, for one side of this lane."""
         if role is self._context.role:
-            near, far = self._own.lane, self._peer.lane
+            near = self._own.lane
+            far = self._peer.lane
         else:
-            near, far = self._peer.lane, self._own.lane
+            near = self._peer.lane
+            far = self._own.lane
         text = b"kvwire ucx hello %d %d %d" % (role, near, far)
         digest = hmac.digest(self._context.secret, text, hashlib.sha256)
         return digest[:_GREETING_BYTES]
@@ -450,7 +452,8 @@ class UcxLane(Lane):
 
     def _say_bye(self) -> None:
         assert self._endpoint is not None
-        memory, tag = MemoryHandles(memoryview(b"\0")), self._peer.tag(BYE)
+        memory = MemoryHandles(memoryview(b"\0"))
+        tag = self._peer.tag(BYE)
         # To a bye that answers the peer's there is no reply.
         answers = self._peer_has_left
         told = self._answered if answers else self._heard

@@ -59,14 +59,16 @@ class Ucp:
     """libucp's functions without their prefix: ``ucp.worker_progress(handle)``."""
 
     def __init__(self, path: str) -> None:
-        waiting, brief = ctypes.CDLL(path), ctypes.PyDLL(path)
+        waiting = ctypes.CDLL(path)
+        brief = ctypes.PyDLL(path)
         for library, functions in (
             (waiting, binding.MOVING),
             (brief, binding.BRIEF),
         ):
             for name, (result, *arguments) in functions.items():
                 function = getattr(library, name)
-                function.restype, function.argtypes = result, arguments
+                function.restype = result
+                function.argtypes = arguments
                 setattr(self, name.removeprefix("ucp_"), function)
 
     if TYPE_CHECKING:
@@ -189,8 +191,12 @@ def _system() -> str | None:
     machine = os.uname().machine
     folders = [
         *os.environ.get("LD_LIBRARY_PATH", "").split(":"),
-        *(f"/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib"),
-        *("/usr/local/lib", "/usr/local/lib64", "/opt/ucx/lib"),
+        f"/usr/lib/{machine}-linux-gnu",
+        "/usr/lib64",
+        "/usr/lib",
+        "/usr/local/lib",
+        "/usr/local/lib64",
+        "/opt/ucx/lib",
     ]
     candidates = (Path(folder, _SONAMES[-1]) for folder in folders if folder)
     return next((str(path) for path in candidates if path.is_file()), None)
@@ -247,6 +253,7 @@ def _status_text(path: str, status: int) -> str:
     beside = folder / _SONAMES[0]
     ucs = ctypes.PyDLL(str(beside) if beside.is_file() else _SONAMES[0])
     describe = ucs.ucs_status_string
-    describe.restype, describe.argtypes = ctypes.c_char_p, (ctypes.c_int8,)
+    describe.restype = ctypes.c_char_p
+    describe.argtypes = (ctypes.c_int8,)
     text: bytes = describe(status)
     return f"{text.decode()} ({status})"

@@ -113,7 +113,8 @@ class OneSidedPayloads:
         UCX does not report that: it watches peers whose endpoints it knows, and a peer
         that only reads has none.
         """
-        loop, peer = asyncio.get_running_loop(), self._peer
+        loop = asyncio.get_running_loop()
+        peer = self._peer
         if not peer.pid_namespace or peer.pid_namespace != self._own.pid_namespace:
             _log.warning(_UNNOTICED, "its process id is of another namespace")
             return
@@ -196,7 +197,8 @@ class OneSidedPayloads:
             into = as_fragments(memoryview(bytearray(target.nbytes)))
         gets = list(_meet(lent, into))
         keys = self._unpack(lent)
-        left, worst = len(gets), OK
+        left = len(gets)
+        worst = OK
 
         def done(status: int, _nbytes: int) -> None:
             nonlocal left, worst
@@ -214,7 +216,8 @@ class OneSidedPayloads:
 
     def say_read(self, number: int) -> None:
         """Send the peer a receipt for a payload."""
-        tag, handle = self._peer.tag(number | RECEIPT), self._endpoint.handle
+        tag = self._peer.tag(number | RECEIPT)
+        handle = self._endpoint.handle
         self._worker.send(handle, self._receipt, tag, lambda *_: None, eager=True)
 
     def close(self) -> None:
@@ -234,7 +237,8 @@ class OneSidedPayloads:
         keeps: object,
         on_done: Callable[[int, int], None],
     ) -> None:
-        ucp, endpoint = self._worker.context.library.ucp, self._endpoint.handle
+        ucp = self._worker.context.library.ucp
+        endpoint = self._endpoint.handle
         self._worker.post(
             on_done,
             keeps,
@@ -269,11 +273,14 @@ def _meet(
     places = zip(into.addresses.tolist(), into.lengths.tolist(), strict=True)
     here = room = 0
     for which, one in enumerate(lent):
-        there, left = one.address, one.nbytes
+        there = one.address
+        left = one.nbytes
         while left:
             if not room:
                 here, room = next(places)
             nbytes = min(left, room)
             yield which, there, here, nbytes
-            there, left = there + nbytes, left - nbytes
-            here, room = here + nbytes, room - nbytes
+            there = there + nbytes
+            left = left - nbytes
+            here = here + nbytes
+            room = room - nbytes

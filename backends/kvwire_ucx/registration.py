@@ -55,7 +55,8 @@ class Registration:
 
     def close(self) -> None:
         """Unregister the range; its key is then invalid."""
-        handle, self._handle = self._handle, 0
+        handle = self._handle
+        self._handle = 0
         if handle:
             self._context.library.ucp.mem_unmap(self._context.handle, handle)
         self._owner = None
@@ -78,7 +79,8 @@ class Registration:
 
     def _pack(self) -> bytes:
         ucp = self._context.library.ucp
-        packed, length = ctypes.c_void_p(), ctypes.c_size_t()
+        packed = ctypes.c_void_p()
+        length = ctypes.c_size_t()
         status = ucp.rkey_pack(
             self._context.handle,
             self._handle,

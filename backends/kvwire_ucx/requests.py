@@ -62,7 +62,8 @@ class MemoryHandles:
             self.datatype = binding.DATATYPE_BYTES
             return
         pieces = np.empty((len(fragments), 2), np.uint64)  # a tenth of np.stack's time
-        pieces[:, 0], pieces[:, 1] = fragments.addresses, fragments.lengths
+        pieces[:, 0] = fragments.addresses
+        pieces[:, 1] = fragments.lengths
         self._keeps = (fragments, pieces)
         self.address = int(pieces.ctypes.data)
         self.count = len(fragments)
@@ -129,7 +130,8 @@ class UcxRequests:
 
     def tell(self) -> None:
         """Report the operations that are over by now; not those that end meanwhile."""
-        over, self._over = self._over, []
+        over = self._over
+        self._over = []
         for number, status, nbytes in over:
             request = self._open.pop(number)
             if request.handle:

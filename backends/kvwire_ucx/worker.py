@@ -74,7 +74,8 @@ class Worker:
         # By an endpoint's number: the callback for its failure, called with the status.
         self._endpoints: dict[int, Callable[[int], None]] = {}
         self._on_failed = binding.ErrorCallback(self._endpoint_failed)
-        on_sent, on_received = self.requests.on_sent, self.requests.on_received
+        on_sent = self.requests.on_sent
+        on_received = self.requests.on_received
         # Filled in anew for each operation: UCX reads them only while it is posted.
         self._sending = _params(on_sent, _OF_MEMORY)
         self._receiving = _params(on_received, _OF_MEMORY | binding.OP_NO_IMMEDIATE)
@@ -233,7 +234,8 @@ class Worker:
 
     def _work_until(self, deadline: float) -> bool:
         """Progress, report and arm; return False if time was up before it was quiet."""
-        ucp, handle = self._ucp, self.handle
+        ucp = self._ucp
+        handle = self.handle
         while not self._closed:
             moved = ucp.worker_progress(handle)
             self._used = self._used or bool(moved)
@@ -251,14 +253,16 @@ class Worker:
         return True
 
     def _tell_idle(self) -> None:
-        callback, self._on_idle = self._on_idle, None
+        callback = self._on_idle
+        self._on_idle = None
         if callback is not None:
             settles = self._used and self.context.library.version < OLD
             self._loop.call_later(OLD_SETTLE_S if settles else 0, callback)
 
     def _tell(self) -> None:
         self.requests.tell()
-        failed, self._failed = self._failed, []
+        failed = self._failed
+        self._failed = []
         for number, status in failed:
             on_failed = self._endpoints.pop(number, None)
             if on_failed is not None:
@@ -392,7 +396,8 @@ class UcxEndpoint:
 
     def close(self, on_gone: Callable[[], None]) -> None:
         """Close the endpoint by force, which ends its operations."""
-        handle, self.handle = self.handle, 0
+        handle = self.handle
+        self.handle = 0
         if not handle:
             return
 

@@ -70,7 +70,8 @@ class NumpyLlama(Llama):
 
     def forward(self, tokens: list[int], sequence: BlockSequence | Plain) -> Forward:
         """Compute as :class:`Llama` says."""
-        start, count = sequence.length, len(tokens)
+        start = sequence.length
+        count = len(tokens)
         at = np.arange(start, start + count)
         angles = self._angles(at)
         x = self._weights["model.embed_tokens.weight"][tokens]
@@ -142,7 +143,8 @@ class NumpyLlama(Llama):
 
     def _angles(self, at: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Cosine and sine of the rotary positions, shape (token, 1, half a head)."""
-        width, parameters = self._config["head_dim"], self._config["rope_parameters"]
+        width = self._config["head_dim"]
+        parameters = self._config["rope_parameters"]
         frequencies = parameters["rope_theta"] ** -(np.arange(0, width, 2) / width)
         angles = np.outer(at, frequencies)[:, None]
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -170,7 +172,8 @@ class BlockSequence:
         """Write the KV of new tokens into the blocks, and read all of it there."""
         stop = self.length + len(keys)
         at = np.arange(self.length, stop)
-        kv, blocks = self._pool[layer], self._blocks[at // BLOCK_TOKENS]
+        kv = self._pool[layer]
+        blocks = self._blocks[at // BLOCK_TOKENS]
         kv[blocks, 0, at % BLOCK_TOKENS] = keys
         kv[blocks, 1, at % BLOCK_TOKENS] = values
         if self._on_written is not None:

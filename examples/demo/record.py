@@ -57,7 +57,8 @@ class RequestTimes:
         """Take in what a process said about this request."""
         match event:
             case Prefilled(spans=spans, marked=marked):
-                self.spans, self.marked = spans, marked
+                self.spans = spans
+                self.marked = marked
             case LayerLanded(layer=layer, at=at):
                 self.landed[layer] = at
             case Arrived():

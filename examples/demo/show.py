@@ -82,7 +82,8 @@ def _table(records: Sequence[RequestTimes]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("equal")
     for record in records:
-        row, arrived = summary([record])[0], record.arrived
+        row = summary([record])[0]
+        arrived = record.arrived
         here = arrived.blocks - len(arrived.missing)
         table.add_row(
             record.request,

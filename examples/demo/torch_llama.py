@@ -82,7 +82,8 @@ class LayerClock:
 
     def take(self) -> list[LayerSpan]:
         """Return the spans since the last time."""
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         return spans
 
     def _begin(self, module: object, inputs: object) -> None:

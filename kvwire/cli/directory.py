@@ -111,8 +111,13 @@ def _cells(record: Record) -> tuple[str, ...]:
     labels = ",".join(f"{key}={value}" for key, value in sorted(record.labels.items()))
     load = f"{record.load:.2f}"
     return (
-        *(record.name, record.role, record.address, load),
-        *(record.incarnation[:8], record.model, labels),
+        record.name,
+        record.role,
+        record.address,
+        load,
+        record.incarnation[:8],
+        record.model,
+        labels,
     )
 
 

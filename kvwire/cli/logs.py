@@ -50,7 +50,8 @@ def logging_from(level: str) -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(_FORMAT))
     # What nobody else's logger lets through has no level of its own here.
-    everybody, own = logging.getLogger(), logging.getLogger("kvwire")
+    everybody = logging.getLogger()
+    own = logging.getLogger("kvwire")
     before = own.level
     everybody.addHandler(handler)
     own.setLevel(level.upper())

@@ -89,7 +89,8 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         with self._lock:
-            over, self._stores = self._stores, {}
+            over = self._stores
+            self._stores = {}
         return over
 
     def submit_lookup_and_lock_task(
@@ -202,7 +203,8 @@ def _when_all(
     ends: Sequence[Future[list[bool]]], then: Callable[[list[bool]], None]
 ) -> None:
     """Call `then` once all futures are done; a failed one counts as not stored."""
-    lock, left = threading.Lock(), [len(ends)]
+    lock = threading.Lock()
+    left = [len(ends)]
 
     def ended(_: object) -> None:
         with lock:

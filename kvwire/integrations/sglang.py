@@ -185,7 +185,8 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
 
     def close(self) -> None:
         """Close the store once running work is over. May be called repeatedly."""
-        store, self._store = self._store, None
+        store = self._store
+        self._store = None
         if store is not None:
             store.close()
 

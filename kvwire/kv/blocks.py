@@ -81,7 +81,8 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
             raise UsageError(
                 f"blocks: group {name!r} is missing; pass [] for no blocks"
             )
-    lists, total = BlockLists(), 0
+    lists = BlockLists()
+    total = 0
     for name, num_blocks in pools.items():
         lists[name] = _checked(blocks[name], name, num_blocks)
         total += lists[name].size

@@ -74,10 +74,16 @@ class Canonical:
         return (
             self.group,
             " ".join(self.order),
-            *(self.layers.start, self.layers.stop),
-            *(self.heads.start, self.heads.stop),
-            *(self.components, self.head_dim, self.item_bytes),
-            *(self.tokens, self.granule_tokens, self.granules),
+            self.layers.start,
+            self.layers.stop,
+            self.heads.start,
+            self.heads.stop,
+            self.components,
+            self.head_dim,
+            self.item_bytes,
+            self.tokens,
+            self.granule_tokens,
+            self.granules,
         )
 
     def extents(self, layers: int, granules: int) -> dict[str, int]:
@@ -122,7 +128,8 @@ def pieces(walk: Canonical, side: GroupGeometry) -> int:
 
 def _negotiate_group(producer: GroupGeometry, consumer: GroupGeometry) -> Canonical:
     where = f"group {producer.name!r}"
-    here, there = producer.spec, consumer.spec
+    here = producer.spec
+    there = consumer.spec
     here.require_same_model(
         there, where=where, sides=("at the producer", "at the consumer")
     )

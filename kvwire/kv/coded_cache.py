@@ -79,7 +79,8 @@ class CodedCache:
 
     def encode(self, group: str, layers: range, blocks: range, move: Move) -> None:
         """Encode some layers, counted from 0 in the group, of some list positions."""
-        spec, ids = self._real.groups[group].spec, self._ids[group]
+        spec = self._real.groups[group].spec
+        ids = self._ids[group]
         walk = Canonical(
             group=group,
             order=AXES,

@@ -124,10 +124,12 @@ class Fragments:
         last = int(starts.searchsorted(np.uint64(offset + length), "left"))
         before = offset - starts.item(first)
         after = starts.item(last) - (offset + length)
-        addresses, lengths = self.addresses[first:last], self.lengths[first:last]
+        addresses = self.addresses[first:last]
+        lengths = self.lengths[first:last]
         starts = starts[first : last + 1] - starts[first]
         if before or after:
-            addresses, lengths = addresses.copy(), lengths.copy()
+            addresses = addresses.copy()
+            lengths = lengths.copy()
             addresses[0] += np.uint64(before)
             lengths[0] -= np.uint64(before)
             lengths[-1] -= np.uint64(after)
@@ -141,9 +143,13 @@ class Fragments:
         # This runs once per layer, so it does without the call of `_part`.
         part = _new(Fragments)
         part.addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
-        part.lengths, part.starts = self.lengths, self.starts
-        part.piece_bytes, part.nbytes = self.piece_bytes, self.nbytes
-        part.owner, part.writable, part.device = self.owner, self.writable, self.device
+        part.lengths = self.lengths
+        part.starts = self.starts
+        part.piece_bytes = self.piece_bytes
+        part.nbytes = self.nbytes
+        part.owner = self.owner
+        part.writable = self.writable
+        part.device = self.device
         return part
 
     def selected(self, which: Ids | Bits) -> Fragments:
@@ -172,9 +178,14 @@ class Fragments:
             starts = np.zeros(lengths.size + 1, np.uint64)
             lengths.cumsum(out=starts[1:])
         part = _new(Fragments)
-        part.addresses, part.lengths, part.starts = addresses, lengths, starts
-        part.piece_bytes, part.nbytes = piece_bytes, starts.item(-1)
-        part.owner, part.writable, part.device = self.owner, self.writable, self.device
+        part.addresses = addresses
+        part.lengths = lengths
+        part.starts = starts
+        part.piece_bytes = piece_bytes
+        part.nbytes = starts.item(-1)
+        part.owner = self.owner
+        part.writable = self.writable
+        part.device = self.device
         return part
 
 

@@ -173,7 +173,10 @@ def vllm_block_hashes(
 
 
 # Kinds of CBOR items (RFC 8949): the upper three bits of an item's first byte.
-_CBOR_NUMBER, _CBOR_BYTES, _CBOR_TEXT, _CBOR_ARRAY = 0x00, 0x40, 0x60, 0x80
+_CBOR_NUMBER = 0x00
+_CBOR_BYTES = 0x40
+_CBOR_TEXT = 0x60
+_CBOR_ARRAY = 0x80
 _CBOR_NULL: Final = b"\xf6"
 
 

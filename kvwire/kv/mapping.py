@@ -83,7 +83,8 @@ class Steps:
 
     def _offsets(self) -> dict[str, Ids]:
         """Return the offsets along each axis other than layer, component and block."""
-        strides, walk = self.memory.strides, self.walk
+        strides = self.memory.strides
+        walk = self.walk
         first = walk.heads.start - self.memory.spec.heads.start
         return {
             "token": np.arange(walk.granule_tokens) * strides["token"],
@@ -92,9 +93,11 @@ class Steps:
         }
 
     def _compute(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
-        table, offsets = self.table(layers), self._offsets()
+        table = self.table(layers)
+        offsets = self._offsets()
         extents = self.walk.extents(len(layers), 1)
-        outer, run = self.walk.order, self.walk.item_bytes
+        outer = self.walk.order
+        run = self.walk.item_bytes
         while outer and (axis := outer[-1]) != "block":
             if extents[axis] > 1 and not _steps_are(axis, run, table, offsets):
                 break
@@ -124,7 +127,9 @@ class GroupMap:
         """Return the local memory of a part of the walk, merged."""
         last = self._last
         if last is not None and last[1] == granules and len(last[0]) == len(layers):
-            before, fragments, behind = last[0], last[2], self._steps.distances
+            before = last[0]
+            fragments = last[2]
+            behind = self._steps.distances
             if len(layers) > 1 or behind is None:
                 distance = self._distance(before, layers)
             else:
@@ -149,7 +154,8 @@ class GroupMap:
 
     def _blocks(self, granules: slice) -> Ids:
         """Return the distance of each wanted granule from block 0, in bytes."""
-        strides, per_block = self.memory.strides, self.granules_per_block
+        strides = self.memory.strides
+        per_block = self.granules_per_block
         if per_block == 1 and self.moves_all:
             return self.ids[granules] * strides["block"]
         numbers = self.moved(granules)

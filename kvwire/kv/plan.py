@@ -187,7 +187,8 @@ class TransferPlan:
 
         Layers count from this side's first, blocks in the local list.
         """
-        walk, group_map = self.groups[index], self.maps[index]
+        walk = self.groups[index]
+        group_map = self.maps[index]
         first = group_map.memory.spec.first_layer
         start = max(first + layers.start, walk.layers.start)
         stop = min(first + layers.stop, walk.layers.stop)
@@ -222,13 +223,15 @@ class TransferPlan:
                 f"segment: group {segment.group} of {len(self.groups)} groups"
             )
         walk = self.groups[segment.group]
-        first, last = segment.layer, segment.layer + segment.layers
+        first = segment.layer
+        last = segment.layer + segment.layers
         if segment.layers < 1 or first < walk.layers.start or last > walk.layers.stop:
             raise UsageError(
                 f"segment: layers {first} to {last - 1}; group {walk.group!r} carries "
                 f"{walk.layers.start} to {walk.layers.stop - 1}"
             )
-        first, last = segment.granule, segment.granule + segment.granules
+        first = segment.granule
+        last = segment.granule + segment.granules
         if segment.granules < 1 or first < 0 or last > walk.granules:
             raise UsageError(
                 f"segment: granules {first} to {last - 1} of {walk.granules} in group "
@@ -241,7 +244,8 @@ class TransferPlan:
 
     def nbytes_of(self, segment: Segment) -> int:
         """Return the bytes of a segment that is known to be inside this transfer."""
-        group_map, granules = self.maps[segment.group], segment.granules
+        group_map = self.maps[segment.group]
+        granules = segment.granules
         if not group_map.moves_all:
             granules = int(np.count_nonzero(group_map.wanted[segment.granule_slice]))
         return segment.layers * granules * group_map.granule_bytes

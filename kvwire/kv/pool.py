@@ -57,7 +57,8 @@ class BlockPool:
         *,
         on_removed: Callable[[Sequence[BlockHash]], None] | None = None,
     ) -> None:
-        blocks, size = whole(num_blocks), whole(block_tokens)
+        blocks = whole(num_blocks)
+        size = whole(block_tokens)
         if blocks is None or blocks < 1:
             raise UsageError(
                 f"BlockPool: num_blocks={num_blocks!r}: a number, at least 1"
@@ -121,7 +122,8 @@ class BlockPool:
                 f"allocate({count}): {self.free_blocks} of {self.num_blocks} blocks "
                 "are free; ask pool.free_blocks first"
             )
-        refs, rest = self._refs, max(0, len(self._blank) - count)
+        refs = self._refs
+        rest = max(0, len(self._blank) - count)
         taken = self._blank[rest:]
         del self._blank[rest:]
         taken.reverse()
@@ -140,8 +142,10 @@ class BlockPool:
             UsageError: A block is not held, or is listed twice; none was released.
         """
         self._check_held(blocks)
-        refs, hashes = self._refs, self._hashes
-        blank, cached = self._blank, self._cached_free
+        refs = self._refs
+        hashes = self._hashes
+        blank = self._blank
+        cached = self._cached_free
         for block in reversed(blocks):
             count = refs[block] - 1
             refs[block] = count
@@ -172,7 +176,8 @@ class BlockPool:
                 touched.
         """
         self._check(blocks)
-        refs, hashes = self._refs, self._hashes
+        refs = self._refs
+        hashes = self._hashes
         for block in blocks:
             if not refs[block] and hashes[block] is None:
                 raise UsageError(f"touch: block {block} is free and nothing is in it")
@@ -191,7 +196,8 @@ class BlockPool:
         self._check_held(blocks)
         if len(blocks) != len(hashes):
             raise UsageError(f"cache: {len(hashes)} hashes for {len(blocks)} blocks")
-        named, by_hash = self._hashes, self._by_hash
+        named = self._hashes
+        by_hash = self._by_hash
         if any(map(named.__getitem__, blocks)):
             for block, name in zip(blocks, hashes, strict=True):
                 known = named[block]
@@ -229,7 +235,9 @@ class BlockPool:
 
     def _take_cached(self, count: int) -> list[int]:
         """Take the first free cached blocks and forget their content."""
-        take, hashes, by_hash = self._cached_free.popitem, self._hashes, self._by_hash
+        take = self._cached_free.popitem
+        hashes = self._hashes
+        by_hash = self._by_hash
         taken: list[int] = []
         removed: list[BlockHash] = []
         for _ in range(count):

@@ -169,7 +169,8 @@ class _Request(Generic[Id]):
         if not isinstance(request, PrefillRequest):
             raise wrong_type("plan_prefill: requests", request, "a PrefillRequest")
         where = f"plan_prefill: request {request.id!r}"
-        tokens, cached = whole(request.num_tokens), whole(request.cached_tokens)
+        tokens = whole(request.num_tokens)
+        cached = whole(request.cached_tokens)
         if tokens is None or cached is None or not 0 <= cached <= tokens or not tokens:
             raise UsageError(
                 f"{where}: num_tokens={request.num_tokens!r} and cached_tokens="
@@ -329,7 +330,8 @@ class _Blocks(Generic[Id]):
             self._valid[name][at] = np.maximum(self._valid[name][at], tokens)
 
     def _add_landed(self, end: Outcome, name: str) -> None:
-        listed, size = end.lists[name], self._block_tokens[name]
+        listed = end.lists[name]
+        size = self._block_tokens[name]
         tokens = np.full(listed.size, size)
         tokens[-1:] -= listed.size * size - end.tokens[name]
         landed = ~among(listed, end.missing.ids(name))

@@ -157,7 +157,8 @@ class KVSpec:
 
     def differing(self, other: KVSpec) -> tuple[str, ...]:
         """Return the names of the fields in which two specs of one model differ."""
-        mine, theirs = self._geometry(), other._geometry()
+        mine = self._geometry()
+        theirs = other._geometry()
         return tuple(name for name in mine if mine[name] != theirs[name])
 
     def require_same_model(
@@ -181,7 +182,8 @@ class KVSpec:
         fields = self.differing(peer)
         if not fields:
             return
-        mine, theirs = self._geometry(), peer._geometry()
+        mine = self._geometry()
+        theirs = peer._geometry()
         here, there = sides
         pairs = [f"{f} is {mine[f]!r} {here} and {theirs[f]!r} {there}" for f in fields]
         raise ProfileMismatch(
@@ -218,7 +220,8 @@ class KVSpec:
         """
         values = _texts(pairs)
         numbers = {name: _number(values, name) for name in _NUMBERS}
-        rank, size = numbers.pop("shard_rank"), numbers.pop("shard_size")
+        rank = numbers.pop("shard_rank")
+        size = numbers.pop("shard_size")
         for name in ("dtype", "fingerprint"):
             if name not in values:
                 raise UsageError(f"KVSpec: the peer's description lacks {name!r}")

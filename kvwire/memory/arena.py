@@ -258,7 +258,8 @@ class SharedMapping:
         except (OSError, OverflowError):
             # Addresses count as memory here (vm.overcommit_memory=2), or a peer's file
             # is larger than any mapping can be.
-            self._reserved, self._begin = mmap.mmap(fd, nbytes, prot=access), 0
+            self._reserved = mmap.mmap(fd, nbytes, prot=access)
+            self._begin = 0
             self.address: int = address_of(self._reserved)
         else:
             self._begin = -address_of(self._reserved) % HUGE_PAGE_BYTES
@@ -308,7 +309,8 @@ class SharedMapping:
 @functools.cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
-    size, number = ctypes.c_size_t, ctypes.c_int
+    size = ctypes.c_size_t
+    number = ctypes.c_int
     libc.mmap.argtypes = (ctypes.c_void_p, size, number, number, number, ctypes.c_long)
     libc.mmap.restype = size
     libc.madvise.argtypes = (ctypes.c_void_p, size, number)

@@ -73,7 +73,8 @@ def paired(source: Payload, destination: Payload) -> tuple[Array, Array, Array]:
 
     At least one of them must be fragments.
     """
-    here, there = _addresses(source), _addresses(destination)
+    here = _addresses(source)
+    there = _addresses(destination)
     # If one side is contiguous, only the other side's borders matter.
     if there.size == 1 and isinstance(source, Fragments):
         return here, source.starts[:-1] + there, source.lengths
@@ -84,12 +85,14 @@ def paired(source: Payload, destination: Payload) -> tuple[Array, Array, Array]:
     borders = source.starts
     if not np.array_equal(borders, destination.starts):
         borders = distinct(np.concatenate((borders, destination.starts)))
-    starts, lengths = borders[:-1], borders[1:] - borders[:-1]
+    starts = borders[:-1]
+    lengths = borders[1:] - borders[:-1]
     return _places(source, starts), _places(destination, starts), lengths
 
 
 def _copied_alike(source: Payload, destination: Payload) -> bool:
-    here, there = _addresses(source), _addresses(destination)
+    here = _addresses(source)
+    there = _addresses(destination)
     if isinstance(source, Fragments) and there.size == 1:
         return copy_alike(source, there.item(0), gather=True)
     if isinstance(destination, Fragments) and here.size == 1:

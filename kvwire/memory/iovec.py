@@ -77,15 +77,19 @@ class Iovecs:
         Returns:
             The table's address and its number of rows, valid until the next call.
         """
-        fragments, table = self._fragments, self._table
-        begin, row = fragments.nbytes - self.rest, 0
+        fragments = self._fragments
+        table = self._table
+        begin = fragments.nbytes - self.rest
+        row = 0
         # Before: the last `rest` bytes of head and list are not moved; begin < 0 is in
         # the head.
         if begin < 0:
             table[0] = self._head_end + begin, -begin
-            begin, row = 0, 1
+            begin = 0
+            row = 1
         end = min(begin + bytes_max, fragments.nbytes)
-        starts, stop = fragments.starts, fragments.addresses.size
+        starts = fragments.starts
+        stop = fragments.addresses.size
         # Here the window is the bytes begin to end of the list, which begin in fragment
         # `first` and end in fragment `stop - 1`.
         first = int(starts.searchsorted(np.uint64(begin), "right")) - 1 if begin else 0
@@ -129,7 +133,8 @@ class Iovecs:
             How many; they still count as not moved.
         """
         fragments = self._fragments
-        begin, filled = fragments.nbytes - self.rest, 0
+        begin = fragments.nbytes - self.rest
+        filled = 0
         if begin < 0:
             head = self._head[begin:][: len(target)]
             filled = len(head)

@@ -72,7 +72,8 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
     if compiled is not None:
         held, released = compiled
         columns = np.array((origin, target, lengths), np.uint64)
-        first, step = columns.__array_interface__["data"][0], lengths.nbytes
+        first = columns.__array_interface__["data"][0]
+        step = lengths.nbytes
         move = held if total <= HELD_BYTES else released
         move(first, first + step, first + 2 * step, lengths.size, total)
         return
@@ -167,7 +168,8 @@ def _move_items(
     source: Items, read: Places | None, destination: Items, written: Places | None
 ) -> None:
     """Copy items of one array into another, at certain places on each side or all."""
-    length, count = source.itemsize, (source if read is None else read).size
+    length = source.itemsize
+    count = (source if read is None else read).size
     batch = max(1, _BATCH_BYTES // length)
     if read is None or (written is None and source.flags.c_contiguous):
         batch = count  # no copy in between is needed
@@ -188,7 +190,8 @@ def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
     """
     # Methods of arrays run a Python function first; ufuncs do not.
     first = np.minimum.reduce(addresses)
-    stride, places = length, None
+    stride = length
+    places = None
     count = addresses.size
     if addresses.item(-1) - addresses.item(0) != (
         count - 1
@@ -196,7 +199,8 @@ def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
         distances = addresses - first
         places, beside = np.divmod(distances, np.uint64(length))
         if np.logical_or.reduce(beside):
-            places, stride = distances, 1
+            places = distances
+            stride = 1
         count = int(np.maximum.reduce(places)) + 1
     items = np.asarray(_ArrayView(int(first), count, length, stride))
     return items, None if places is None else places.view(np.intp)

@@ -70,7 +70,8 @@ def traces(paths: list[Path]) -> tuple[list[ProcessTrace], list[str]]:
 def _ask_all(
     paths: list[Path], what: Literal["snapshot", "trace"], kind: type[T]
 ) -> tuple[list[T], list[str]]:
-    answers, silent = [], []
+    answers = []
+    silent = []
     # In parallel, so that several silent processes take as long as one.
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         for found in threads.map(lambda path: _answer(path, what, kind), paths):

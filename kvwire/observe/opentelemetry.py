@@ -137,7 +137,8 @@ class TransferTracer:
         start_ns, context = self._begun.pop(transfer)
         shared = trace.get_current_span(_below(transfer.traceparent))
         here = trace.get_current_span(context).get_span_context()
-        there, links = shared.get_span_context(), []
+        there = shared.get_span_context()
+        links = []
         if not here.is_valid:
             context = trace.set_span_in_context(shared, context)
         elif there.is_valid and there.trace_id != here.trace_id:

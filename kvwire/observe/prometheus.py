@@ -87,8 +87,10 @@ class CommunicatorCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current numbers. From any thread."""
         communicator = self._communicator
-        name, counters = communicator.name, communicator.counters
-        labels, live = ["communicator"], communicator.live_connections
+        name = communicator.name
+        counters = communicator.counters
+        labels = ["communicator"]
+        live = communicator.live_connections
         yield from _families(
             CounterMetricFamily, "kvwire_", _COUNTS, labels, [((name,), counters)]
         )
@@ -216,10 +218,12 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current numbers. From any thread."""
-        name, store = self._name, self._store
+        name = self._name
+        store = self._store
         count = partial(_families, CounterMetricFamily)
         gauge = partial(_families, GaugeMetricFamily)
-        prefix, labels = "kvwire_store_", ["store", "tier"]
+        prefix = "kvwire_store_"
+        labels = ["store", "tier"]
         yield from count(prefix, _STORE_COUNTS, ["store"], [((name,), store.counters)])
         tiers = [((name, tier), numbers) for tier, numbers in store.stats().items()]
         yield from count(prefix, _TIER_COUNTS, labels, tiers)

@@ -180,7 +180,8 @@ class CredentialFiles:
                 # Try again next time: the cause may be a file's mode or a missing
                 # descriptor, which change no file.
                 self._stamps = ()
-                refusal, self._refusal = self._refusal, str(exc)
+                refusal = self._refusal
+                self._refusal = str(exc)
                 if refusal != self._refusal:
                     logger.warning(
                         "certificates have changed and are not used: %s", exc

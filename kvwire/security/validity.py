@@ -51,7 +51,8 @@ class Validity:
 
     def state(self, now: float) -> State:
         """Return the state that needs action; "" if none does."""
-        left_s, life_s = self.not_after - now, self.not_after - self.not_before
+        left_s = self.not_after - now
+        life_s = self.not_after - self.not_before
         if left_s <= 0:
             return "expired"
         if now < self.not_before:
@@ -142,7 +143,8 @@ def _seen(role: Role, pem: str, load: Load) -> dict[str, Any] | None:
     peer.verify_mode = ssl.CERT_REQUIRED
     peer.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
     peer.load_verify_locations(cadata=pem)
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    there = ssl.MemoryBIO()
+    back = ssl.MemoryBIO()
     ends = {
         Role.CLIENT: contexts[Role.CLIENT].wrap_bio(back, there),
         Role.SERVER: contexts[Role.SERVER].wrap_bio(there, back, server_side=True),

@@ -266,7 +266,9 @@ def _check(name: str, promise: str, needs: str = "") -> Callable[[Any], Any]:
 
 @_check("found.landed", "find has what write has landed, and nothing else")
 async def _(rig: TierRig) -> None:
-    tier, blocks, others = await rig.tier(), Blocks(rig), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
+    others = Blocks(rig)
     await blocks.expect(tier, [])
     await blocks.write(tier)
     require(await blocks.found(tier) == ALL, "find lacks a block that has landed")
@@ -277,7 +279,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("found.none", "calls about no blocks are answered")
 async def _(rig: TierRig) -> None:
-    tier, none = await rig.tier(), as_keys(())
+    tier = await rig.tier()
+    none = as_keys(())
     require((await tier.find(none)).size == 0, "find of nothing")
     tier.touch(none)
     await tier.delete(none)
@@ -285,7 +288,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("found.touched", "touch changes nothing but who goes first")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     tier.touch(blocks.keys)
     await blocks.expect(tier, [])
     await blocks.write(tier)
@@ -298,21 +302,24 @@ async def _(rig: TierRig) -> None:
 
 @_check("exact.bytes", "read gives the bytes and the order of write")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     await blocks.write(tier)
     require(await blocks.read(tier) == ALL, f"not all is read: {tier.error!r}")
 
 
 @_check("exact.many", "so it does with many blocks in one call")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig, 100)
+    tier = await rig.tier()
+    blocks = Blocks(rig, 100)
     await blocks.write(tier)
     await blocks.expect(tier, range(100))
 
 
 @_check("exact.twice", "a block that is written again is still there, once")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     await blocks.write(tier)
     await blocks.write(tier)
     await blocks.expect(tier, ALL)
@@ -323,7 +330,8 @@ async def _(rig: TierRig) -> None:
 )
 async def _(rig: TierRig) -> None:
     assert rig.damage is not None
-    blocks, tier = Blocks(rig), await rig.tier()
+    blocks = Blocks(rig)
+    tier = await rig.tier()
     await blocks.write(tier)
     await tier.flush()
     await rig.close(tier)
@@ -342,7 +350,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("each.missing", "a block that is missing costs no other")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     batch, _ = blocks.batch()
     some = np.array([1, 2, 5])
     results = await tier.write(blocks.namespace, batch.selected(some))
@@ -359,7 +368,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("done.write", "when a write has returned its images may change")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     batch, memory = blocks.batch()
     results = await tier.write(blocks.namespace, batch)
     memory[:] = 0xAA
@@ -370,7 +380,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("done.read", "when a read has returned nothing is written to its images")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     await blocks.write(tier)
     room, memory = blocks.room()
     await tier.read(blocks.namespace, room)
@@ -400,7 +411,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("cancelled.read", "nothing is written to the images of a cancelled read")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     await blocks.write(tier)
     for turns in _TURNS:
         room, memory = blocks.room()
@@ -412,7 +424,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("cancelled.look", "a cancelled find or delete may be called again")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     await blocks.write(tier)
     for turns in _TURNS:
         await _cancelled(tier.find(blocks.keys), turns)
@@ -429,7 +442,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("overlap.same", "calls for the same blocks overlap")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     writes = (blocks.write(tier) for _ in range(4))
     reads = (blocks.read(tier) for _ in range(4))
     finds = (blocks.found(tier) for _ in range(4))
@@ -443,11 +457,15 @@ async def _(rig: TierRig) -> None:
     for _ in range(8):
         blocks = Blocks(rig)
         await asyncio.gather(
-            *(blocks.write(tier, landed=False), blocks.read(tier)),
-            *(_try_delete(tier, blocks.keys[::2]), blocks.found(tier)),
-            *(blocks.write(tier, landed=False), _try_delete(tier, blocks.keys[::3])),
+            blocks.write(tier, landed=False),
+            blocks.read(tier),
+            _try_delete(tier, blocks.keys[::2]),
+            blocks.found(tier),
+            blocks.write(tier, landed=False),
+            _try_delete(tier, blocks.keys[::3]),
         )
-        landed, orders = await blocks.read(tier), await tier.find(blocks.keys)
+        landed = await blocks.read(tier)
+        orders = await tier.find(blocks.keys)
         # Where nobody has read the head, what is there may be no whole block.
         sure = np.flatnonzero((orders != ABSENT) & (orders != UNKNOWN)).tolist()
         here = np.flatnonzero(orders != ABSENT).tolist()
@@ -464,7 +482,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("deleted.blocks", "what is deleted is not found, and what is not is")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     await blocks.write(tier)
     for _ in range(2):  # what is gone may be deleted again
         await tier.delete(blocks.keys[:3])
@@ -476,7 +495,9 @@ async def _(rig: TierRig) -> None:
 
 @_check("deleted.namespace", "with a namespace go its blocks, and no others")
 async def _(rig: TierRig) -> None:
-    tier, blocks, others = await rig.tier(), Blocks(rig), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
+    others = Blocks(rig)
     await blocks.write(tier)
     await others.write(tier)
     for _ in range(2):
@@ -492,7 +513,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("kept.closed", "a durable tier has after a restart what it had before")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     await blocks.write(tier)
     await tier.flush()
     durable = tier.durable
@@ -509,7 +531,8 @@ async def _(rig: TierRig) -> None:
 @_check("away.answered", "while it is away all is answered, with the reason", "away")
 async def _(rig: TierRig) -> None:
     assert rig.away is not None
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     await blocks.write(tier)
     async with rig.away():
         results = await blocks.write(tier, landed=False)
@@ -537,7 +560,8 @@ async def _(rig: TierRig) -> None:
 async def _(rig: TierRig) -> None:
     assert rig.away is not None
     async with rig.away():
-        tier, blocks = await rig.tier(), Blocks(rig)
+        tier = await rig.tier()
+        blocks = Blocks(rig)
         results = await blocks.write(tier, landed=False)
         require(not (results == BlockResult.LANDED).any(), "a write has landed")
         require(bool(tier.error), "error does not say why nothing is taken")
@@ -550,7 +574,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("room.large", "a block has room, or is refused with a reason")
 async def _(rig: TierRig) -> None:
-    tier, nbytes = await rig.tier(), 4096
+    tier = await rig.tier()
+    nbytes = 4096
     while nbytes <= _LARGE_BYTES:
         blocks = Blocks(rig, 1, nbytes)
         why = tier.too_large(blocks.namespace)
@@ -572,7 +597,8 @@ async def _(rig: TierRig) -> None:
 
 @_check("room.counted", "stats count what has landed")
 async def _(rig: TierRig) -> None:
-    tier, blocks = await rig.tier(), Blocks(rig)
+    tier = await rig.tier()
+    blocks = Blocks(rig)
     await blocks.write(tier)
     await blocks.read(tier)
     stats = tier.stats()

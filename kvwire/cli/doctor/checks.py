@@ -137,7 +137,8 @@ def check(host: HostFiles) -> tuple[Finding, ...]:
 
 def _gpus(host: HostFiles) -> Judgement:
     """Name NVIDIA GPUs, and whether this process can open them."""
-    folder, asked = host.root / "proc/driver/nvidia", False
+    folder = host.root / "proc/driver/nvidia"
+    asked = False
     version = re.search(
         r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", _text(folder / "version")
     )
@@ -150,7 +151,9 @@ def _gpus(host: HostFiles) -> Judgement:
         rows = [line.partition(", ") for line in _ask_nvidia_smi() if ", " in line]
         if not rows:
             return "no NVIDIA driver: KV caches lie in host memory", ""
-        driver, models, asked = rows[0][0], [name for _, _, name in rows], True
+        driver = rows[0][0]
+        models = [name for _, _, name in rows]
+        asked = True
     kinds = dict.fromkeys(models)
     # Eight of a kind are said once: "8 x NVIDIA H200".
     named = ", ".join(f"{models.count(kind)} x {kind}" for kind in kinds) or "no GPU"
@@ -263,7 +266,8 @@ def _ptrace(host: HostFiles) -> Judgement:
         return f"{scope}, but this process has CAP_SYS_PTRACE", ""
     if scope == "1":
         return "1: a process is read by its parents and by whom it names", ""
-    who, remedy = "only with CAP_SYS_PTRACE", "sysctl kernel.yama.ptrace_scope=1"
+    who = "only with CAP_SYS_PTRACE"
+    remedy = "sysctl kernel.yama.ptrace_scope=1"
     if scope == "3":
         who = "nobody, until a reboot"
         remedy = "set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and reboot"

@@ -135,7 +135,8 @@ async def try_out(
     What went wrong is found as well. The second is what the peer's host is like, if it
     is a doctor's.
     """
-    trial, there = Trial(asked=transport), None
+    trial = Trial(asked=transport)
+    there = None
     try:
         async with asyncio.timeout(TRIAL_TIMEOUT_S):
             connection = await communicator.connect(

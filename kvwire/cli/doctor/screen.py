@@ -38,7 +38,8 @@ def fitting(examination: Examination, console: Console) -> RenderableType:
 def host(examination: Examination, *, brief: bool = False) -> RenderableType:
     """Show one host; in brief, what is in order has only its name."""
     versions = "  ".join(f"{k} {v}" for k, v in examination.versions.items())
-    container, pid = examination.container, examination.pid
+    container = examination.container
+    pid = examination.pid
     inside = f"  in a {container} container" if container else ""
     shown = _in_brief if brief else iter
     transports = (

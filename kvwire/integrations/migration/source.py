@@ -196,7 +196,8 @@ class _Move:
                 break
             if full > self._blocks:
                 await self._copy(full * size)
-        self._place, self._paused_at = "paused", monotonic()
+        self._place = "paused"
+        self._paused_at = monotonic()
         await self._request.pause()
         tokens = self._written().tokens
         if tokens > self._blocks * size:
@@ -210,8 +211,10 @@ class _Move:
 
     async def _copy(self, tokens: int) -> None:
         """Push the blocks that were not copied yet, up to a number of tokens."""
-        request, size = self._request, self._request.cache.spec.block_tokens
-        first, index = self._blocks, len(self._parts)
+        request = self._request
+        size = self._request.cache.spec.block_tokens
+        first = self._blocks
+        index = len(self._parts)
         blocks = self._written().blocks[first : -(-tokens // size)]
         tokens -= first * size
         self._send(

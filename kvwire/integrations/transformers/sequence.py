@@ -182,7 +182,8 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         self._check(key_states, stop)
         at = torch.arange(start, stop)
         size = self._tensor.shape[2]
-        blocks, slots = self._table[at // size], at % size
+        blocks = self._table[at // size]
+        slots = at % size
         # Detached, since the pool outlives the call and would keep its autograd graph
         # alive.
         self._tensor[blocks, 0, slots] = key_states.detach()[0].transpose(0, 1)

@@ -115,7 +115,8 @@ def http_url(text: str) -> str:
     """Return a base URL rebuilt from scheme, host and port, without other parts."""
     try:
         parts = urlsplit(text)
-        host, port = parts.hostname or "", parts.port
+        host = parts.hostname or ""
+        port = parts.port
     except ValueError as exc:
         raise UsageError(f"http={shown(without_password(text))}: {exc}") from None
     more = (parts.username, parts.password, parts.query, parts.fragment)

@@ -212,7 +212,8 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 def _of_stage(shape: CacheShape, vllm_config: Any) -> CacheShape:
     """Add the pipeline stage to the shape of a worker's only kind of layer."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
     stages = parallel.pipeline_parallel_size
     if stages == 1:
         return shape

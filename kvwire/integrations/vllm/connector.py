@@ -81,7 +81,8 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
         announcer: Announcer | None = None
         if settings.http and not before:
-            url, role = settings.http, settings.role
+            url = settings.http
+            role = settings.role
             model = model_name(vllm_config, settings.fingerprint)
             index = shapes[0].index
             announcer = Announcer(url, role, vllm_config, index, model)

@@ -59,7 +59,8 @@ def added(
 
 def summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
     """Return the figures for one line of a log."""
-    sent, received = observed.get("sent_bytes", []), observed.get("received_bytes", [])
+    sent = observed.get("sent_bytes", [])
+    received = observed.get("received_bytes", [])
     found: dict[str, int | float] = {
         "prompts sent": len(sent),
         "prompts fetched": len(received),

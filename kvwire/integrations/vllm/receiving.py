@@ -77,7 +77,8 @@ class PromptReceive(PromptEnd[Incoming]):
                 await part.drained()
             return self._result(load.blocks)
         with self._lock:
-            self._parts, self._begun = parts, True
+            self._parts = parts
+            self._begun = True
         if self._reason or load.declined:
             await self._abort(communicator)
         impatience = asyncio.get_running_loop().call_later(
@@ -126,7 +127,8 @@ class PromptReceive(PromptEnd[Incoming]):
         Other requests share those, and vLLM fails or rewinds every request that has a
         reported block.
         """
-        blocks, cached = self.load.blocks, self.load.cached
+        blocks = self.load.blocks
+        cached = self.load.cached
         own = {name: ids[cached[name] :] for name, ids in blocks.items()}
         missing = {name: np.intersect1d(own[name], ids) for name, ids in lost.items()}
         return ReceiveResult(missing, outcomes)

@@ -168,7 +168,8 @@ class SchedulerSide:
         step.idle = not step.running
         for one in scheduled_requests(output, self._prompts):
             self._scheduled(step, one)
-        step.loads, self._loads = self._loads, []
+        step.loads = self._loads
+        self._loads = []
         return step
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -332,7 +333,8 @@ class SchedulerSide:
         new_blocks = self._new_blocks(prompt)
         if not prompt.begun:
             prompt.begun = True
-            prompt.send.blocks, new_blocks = new_blocks, {}
+            prompt.send.blocks = new_blocks
+            new_blocks = {}
             step.sends.append(prompt.send)
         step.written.append(
             ComputedTokens(request_id=one.id, blocks=new_blocks, stop=prompt.written)
@@ -354,7 +356,9 @@ class SchedulerSide:
         if prompt is None:
             return
         prompt.lost = prompt.begun
-        prompt.tables, prompt.named, prompt.written = [], {}, 0
+        prompt.tables = []
+        prompt.named = {}
+        prompt.written = 0
 
 
 def _priority(request: Any) -> int:

@@ -91,8 +91,10 @@ class PromptSend(PromptEnd[Outgoing]):
             logger.warning("transfer %s was not begun: %s", self._route.id, said)
             return []
         with self._lock:
-            early, self._early = self._early or [], None
-            self._parts, self._begun = [out], True
+            early = self._early or []
+            self._early = None
+            self._parts = [out]
+            self._begun = True
             for call in [] if self._reason else early:
                 call(out)
         if self._reason:
@@ -104,7 +106,8 @@ class PromptSend(PromptEnd[Outgoing]):
         return [outcome]
 
     def _publish(self, communicator: Communicator) -> Outgoing:
-        send, route = self._send, self._route
+        send = self._send
+        route = self._route
         options = {**send.options, "growing": True, "codec": self._codec}
         options["consumers"] = len(route.peers)
         return communicator.publish(route.id, self._cache, send.blocks, **options)

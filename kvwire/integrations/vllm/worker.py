@@ -158,7 +158,8 @@ class WorkerSide:
 
     def start_loads(self) -> None:
         """Begin the fetches of this step, without waiting."""
-        loads, self._step.loads = self._step.loads, []
+        loads = self._step.loads
+        self._step.loads = []
         # Kernels of requests that used the blocks before may still be queued.
         after = self._device.recorded() if loads else None
         for load in loads:
@@ -197,17 +198,20 @@ class WorkerSide:
 
     def take_errors(self) -> set[int]:
         """Return the blocks that did not arrive, each once."""
-        errors, self._errors = self._errors, set()
+        errors = self._errors
+        self._errors = set()
         return errors
 
     def take_failed(self) -> set[str]:
         """Return the requests that lack blocks of several tables, each once."""
-        failed, self._failed = self._failed, set()
+        failed = self._failed
+        self._failed = set()
         return failed
 
     def take_observed(self) -> Observed:
         """Return the observations for metrics since the last call."""
-        observed, self._observed = self._observed, {}
+        observed = self._observed
+        self._observed = {}
         return observed
 
     def close(self) -> None:
@@ -307,7 +311,8 @@ class WorkerSide:
 
     def _drain(self, request_id: str, end: PromptSend) -> None:
         """Wait until nothing can touch the blocks of an aborted prompt."""
-        dropped, over = False, [end.done]
+        dropped = False
+        over = [end.done]
         while not wait(over, self._settings.fence_s).done:
             if end.quarantined and self._device.failed:
                 raise BackendUnavailable(

@@ -123,7 +123,8 @@ class StoreScheduler:
         if external:
             first = tracked.computed // self._block_tokens
             stop = first + external // self._block_tokens
-            tracked.loading, tracked.saved = True, stop
+            tracked.loading = True
+            tracked.saved = stop
             self._step.loads.append(
                 NamedBlocks(
                     request.request_id,
@@ -134,11 +135,13 @@ class StoreScheduler:
 
     def step(self, output: Any) -> StoreStep:
         """Return the metadata for the workers in a scheduled step."""
-        step, self._step = self._step, StoreStep()
+        step = self._step
+        self._step = StoreStep()
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                tracked.ids, tracked.busy = [], False
+                tracked.ids = []
+                tracked.busy = False
             step.fenced.add(request_id)
         step.idle = not output.num_scheduled_tokens
         for one in scheduled_requests(output, self._requests):
@@ -168,7 +171,8 @@ class StoreScheduler:
         for tracked in self._requests.values():
             tracked.asked = None
             if tracked.ids:
-                tracked.nameless, tracked.hashes = True, []
+                tracked.nameless = True
+                tracked.hashes = []
 
     # --- inside -----------------------------------------------------------------------
 
@@ -226,4 +230,5 @@ class StoreScheduler:
             return
         part = slice(tracked.saved, full)
         step.saves.append(NamedBlocks(one.id, hashes[part], tracked.ids[part]))
-        tracked.saved, tracked.busy = full, True
+        tracked.saved = full
+        tracked.busy = True

@@ -116,7 +116,8 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
 def _name(config: Any) -> str:
     """Return a name for the content of chunks in vLLM's primary tier."""
-    model, ranks = config.model, config.parallel
+    model = config.model
+    ranks = config.parallel
     try:
         weights = weights_name(model.name)
     except UsageError as exc:

@@ -77,7 +77,8 @@ class StoreWorker:
 
     def start_loads(self) -> None:
         """Begin the loads of this step, without waiting."""
-        loads, self._step.loads = self._step.loads, []
+        loads = self._step.loads
+        self._step.loads = []
         # After the kernels that used the blocks before.
         after = self._recorded() if loads else None
         for wanted in loads:
@@ -85,7 +86,8 @@ class StoreWorker:
 
     def step_written(self) -> None:
         """Save the KV of the forward pass, which is over."""
-        saves, self._step.saves = self._step.saves, []
+        saves = self._step.saves
+        self._step.saves = []
         for named in saves:
             self._saves.setdefault(named.request_id, []).append(self._put(named))
 
@@ -104,7 +106,8 @@ class StoreWorker:
 
     def take_errors(self) -> set[int]:
         """Return the blocks that could not be loaded, each once."""
-        errors, self._errors = self._errors, set()
+        errors = self._errors
+        self._errors = set()
         return errors
 
     def close(self) -> None:
@@ -153,14 +156,16 @@ class StoreWorker:
 
         async def run(_: Communicator) -> list[int]:
             request = None
-            lost, why = list(wanted.ids), ""
+            lost = list(wanted.ids)
+            why = ""
             try:
                 ids = self._of_groups(wanted.ids)
                 hashes = self._of_groups(wanted.hashes)
                 request = self._store.get(hashes, cache, ids, after=after)
                 missing = (await request).missing
                 each = [set(missing.ids(name).tolist()) for name in cache.groups]
-                lost, why = sorted(set().union(*each)), "; ".join(missing.reasons)
+                lost = sorted(set().union(*each))
+                why = "; ".join(missing.reasons)
             except Exception as exc:  # noqa: BLE001 - it would end vLLM's engine
                 why = error_text(exc)
             if request is not None:
@@ -180,7 +185,8 @@ class StoreWorker:
 
     def _put(self, named: NamedBlocks) -> Future[None]:
         """Begin to save blocks; the future is done when they are free."""
-        after, cache = self._recorded(), self._cache
+        after = self._recorded()
+        cache = self._cache
         assert cache is not None, "vLLM registers its caches first"
 
         async def run(_: Communicator) -> None:

@@ -59,7 +59,8 @@ def of_e4m3(codes: Bytes) -> Floats:
 def _e4m3_values() -> Floats:
     """Compute all 256 values: a sign, 4 bits of exponent (bias 7), 3 of mantissa."""
     codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
+    exponent = codes >> 3 & 15
+    mantissa = codes & 7
     normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     values = np.where(exponent > 0, normal, mantissa / 8 * 2.0**-6)
     values[(codes & 127) == 127] = np.nan

@@ -58,7 +58,8 @@ class PlanesCodec(BlockCodec):
         return at
 
     def decode(self, payload: Bytes, form: ImageForm, into: Bytes) -> None:
-        planes, size = form.item_bytes, form.elements
+        planes = form.item_bytes
+        size = form.elements
         head = planes * _LENGTH.itemsize
         if payload.size < head:
             raise IntegrityError(f"{payload.size} bytes, and the lengths take {head}")
@@ -69,7 +70,8 @@ class PlanesCodec(BlockCodec):
                 f"at most {size}"
             )
         unpack = _zstd_unpacked if self.library == "zstd" else _lz4_unpacked
-        rows, at = into.reshape(-1, planes), head
+        rows = into.reshape(-1, planes)
+        at = head
         for length, column in zip(lengths.tolist(), rows.T[::-1], strict=True):
             stored = payload[at : at + length]
             plane = stored if length == size else unpack(stored, size)

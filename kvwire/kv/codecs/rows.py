@@ -108,7 +108,8 @@ def row_codec(name: object) -> RowCodec:
 
 def _nibbles(rows: Floats) -> tuple[Bytes, Floats]:
     """Return the packed codes of rows, and each row's least value and step."""
-    least, most = rows.min(1, keepdims=True), rows.max(1, keepdims=True)
+    least = rows.min(1, keepdims=True)
+    most = rows.max(1, keepdims=True)
     step = np.maximum((most - least) / np.float32(INT4_MAX), SCALE_MIN)
     _mark_unfinite(rows, step)
     rows -= least

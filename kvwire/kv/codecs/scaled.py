@@ -130,7 +130,8 @@ def _components(form: ImageForm) -> list[tuple[_Part, int]]:
 
 def _least_and_step(values: Floats, over: int) -> tuple[Halves, Halves] | None:
     """Return float16 numbers with ``least <= v <= least + 15 * step``, or None."""
-    low, high = values.min(over, keepdims=True), values.max(over, keepdims=True)
+    low = values.min(over, keepdims=True)
+    high = values.max(over, keepdims=True)
     with np.errstate(all="ignore"):
         least = low.astype(np.float16)
         least = np.where(least > low, np.nextafter(least, -_INFINITE), least)

@@ -215,7 +215,8 @@ class CompletionThread:
 
     def _deliver(self) -> None:
         with self._lock:
-            fired, self._fired = self._fired, []
+            fired = self._fired
+            self._fired = []
         for done, error in fired:
             try:
                 done(error)

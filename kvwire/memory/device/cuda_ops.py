@@ -294,21 +294,34 @@ class CudaStream(Stream):
                 *range(first, first + 8 * len(numbers), 8)
             )
             self._driver(
-                *("cuLaunchKernel", self.ops.kernel, *grid, _THREADS, 1, 1, 0),
-                *(self._handle, pointers, None),
+                "cuLaunchKernel",
+                self.ops.kernel,
+                *grid,
+                _THREADS,
+                1,
+                1,
+                0,
+                self._handle,
+                pointers,
+                None,
             )
 
     def _upload(self, pieces: Fragments) -> None:
         """Queue the copy of the pieces' addresses and offsets to the device."""
-        count, nbytes = len(pieces), 8 * (2 * len(pieces) + 1)
+        count = len(pieces)
+        nbytes = 8 * (2 * len(pieces) + 1)
         if nbytes > self._table.nbytes:
             self._table = _DeviceMemory(self._owned, 2 * nbytes)
-        staged, tables = self.ops.table(nbytes), self.ops.lost_tables
+        staged = self.ops.table(nbytes)
+        tables = self.ops.lost_tables
         staged.words[:count] = pieces.addresses
         staged.words[count : 2 * count + 1] = pieces.starts
         try:
             self._driver(
-                *("cuMemcpyHtoDAsync_v2", self._table.address, staged.address, nbytes),
+                "cuMemcpyHtoDAsync_v2",
+                self._table.address,
+                staged.address,
+                nbytes,
                 self._handle,
             )
             staged.copied = self.record()

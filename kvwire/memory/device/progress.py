@@ -91,7 +91,8 @@ class LayerCounter:
     def close(self) -> None:
         """Fail every future that is not done by now."""
         with self._lock:
-            waiting, self._waiting = self._waiting, []
+            waiting = self._waiting
+            self._waiting = []
             self._lock.notify()
         for _, done in waiting:
             done.set_exception(RequestCancelled("the layer counter was closed"))

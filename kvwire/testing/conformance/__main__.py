@@ -104,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", default="*", help="a pattern, such as 'close.*'")
     add("--timeout", type=float, default=TIMEOUT_S, help="seconds for each promise")
     add(
-        *("-x", "--first-only"),
+        "-x",
+        "--first-only",
         action="store_true",
         help="stop at the first check that fails",
     )

@@ -158,7 +158,8 @@ class Rig(Generic[S]):
 
     async def given_back(self, side: S) -> None:
         """Wait until every token has been given back."""
-        count, what = side.lent + len(side.sent), f"calls of {self.moves}_sent"
+        count = side.lent + len(side.sent)
+        what = f"calls of {self.moves}_sent"
         await self._reaches(side.sent, count, f"{what} for {side.name}")
 
     async def moved(self, sender: S, receiver: S, count: int) -> None:
@@ -171,7 +172,8 @@ class Rig(Generic[S]):
         for side in sides:
             # The closure must not hold the side, since a kept error would keep it
             # alive.
-            closed, what = side.closed, f"{side.kind}_closed for {side.name}"
+            closed = side.closed
+            what = f"{side.kind}_closed for {side.name}"
             await self.until(closed.__len__, what)
 
     async def closes_cleanly(self, *sides: S) -> None:
@@ -247,7 +249,8 @@ class Rig(Generic[S]):
                 await self.within(backend.aclose(), "aclose")
             await self.settle()
             for side in self.sides:
-                times, expected = len(side.closed), int(side.begun)
+                times = len(side.closed)
+                expected = int(side.begun)
                 said = f"{side.name}: {side.kind}_closed was called {times} times"
                 require(times == expected, f"{said}, not {expected}")
             self.forget(*self.sides)
@@ -313,7 +316,8 @@ class LinkRig(Rig[LinkSide]):
             listener = self._listeners[0] if self._listeners else await self.listen()
         left = self.side("left", await self.connect(listener.address))
         right = self.side("right", await self.accept())
-        left.across, right.across = right, left
+        left.across = right
+        right.across = left
         if start_left:
             left.start()
         if start_right:
@@ -401,7 +405,8 @@ class LaneRig(Rig[LaneSide]):
         secret = secrets.token_bytes(32)
         left = self._side("left", self.near, Role.CLIENT, secret)
         right = self._side("right", self.far, Role.SERVER, secret)
-        left.across, right.across = right, left
+        left.across = right
+        right.across = left
         return left, right
 
     def _side(self, name: str, backend: Backend, role: Role, secret: bytes) -> LaneSide:

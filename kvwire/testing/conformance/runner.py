@@ -27,10 +27,22 @@ _RAISED: Final = (Exception, asyncio.CancelledError, SystemExit)
 TIMEOUT_S: Final = 5.0
 
 _GROUPS: Final = (
-    *(beginning.address, beginning.join, payloads.frame, payloads.payload),
-    *(payloads.order, memory.memory, memory.descriptor, callbacks.callback),
-    *(pressure.pressure, pressure.pause, ending.close, ending.abort),
-    *(beginning.cancel, callbacks.isolation, memory.leak, pressure.threads),
+    beginning.address,
+    beginning.join,
+    payloads.frame,
+    payloads.payload,
+    payloads.order,
+    memory.memory,
+    memory.descriptor,
+    callbacks.callback,
+    pressure.pressure,
+    pressure.pause,
+    ending.close,
+    ending.abort,
+    beginning.cancel,
+    callbacks.isolation,
+    memory.leak,
+    pressure.threads,
 )
 CHECKS: tuple[Check, ...] = tuple(c for group in _GROUPS for c in group.of_links)
 """Every check of links, in the order they run."""

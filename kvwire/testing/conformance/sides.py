@@ -286,7 +286,8 @@ class Side:
         """Judge a payload that arrived whole, within the named callback."""
         if self._aborted:
             self.wrong(f"{what} after abort")
-        number, memory = landing.number, landing.memory
+        number = landing.number
+        memory = landing.memory
         if memory is not None:
             nbytes = memory.nbytes
             if nbytes != landing.length:
@@ -369,7 +370,8 @@ class LinkSide(Side, LinkHandler):
 
     def body_received(self, link: Link, landing: Landing) -> None:
         with self._told("body_received", link):
-            expected, self._landing = self._landing, None
+            expected = self._landing
+            self._landing = None
             if landing is not expected or expected is None:
                 self.wrong(f"body_received for {landing!r}, not for the landing asked")
                 return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.house import bounds, contracts, files, forbidden, suite
+from tests.support.house import bounds, contracts, files, forbidden, statements, suite
 from tests.support.house.check import Check, Finding
 
 CHECKS: tuple[Check, ...] = (
@@ -10,6 +10,7 @@ CHECKS: tuple[Check, ...] = (
     *contracts.CHECKS,
     *bounds.CHECKS,
     *files.CHECKS,
+    *statements.CHECKS,
     *suite.CHECKS,
 )
 

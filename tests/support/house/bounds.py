@@ -19,12 +19,25 @@ from tests.support.house.check import AnyFunction, Check, Finding, functions
 from tests.support.tree import Source, python
 
 _GROWING = {
-    *("append", "appendleft", "extend", "extendleft", "insert", "heappush"),
-    *("add", "update", "setdefault"),
+    "append",
+    "appendleft",
+    "extend",
+    "extendleft",
+    "insert",
+    "heappush",
+    "add",
+    "update",
+    "setdefault",
 }
 _CONTAINERS = {
-    *("list", "dict", "set", "deque", "bytearray", "defaultdict", "OrderedDict"),
-    *("Counter",),
+    "list",
+    "dict",
+    "set",
+    "deque",
+    "bytearray",
+    "defaultdict",
+    "OrderedDict",
+    "Counter",
 }
 _MARK = re.compile(r"#\s*bounded:(.*)")
 _NAME = re.compile(r"\b[A-Z]+(?:_[A-Z]+)+\b")
@@ -61,7 +74,8 @@ def _limit_names() -> set[str]:
 
 def _mark(source: Source, statement: ast.stmt) -> str:
     """What the comment on a statement, or on the line above it, says of its bound."""
-    first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
+    first = statement.lineno - 1
+    last = statement.end_lineno or statement.lineno
     above = source.lines[first - 1].strip() if first else ""
     candidates = source.lines[first:last]
     if above.startswith("#"):

@@ -115,8 +115,14 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 
 _TIERS = (
-    *("coded", "disk", "mooncake", "object"),
-    *("redis", "remote", "sharded", "values"),
+    "coded",
+    "disk",
+    "mooncake",
+    "object",
+    "redis",
+    "remote",
+    "sharded",
+    "values",
 )
 _DIRECTORIES = ("dns", "file", "kubernetes", "nats", "ray", "redis")
 _SAID = '"""Send it.\n\n    Cancel safety:\n        Safe.\n    """'

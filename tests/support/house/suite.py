@@ -61,11 +61,9 @@ CHECKS = (
         # Programs that people run: a benchmark pauses between its measurements, and a
         # soak between its faults. A slow network is slow.
         beyond=(
-            *(
-                "tests/programs/bench/",
-                "tests/programs/soak/",
-                "tests/programs/torture/",
-            ),
+            "tests/programs/bench/",
+            "tests/programs/soak/",
+            "tests/programs/torture/",
             "tests/support/proxy.py",
         ),
         find=check.each(sleeps),

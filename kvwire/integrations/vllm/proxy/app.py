@@ -78,13 +78,21 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # Request headers that engines get; the others concern one connection, or the client.
 _PASSED_HEADERS: Final = (
-    *("authorization", "x-request-id", "traceparent", "tracestate"),
+    "authorization",
+    "x-request-id",
+    "traceparent",
+    "tracestate",
     "origin",  # the page's origin: engines decide whether it may read the answer
 )
 # Answer headers that clients get, beside those that engines set for pages.
 _KEPT_HEADERS: Final = (
-    *("content-type", "content-encoding", "content-length", "x-request-id"),
-    *("retry-after", "www-authenticate", "vary"),
+    "content-type",
+    "content-encoding",
+    "content-length",
+    "x-request-id",
+    "retry-after",
+    "www-authenticate",
+    "vary",
 )
 _OF_PAGES: Final = "access-control-"
 # A field whose value is larger than this is forwarded as it came, without re-encoding.
@@ -153,7 +161,8 @@ class ProxyApp:
         #: Runs what goes on beside the requests while it is open.
         self.running = run
         self._front = front
-        read, write = ("GET", "HEAD"), ("POST",)
+        read = ("GET", "HEAD")
+        write = ("POST",)
         self._routes: dict[str, tuple[tuple[str, ...], _Handler]] = {
             "/v1/completions": (write, front.generate),
             "/v1/chat/completions": (write, front.generate),
@@ -258,7 +267,8 @@ class _Front:
         del content  # large values are kept in the fields
         # Only the proxy may name engines to each other.
         body.pop("kv_transfer_params", None)
-        headers, since = _passed_on(asked), self.state.fleet.clock()
+        headers = _passed_on(asked)
+        since = self.state.fleet.clock()
         request = ClientRequest(asked.path, body, headers, since, large=large)
         async with self.ending.limits():
             return self._relayed(await self._asked(request, stack), stack)
@@ -424,12 +434,14 @@ T = TypeVar("T")
 
 def _check_no_page(asked: HttpRequest) -> None:
     """Refuse requests of web pages, which a browser on this host sends unasked."""
-    host, origin = asked.headers.get("host", ""), asked.headers.get("origin")
+    host = asked.headers.get("host", "")
+    origin = asked.headers.get("origin")
     try:
         of_this_proxy = origin is None or urlsplit(origin).netloc == host
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
-        of_this_proxy, name = False, ""
+        of_this_proxy = False
+        name = ""
     if not of_this_proxy:
         why = f"origin {origin}: no page of another host may ask for this"
         raise Refused(HTTPStatus.FORBIDDEN, why)
@@ -495,7 +507,8 @@ async def _read(
     )
     if length.isdecimal() and (len(length) > _LENGTH_DIGITS or int(length) > bytes_max):
         raise too_large
-    content, values = bytearray(), 0
+    content = bytearray()
+    values = 0
     counted = not is_form(asked.headers)
     began = asyncio.get_running_loop().time()
     try:

@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discovery: Discovery | None = None
         if options.directory:
             directory = open_directory(options.directory)
-            allowed, meant = AllowedHosts(options.allow), Selector.parse(options.select)
+            allowed = AllowedHosts(options.allow)
+            meant = Selector.parse(options.select)
             discovery = Discovery(directory, fleet, allowed, meant)
     except UsageError as exc:
         parser.error(str(exc))

@@ -130,7 +130,8 @@ class Dispatcher:
         """
         self.budget.deposit()
         tried: set[VllmEngine] = set()
-        failed_on, alone = 0, False
+        failed_on = 0
+        alone = False
         last = EngineFailed(None, "no engine takes requests")
         # Reasons by role, since clients need not know engines' addresses.
         whys: dict[str, None] = {}
@@ -144,7 +145,8 @@ class Dispatcher:
             prefill = None
             if not alone:
                 prefill = await self._pick_prefill(asked, decode, tried, last)
-            asked.engines, asked.decode = (decode.url,), decode
+            asked.engines = (decode.url,)
+            asked.decode = decode
             well = {one for one in (prefill, decode) if one and one.is_up(now)}
             try:
                 async with AsyncExitStack() as attempt:
@@ -332,7 +334,8 @@ class _Chained(AsyncIterator[bytes]):
     rest: AsyncIterator[bytes] | None = None
 
     async def __anext__(self) -> bytes:
-        first, self.first = self.first, None
+        first = self.first
+        self.first = None
         if first is not None:
             return first
         if self.rest is None:

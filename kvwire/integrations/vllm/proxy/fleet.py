@@ -157,7 +157,8 @@ class EngineFleet:
         if not members:
             del self._members[url]
         by_rank = {member.labels.rank: member for member in members.values()}
-        first, found = by_rank.get(0), self._found.get(url)
+        first = by_rank.get(0)
+        found = self._found.get(url)
         count = first.labels.ranks if first else 0
         ranks = [by_rank[rank] for rank in range(count) if rank in by_rank]
         if first is None or len(ranks) < count:
@@ -170,9 +171,12 @@ class EngineFleet:
             server = VllmServer(url, remote, first.labels.stages)
             found = VllmEngine(server=server, role="", start=start, ready=False)
             self._found[url] = found
-        said, found.slots = first.record, first.labels.slots
-        found.role, found.model = said.role, said.model
-        found.labels, found.transports = said.labels, said.transports
+        said = first.record
+        found.slots = first.labels.slots
+        found.role = said.role
+        found.model = said.model
+        found.labels = said.labels
+        found.transports = said.transports
         found.load = min(1.0, max(rank.record.load for rank in ranks))
 
     def _retire(self, engine: VllmEngine | None) -> None:

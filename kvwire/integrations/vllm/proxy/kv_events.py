@@ -109,8 +109,10 @@ class ByKvEvents(Policy):
     ) -> VllmEngine:
         """Choose an engine that has most of the prompt and is not much busier."""
         fewest = min(engine.requests for engine in engines)
-        tokens, chains = _tokens(body), dict[int, list[int]]()
-        most, best = 0, list(engines)
+        tokens = _tokens(body)
+        chains = dict[int, list[int]]()
+        most = 0
+        best = list(engines)
         for engine in engines:
             blocks = self._blocks(engine)
             if blocks is None or engine.requests > fewest + _BUSIER_MAX:
@@ -120,7 +122,8 @@ class ByKvEvents(Policy):
                 chains[size] = chains_of(tokens, size)
             matched = blocks.matched(chains.get(size, ())) * size
             if matched > most:
-                most, best = matched, []
+                most = matched
+                best = []
             if matched == most and most:
                 best.append(engine)
         return self._idlest.choose(best, body)

@@ -85,7 +85,8 @@ def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
         )
     if record.role not in ROLES:
         raise UsageError(f"role {shown(record.role)} is none of {', '.join(ROLES)}")
-    url, address = http_url(labels.http), _tcp(record.address)
+    url = http_url(labels.http)
+    address = _tcp(record.address)
     hosts = [address.host, urlsplit(url).hostname or ""]
     if labels.kv_events:
         hosts.append(_tcp(labels.kv_events).host)

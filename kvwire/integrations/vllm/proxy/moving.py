@@ -63,20 +63,43 @@ STAYED: Final = "stayed"
 # other field may treat the two differently, so a request with it cannot move.
 _EXACT: Final = frozenset(
     (
-        *("model", "prompt", "stream", "stream_options", "max_tokens", "min_tokens"),
-        *("seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-        *("stop_token_ids", "ignore_eos", "logit_bias", "allowed_token_ids"),
-        *("return_token_ids", "cache_salt", "priority", "user", "request_id"),
-        *("skip_special_tokens", "spaces_between_special_tokens"),
-        *("include_stop_str_in_output", "add_special_tokens"),
-        *("truncate_prompt_tokens", "truncation_side"),
+        "model",
+        "prompt",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "min_tokens",
+        "seed",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "stop_token_ids",
+        "ignore_eos",
+        "logit_bias",
+        "allowed_token_ids",
+        "return_token_ids",
+        "cache_salt",
+        "priority",
+        "user",
+        "request_id",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "add_special_tokens",
+        "truncate_prompt_tokens",
+        "truncation_side",
     )
 )
 _COMPLETIONS: Final = "/v1/completions"
 # A chat's fields instead of a prompt, and its newer name for max_tokens.
 _OF_CHATS: Final = (
-    *("messages", "add_generation_prompt", "continue_final_message"),
-    *("chat_template_kwargs", "max_completion_tokens"),
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "max_completion_tokens",
 )
 # Fields whose effect is over once the answer has begun.
 _DONE: Final = frozenset(
@@ -222,7 +245,8 @@ class MovableStream:
         except TimeoutError:
             return "no token of it is passed on"
         finally:
-            self._moving, self._order = False, None
+            self._moving = False
+            self._order = None
 
     @property
     def _can_move(self) -> bool:
@@ -332,7 +356,8 @@ class MovableStream:
         """Return the held events, and one more."""
         out = [*self._held, last]
         self._tokens += self._held_ids  # bounded: max_tokens
-        self._held, self._held_ids = [], []
+        self._held = []
+        self._held_ids = []
         return out
 
     async def _carry_out(self, to: VllmEngine, told: asyncio.Future[str]) -> None:
@@ -345,17 +370,20 @@ class MovableStream:
 
     async def _recovered(self, error: EngineFailed) -> bool:
         """Go on elsewhere because the engine died; return whether that was possible."""
-        here, body = self._asked.decode, self._asked.body
+        here = self._asked.decode
+        body = self._asked.body
         if here is None or not self._can_move:
             return False
         logger.warning("%s broke off its answer: %s", here.url, error.why)
         here.failed += 1
         self._moves.fleet.down(here)
         # If two engines die at the same token, that token may be the cause.
-        at, self._lost_at = self._lost_at, len(self._tokens)
+        at = self._lost_at
+        self._lost_at = len(self._tokens)
         if at == self._lost_at:
             return False
-        tried, fleet = {here}, self._moves.fleet
+        tried = {here}
+        fleet = self._moves.fleet
         while to := fleet.pick_to_answer(body, tried, here.model):
             if len(tried) > PROXY_FAILED_ON_MAX:
                 return False
@@ -386,10 +414,13 @@ class MovableStream:
                 return str(exc) or f"no token within {PROXY_MOVE_S:g} s"
             await self._gives_up.aclose()
             self._gives_up.push_async_callback(attempt.pop_all().aclose)
-        self._parts, self._read = answer.parts, b""
-        self._held, self._held_ids = [], []
+        self._parts = answer.parts
+        self._read = b""
+        self._held = []
+        self._held_ids = []
         self._before = len(self._tokens)
-        self._asked.decode, self._asked.engines = to, (to.url,)
+        self._asked.decode = to
+        self._asked.engines = (to.url,)
         return ""
 
     # --- the operator's task ----------------------------------------------------------
@@ -407,7 +438,8 @@ class MovableStream:
 
     def _remainder(self) -> ClientRequest:
         """Return the request for the part that the client does not have yet."""
-        asked, done = self._asked, len(self._tokens)
+        asked = self._asked
+        done = len(self._tokens)
         body = {key: value for key, value in asked.body.items() if key not in _DONE}
         body["prompt"] = [*self._prompt, *self._tokens]
         if (limit := _limit(asked.body)) is not None:

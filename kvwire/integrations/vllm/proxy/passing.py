@@ -22,12 +22,25 @@ PASSED: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("/v1/models", "/version", "/tokenizer_info"), _READ),
     **dict.fromkeys(
         (
-            *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-            *("/v1/chat/completions/batch", "/cohere/v2/chat", "/generative_scoring"),
-            *("/tokenize", "/detokenize", "/v1/embeddings", "/v2/embed", "/pooling"),
-            *("/classify", "/score", "/v1/score"),
-            *("/rerank", "/v1/rerank", "/v2/rerank"),
-            *("/v1/audio/transcriptions", "/v1/audio/translations"),
+            "/v1/responses",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/chat/completions/batch",
+            "/cohere/v2/chat",
+            "/generative_scoring",
+            "/tokenize",
+            "/detokenize",
+            "/v1/embeddings",
+            "/v2/embed",
+            "/pooling",
+            "/classify",
+            "/score",
+            "/v1/score",
+            "/rerank",
+            "/v1/rerank",
+            "/v2/rerank",
+            "/v1/audio/transcriptions",
+            "/v1/audio/translations",
         ),
         _WRITE,
     ),
@@ -42,13 +55,25 @@ _KEPT_ANSWER: Final = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?"
 # the host that set them.
 _OF_A_HOP: Final = frozenset(
     (
-        *("connection", "keep-alive", "proxy-connection", "te", "trailer", "upgrade"),
-        *("transfer-encoding", "proxy-authenticate", "proxy-authorization"),
-        *("cookie", "set-cookie"),
+        "connection",
+        "keep-alive",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "upgrade",
+        "transfer-encoding",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "cookie",
+        "set-cookie",
     )
 )
 _OF_A_REQUEST: Final = _OF_A_HOP | {
-    *("host", "content-length", "expect", "accept-encoding", "http2-settings"),
+    "host",
+    "content-length",
+    "expect",
+    "accept-encoding",
+    "http2-settings",
 }
 _OF_AN_ANSWER: Final = _OF_A_HOP | {"date", "server"}
 # Some HTTP servers and clients accept them in a header, others do not send them.

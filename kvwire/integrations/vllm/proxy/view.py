@@ -59,7 +59,8 @@ class ProxyCollector(Collector):
             for key, number in sorted(counted.items()):
                 metric.add_metric([str(key)], number)
             yield metric
-        budget, admitted = state.budget, state.admission
+        budget = state.budget
+        admitted = state.admission
         for name, text, family, value in (
             ("retries", "Tries beyond a request's first", _COUNTER, budget.spent),
             ("retries_refused", _REFUSED, _COUNTER, budget.refused),
@@ -69,7 +70,8 @@ class ProxyCollector(Collector):
             ("waiting", "Requests that wait for their turn", _GAUGE, admitted.waiting),
         ):
             yield family(f"kvwire_proxy_{name}", text, value=value)
-        now, engines = state.fleet.clock(), state.fleet.engines
+        now = state.fleet.clock()
+        engines = state.fleet.engines
         labels = ("engine", "role")
         for name, (family, text) in _OF_ENGINES.items():
             metric = family(f"kvwire_proxy_engine_{name}", text, labels=labels)

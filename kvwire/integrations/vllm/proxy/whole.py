@@ -36,8 +36,12 @@ _NESTED: Final = frozenset(("delta", "function"))
 # Fields of vLLM's whole answers that its events leave out if they are empty.
 _ANSWER: Final = dict.fromkeys(
     (
-        *("service_tier", "system_fingerprint", "kv_transfer_params"),
-        *("ec_transfer_params", "metrics", "usage"),
+        "service_tier",
+        "system_fingerprint",
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "metrics",
+        "usage",
     )
 )
 _CHOICE: Final = dict.fromkeys(
@@ -47,8 +51,14 @@ _CHOICE: Final = dict.fromkeys(
 _PROMPT: Final = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
 _MESSAGE: Final = dict.fromkeys(
     (
-        *("role", "content", "refusal", "annotations", "audio"),
-        *("function_call", "tool_calls", "reasoning"),
+        "role",
+        "content",
+        "refusal",
+        "annotations",
+        "audio",
+        "function_call",
+        "tool_calls",
+        "reasoning",
     )
 )
 _USAGE: Final = dict.fromkeys(("prompt_tokens_details", "completion_tokens_details"))

@@ -66,7 +66,8 @@ async def _(rig: LinkRig) -> None:
 
 @address.links("free", "Two listeners on any free address get two addresses")
 async def _(rig: LinkRig) -> None:
-    first, second = await rig.listen(), await rig.listen()
+    first = await rig.listen()
+    second = await rig.listen()
     require(first.address != second.address, f"both are {first.address}")
 
 
@@ -169,7 +170,8 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     connecting = rig.far.connect(listener.address)
     link = await rig.within(connecting, "connect")
     await rig.until(lambda: links, "the near backend accepts a link")
-    back, forth = rig.side("back", link), rig.side("forth", links[0])
+    back = rig.side("back", link)
+    forth = rig.side("forth", links[0])
     back.start()
     forth.start()
     forth.send(200_000)
@@ -192,8 +194,10 @@ async def _(rig: LinkRig) -> None:
 @join.lanes("idle", "A lane that came up says what it is, and counts and calls nothing")
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for side in (left, right):
-        lane, name = side.lane, side.name
-        bootstrap, text = lane.bootstrap, lane.description
+        lane = side.lane
+        name = side.name
+        bootstrap = lane.bootstrap
+        text = lane.description
         require(isinstance(bootstrap, bytes), f"bootstrap: {type(bootstrap).__name__}")
         require(len(bootstrap) <= BOOTSTRAP_BYTES_MAX, f"of {len(bootstrap)} bytes")
         _require_facts(side)
@@ -208,7 +212,8 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
 def _require_facts(side: LaneSide) -> None:
     """Require a lane's properties to have values that data can be planned with."""
-    lane, name = side.lane, side.name
+    lane = side.lane
+    name = side.name
     # With a window of 0 no payload would ever be sent.
     for fact, least in (("bytes_min", 1), ("span_bytes", 0), ("window_bytes", 1)):
         value: object = getattr(lane, fact)

@@ -78,7 +78,8 @@ async def _(rig: AnyRig, left: Any, right: Any, dropped: bool) -> None:
     for size in sizes:
         left.send(size)
     await rig.arrives(right, len(sizes))
-    received, total = right.received_bytes, sum(sizes)
+    received = right.received_bytes
+    total = sum(sizes)
     if isinstance(rig, LinkRig):
         total += len(sizes) * HEADER_BYTES
         require(received == total, f"{received} received, not {total}")
@@ -130,7 +131,8 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
 async def _arrive_in_turns(rig: AnyRig, side: Any, count: int) -> None:
     """Return the most bytes that arrive between two turns of the loop."""
-    most, before = side.received_bytes, side.received_bytes
+    most = side.received_bytes
+    before = side.received_bytes
 
     def over() -> bool:
         return len(side.arrived) >= count or bool(side.closed)
@@ -142,7 +144,8 @@ async def _arrive_in_turns(rig: AnyRig, side: Any, count: int) -> None:
         await rig.until(rose, "more bytes come in", every_turn=True)
         now = side.received_bytes
         require(now >= before, "received_bytes fell")
-        most, before = max(most, now - before), now
+        most = max(most, now - before)
+        before = now
     await rig.arrives(side, count)
     # The first flush may have moved a wake-up's share before the first turn.
     require(
