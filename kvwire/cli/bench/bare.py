@@ -6,21 +6,19 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from contextlib import AsyncExitStack
 
 import numpy as np
 
-from kvwire.cli.bench.operations import SETUP, OpsWork
+from kvwire.cli.bench.operations import GET, SETUP, OpsWork
 from kvwire.cli.bench.side import (
     HOST,
-    BenchSide,
-    W,
-    Work,
+    Bench,
+    Seconds,
+    difference,
     digest,
     each_timed,
     fill,
-    require_same,
     setups_timed,
 )
 from kvwire.limits import KIB
@@ -28,147 +26,129 @@ from kvwire.limits import KIB
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class StreamsSide(BenchSide[OpsWork]):
-    """Runs the streams of asyncio, bare: a round trip and nothing else.
+async def streams(b: Bench) -> None:
+    """Run the streams of asyncio, bare: a round trip and nothing else.
 
     In a setup they connect, and have one byte answered with all of a transfer: what
     cannot be less. No handshake above that of TCP, no plan, no checksum.
     """
+    async with AsyncExitStack() as opened:
+        ball = Ball()
+        if b.left:
+            ball.port = await b.receive()
+            ball.streams = await ball.connect()
+            opened.callback(ball.streams[1].close)
+        else:
+            server = await asyncio.start_server(ball.answer, HOST, 0)
+            opened.callback(server.close)
+            await b.send(server.sockets[0].getsockname()[1])
+        async for work in b.works(OpsWork):
+            ball.data, ball.setup = os.urandom(work.nbytes), work.verb == SETUP
+            await b.round(lambda: ball.move(b, work), digest=lambda: digest(ball.data))
 
-    work_type: ClassVar[type[Work]] = OpsWork
-    _streams: _Streams
 
-    async def listen(self) -> int:
-        server = await asyncio.start_server(self._answer, HOST, 0)
-        self.opened.callback(server.close)
-        port: int = server.sockets[0].getsockname()[1]
-        return port
+class Ball:
+    """Holds the bytes that travel, as they have come last."""
 
-    async def connect(self, address: Any) -> dict[str, Any]:
-        self._port = address
-        self._streams = await asyncio.open_connection(HOST, address)
-        self.opened.callback(self._streams[1].close)
-        return {}
+    data: bytes
+    setup: bool
+    # Of the left side.
+    port: int
+    streams: _Streams
 
-    async def prepare(self, work: OpsWork) -> None:
-        self._work, self._ball = work, os.urandom(work.nbytes)
+    async def move(self, b: Bench, work: OpsWork) -> Seconds:
+        if not b.left:
+            await b.send()
+            return ()
+        await b.receive()  # the other side has its bytes
+        if self.setup:
+            return await setups_timed(work.count, self.connect, self.fetch, self.close)
+        return await each_timed(work.count, self.there_and_back)
 
-    async def use(self, work: OpsWork, given: None) -> None:
-        await self.prepare(work)
+    async def connect(self) -> _Streams:
+        return await asyncio.open_connection(HOST, self.port)
 
-    async def digest(self, work: OpsWork) -> str:
-        return digest(self._ball)
+    async def close(self, streams: _Streams) -> None:
+        streams[1].close()
+        await streams[1].wait_closed()
 
-    async def drive(self, work: OpsWork) -> Sequence[float]:
-        if work.verb == SETUP:
-            return await setups_timed(
-                work.count,
-                lambda: asyncio.open_connection(HOST, self._port),
-                self._transfer,
-                _close,
-            )
-        reader, writer = self._streams
+    async def there_and_back(self, _: int) -> None:
+        reader, writer = self.streams
+        writer.write(self.data)
+        self.data = await reader.readexactly(len(self.data))
 
-        async def there_and_back(_: int) -> None:
-            writer.write(self._ball)
-            self._ball = await reader.readexactly(work.nbytes)
-
-        return await each_timed(work.count, there_and_back)
-
-    async def _transfer(self, streams: _Streams) -> None:
+    async def fetch(self, streams: _Streams) -> None:
         streams[1].write(b"!")
-        self._ball = await streams[0].readexactly(len(self._ball))
+        self.data = await streams[0].readexactly(len(self.data))
 
-    async def _answer(
+    async def answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Right: send back what comes, or the bytes of a transfer."""
-        while asked := await reader.read(KIB):
-            if self._work.verb != SETUP:
-                self._ball = asked
-            writer.write(self._ball)
+        while received := await reader.read(KIB):
+            if not self.setup:
+                self.data = received
+            writer.write(self.data)
         writer.close()
 
 
-async def _close(streams: _Streams) -> None:
-    streams[1].close()
-    await streams[1].wait_closed()
-
-
-class SocketsSide(BenchSide[W]):
-    """Blocking sockets and nothing else: as fast as one stream of Python gets.
+async def sockets(b: Bench) -> None:
+    """Run blocking sockets, bare: as fast as one stream of Python gets.
 
     The receiving side goes through as many buffers as operations are in flight
     elsewhere, since one that stays in the cache is not what anybody receives into.
     """
-
-    work_type: ClassVar[type[Work]] = OpsWork
-    socket: socket.socket
-
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
+    with await connected(b) as sock:
         # Not made anew, so that no round has to fault them in.
-        self._parts: dict[tuple[int, int], list[memoryview]] = {}
+        made: dict[tuple[int, int], list[memoryview]] = {}
+        async for work in b.works(OpsWork):
+            key = work.nbytes, work.in_flight
+            parts = made.get(key) or made.setdefault(
+                key, [memoryview(bytearray(work.nbytes)) for _ in range(key[1])]
+            )
+            sent = [parts[0]] * work.count
+            received = [parts[at % work.in_flight] for at in range(work.count)]
+            await b.round(
+                lambda: stream(b, sock, work.verb == GET, sent, received),
+                fill=lambda: fill(parts[0]),
+                digest=lambda: digest(parts[0]),
+            )
 
-    async def listen(self) -> int:
-        listener = socket.create_server((HOST, 0))
-        self._listener = self.opened.enter_context(listener)
-        port: int = listener.getsockname()[1]
-        return port
 
-    async def accept(self) -> None:
-        self.socket = self.opened.enter_context(self._listener.accept()[0])
+async def connected(b: Bench) -> socket.socket:
+    """Connect the two sides with a blocking socket."""
+    if b.left:
+        return socket.create_connection((HOST, await b.receive()))
+    with socket.create_server((HOST, 0)) as listener:
+        await b.send(listener.getsockname()[1])
+        return listener.accept()[0]
 
-    async def connect(self, address: Any) -> dict[str, Any]:
-        made = socket.create_connection((HOST, address))
-        self.socket = self.opened.enter_context(made)
-        return {}
 
-    async def fill(self, work: W) -> None:
-        await fill(self.parts(work)[0])
-
-    async def digest(self, work: W) -> str:
-        return digest(self.parts(work)[0])
-
-    async def drive(self, work: W) -> Sequence[float]:
-        self.wait()
-        began = time.perf_counter()
-        if work.verb == "get":
-            self.receive(work)
+async def stream(
+    b: Bench,
+    sock: socket.socket,
+    to_left: bool,
+    sent: list[memoryview],
+    received: list[memoryview],
+) -> Seconds:
+    """Send all parts from one side to the other; the left one takes the time."""
+    if b.left:
+        await b.receive()
+    else:
+        await b.send()
+    began = time.perf_counter()
+    if b.left == to_left:
+        for part in received:
+            receive_into(sock, part)
+    else:
+        for part in sent:
+            sock.sendall(part)
+    if not to_left:  # wait for a byte: everything is there
+        if b.left:
+            receive_into(sock, memoryview(bytearray(1)))
         else:
-            self.send(work)
-            self.wait()
-        return [time.perf_counter() - began]
-
-    async def serve(self, work: W) -> None:
-        self.socket.sendall(b"!")
-        if work.verb == "get":
-            self.send(work)
-        else:
-            self.receive(work)
-            self.socket.sendall(b"!")
-
-    def send(self, work: W) -> None:
-        """Send the same part for each operation."""
-        for _ in range(work.count):
-            self.socket.sendall(self.parts(work)[0])
-
-    def receive(self, work: W) -> None:
-        """Receive into one part after the other."""
-        for number in range(work.count):
-            receive_into(self.socket, self.parts(work)[number % work.in_flight])
-
-    def parts(self, work: W) -> list[memoryview]:
-        """Return the memory of a work."""
-        key = work.nbytes, work.in_flight
-        if key not in self._parts:
-            made = [memoryview(bytearray(work.nbytes)) for _ in range(work.in_flight)]
-            self._parts[key] = made
-        return self._parts[key]
-
-    def wait(self) -> None:
-        """Wait for a byte, which says that the other side is there too."""
-        receive_into(self.socket, memoryview(bytearray(1)))
+            sock.sendall(b"!")
+    return [time.perf_counter() - began]
 
 
 def receive_into(source: socket.socket, part: memoryview) -> None:
@@ -185,25 +165,22 @@ def receive_into(source: socket.socket, part: memoryview) -> None:
         have += count
 
 
-class MemcpySide(BenchSide[OpsWork]):
-    """Copies as many bytes that lie side by side: what memory does at best."""
+async def memcpy(b: Bench) -> None:
+    """Copy as many bytes that lie side by side: what memory does at best."""
+    source = sink = np.zeros(0, np.uint8)
 
-    work_type: ClassVar[type[Work]] = OpsWork
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        return {"numpy": np.__version__}
-
-    async def use(self, work: OpsWork, given: None) -> None:
-        if self.memory.size != work.moved_bytes:
-            # Written to, so that no page is missing when it is timed.
-            self.memory = np.ones(work.moved_bytes, np.uint8)
-            self._sink = np.ones(work.moved_bytes, np.uint8)
-
-    async def drive(self, work: OpsWork) -> Sequence[float]:
+    async def move() -> Seconds:
         began = time.perf_counter()
-        np.copyto(self._sink, self.memory)
+        np.copyto(sink, source)
         return [time.perf_counter() - began]
 
-    async def digest(self, work: OpsWork) -> str:
-        require_same(digest(self.memory), digest(self._sink))
-        return ""
+    async def verify() -> None:
+        if b.checks and (found := difference(digest(source), digest(sink))):
+            raise RuntimeError(found)
+
+    b.facts["numpy"] = np.__version__
+    async for work in b.works(OpsWork):
+        if source.size != work.moved_bytes:
+            # Written to, so that no page is missing when it is timed.
+            source, sink = (np.ones(work.moved_bytes, np.uint8) for _ in range(2))
+        await b.round(move, fill=lambda: fill(source), verify=verify)

@@ -16,8 +16,8 @@ from typing import Annotated, Final, Literal
 
 import kvwire
 from kvwire.backend import registry
-from kvwire.cli.bench.bare import MemcpySide
-from kvwire.cli.bench.operations import ARENA, PULL, PUSH, OpsSide, OpsWork
+from kvwire.cli.bench.bare import memcpy
+from kvwire.cli.bench.operations import ARENA, PULL, PUSH, OpsWork, operations
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.peer import contender
 from kvwire.cli.bench.report import (
@@ -107,7 +107,7 @@ def contenders(
         way = {**options, **given}
         yield (
             wire,
-            Contender(name + more, OpsSide, options=way, environment=environment),
+            Contender(name + more, operations, options=way, environment=environment),
         )
 
 
@@ -148,8 +148,8 @@ def fragments(
             "memcpy is one copy of bytes side by side.",
         ],
     )
-    memcpy = Contender(MEMCPY, MemcpySide, alone=True)
-    return joined(benchmark, [], streams=[(SAME_HOST, memcpy)])
+    copy = Contender(MEMCPY, memcpy, alone=True)
+    return joined(benchmark, [], streams=[(SAME_HOST, copy)])
 
 
 def joined(

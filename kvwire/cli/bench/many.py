@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Final
 
 import numpy as np
 from rich.console import RenderableType
@@ -27,8 +27,10 @@ import kvwire
 from kvwire.cli.bench.operations import (
     RIGHT,
     End,
-    OpsSide,
+    Ends,
+    Memory,
     OpsWork,
+    joined,
     mark_all,
     over,
     paged,
@@ -42,7 +44,7 @@ from kvwire.cli.bench.report import (
     require_able,
     within,
 )
-from kvwire.cli.bench.side import Work, digest
+from kvwire.cli.bench.side import Bench, Seconds, digest
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
 from kvwire.types import in_bytes
@@ -62,8 +64,6 @@ URGENT: Final = 1
 AT_ONCE: Final = "at once"
 ONE_BY_ONE: Final = "one by one"
 BESIDE: Final = "beside"
-_GO: Final = 1
-_STOP: Final = 2
 # Published before they are pulled, so that nobody waits for the other side's loop.
 _AHEAD: Final = 4
 
@@ -119,95 +119,119 @@ class ManyWork(OpsWork):
         return parts[: len(own)], others
 
 
-class ManySide(OpsSide):
-    """Runs some communicators on each side, every one connected to every other."""
+class ManyMemory(Memory):
+    """Holds one cache for all transfers of a side.
 
-    work_type: ClassVar[type[Work]] = ManyWork
-    _cache: kvwire.PagedCache
-    # The blocks of those that are timed, and of the others beside.
-    _own: list[list[int]]
-    _others: list[list[int]]
+    Attributes:
+        cache: With blocks of 64 KiB.
+        own: The blocks of each transfer that is timed.
+        others: The blocks of each transfer beside.
+    """
 
-    def have(self, work: OpsWork, side: int) -> None:
-        assert isinstance(work, ManyWork)
-        if self._work == work:
-            return
-        publishes = side == RIGHT
-        self._own, self._others = work.shares(publishes=publishes)
-        different = self._others[:1] if publishes else self._others
-        blocks = sum(map(len, [*self._own, *different]))
+    cache: kvwire.PagedCache
+    own: list[list[int]]
+    others: list[list[int]]
+
+    def lay_out(self, work: ManyWork) -> None:
+        publishes = self.side == RIGHT
+        self.own, self.others = work.shares(publishes=publishes)
+        different = self.others[:1] if publishes else self.others
+        blocks = sum(map(len, [*self.own, *different]))
         self.take(blocks * BLOCK_BYTES)
-        self._cache = paged(self.memory, LAYERS, blocks)
-        self._work = work
+        self.cache = paged(self.bytes, LAYERS, blocks)
 
     def forget(self) -> None:
         super().forget()
-        vars(self).pop("_cache", None)
+        vars(self).pop("cache", None)
 
-    async def digest(self, work: OpsWork) -> str:
-        """Hash the blocks that are timed: the others need not come to their end."""
-        own = np.concatenate(self._own)
-        layers = self.memory.reshape(LAYERS, -1, LAYER_BYTES)
-        return await asyncio.to_thread(lambda: digest(layers[:, own].copy()))
+    def digest_own(self) -> str:
+        """Digest the blocks that are timed: the others need not come to their end."""
+        layers = self.bytes.reshape(LAYERS, -1, LAYER_BYTES)
+        return digest(layers[:, np.concatenate(self.own)].copy())
 
-    async def drive(self, work: OpsWork) -> Sequence[float]:
-        """Left: the seconds of each transfer, in their order."""
-        assert isinstance(work, ManyWork)
-        first, priority = self.next_id(), work.priority
+
+async def many(b: Bench) -> None:
+    """Pull many transfers on the left, each of which the right side publishes."""
+    memory = ManyMemory(b)
+    async with joined(b) as ends:
+        async for work in b.works(ManyWork):
+            await asyncio.to_thread(memory.have, work)
+            crowd = Crowd(b, ends, memory, work, f"{next(ends.ids)}")
+            move = crowd.pull_all if b.left else crowd.publish_all
+            await b.round(move, fill=memory.fill, digest=memory.digest_own)
+    memory.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Does one round; its transfers have names of their own, alike on both sides."""
+
+    b: Bench
+    ends: Ends
+    memory: ManyMemory
+    work: ManyWork
+    name: str
+
+    async def pull_all(self) -> Seconds:
+        """Left: returns the seconds of each transfer, in their order."""
+        work = self.work
 
         async def pulled(number: int) -> float:
-            at, began = number % len(self._own), time.perf_counter()
-            pull = self._pull(f"{first}-{number}", self._own[at], at, priority)
-            await over(pull)
+            at, began = number % len(self.memory.own), time.perf_counter()
+            blocks = self.memory.own[at]
+            await over(self._pull(f"{number}", blocks, at, work.priority))
             return time.perf_counter() - began
 
-        await self.connection.recv(_GO)
-        async with self._beside(f"{first}-other", self._pull):
+        await self.b.receive()  # the other side has published
+        async with self._beside(self._pull):
             if work.verb == AT_ONCE:
                 seconds = await asyncio.gather(*map(pulled, range(work.count)))
             else:
                 seconds = [await pulled(number) for number in range(work.count)]
-            await self.connection.send(_STOP, b"")
+            await self.b.send()  # the others may end
         return seconds
 
-    async def serve(self, work: OpsWork) -> None:
-        first = self.next_id()
+    async def publish_all(self) -> None:
+        """Right: publishes each transfer before it is pulled."""
+        work = self.work
         ahead = work.count if work.verb == AT_ONCE else min(_AHEAD, work.count)
 
         def published(number: int) -> kvwire.Outgoing:
-            at = number % len(self._own)
-            return self._publish(f"{first}-{number}", self._own[at], at)
+            at = number % len(self.memory.own)
+            return self._publish(f"{number}", self.memory.own[at], at)
 
-        async with self._beside(f"{first}-other", self._publish):
+        async with self._beside(self._publish):
             outgoing = deque(map(published, range(ahead)))
-            await self.connection.send(_GO, b"")
+            await self.b.send()
             for number in range(ahead, work.count):
                 await over(outgoing.popleft())
                 outgoing.append(published(number))
             for one in outgoing:
                 await over(one)
-            await self.connection.recv(_STOP)
+            await self.b.receive()
 
     def _pull(
         self, id: str, blocks: Sequence[int], at: int = 0, priority: int = 0
     ) -> kvwire.Incoming:
-        connection = self.connections[at % len(self.connections)]
-        return connection.pull(id, self._cache, blocks, priority=priority)
+        connection = self.ends.connections[at % len(self.ends.connections)]
+        name, cache = f"{self.name}-{id}", self.memory.cache
+        return connection.pull(name, cache, blocks, priority=priority)
 
     def _publish(self, id: str, blocks: Sequence[int], at: int = 0) -> kvwire.Outgoing:
-        """Publish at whoever has that connection."""
-        number = at % len(self.connections) // len(self.communicators)
-        return mark_all(self.communicators[number].publish(id, self._cache, blocks))
+        """Publish at the communicator that has the connection of the pull."""
+        communicators, connections = self.ends.communicators, self.ends.connections
+        publish = communicators[at % len(connections) // len(communicators)].publish
+        return mark_all(publish(f"{self.name}-{id}", self.memory.cache, blocks))
 
     @asynccontextmanager
     async def _beside(
-        self, name: str, begin: Callable[[str, Sequence[int]], End]
+        self, begin: Callable[[str, Sequence[int]], End]
     ) -> AsyncIterator[None]:
         """Keep one end of each of the others under way; the last ones are given up."""
 
         async def keep(index: int, blocks: Sequence[int]) -> None:
             for number in itertools.count():
-                end = begin(f"{name}-{index}-{number}", blocks)
+                end = begin(f"other-{index}-{number}", blocks)
                 try:
                     await end.drained()
                 except asyncio.CancelledError:
@@ -216,7 +240,8 @@ class ManySide(OpsSide):
                     raise
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(keep(*one)) for one in enumerate(self._others)]
+            others = enumerate(self.memory.others)
+            tasks = [group.create_task(keep(*one)) for one in others]
             yield
             for task in tasks:
                 task.cancel()
@@ -283,7 +308,7 @@ def command(
     transports = require_able(transport.split(","))
     options = {"loop": common.loop, "endpoints": endpoints}
     pairs = [
-        Contender(f"kvwire {name}", ManySide, options={"transport": name, **options})
+        Contender(f"kvwire {name}", many, options={"transport": name, **options})
         for name in transports
     ]
     medium = in_bytes(MEDIUM_BYTES)

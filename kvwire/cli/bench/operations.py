@@ -1,4 +1,4 @@
-"""Operations of kvwire on one connection: the work, and both sides of it.
+"""Operations of kvwire between two sides: the work, its memory, and the program.
 
 The blocks of a cache lie scattered: a side's memory is a pool with twice the blocks
 that travel. Which of them travel, and in what order, is drawn at random for each side,
@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import platform
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -22,14 +31,20 @@ import numpy.typing as npt
 
 import kvwire
 from kvwire.backend import registry
+from kvwire.cli.bench.limits import BENCH_CALL_BYTES_MAX
 from kvwire.cli.bench.side import (
+    GONE,
     HOST,
-    BenchSide,
+    Bench,
+    BenchError,
     Bytes,
+    Channel,
     Positive,
+    Seconds,
     Work,
     digest,
     each_timed,
+    fill,
     setups_timed,
 )
 from kvwire.kv.fragments import Fragments
@@ -56,10 +71,12 @@ _TOKENS: Final = 16
 _HEADS: Final = 8
 
 _BESIDE: Final = 0xA5
-_GO: Final = 1
-_DONE: Final = 2
 _DATA: Final = 3
 _BACK: Final = 4
+# What both sides send each other beside them, where they are on two hosts.
+_TAG: Final = 100
+# Another version with every change of that.
+PROFILE: Final = {"kvwire.bench": "2"}
 # Ends that the right side has ready before they are asked for.
 _AHEAD: Final = 2
 # A layer is computed meanwhile, so that each travels by itself.
@@ -194,40 +211,100 @@ def paged(
     return kvwire.PagedCache(spec, list(numbers.reshape(layers, blocks, *block)))
 
 
-class OpsSide(BenchSide[OpsWork]):
-    """Does the operations on the left, and is the other end of each on the right.
+# --- memory ---------------------------------------------------------------------------
 
-    Options are the ``transport``, which is that of the link with ``by_link`` if it has
-    links, and otherwise a lane beside one over TCP; and ``endpoints``, of which each
-    side has so many, each connected to each. An operation goes over the first
-    connection.
+
+class Memory:
+    """Holds what one side moves, for one work at a time.
+
+    All works use the same pages, so that none is missing in a round.
+
+    Attributes:
+        bytes: All of it.
+        parts: That of each operation in flight.
+        pool: Its cache, where the work has one.
     """
 
-    work_type: ClassVar[type[Work]] = OpsWork
-    pool: Pool
-    # Of each operation in flight, and the other side's.
-    _parts: Sequence[Bytes | Fragments]
-    _grants: Sequence[kvwire.Grant]
-
-    def __init__(
-        self,
-        options: Mapping[str, str],
-        communicator: kvwire.Communicator | None = None,
-        connection: kvwire.Connection | None = None,
-    ) -> None:
-        super().__init__(options)
-        # Those that there are already, of a side that is not to connect.
-        self.communicators = [communicator] if communicator else []
-        self.connections = [connection] if connection else []
-        self._addresses: Sequence[str] = ()
-        # Of the last transfer: both sides count alike.
-        self._number = 0
+    def __init__(self, b: Bench) -> None:
+        self.side: int = LEFT if b.left else RIGHT
+        self.bytes: Bytes = np.zeros(0, np.uint8)
+        self.parts: Sequence[Bytes | Fragments] = ()
+        self.pool: Pool | None = None
+        self._in_arena = b.options.get("memory") == ARENA
         self._arenas: list[Arena] = []
-        # The works of all rounds have the same, so that no page is missing in any.
-        self._room: Bytes = np.zeros(0, np.uint8)
+        self._room = self.bytes
         self._work: OpsWork | None = None
-        # What the other side puts into and gets from.
-        self._region: kvwire.Region | None = None
+
+    def have(self, work: Any) -> None:
+        """Have the memory of a work; nothing changes if it has it already."""
+        if self._work != work:
+            self.forget()
+            self.lay_out(work)
+            self._work = work
+
+    def lay_out(self, work: Any) -> None:
+        """Divide the memory as a work wants it."""
+        self.take(work.memory_bytes)
+        self.parts = np.split(self.bytes, work.in_flight)
+        if work.layers:
+            self.pool = Pool(self.bytes, work, self.side)
+            self.parts = [self.pool.lent]
+
+    def take(self, nbytes: int) -> None:
+        """Have as many bytes; an old memory goes before a new one is made."""
+        if self._room.size < nbytes:
+            self._room = np.zeros(0, np.uint8)
+            if self._in_arena:
+                self._arenas.append(Arena(nbytes, populate=True))
+                self._room = self._arenas[-1].buffer(nbytes)
+            else:
+                self._room = np.empty(nbytes, np.uint8)
+            # Written to, so that no page is missing when it is timed.
+            self._room[:] = 1
+        self.bytes = self._room[:nbytes]
+
+    def forget(self) -> None:
+        """Drop every view of the memory."""
+        self._work, self.pool, self.parts = None, None, ()
+        self.bytes = np.zeros(0, np.uint8)
+
+    async def fill(self) -> None:
+        """Write random bytes to it, and a mark beside the blocks that travel."""
+        await fill(self.bytes)
+        if self.pool is not None:
+            self.pool.mark_beside()
+
+    def digest(self, nbytes: int) -> str:
+        """Digest the blocks that travel; without a cache, the first ``nbytes``."""
+        if self.pool is None:
+            return digest(self.bytes[:nbytes])
+        found = digest(self.pool.fragments())
+        # The other side never returns the same, so that it is seen.
+        return found if self.pool.intact else f"{found} and more on the {self.pool}"
+
+    def close(self) -> None:
+        """Unmap the arenas."""
+        self.forget()
+        self._room = self.bytes
+        for arena in self._arenas:
+            # Transfers may still have arrays in it, which keep it mapped.
+            with contextlib.suppress(kvwire.UsageError):
+                arena.close()
+
+
+# --- connections ----------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Ends:
+    """Holds a side's communicators, each connected to each of the other side."""
+
+    communicators: list[kvwire.Communicator] = field(default_factory=list)
+    connections: list[kvwire.Connection] = field(default_factory=list)
+    # Of the left side: where each of the others listens.
+    addresses: Sequence[str] = ()
+    # Of transfers: both sides count alike.
+    ids: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def communicator(self) -> kvwire.Communicator:
@@ -239,198 +316,218 @@ class OpsSide(BenchSide[OpsWork]):
         """Return the first one."""
         return self.connections[0]
 
-    async def listen(self) -> list[str]:
-        await self._open("right")
-        transport = self.options["transport"]
-        by_link = (
-            "by_link" in self.options and registry.load(transport).capabilities.links
-        )
-        where = f"{transport if by_link else 'tcp'}://{HOST}:0"
-        return [str(await one.listen(where)) for one in self.communicators]
 
-    async def accept(self) -> None:
-        for one in self.communicators:
-            for _ in self.communicators:
-                self.connections.append(await one.accept())
+@asynccontextmanager
+async def joined(b: Bench) -> AsyncIterator[Ends]:
+    """Connect the communicators of both sides, and yield those of this one.
 
-    async def connect(self, address: Any) -> dict[str, Any]:
-        await self._open("left")
-        self._addresses, transport = address, self.options["transport"]
-        for where in address:
-            for one in self.communicators:
-                self.connections.append(await one.connect(where, transport=transport))
-        loop = type(asyncio.get_running_loop()).__module__
-        return {
-            "kvwire": kvwire.__version__,
-            "python": platform.python_version(),
-            "loop": loop.partition(".")[0],
-            "transport": str(self.connection.transport_report),
-            "connections": len(self.connections),
-        }
-
-    async def one_more(self) -> kvwire.Connection:
-        """Left: make a connection."""
-        where, transport = self._addresses[0], self.options["transport"]
-        return await self.communicator.connect(where, transport=transport)
-
-    async def _open(self, side: str) -> None:
-        for _ in range(int(self.options.get("endpoints", 1))):
-            self.communicators.append(await kvwire.open(name=f"bench-{side}"))
-
-    def next_id(self) -> int:
-        """Return the id of the next transfer."""
-        self._number += 1
-        return self._number
-
-    async def prepare(self, work: OpsWork) -> str:
-        await self.take_back()
-        # Pages take seconds on a busy machine, in which the peer must be answered.
-        await asyncio.to_thread(self.have, work, RIGHT)
-        if work.verb not in (PUT, GET):
-            return ""
-        lent = self._parts[0] if work.layers else self.memory
-        self._region = self.communicator.register(lent, access="readwrite")
-        return self._region.grant(self.connection).to_bytes().hex()
-
-    async def take_back(self) -> None:
-        """Right: end the grant of the last work."""
-        if self._region is not None:
-            await self._region.close()
-            self._region = None
-
-    async def use(self, work: OpsWork, given: str) -> None:
-        await asyncio.to_thread(self.have, work, LEFT)
-        if given:
-            grant = kvwire.Grant.from_bytes(bytes.fromhex(given))
-            starts = range(0, len(grant), work.nbytes)
-            self._grants = [grant[at : at + work.nbytes] for at in starts]
-
-    async def fill(self, work: OpsWork) -> None:
-        await super().fill(work)
-        if work.layers:
-            self.pool.mark_beside()
-
-    async def digest(self, work: OpsWork) -> str:
-        if not work.layers:
-            return digest(self.memory[: work.nbytes])
-        found = digest(self.pool.fragments())
-        # The other side never says the same, so that it is seen.
-        return found if self.pool.intact else f"{found} and more on the {self.pool}"
-
-    async def drive(self, work: OpsWork) -> Sequence[float]:
-        connection = self.connection
-        await connection.recv(_GO)
-        if work.verb == READY:
-            return await self._mark_layers(work)
-        if work.verb == SETUP:
-            return await setups_timed(
-                work.count,
-                self.one_more,
-                lambda new: self._begin(work, new),
-                lambda new: new.close(),
-            )
-        if work.in_flight == 1:
-            seconds = await each_timed(
-                work.count, lambda _: self._begin(work, connection)
-            )
+    Options are the ``transport``, which is that of the link with ``by_link`` if it has
+    links, and otherwise a lane beside one over TCP; the number of ``endpoints``; and
+    the address of a ``peer`` that is the right side.
+    """
+    ends, transport = Ends(), b.options["transport"]
+    try:
+        for _ in range(int(b.options.get("endpoints", 1))):
+            name = f"bench-{'left' if b.left else 'right'}"
+            ends.communicators.append(await kvwire.open(name=name))
+        if b.left:
+            peer = b.options.get("peer")
+            ends.addresses = [peer] if peer else await b.receive()
+            for where in ends.addresses:
+                for one in ends.communicators:
+                    made = await one.connect(where, transport=transport)
+                    ends.connections.append(made)
+            if peer:
+                await meet_peer(b, ends.connection)
+            b.facts |= await _facts(ends)
         else:
-            began = time.perf_counter()
-            await _keep_busy(work, lambda at: self._begin(work, connection, at))
-            if work.verb == SEND:
-                # All are there.
-                await connection.recv(_DONE)
-            seconds = [time.perf_counter() - began]
-        if work.verb in (PUT, GET):
-            await connection.send(_DONE, b"")
-        return seconds
+            can = registry.load(transport).capabilities
+            by_link = "by_link" in b.options and can.links
+            where = f"{transport if by_link else 'tcp'}://{HOST}:0"
+            await b.send([str(await one.listen(where)) for one in ends.communicators])
+            for one in ends.communicators:
+                for _ in ends.communicators:
+                    ends.connections.append(await one.accept())
+        yield ends
+    finally:
+        for one in ends.communicators:
+            one.abort()
+            await one.close()
 
-    async def serve(self, work: OpsWork) -> None:
-        connection, parts = self.connection, self._parts
-        if work.layers and work.verb not in (PUT, GET):
-            await self._serve_transfers(work)
-            return
-        await connection.send(_GO, b"")
-        if work.verb in (PUT, GET):
-            await connection.recv(_DONE)
-        elif work.verb == SEND:
-            await _keep_busy(work, lambda at: connection.recv(_DATA, parts[at]))
-            if work.in_flight > 1:
-                await connection.send(_DONE, b"")
-        elif work.verb == ROUND_TRIP:
-            for _ in range(work.count):
-                await connection.recv(_DATA, parts[0])
-                await connection.send(_BACK, parts[0])
+
+async def _facts(ends: Ends) -> dict[str, Any]:
+    loop = type(asyncio.get_running_loop()).__module__
+    return {
+        "kvwire": kvwire.__version__,
+        "python": platform.python_version(),
+        "loop": loop.partition(".")[0],
+        "transport": str(ends.connection.transport_report),
+        "connections": len(ends.connections),
+    }
+
+
+class ConnectionChannel(Channel):
+    """Carries what two sides send each other over the connection that is measured.
+
+    So there is no way in beside a connection that both sides have authenticated.
+    """
+
+    def __init__(self, connection: kvwire.Connection) -> None:
+        self._connection = connection
+        self._buffer = bytearray(BENCH_CALL_BYTES_MAX)
+
+    async def send(self, value: object) -> None:
+        await self._connection.send(_TAG, msgspec.json.encode(value))
+
+    async def receive(self) -> Any:
+        try:
+            count = await self._connection.recv(_TAG, into=self._buffer)
+        except kvwire.ConnectionClosed as exc:
+            raise EOFError(f"{GONE}: {exc}") from exc
+        return msgspec.json.decode(memoryview(self._buffer)[:count])
 
     async def close(self) -> None:
-        for communicator in self.communicators:
-            communicator.abort()
-            await communicator.close()
-        self.forget()
-        for arena in self._arenas:
-            # Transfers may still have arrays in it, which keep it mapped.
-            with contextlib.suppress(kvwire.UsageError):
-                arena.close()
+        """Leave the connection to who has made it."""
 
-    def have(self, work: OpsWork, side: int) -> None:
-        """Have the memory of a work, as a cache where it has one."""
-        if self._work == work:
-            return
-        self.take(work.memory_bytes)
-        self._parts = np.split(self.memory, work.in_flight)
-        if work.layers:
-            self.pool = Pool(self.memory, work, side)
-            self._parts = [self.pool.lent]
-        self._work = work
 
-    def take(self, nbytes: int) -> None:
-        """Have so much memory; never an old one and a new one at once."""
-        if self._room.size < nbytes:
-            self.forget()
-            if self.options.get("memory") == ARENA:
-                self._arenas.append(Arena(nbytes, populate=True))
-                self._room = self._arenas[-1].buffer(nbytes)
-            else:
-                self._room = np.empty(nbytes, np.uint8)
-            # Written to, so that no page is missing when it is timed.
-            self._room[:] = 1
-        self.memory = self._room[:nbytes]
+def serves(connection: kvwire.Connection, profile: Mapping[str, str]) -> bool:
+    """Return whether a peer speaks this version."""
+    return profile.items() <= dict(connection.peer.profile).items()
 
-    def forget(self) -> None:
-        """Let go of the memory."""
-        self._work, self._parts = None, ()
-        self._room = self.memory = np.zeros(0, np.uint8)
-        vars(self).pop("pool", None)
+
+async def meet_peer(b: Bench, connection: kvwire.Connection) -> None:
+    """Have the other end of a connection be the right side, and take its facts."""
+    if not serves(connection, PROFILE):
+        raise BenchError("the peer is no `kvwire bench serve` of this version")
+    b.meet(ConnectionChannel(connection))
+    b.facts["peer"] = await b.receive()
+
+
+# --- the program ----------------------------------------------------------------------
+
+
+async def operations(b: Bench) -> None:
+    """Do every operation over the first connection of both sides."""
+    async with joined(b) as ends:
+        await operate(b, ends)
+
+
+async def operate_with_peer(b: Bench, ends: Ends) -> None:
+    """Do every operation with the peer of a connection that there is already."""
+    await meet_peer(b, ends.connection)
+    await operate(b, ends)
+
+
+async def operate(b: Bench, ends: Ends) -> None:
+    """Do every operation over the first of these connections."""
+    memory = Memory(b)
+    try:
+        async for work in b.works(OpsWork):
+            # Pages take seconds on a busy machine, in which the peer must be answered.
+            await asyncio.to_thread(memory.have, work)
+            async with _granted(b, ends, memory, work) as grants:
+                move = Moves(b, ends, memory, work, grants)
+                await b.round(
+                    move.begun_here if b.left else move.begun_there,
+                    fill=memory.fill,
+                    digest=lambda: memory.digest(work.nbytes),
+                )
+    finally:
+        memory.close()
+
+
+@asynccontextmanager
+async def _granted(
+    b: Bench, ends: Ends, memory: Memory, work: OpsWork
+) -> AsyncIterator[Sequence[kvwire.Grant]]:
+    """Lend the right side's memory to the left side, if a work wants that.
+
+    The left side gets a grant for each operation in flight.
+    """
+    if work.verb not in (PUT, GET):
+        yield ()
+    elif b.left:
+        grant = kvwire.Grant.from_bytes(bytes.fromhex(await b.receive()))
+        starts = range(0, len(grant), work.nbytes)
+        yield [grant[at : at + work.nbytes] for at in starts]
+    else:
+        lent = memory.parts[0] if work.layers else memory.bytes
+        region = ends.communicator.register(lent, access="readwrite")
+        try:
+            await b.send(region.grant(ends.connection).to_bytes().hex())
+            yield ()
+        finally:
+            await region.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Does one round of a work: what the left side begins, and the other end of it."""
+
+    b: Bench
+    ends: Ends
+    memory: Memory
+    work: OpsWork
+    grants: Sequence[kvwire.Grant]
 
     # --- left -------------------------------------------------------------------------
 
-    def _begin(
-        self, work: OpsWork, connection: kvwire.Connection, at: int = 0
+    async def begun_here(self) -> Seconds:
+        """Do the operations, and time them: each, or all that are in flight."""
+        work = self.work
+        await self.b.receive()  # the other side is ready
+        if work.verb == READY:
+            return await self._mark_layers()
+        if work.verb == SETUP:
+            return await setups_timed(
+                work.count, self._one_more, self._begin_on, lambda new: new.close()
+            )
+        if work.in_flight == 1:
+            return await each_timed(work.count, self._begin)
+        began = time.perf_counter()
+        await self._keep_busy(self._begin)
+        if work.verb == SEND:
+            await self.b.receive()  # all are there
+        return [time.perf_counter() - began]
+
+    async def _one_more(self) -> kvwire.Connection:
+        where, transport = self.ends.addresses[0], self.b.options["transport"]
+        return await self.ends.communicator.connect(where, transport=transport)
+
+    def _begin(self, number: int) -> Awaitable[object]:
+        return self._begin_on(self.ends.connection, number % self.work.in_flight)
+
+    def _begin_on(
+        self, connection: kvwire.Connection, at: int = 0
     ) -> Awaitable[object]:
         """Begin one operation, by its number among those in flight."""
-        match work.verb:
+        parts = self.memory.parts
+        match self.work.verb:
             case "pull" | "setup":
-                return over(connection.pull(self.next_id(), *self.pool.chosen))
+                return over(connection.pull(next(self.ends.ids), *self._chosen))
             case "push":
-                pushed = connection.push(self.next_id(), *self.pool.chosen)
+                pushed = connection.push(next(self.ends.ids), *self._chosen)
                 return over(mark_all(pushed))
             case "put":
-                return connection.put(self._parts[0], self._grants[at])
+                return connection.put(parts[0], self.grants[at])
             case "get":
-                return connection.get(self._grants[at], into=self._parts[at])
+                return connection.get(self.grants[at], into=parts[at])
             case "send":
-                return connection.send(_DATA, self._parts[0])
+                return connection.send(_DATA, parts[0])
             case _:
                 return self._there_and_back(connection)
 
     async def _there_and_back(self, connection: kvwire.Connection) -> None:
-        await connection.send(_DATA, self._parts[0])
-        await connection.recv(_BACK, self._parts[0])
+        await connection.send(_DATA, self.memory.parts[0])
+        await connection.recv(_BACK, self.memory.parts[0])
 
-    async def _mark_layers(self, work: OpsWork) -> Sequence[float]:
+    async def _mark_layers(self) -> Seconds:
         """Time each ``ready`` of a layer but the first."""
-        end = self.connection.push(self.next_id(), *self.pool.chosen, group_bytes=1)
+        end = self.ends.connection.push(
+            next(self.ends.ids), *self._chosen, group_bytes=1
+        )
         clock, seconds = time.perf_counter, []
-        for layer in range(work.layers):
+        for layer in range(self.work.layers):
             began = clock()
             end.ready(layer)
             seconds.append(clock() - began)
@@ -441,11 +538,29 @@ class OpsSide(BenchSide[OpsWork]):
 
     # --- right ------------------------------------------------------------------------
 
-    async def _serve_transfers(self, work: OpsWork) -> None:
+    async def begun_there(self) -> None:
+        """Be the other end of what the left side begins."""
+        b, work, connection = self.b, self.work, self.ends.connection
+        parts = self.memory.parts
+        if work.layers and work.verb not in (PUT, GET):
+            await self._offer_all()
+            return
+        await b.send()
+        if work.verb == SEND:
+            await self._keep_busy(lambda at: connection.recv(_DATA, parts[at]))
+            if work.in_flight > 1:
+                await b.send()
+        elif work.verb == ROUND_TRIP:
+            for _ in range(work.count):
+                await connection.recv(_DATA, parts[0])
+                await connection.send(_BACK, parts[0])
+
+    async def _offer_all(self) -> None:
+        work = self.work
         count = work.count * (2 if work.verb == SETUP else 1)
-        ends = [self._offer(work) for _ in range(min(_AHEAD, count))]
+        ends = [self._offer() for _ in range(min(_AHEAD, count))]
         try:
-            await self.connection.send(_GO, b"")
+            await self.b.send()
             for number in range(count):
                 end = ends[0]
                 if work.verb == READY:
@@ -455,21 +570,38 @@ class OpsSide(BenchSide[OpsWork]):
                 await over(end)
                 del ends[0]
                 if number + _AHEAD < count:
-                    ends.append(self._offer(work))
+                    ends.append(self._offer())
         finally:
             for end in ends:
                 end.abort("the other side has gone")
                 await end.drained()
 
-    def _offer(self, work: OpsWork) -> End:
-        number, chosen = self.next_id(), self.pool.chosen
-        if work.verb in (PUSH, READY):
-            return self.communicator.expect(number, *chosen)
-        return mark_all(self.communicator.publish(number, *chosen))
+    def _offer(self) -> End:
+        number, communicator = next(self.ends.ids), self.ends.communicator
+        if self.work.verb in (PUSH, READY):
+            return communicator.expect(number, *self._chosen)
+        return mark_all(communicator.publish(number, *self._chosen))
+
+    # --- both -------------------------------------------------------------------------
+
+    @property
+    def _chosen(self) -> tuple[kvwire.PagedCache, list[int]]:
+        assert self.memory.pool is not None
+        return self.memory.pool.chosen
+
+    async def _keep_busy(self, begin: Callable[[int], Awaitable[object]]) -> None:
+        """Do the work with ``in_flight`` operations begun at any time."""
+        pending: deque[Awaitable[object]] = deque()
+        for number in range(self.work.count):
+            if len(pending) == self.work.in_flight:
+                await pending.popleft()
+            pending.append(begin(number % self.work.in_flight))
+        for request in pending:
+            await request
 
 
 async def over(end: End) -> None:
-    """Wait for the outcome of a transfer, which is complete, and for its memory."""
+    """Wait until a transfer is complete, and its memory free."""
     require_complete(await end)
     await end.drained()
 
@@ -482,18 +614,7 @@ def require_complete(outcome: kvwire.Outcome) -> None:
 
 
 def mark_all(outgoing: kvwire.Outgoing) -> kvwire.Outgoing:
-    """Have all of a transfer ready at once."""
+    """Mark all of a transfer as ready at once."""
     outgoing.ready()
     outgoing.finish()
     return outgoing
-
-
-async def _keep_busy(work: OpsWork, begin: Callable[[int], Awaitable[object]]) -> None:
-    """Do the work with ``in_flight`` operations begun at any time."""
-    pending: deque[Awaitable[object]] = deque()
-    for number in range(work.count):
-        if len(pending) == work.in_flight:
-            await pending.popleft()
-        pending.append(begin(number % work.in_flight))
-    for request in pending:
-        await request

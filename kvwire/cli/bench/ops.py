@@ -8,13 +8,14 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvwire.cli.bench import operations as of
-from kvwire.cli.bench import report, store_side
-from kvwire.cli.bench.bare import SocketsSide, StreamsSide
-from kvwire.cli.bench.operations import OpsSide, OpsWork
+from kvwire.cli.bench import report
+from kvwire.cli.bench import store as stores
+from kvwire.cli.bench.bare import sockets, streams
+from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.peer import contender
 from kvwire.cli.bench.report import COMMON, Common, Mebibytes, Rounds
-from kvwire.cli.bench.store_side import StoreServerSide, StoreSide, StoreWork
+from kvwire.cli.bench.store import StoreWork
 from kvwire.cli.bench.turns import (
     GIGABYTES_PER_SECOND,
     MICROSECONDS,
@@ -68,12 +69,12 @@ def store_operations() -> dict[str, StoreWork]:
             verb=verb,
             nbytes=nbytes,
             count=COUNT,
-            tier=store_side.SERVER,
+            tier=stores.SERVER,
             layers=_LAYERS,
             set_blocks=1,
         )
         for nbytes in (64 * KIB, MIB)
-        for verb in (store_side.PUT, store_side.GET)
+        for verb in (stores.PUT, stores.GET)
     }
 
 
@@ -108,10 +109,9 @@ def ops(*, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON) 
     ours = _kvwire(transport, common)
     store = Contender(
         ours.name,
-        StoreSide,
-        StoreServerSide,
+        stores.store,
         environment={"KVWIRE_REQUIRE": transport},
-        options={"tier": store_side.SERVER, "loop": common.loop},
+        options={"tier": stores.SERVER, "loop": common.loop},
     )
     cases = [
         Case(
@@ -158,7 +158,7 @@ def messages(
     report.require_able([transport])
     options = {"transport": transport, "loop": common.loop, "by_link": 1}
     ours = [contender("kvwire", peer, **options)]
-    sockets = Contender("bare sockets", SocketsSide)
+    bare = Contender("bare sockets", sockets)
     group = peer and f"to {peer}"
     ping = Case(
         name=f"{PING.nbytes} B {PING.verb}",
@@ -180,7 +180,7 @@ def messages(
             ),
             unit=GIGABYTES_PER_SECOND,
             ours=ours,
-            beside=[] if peer else [sockets],
+            beside=[] if peer else [bare],
             group=group,
         )
         for nbytes in SIZES
@@ -209,7 +209,7 @@ def setup(
     work = OpsWork(
         verb=of.SETUP, nbytes=TRANSFER_BYTES, count=CONNECTIONS, layers=_LAYERS
     )
-    streams = _streams(common)
+    beside = _streams(common)
     benchmark = Benchmark(
         name="setup",
         cases=[
@@ -218,7 +218,7 @@ def setup(
                 work=work,
                 unit=MICROSECONDS,
                 ours=[_kvwire(name, common)],
-                beside=[streams],
+                beside=[beside],
                 tail=True,
             )
             for name in transports
@@ -244,9 +244,9 @@ def by_column(found: CaseResult) -> Findings:
 
 def _kvwire(transport: str, common: Common) -> Contender:
     options = {"transport": transport, "loop": common.loop}
-    return Contender(f"kvwire {transport}", OpsSide, options=options)
+    return Contender(f"kvwire {transport}", of.operations, options=options)
 
 
 def _streams(common: Common) -> Contender:
     options = {"loop": common.loop}
-    return Contender(f"{common.loop} streams", StreamsSide, options=options)
+    return Contender(f"{common.loop} streams", streams, options=options)

@@ -23,17 +23,16 @@ than transfer, ideal is t.
 from __future__ import annotations
 
 import asyncio
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Final
 
 from rich.console import RenderableType
 
 import kvwire
-from kvwire.cli.bench.operations import OpsSide, OpsWork
+from kvwire.cli.bench.operations import Memory, OpsWork, joined
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import (
     COMMON,
@@ -43,7 +42,7 @@ from kvwire.cli.bench.report import (
     require_able,
     within,
 )
-from kvwire.cli.bench.side import Work, digest
+from kvwire.cli.bench.side import Bench, Seconds, digest
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
 
@@ -72,9 +71,6 @@ WAYS: Final = (STREAMED, WHOLE, ONE_LAYER)
 # Of one layer alone, since the first is not that of a socket in use.
 ALONE_REPEAT: Final = 5
 _GO: Final = 1
-_MARKS: Final = 2
-# When the first and the last mark was made.
-_SPAN: Final = struct.Struct("<2d")
 
 Kibibytes = Annotated[int, within(64, 1_048_576)]
 Layers = Annotated[tuple[int, ...], within(2, 4096, consume_multiple=True)]
@@ -89,7 +85,7 @@ class OverlapWork(OpsWork):
     compute_s: float = 0.0
 
 
-class OverlapSide(OpsSide):
+async def overlap(b: Bench) -> None:
     """Prefill on the right, decode on the left, and compute that is a timer.
 
     The option ``way`` says what is marked when.
@@ -99,41 +95,23 @@ class OverlapSide(OpsSide):
     whose monotonic clock they share, so an instant of one can be subtracted from one of
     the other.
     """
+    memory, way = Memory(b), b.options["way"]
 
-    work_type: ClassVar[type[Work]] = OverlapWork
-
-    async def digest(self, work: OpsWork) -> str:
-        # Of one layer alone, the others have not been sent.
-        first = work.layers - 1 if self.options["way"] == ONE_LAYER else 0
-        return digest(self.memory[first * work.nbytes // work.layers :])
-
-    async def drive(self, work: OpsWork) -> Sequence[float]:
-        return [await self._pull(work) for _ in range(self._count(work))]
-
-    async def serve(self, work: OpsWork) -> None:
-        assert isinstance(work, OverlapWork)
-        for _ in range(self._count(work)):
-            await self._compute(work)
-
-    def _count(self, work: OpsWork) -> int:
-        return ALONE_REPEAT if self.options["way"] == ONE_LAYER else work.count
-
-    async def _pull(self, work: OpsWork) -> float:
-        incoming = self.connection.pull(self.next_id(), *self.pool.chosen)
-        await self.connection.send(_GO, b"")
+    async def decode() -> Seconds:
+        incoming = ends.connection.pull(next(ends.ids), *chosen)
+        await ends.connection.send(_GO, b"")
         outcome = await incoming
         over = time.monotonic()
-        if not (outcome.complete or self.options["way"] == ONE_LAYER):
+        if not (outcome.complete or way == ONE_LAYER):
             raise RuntimeError(f"the transfer did not end well: {outcome!r}")
         await incoming.drained()
-        first, last = _SPAN.unpack(await self.connection.recv(_MARKS))
-        return float(over - (last if work.verb == EXPOSED else first))
+        first, last = await b.receive()
+        return [over - (last if work.verb == EXPOSED else first)]
 
-    async def _compute(self, work: OverlapWork) -> None:
-        outgoing = self.communicator.publish(self.next_id(), *self.pool.chosen)
+    async def prefill() -> None:
+        outgoing = ends.communicator.publish(next(ends.ids), *chosen)
         # Behind it on the same link: the question for the transfer has been answered.
-        await self.connection.recv(_GO)
-        way = self.options["way"]
+        await ends.connection.recv(_GO)
         # How long a layer's bytes take: no compute lets the CPUs fall asleep before.
         if work.compute_s and way != ONE_LAYER:
             span = await asyncio.to_thread(_mark, outgoing, way, work, work.compute_s)
@@ -141,7 +119,28 @@ class OverlapSide(OpsSide):
             span = _mark(outgoing, way, work)
         await outgoing
         await outgoing.drained()
-        await self.connection.send(_MARKS, _SPAN.pack(*span))
+        await b.send(span)
+
+    async def move() -> Seconds:
+        times = range(ALONE_REPEAT if way == ONE_LAYER else work.count)
+        if b.left:
+            return [seconds for _ in times for seconds in await decode()]
+        for _ in times:
+            await prefill()
+        return ()
+
+    def digested() -> str:
+        # Of one layer alone, the others have not been sent.
+        first = work.layers - 1 if way == ONE_LAYER else 0
+        return digest(memory.bytes[first * work.nbytes // work.layers :])
+
+    async with joined(b) as ends:
+        async for work in b.works(OverlapWork):
+            await asyncio.to_thread(memory.have, work)
+            assert memory.pool is not None
+            chosen = memory.pool.chosen
+            await b.round(move, fill=memory.fill, digest=digested)
+    memory.close()
 
 
 def _mark(
@@ -261,7 +260,7 @@ def command(
     require_able([transport])
     options = {"transport": transport, "loop": common.loop, "by_link": 1}
     streamed, whole, alone = (
-        Contender(way, OverlapSide, options={**options, "way": way}) for way in WAYS
+        Contender(way, overlap, options={**options, "way": way}) for way in WAYS
     )
     # What is exposed is judged by the efficiency, and the same bytes by their ratio.
     benchmark = Benchmark(

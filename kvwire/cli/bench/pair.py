@@ -1,43 +1,38 @@
-"""Contenders, and the processes that do their work, told what to do by this one.
+"""Contenders, and the two processes that do the work of one.
 
 They are started from scratch and never forked, so that neither inherits a loop, a lock
-or a warm cache of the other's. This process only says what to do, in lines of JSON on
-their standard input, and waits: while a round is timed it does nothing.
+or a warm cache of the other's. This process sends work to the left one and waits: while
+a round is timed it does nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from tempfile import TemporaryFile
 from typing import Any, Final, Self
 
-from kvwire import KVWireError
-from kvwire.cli.bench.side import Work, asked
+from kvwire.cli.bench.side import (
+    GONE,
+    BenchError,
+    Program,
+    Sample,
+    Work,
+    found_in,
+    name_of,
+)
 
 # Long against every round there is; only something stuck takes as long.
 ANSWER_TIMEOUT_S: Final = 120.0
-# A side that was told to end, and how long until it is killed.
-_END_TIMEOUT_S: Final = 5.0
-PROGRAM: Final = (sys.executable, "-m", "kvwire.cli.bench")
-
-
-class BenchError(KVWireError):
-    """Reports a benchmark that could not be run, or whose bytes arrived wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Holds one contender's round: seconds, and the CPU seconds of each side."""
-
-    seconds: Sequence[float]
-    cpu_s: Sequence[float]
+# A side that has nothing more to do, and how long until it is killed.
+END_TIMEOUT_S: Final = 5.0
+COMMAND: Final = (sys.executable, "-m", "kvwire.cli.bench")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,16 +40,14 @@ class Contender:
     """Names one way to do the work: kvwire, or what stands beside it."""
 
     name: str
-    # What both sides play: a class, or a name that the program knows.
-    role: type[Any] | str
-    # What the right side plays, if that is another.
-    right: type[Any] | None = None
+    # What both sides run, or what the command knows it by.
+    program: Program | str
     _: KW_ONLY
     options: Mapping[str, object] = field(default_factory=dict)
     # Variables that both sides get.
     environment: Mapping[str, str] = field(default_factory=dict)
-    program: Sequence[str] = PROGRAM
-    # One process does both sides' work.
+    command: Sequence[str] = COMMAND
+    # There is a left side only.
     alone: bool = False
 
     def start(self) -> Pair:
@@ -63,75 +56,49 @@ class Contender:
 
 
 class SideProcess:
-    """Runs one process; see :mod:`kvwire.cli.bench.side` for what runs in it.
+    """Runs one process, with a socket as its standard input.
 
-    Its standard error is not shown, since some peers log whatever they do; the last
-    line of it is in the error if the process ends.
+    Its output is not shown, since some peers log whatever they do; the last line of its
+    standard error is in the error if the process ends.
     """
 
-    def __init__(self, contender: Contender, role: type[Any] | str) -> None:
-        self.role: str = (
-            role if isinstance(role, str) else f"{role.__module__}:{role.__qualname__}"
-        )
-        self._said = TemporaryFile()  # noqa: SIM115 - until stop()
-        options = (f"{name}={value}" for name, value in contender.options.items())
+    def __init__(
+        self,
+        contender: Contender,
+        side: Mapping[str, object],
+        first: socket.socket,
+        *others: socket.socket,
+    ) -> None:
+        self._errors = TemporaryFile()  # noqa: SIM115 - until stop()
+        numbers = [other.fileno() for other in others]
         self.process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - a program that we know
-            [*contender.program, self.role, *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            bufsize=0,
+            [*contender.command, json.dumps(side), *map(str, numbers)],
+            stdin=first.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            pass_fds=numbers,
             env={**os.environ, **contender.environment},
         )
 
-    def call(self, name: str, **arguments: Any) -> Any:
-        """Have something done and wait for the answer."""
-        self.ask(name, **arguments)
-        return self.answer()
+    def end(self) -> str:
+        """Wait until the process has ended; returns why it failed, or "" if it did not.
 
-    def ask(self, name: str, **arguments: Any) -> None:
-        """Have something begun; :meth:`answer` waits for it."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the answer will tell
-            self.process.stdin.write(asked(name, arguments) + b"\n")
-
-    def answer(self) -> Any:
-        """Wait for what was asked, or say what went wrong there."""
-        found = json.loads(self.line())
-        if "error" in found:
-            raise BenchError(f"{_name(self.role)}: {found['error']}")
-        return found["answer"]
-
-    def line(self) -> bytes:
-        """Read one line: one answer is on its way at any time."""
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], ANSWER_TIMEOUT_S)[0]:
-            raise BenchError(
-                f"{_name(self.role)} did not answer within {ANSWER_TIMEOUT_S:g} s"
-            )
-        line = self.process.stdout.readline()
-        if not line:
-            status = self.process.wait()
-            self._said.seek(0)
-            said = self._said.read().decode(errors="replace").strip().splitlines()
-            reason = f": {said[-1]}" if said else ""
-            raise BenchError(f"{_name(self.role)} ended with status {status}{reason}")
-        return line
+        It is killed if it does not end by itself.
+        """
+        try:
+            self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        if not (status := self.process.wait()):
+            return ""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f"ended with status {status}" + (f": {lines[-1]}" if lines else "")
 
     def stop(self) -> None:
-        """End the process: at once if it does not end by itself. Never raises."""
-        with self.process as process, self._said:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            try:
-                process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def _name(role: str) -> str:
-    return role.rpartition(":")[2]
+        """End the process, as :meth:`end` does."""
+        self.end()
+        self._errors.close()
 
 
 class Pair:
@@ -140,55 +107,54 @@ class Pair:
     def __init__(self, contender: Contender) -> None:
         self._contender = contender
         self.sides: list[SideProcess] = []
+        self._control, first = socket.socketpair()
+        self._answers = self._control.makefile("rb")
         try:
-            roles = [contender.role, contender.right or contender.role]
-            for role in roles[: 2 - contender.alone]:
-                self.sides.append(SideProcess(contender, role))
-            self.facts: dict[str, Any] = self._connect()
+            with ExitStack() as given, first:
+                between = []
+                if not contender.alone:
+                    between = [given.enter_context(s) for s in socket.socketpair()]
+                self._start(True, first, *between[:1])
+                for right in between[1:]:
+                    self._start(False, right)
+            facts: dict[str, Any] = self._answer()["facts"]
+            self.facts = {**facts, **contender.environment}
         except BaseException:
             self.stop()
             raise
 
-    def _connect(self) -> dict[str, Any]:
-        left, *right = self.sides
-        address = right[0].call("listen") if right else None
-        for side in right:
-            side.ask("accept")
-        facts: dict[str, Any] = left.call("connect", address=address)
-        for side in right:
-            side.answer()
-        return {**facts, **self._contender.environment}
+    def _start(self, left: bool, *sockets: socket.socket) -> None:
+        program, options = name_of(self._contender.program), self._contender.options
+        side = {"program": program, "left": left, "options": options}
+        self.sides.append(SideProcess(self._contender, side, *sockets))
 
-    def check(self, work: Work) -> None:
-        """Show that random bytes arrive as they were sent; not timed."""
-        self._prepare(work)
-        for side in self.sides:
-            side.call("fill", work=work)
-        self.move(work)
-        left, *right = (side.call("digest", work=work) for side in self.sides)
-        self.sides[0].call("verify", work=work)
-        if [left] * len(right) != right:
+    def round(self, work: Work, *, checks: bool = False) -> Sample:
+        """Do the work once; random bytes are compared if it ``checks``."""
+        with suppress(OSError):  # the answer has the reason
+            asked = {"work": asdict(work), "checks": checks}
+            self._control.sendall(json.dumps(asked).encode() + b"\n")
+        sample = Sample(**self._answer())
+        if sample.damage:
+            name = self._contender.name
             raise BenchError(
-                f"{self._contender.name}, {work.verb} of {work.nbytes} bytes: what "
-                f"arrived is not what was sent: {left} on the left, {right[0]} on the "
-                "right"
+                f"{name}, {work.verb} of {work.nbytes} bytes: {sample.damage}"
             )
+        return sample
 
-    def round(self, work: Work) -> Sample:
-        """Do the work once."""
-        self._prepare(work)
-        before = self._cpu_s()
-        seconds, *_ = self.move(work)
-        cpu_s = [b - a for a, b in zip(before, self._cpu_s(), strict=True)]
-        self.sides[0].call("verify", work=work)
-        return Sample(seconds, cpu_s)
-
-    def move(self, work: Work) -> list[Any]:
-        """Do the work once; what the left and the right side say of it."""
-        left, *right = self.sides
-        for side in right:
-            side.ask("serve", work=work)
-        return [left.call("drive", work=work), *(side.answer() for side in right)]
+    def _answer(self) -> dict[str, Any]:
+        """Wait for the left side's next line."""
+        self._control.settimeout(ANSWER_TIMEOUT_S)
+        try:
+            line = self._answers.readline()
+        except TimeoutError:
+            raise BenchError(f"no answer within {ANSWER_TIMEOUT_S:g} s") from None
+        except OSError:  # killed with something unread
+            line = b""
+        if line and (found := json.loads(line)).get("error") != GONE:
+            return found_in(found)
+        # One side has ended without a reason: both end then.
+        reasons = filter(None, [side.end() for side in reversed(self.sides)])
+        raise BenchError(next(reasons, GONE))
 
     def __enter__(self) -> Self:
         return self
@@ -198,14 +164,8 @@ class Pair:
 
     def stop(self) -> None:
         """End what was started; never raises."""
+        self._answers.close()
+        self._control.close()
         for side in self.sides:
             side.stop()
         self.sides.clear()
-
-    def _prepare(self, work: Work) -> None:
-        left, *right = self.sides
-        given = right[0].call("prepare", work=work) if right else None
-        left.call("use", work=work, given=given)
-
-    def _cpu_s(self) -> list[float]:
-        return [float(side.call("cpu")) for side in self.sides]

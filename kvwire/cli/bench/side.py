@@ -1,44 +1,66 @@
-"""One side of a contender: a process that does what it is told, in lines of JSON.
+"""The frame of a benchmark program: one coroutine that both processes run.
 
-Which side it is, is said as ``module:class``, with options as ``KEY=VALUE``. It ends
-with its input.
+A *program* is a coroutine function that takes a :class:`Bench`. The left process and
+the right one run the same program: the left one begins every operation and keeps the
+time, the right one is the other end. The frame gives both the same work::
+
+    async def copies(b: Bench) -> None:
+        async for work in b.works(Work):
+            await b.round(lambda: each_timed(work.count, copy))
+
+The left process gets its work from the process that runs the benchmark, and passes it
+to the right one, which may be on another host. All that travels between them is JSON:
+work, values that the two programs exchange, times, and errors.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
-import os
-import signal
-import sys
+import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.cli.bench.limits import BENCH_IN_FLIGHT_MAX
+from kvwire import KVWireError
+from kvwire.cli.bench.limits import BENCH_CALL_BYTES_MAX, BENCH_IN_FLIGHT_MAX
 
 HOST: Final = "127.0.0.1"
+# What a side reports when the other one has ended without an error of its own.
+GONE: Final = "the other side has ended"
 _DIGEST_BYTES: Final = 16
+# A side that fails first waits as long for an error of the other one, the likely cause.
+_CAUSE_S: Final = 1.0
 
 Bytes = npt.NDArray[np.uint8]
 # Checked where a work comes from another process.
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
+class BenchError(KVWireError):
+    """Reports a benchmark that could not be run, or whose bytes arrived wrong."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Describes what every contender of a case does in a round: ``count`` operations.
 
-    So many ``in_flight`` are begun before the first of them has to be over.
+    Up to ``in_flight`` of them are under way at a time.
     """
 
     verb: str
@@ -54,85 +76,302 @@ class Work:
 
 W = TypeVar("W", bound=Work)
 C = TypeVar("C")
+Seconds = Sequence[float]
 
 
-class BenchSide(Generic[W]):
-    """Runs one side: the left one drives and keeps the time, the right one serves.
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Holds one round: what was timed, and the CPU seconds of each side."""
 
-    The order of calls is listen, accept and connect; then any number of rounds. A round
-    is prepare and use, drive and serve at the same time, and verify; before the first
-    one of a work there is one more, with fill before and digest after it. Only drive
-    and serve are timed.
+    seconds: Seconds
+    cpu_s: Seconds
+    # How the bytes that arrived differ from those that were sent; "" if they do not.
+    damage: str = ""
+    # What a program measures besides.
+    more: Any = None
 
-    Attributes:
-        opened: What is closed with the side.
-        memory: What a work moves, of a side that has all of it in one piece.
-    """
 
-    work_type: ClassVar[type[Work]] = Work
+class Channel:
+    """Carries JSON values in both directions between two processes, a line each."""
 
-    def __init__(self, options: Mapping[str, str]) -> None:
-        self.options = options
-        self.opened: AsyncExitStack = AsyncExitStack()
-        self.memory: Bytes = np.zeros(0, np.uint8)
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
 
-    def check(self, work: W) -> None:
-        """Raise if a work must not be done."""
+    @classmethod
+    async def over(cls, sock: socket.socket) -> Channel:
+        """Make one of a connected socket, which it closes."""
+        return cls(
+            *await asyncio.open_unix_connection(sock=sock, limit=BENCH_CALL_BYTES_MAX)
+        )
 
-    async def listen(self) -> Any:
-        """Right: begin to listen; the answer is where."""
+    async def send(self, value: object) -> None:
+        """Send a value."""
+        self._writer.write(msgspec.json.encode(value) + b"\n")
+        await self._writer.drain()
 
-    async def accept(self) -> None:
-        """Right: wait for the left one."""
+    async def receive(self) -> Any:
+        """Wait for the next value.
 
-    async def connect(self, address: Any) -> dict[str, Any]:
-        """Left: connect to it; the answer is facts for the JSON document."""
-        return {}
-
-    async def prepare(self, work: W) -> Any:
-        """Right: get ready; the answer is given to :meth:`use`."""
-
-    async def use(self, work: W, given: Any) -> None:
-        """Left: get ready."""
-
-    async def fill(self, work: W) -> None:
-        """Have random bytes in the memory of a work, which the next round replaces."""
-        await fill(self.memory)
-
-    async def drive(self, work: W) -> Sequence[float]:
-        """Left: one round; the answer is the seconds of everything that is timed."""
-        raise NotImplementedError
-
-    async def serve(self, work: W) -> None:
-        """Right: do what :meth:`drive` needs of the other side."""
-
-    async def digest(self, work: W) -> str:
-        """Digest what a round has moved: both sides have the same."""
-        return digest(self.memory)
-
-    async def verify(self, work: W) -> None:
-        """Left: raise if what the last round has moved is not what it should be."""
-
-    async def cpu(self) -> float:
-        """Return CPU seconds of this process, the kernel's on its behalf included."""
-        return time.process_time()
+        Raises:
+            EOFError: The other process has ended.
+        """
+        with suppress(OSError):  # it was killed
+            if line := await self._reader.readline():
+                return msgspec.json.decode(line)
+        raise EOFError(GONE)
 
     async def close(self) -> None:
-        """End what was begun."""
-        await self.opened.aclose()
+        """Close the socket when all is sent; never raises."""
+        self._writer.close()
+        with suppress(OSError):
+            await self._writer.wait_closed()
 
 
-CALLS: Final = frozenset(n for n in vars(BenchSide) if n[0] != "_") - {
-    "check",
-    "close",
-    "work_type",
-}
+class Bench:
+    """Connects a program with its other side, and with who wants its results.
+
+    Attributes:
+        left: Whether this side begins the operations and keeps the time.
+        options: Those of the contender.
+        control: Where the left side gets work, and reports what it measured.
+        facts: What is shown of this side in the JSON document.
+        checks: Whether the bytes of this round are random, and compared.
+        cpu_s: Reads the CPU seconds that this side has used.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        *,
+        left: bool = True,
+        control: Channel | None = None,
+    ) -> None:
+        self.left = left
+        self.options = options
+        self.control = control
+        self.facts: dict[str, Any] = {}
+        self.checks = False
+        self.cpu_s: Callable[[], float] = time.process_time
+        self._other: Channel | None = None
+        self._reading: asyncio.Task[None] | None = None
+        # With room for one: what a peer sends too early stays on its side.
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue(1)
+        self._gone: asyncio.Future[Exception] = asyncio.Future()
+        self._greeted = False
+
+    # --- the other side ---------------------------------------------------------------
+
+    def meet(self, other: Channel) -> None:
+        """Begin to read what the other side sends; its end is the program's end."""
+        self._other = other
+        self._reading = asyncio.ensure_future(self._read(other))
+
+    async def send(self, value: object = None) -> None:
+        """Send a value to the program of the other side."""
+        assert self._other is not None, "this side runs alone"
+        await self._other.send(value)
+
+    async def receive(self) -> Any:
+        """Wait for the next value that the program of the other side sends."""
+        return await self._inbox.get()
+
+    async def _read(self, other: Channel) -> None:
+        try:
+            while True:
+                found = await other.receive()
+                if isinstance(found, dict) and "error" in found:
+                    raise BenchError(f"the other side failed: {found['error']}")
+                await self._inbox.put(found)
+        except Exception as exc:  # noqa: BLE001 - run() raises it
+            self._gone.set_result(exc)
+
+    # --- rounds -----------------------------------------------------------------------
+
+    async def works(self, kind: type[W]) -> AsyncIterator[W]:
+        """Yield the work of each round, when it is asked for."""
+        while asked := await self.asked():
+            work = msgspec.convert(asked["work"], kind)
+            self.admit(work)
+            self.checks = bool(asked["checks"])
+            if self.left and self._other is not None:
+                await self._other.send(asked)
+            yield work
+
+    async def asked(self) -> Any:
+        """Wait until a round is asked for; None if there are no more."""
+        if not self.left:
+            return await self.receive()
+        assert self.control is not None
+        if not self._greeted:
+            self._greeted = True
+            await self.control.send({"facts": self.facts})
+        try:
+            return await self.control.receive()
+        except EOFError:
+            return None
+
+    def admit(self, work: Any) -> None:
+        """Raise if this side must not do a work."""
+
+    async def round(
+        self,
+        move: Callable[[], Awaitable[Seconds | None]],
+        *,
+        fill: Callable[[], Awaitable[object]] | None = None,
+        digest: Callable[[], str] | None = None,
+        verify: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        """Do a round: both sides call this, each with its part of the work.
+
+        Args:
+            move: Does the work; at the left side it returns the seconds of everything
+                that is timed.
+            fill: Writes random bytes, in a round that checks what arrives.
+            digest: Digests what such a round has moved: the same at both sides.
+            verify: Raises if what any round has moved is not as it should be.
+        """
+        if self.checks and fill is not None:
+            await fill()
+        began_s = self.cpu_s()
+        seconds = await move()
+        if not self.left:
+            await self.receive()  # the left side is done
+        cpu_s = self.cpu_s() - began_s
+        found = ""
+        if self.checks and digest is not None:
+            found = await asyncio.to_thread(digest)
+        if not self.left:
+            await self.send([cpu_s, found])
+            return
+        cpus_s, damage = [cpu_s], ""
+        if self._other is not None:
+            await self._other.send(None)
+            its_cpu_s, there = await self.receive()
+            cpus_s.append(its_cpu_s)
+            damage = difference(found, there)
+        if verify is not None:
+            await verify()
+        await self.answer(Sample(seconds or (), cpus_s, damage))
+
+    async def answer(self, sample: Sample) -> None:
+        """Report a round; the left side does it, once for each."""
+        assert self.control is not None
+        await self.control.send(sample)
+
+    # --- the program ------------------------------------------------------------------
+
+    async def run(self, program: Callable[[Bench], Awaitable[None]]) -> None:
+        """Run a program until it returns, fails, or its other side has gone.
+
+        Raises:
+            EOFError: The other side ended.
+            BenchError: The other side failed; what it reports is in the text.
+            Exception: The program failed.
+        """
+        running = asyncio.ensure_future(program(self))
+        try:
+            await asyncio.wait((running, self._gone), return_when="FIRST_COMPLETED")
+            if running.done() and running.exception() and self._other is not None:
+                await asyncio.wait((self._gone,), timeout=_CAUSE_S)
+            if self._gone.done() and (not running.done() or running.exception()):
+                raise self._gone.result()
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def play(self, program: Callable[[Bench], Awaitable[None]]) -> None:
+        """Run a program, and report an error to whoever waits for this side."""
+        try:
+            await self.run(program)
+        except Exception as exc:  # noqa: BLE001 - another process reports it
+            listener = self.control or self._other
+            if listener is not None and not (
+                isinstance(exc, EOFError) and not self.left
+            ):
+                with suppress(OSError, KVWireError):
+                    async with asyncio.timeout(_CAUSE_S):
+                        await listener.send({"error": reason(exc)})
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Close both channels."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        for channel in (self.control, self._other):
+            if channel is not None:
+                await channel.close()
+
+
+Program = Callable[[Bench], Coroutine[Any, Any, None]]
+
+
+class Drive(Protocol):
+    """Asks a left side of this process for a round."""
+
+    async def __call__(self, work: Work, *, checks: bool = False) -> Sample: ...
+
+
+def reason(exc: Exception) -> str:
+    """Write an error in one line, with its type unless it is one of a benchmark's."""
+    if isinstance(exc, BenchError) or str(exc) == GONE:
+        return str(exc)
+    return f"{type(exc).__name__}: {exc}"
+
+
+def difference(left: str, right: str) -> str:
+    """Return how the digests of both sides differ; "" if they do not."""
+    if left == right:
+        return ""
+    return (
+        f"what arrived is not what was sent: {left} on the left, {right} on the right"
+    )
+
+
+def found_in(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer of the left side.
+
+    Raises:
+        BenchError: It is an error.
+    """
+    if "error" in answer:
+        raise BenchError(answer["error"])
+    return answer
+
+
+@asynccontextmanager
+async def driven(
+    b: Bench, program: Program
+) -> AsyncIterator[tuple[dict[str, Any], Drive]]:
+    """Run a left side in this process; yields its facts, and what asks for a round."""
+    mine, its = socket.socketpair()
+    control, b.control = await Channel.over(mine), await Channel.over(its)
+    playing = asyncio.ensure_future(b.play(program))
+
+    async def ask(work: Work, *, checks: bool = False) -> Sample:
+        await control.send({"work": asdict(work), "checks": checks})
+        return Sample(**found_in(await control.receive()))
+
+    try:
+        yield found_in(await control.receive())["facts"], ask
+    finally:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        await control.close()
+
+
+# --- what programs have in common -----------------------------------------------------
 
 
 async def each_timed(
     count: int, once: Callable[[int], Awaitable[object]]
 ) -> list[float]:
-    """Do something so many times, one after the other; seconds of each."""
+    """Do something ``count`` times in a row; returns the seconds of each."""
     clock, seconds = time.perf_counter, []
     for number in range(count):
         began = clock()
@@ -171,7 +410,7 @@ def digest(data: bytes | bytearray | memoryview | Bytes) -> str:
 async def fill(memory: bytearray | memoryview | Bytes) -> None:
     """Fill memory with random bytes.
 
-    In a thread: a loop that stands still for long is a dead peer to others.
+    In a thread: to a peer, a loop that stands still for long is dead.
     """
     words = np.frombuffer(memory, np.uint8)
 
@@ -181,75 +420,39 @@ async def fill(memory: bytearray | memoryview | Bytes) -> None:
     await asyncio.to_thread(write)
 
 
-class BytesDiffer(Exception):
-    """Reports that what has arrived is not what was sent."""
-
-
-def require_same(left: object, right: object) -> None:
-    """Compare what has arrived with what was sent."""
-    if left != right:
-        raise BytesDiffer(f"what arrived ({left}) is not what was sent ({right})")
-
-
 # --- the process ----------------------------------------------------------------------
 
 
-def make(role: str, options: Mapping[str, str]) -> BenchSide[Any]:
-    """Make the side that a role names."""
-    module, _, name = role.partition(":")
-    found = getattr(import_module(module), name)(options)
-    assert isinstance(found, BenchSide)
-    return found
+def name_of(program: Program | str) -> str:
+    """Name a program so that another process finds it."""
+    if isinstance(program, str):
+        return program
+    return f"{program.__module__}:{program.__qualname__}"
 
 
-def asked(name: str, arguments: Mapping[str, Any]) -> bytes:
-    """Write a call, which :func:`answer` reads; a work is one of its arguments."""
-    return msgspec.json.encode({"call": name, "arguments": arguments})
+def main(text: str, first: socket.socket, other: socket.socket | None) -> None:
+    """Be one side until it is done.
 
+    Args:
+        text: JSON with the ``program``, whether it is ``left``, and its ``options``.
+        first: To the process that runs the benchmark; of a right side, to the left.
+        other: Of a left side that has a right one, to that.
+    """
+    given = json.loads(text)
+    module, _, name = given["program"].partition(":")
+    program: Program = getattr(import_module(module), name)
 
-async def answer(
-    side: BenchSide[Any], line: bytes, calls: frozenset[str] = CALLS
-) -> bytes:
-    """Do what one line says; an exception becomes an answer too."""
-    name = ""
-    try:
-        call = msgspec.json.decode(line)
-        name, arguments = call["call"], call["arguments"]
-        if name not in calls:
-            raise ValueError(f"there is no call {name!r}")
-        if "work" in arguments:
-            work = msgspec.convert(arguments["work"], side.work_type)
-            side.check(work)
-            arguments["work"] = work
-        found = {"answer": await getattr(side, name)(**arguments)}
-    except Exception as exc:  # noqa: BLE001 - it is reported by the other process
-        found = {"error": f"{name}: {type(exc).__name__}: {exc}"}
-    return json.dumps(found).encode() + b"\n"
+    async def play() -> None:
+        b = Bench(given["options"], left=given["left"])
+        if b.left:
+            b.control = await Channel.over(first)
+            if other is not None:
+                b.meet(await Channel.over(other))
+        else:
+            b.meet(await Channel.over(first))
+        await b.play(program)
 
-
-async def obey(side: BenchSide[Any]) -> None:
-    """Answer line after line until there are no more."""
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-    )
-    try:
-        while line := await reader.readline():
-            said = await answer(side, line)
-            # Without a buffer: whoever was interrupted does not read it any more.
-            with contextlib.suppress(BrokenPipeError):
-                os.write(sys.stdout.fileno(), said)
-    finally:
-        await side.close()
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Be a side until the input ends: ``ROLE [KEY=VALUE ...]``."""
-    # Ctrl-C reaches every process of a terminal; this one ends with its input.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    role, *pairs = arguments
-    options = dict(pair.split("=", 1) for pair in pairs)
-    run(obey(make(role, options)), options.get("loop", "asyncio"))
+    run(play(), given["options"].get("loop", "asyncio"))
 
 
 def run(main: Coroutine[Any, Any, None], loop: str) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from kvwire.cli.bench.pair import BenchError, Contender, Pair
+from kvwire.cli.bench.pair import Contender, Pair
+from kvwire.cli.bench.side import BenchError
 from kvwire.limits import GIB
 
 
@@ -249,7 +250,7 @@ def _take_turn(
             raise pair
         finding.facts[name] = pair.facts
         if not counts:
-            pair.check(work)
+            pair.round(work, checks=True)
         sample = pair.round(work)
     except BenchError as exc:
         pair = pairs[contender]

@@ -18,7 +18,7 @@ from kvwire.cli.bench.peer import attend_at
 from kvwire.cli.console import console, show
 from kvwire.cli.doctor.checks import HostFiles
 from kvwire.cli.doctor.examination import Examination, examine
-from kvwire.cli.doctor.peer import PROFILE, DoctorSide, PeerReport, examine_peer
+from kvwire.cli.doctor.peer import PROFILE, DoctorBench, PeerReport, examine_peer
 from kvwire.cli.doctor.screen import COLUMNS_MAX, fitting, written
 
 # What the configuration requires is missing, or a measurement has failed.
@@ -87,11 +87,11 @@ def _progress(line: str) -> None:
 async def _listen(
     config: Config, address: Address, found: Examination, json: bool
 ) -> None:
-    def ended(side: DoctorSide) -> None:
-        if side.report is not None:
-            _show(side.report, json)
+    def ended(b: DoctorBench) -> None:
+        if b.report is not None:
+            _show(b.report, json)
 
-    made = partial(DoctorSide, examination=found)
+    made = partial(DoctorBench, examination=found)
     await attend_at(address, config, PROFILE, made, ended)
 
 

@@ -1,10 +1,10 @@
 """Two doctors: one serves as ``kvwire bench serve`` does, the other measures with it.
 
-``kvwire doctor --peer`` measures in the way of ``kvwire bench`` (see
-:mod:`kvwire.cli.bench.peer`): round trip, put and get, and every byte. Small and
-bounded: it says whether a path is in order, not which of two is faster. A doctor that
-listens answers two questions more: what its host is like, and it takes the report. The
-profile says that this is a doctor, so that nobody asks a server that is none.
+``kvwire doctor --peer`` measures as ``kvwire bench --peer`` does (see
+:mod:`kvwire.cli.bench.peer`): round trip, put and get, and every byte. It is small and
+bounded: it shows whether a path is in order, not which of two is faster. A doctor that
+listens also sends what it found on its host, and takes the report. Its profile names it
+a doctor; no other server is asked.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from kvwire import Communicator, ConnectError, Connection, KVWireError
-from kvwire.cli.bench import peer as bench
-from kvwire.cli.bench.operations import ROUND_TRIP, OpsWork
-from kvwire.cli.bench.peer import PeerSide, ServedSide, serves
-from kvwire.cli.bench.side import BytesDiffer
+from kvwire.cli.bench import operations as bench
+from kvwire.cli.bench.operations import (
+    ROUND_TRIP,
+    ConnectionChannel,
+    Ends,
+    OpsWork,
+    serves,
+)
+from kvwire.cli.bench.peer import ServedBench
+from kvwire.cli.bench.side import Bench, Drive, driven
 from kvwire.cli.doctor.examination import Examination
 from kvwire.limits import KIB, MIB
 from kvwire.types import Address, Candidate
 
-PROFILE: Final = {"kvwire.doctor": "4", **bench.PROFILE}
+PROFILE: Final = {"kvwire.doctor": "5", **bench.PROFILE}
 
 # The bytes of one pass, each way: much beside what starting costs, and little beside
 # the memory of any host.
@@ -95,11 +101,10 @@ class PeerReport:
 # --- who listens ----------------------------------------------------------------------
 
 
-class DoctorSide(ServedSide):
+class DoctorBench(ServedBench):
     """Serves one connection of a doctor that listens."""
 
-    calls: ClassVar[frozenset[str]] = ServedSide.calls | {"examine", "take_report"}
-    # What the peer has found, if it said.
+    # What the peer has found, if it sent that.
     report: PeerReport | None = None
 
     def __init__(
@@ -109,15 +114,13 @@ class DoctorSide(ServedSide):
         examination: Examination,
     ) -> None:
         super().__init__(communicator, connection, 2 * PASS_BYTES)
-        self._examination = examination
+        self.facts["examination"] = msgspec.to_builtins(examination)
 
-    async def examine(self) -> Any:
-        """Return what was found on this host."""
-        return msgspec.to_builtins(self._examination)
-
-    async def take_report(self, report: Any) -> None:
-        """Keep a report, to be shown."""
-        self.report = msgspec.convert(report, PeerReport)
+    async def receive(self) -> Any:
+        """Wait for what the peer sends next, and keep its report."""
+        while isinstance(found := await super().receive(), dict) and "report" in found:
+            self.report = msgspec.convert(found["report"], PeerReport)
+        return found
 
 
 # --- who asks -------------------------------------------------------------------------
@@ -144,10 +147,14 @@ async def try_out(
             )
             try:
                 if serves(connection, PROFILE):
-                    side = PeerSide({}, communicator, connection)
-                    said = await side.call("examine")
-                    there = msgspec.convert(said, Examination)
-                    trial = await _measured(side, sizes, trial)
+                    ends = Ends([communicator], [connection])
+                    async with driven(
+                        Bench({}), lambda b: bench.operate_with_peer(b, ends)
+                    ) as (facts, ask):
+                        found = facts["peer"]["examination"]
+                        there = msgspec.convert(found, Examination)
+                        if sizes:
+                            trial = await _measured(ask, sizes, trial)
                 else:
                     said = "the peer is no `kvwire doctor --listen` of this version"
                     trial = replace(trial, error=f"{said}: nothing to measure")
@@ -194,41 +201,36 @@ async def _hand_over(
 ) -> None:
     connection = await communicator.connect(address)
     try:
-        said = msgspec.to_builtins(report)
-        side = PeerSide({}, communicator, connection)
-        await side.call("take_report", report=said)
+        channel = ConnectionChannel(connection)
+        await channel.receive()  # it serves
+        await channel.send({"report": report})
     finally:
         await connection.close()
 
 
-async def _measured(side: PeerSide, sizes: Sequence[int], trial: Trial) -> Trial:
-    if not sizes:
-        return trial
+async def _measured(ask: Drive, sizes: Sequence[int], trial: Trial) -> Trial:
     rates: list[Rate] = []
     damaged: list[str] = []
     for size, verb in product(sizes, VERBS):
         blocks = PASS_BYTES // size
         work = OpsWork(verb=verb, nbytes=PASS_BYTES, count=1, layers=1, blocks=blocks)
-        await side.use(work, None)
-        await side.fill(work)
+        # Every byte of the first pass is compared.
+        checked = await ask(work, checks=True)
+        if checked.damage:
+            damaged.append(f"{verb} of {size} B fragments: {checked.damage}")
         # The median pass; the first does not count, unless there is no time.
-        took: list[float] = []
+        took = [*checked.seconds]
         while len(took) <= _PASSES and sum(took) < _BUDGET_S:
-            took += await side.drive(work)
+            took += (await ask(work)).seconds
         counted = took[1:] or took
         rate = PASS_BYTES / statistics.median(counted)
         rates.append(
             Rate(verb=verb, fragment_bytes=size, bytes_per_s=rate, passes=len(counted))
         )
-        try:
-            await side.digest(work)
-        except BytesDiffer as exc:
-            damaged.append(f"{verb} of {size} B fragments: {exc}")
-    echo = OpsWork(verb=ROUND_TRIP, nbytes=_ECHO_BYTES, count=_ECHOES)
-    await side.use(echo, None)
+    echo = await ask(OpsWork(verb=ROUND_TRIP, nbytes=_ECHO_BYTES, count=_ECHOES))
     return replace(
         trial,
         rates=tuple(rates),
         damaged=tuple(damaged),
-        round_trip_s=statistics.median(await side.drive(echo)),
+        round_trip_s=statistics.median(echo.seconds),
     )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
+import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from typing import Any, Final
-
-import uvloop
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kvwire.cli.bench import pair, turns
-from kvwire.cli.bench.side import Work, answer, asked, make
+from kvwire.cli.bench.side import BenchError, Sample, Work, main
 
 WORK = Work(verb="send", nbytes=1024, count=4)
 Log = list[tuple[str, str]]
@@ -55,16 +53,15 @@ class ScriptedPair(pair.Pair):
         self._failing = failing
         self.facts = {"version": f"{name} 1"}
 
-    def check(self, work: Work) -> None:
-        self.done("check")
-
-    def round(self, work: Work) -> pair.Sample:
-        self.done("round")
+    def round(self, work: Work, *, checks: bool = False) -> Sample:
+        self.done("check" if checks else "round")
+        if checks:
+            return Sample([], [])
         rounds = self._rounds
         seconds = rounds.pop(0) if len(rounds) > 1 else rounds[0]
         if not seconds:
             raise KeyboardInterrupt
-        return pair.Sample(seconds, [0.2, 0.3])
+        return Sample(seconds, [0.2, 0.3])
 
     def stop(self) -> None:
         self._log.append((self._name, "stop"))
@@ -72,7 +69,7 @@ class ScriptedPair(pair.Pair):
     def done(self, call: str) -> None:
         self._log.append((self._name, call))
         if call == self._failing:
-            raise pair.BenchError(f"{self._name} failed to {call}")
+            raise BenchError(f"{self._name} failed to {call}")
 
 
 def rated(name: str, *rates: float, work: Work = WORK) -> Scripted:
@@ -91,9 +88,9 @@ def benchmark(*cases: turns.Case, **changed: Any) -> turns.Benchmark:
     return turns.Benchmark(name="scripted", cases=cases, **changed)
 
 
-def does(running: pair.Pair, work: Work, samples: int = 1) -> pair.Sample:
+def does(running: pair.Pair, work: Work, samples: int = 1) -> Sample:
     """Have a work checked, then timed; what the round reports is plausible."""
-    running.check(work)
+    running.round(work, checks=True)
     found = running.round(work)
     assert len(found.seconds) == samples
     assert min(found.seconds) > 0
@@ -107,45 +104,34 @@ def measured(*cases: turns.Case, rounds: int = 1) -> turns.Findings:
 
 # --- threads in place of processes ----------------------------------------------------
 
-_LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
-    "asyncio": asyncio.new_event_loop,
-    "uvloop": uvloop.new_event_loop,
-}
-
 
 class ThreadSide(pair.SideProcess):
-    """A side on a loop of its own: what it does, in a second.
+    """A side on a thread of this process: what it does, in a second.
 
     What a process adds, tests of :mod:`kvwire.cli.bench.pair` show, and those marked
     slow.
     """
 
-    def __init__(self, contender: pair.Contender, role: type[Any] | str) -> None:
-        assert isinstance(role, type), "a peer is a program of its own"
+    def __init__(
+        self,
+        contender: pair.Contender,
+        side: Mapping[str, object],
+        first: socket.socket,
+        *others: socket.socket,
+    ) -> None:
+        assert contender.command == pair.COMMAND, "a peer is a program of its own"
         # Undone by the fixture; all sides of one test get the same.
         os.environ.update(contender.environment)
-        self.role = f"{role.__module__}:{role.__qualname__}"
-        options = {name: str(v) for name, v in contender.options.items()}
-        self._loop = _LOOPS[options.get("loop", "asyncio")]()
-        self._thread = threading.Thread(target=self._run, name=f"side {self.role}")
+        # The caller closes its own.
+        given = [one.dup() for one in (first, *others)]
+        arguments = json.dumps(side), given[0], given[1] if others else None
+        name = f"side {side['program']}"
+        self._thread = threading.Thread(target=main, args=arguments, name=name)
         self._thread.start()
-        self._side = make(self.role, options)
-        self._answer: Future[bytes] = Future()
 
-    def ask(self, name: str, **arguments: Any) -> None:
-        answering = answer(self._side, asked(name, arguments))
-        self._answer = asyncio.run_coroutine_threadsafe(answering, self._loop)
-
-    def line(self) -> bytes:
-        return self._answer.result(pair.ANSWER_TIMEOUT_S)
+    def end(self) -> str:
+        self._thread.join()
+        return ""
 
     def stop(self) -> None:
-        # It may wait for somebody who will never come; a process is killed then.
-        self._answer.cancel()
-        asyncio.run_coroutine_threadsafe(self._side.close(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.get_loop().run_forever()
+        self.end()

@@ -17,7 +17,7 @@ import pytest
 
 from kvwire.backend import Availability, Capabilities, registry
 from kvwire.cli.bench import fragments, many, ops, overlap, store
-from kvwire.cli.bench.store_side import can_drop
+from kvwire.cli.bench.store import can_drop
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
 from kvwire_local import LocalBackend

@@ -1,18 +1,18 @@
-"""Two processes and the lines between them."""
+"""Two processes, what they send each other, and how they end."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 
 from kvwire.cli.bench import bare, pair
-from kvwire.cli.bench.bare import SocketsSide
-from kvwire.cli.bench.operations import OpsSide, OpsWork
-from kvwire.cli.bench.pair import BenchError, Contender, SideProcess
+from kvwire.cli.bench.bare import sockets
+from kvwire.cli.bench.operations import OpsWork, operations
+from kvwire.cli.bench.pair import Contender
+from kvwire.cli.bench.side import Bench, BenchError, Work
 from kvwire.limits import KIB, MIB
-from tests.cli.bench.contenders import does
+from tests.cli.bench.contenders import WORK, does
 
 PING = OpsWork(verb="round trip", nbytes=64, count=3)
 BULK = [
@@ -22,16 +22,9 @@ BULK = [
 ]
 
 
-@pytest.fixture
-def side() -> Iterator[SideProcess]:
-    found = SideProcess(Contender("it", SocketsSide), SocketsSide)
-    yield found
-    found.stop()
-
-
 def test_two_processes_do_every_work() -> None:
     options = {"transport": "tcp", "loop": "uvloop"}
-    with Contender("it", OpsSide, options=options).start() as found:
+    with Contender("it", operations, options=options).start() as found:
         for work in [PING, *BULK]:
             for _ in range(2):
                 does(found, work, work.count if work.verb == "round trip" else 1)
@@ -43,7 +36,7 @@ def test_two_processes_do_every_work() -> None:
 def test_bytes_that_change_on_the_way_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with Contender("it", SocketsSide).start() as found:
+    with Contender("it", sockets).start() as found:
         receive = bare.receive_into
 
         def damaged(source: socket.socket, part: memoryview) -> None:
@@ -52,7 +45,7 @@ def test_bytes_that_change_on_the_way_are_found(
 
         monkeypatch.setattr(bare, "receive_into", damaged)
         with pytest.raises(BenchError, match="what arrived is not what was sent"):
-            found.check(BULK[0])
+            found.round(BULK[0], checks=True)
 
 
 def test_a_connection_that_ends_midway_is_an_error() -> None:
@@ -64,30 +57,53 @@ def test_a_connection_that_ends_midway_is_an_error() -> None:
             bare.receive_into(left, memoryview(bytearray(4)))
 
 
-def test_what_fails_over_there_is_told_here(side: SideProcess) -> None:
-    with pytest.raises(BenchError, match="connect: ConnectionRefusedError"):
-        side.call("connect", address=1)
-    for call in ("__init__", "close", "work_type", "parts"):
-        with pytest.raises(BenchError, match=f"there is no call '{call}'"):
-            side.call(call)
-    side.process.kill()
-    with pytest.raises(BenchError, match="ended with status -9"):
-        side.call("cpu")
+async def sides_that(b: Bench) -> None:
+    """Do what their options name, each side its own."""
+    async for _ in b.works(Work):
+        match b.options["left" if b.left else "right"]:
+            case "fails":
+                raise OSError("no way")
+            case "waits":
+                await b.receive()
+            case "exits":
+                raise SystemExit("no luck")
+            case "blocks":
+                socket.create_server(("127.0.0.1", 0)).accept()
 
 
-def test_a_process_that_is_stuck_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, side: SideProcess
+@pytest.mark.parametrize(
+    ("left", "right", "text"),
+    [
+        ("fails", "waits", "^OSError: no way$"),
+        ("waits", "fails", "^the other side failed: OSError: no way$"),
+        ("exits", "waits", "^ended with status 1: no luck$"),
+        ("waits", "exits", "^ended with status 1: no luck$"),
+        ("blocks", "waits", r"^no answer within 0\.05 s$"),
+    ],
+)
+def test_a_side_that_fails_is_the_reason(
+    left: str, right: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    side.call("listen")
-    monkeypatch.setattr(pair, "ANSWER_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(pair, "_END_TIMEOUT_S", 0.05)
-    side.ask("accept")  # nobody ever connects
-    with pytest.raises(BenchError, match=r"did not answer within 0\.05 s"):
-        side.answer()
+    options = {"left": left, "right": right}
+    with Contender("it", sides_that, options=options).start() as found:
+        if left == "blocks":
+            monkeypatch.setattr(pair, "ANSWER_TIMEOUT_S", 0.05)
+            monkeypatch.setattr(pair, "END_TIMEOUT_S", 0.05)
+        with pytest.raises(BenchError, match=text):
+            found.round(WORK)
+
+
+def test_a_side_that_is_killed_is_the_reason() -> None:
+    for number in (0, 1):
+        options = {"left": "waits", "right": "waits"}
+        with Contender("it", sides_that, options=options).start() as found:
+            found.sides[number].process.kill()
+            with pytest.raises(BenchError, match="ended with status -9"):
+                found.round(WORK)
 
 
 def test_a_pair_that_cannot_start_leaves_no_process() -> None:
     with pytest.raises(BenchError, match="carrier"):
-        Contender("it", OpsSide, options={"transport": "carrier"}).start()
-    with pytest.raises(BenchError, match=r"ended with status 1: .*CarrierPigeons"):
-        Contender("it", "kvwire.cli.bench.bare:CarrierPigeons").start()
+        Contender("it", operations, options={"transport": "carrier"}).start()
+    with pytest.raises(BenchError, match=r"ended with status 1: .*carrier_pigeons"):
+        Contender("it", "kvwire.cli.bench.bare:carrier_pigeons").start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -26,9 +27,15 @@ from kvwire.cli.bench.limits import (
     BENCH_FRAGMENTS_MAX,
     BENCH_IN_FLIGHT_MAX,
 )
-from kvwire.cli.bench.operations import OpsWork
-from kvwire.cli.bench.pair import BenchError
-from kvwire.cli.bench.peer import PROFILE, PeerSide, ServedSide, attend
+from kvwire.cli.bench.operations import (
+    PROFILE,
+    ConnectionChannel,
+    Moves,
+    OpsWork,
+    operations,
+)
+from kvwire.cli.bench.peer import ServedBench, attend
+from kvwire.cli.bench.side import Bench, BenchError, Drive, driven
 from kvwire.cli.keygen import keygen
 from kvwire.cli.main import CALLED_WRONG, INTERRUPTED, main
 from kvwire.limits import KIB, KV_LAYERS_MAX, MIB
@@ -136,37 +143,40 @@ def test_an_address_that_is_none_is_refused(
 @asynccontextmanager
 async def served(
     profile: dict[str, str] = PROFILE,
-) -> AsyncIterator[tuple[Address, list[ServedSide]]]:
-    """Where one listens that serves with 4 MiB, and the sides that are over."""
-    ended: list[ServedSide] = []
+) -> AsyncIterator[tuple[Address, list[ServedBench]]]:
+    """Where one listens that serves with 4 MiB, and the benches that are over."""
+    ended: list[ServedBench] = []
     async with kvwire.open(profile=profile, require=("tcp",)) as there:
         address = await there.listen("127.0.0.1:0")
-        attending = asyncio.create_task(
-            attend(
-                there,
-                partial(ServedSide, memory_bytes_max=4 * MIB),
-                ended.append,
-            )
-        )
+        made = partial(ServedBench, memory_bytes_max=4 * MIB)
+        attending = asyncio.create_task(attend(there, made, ended.append))
         yield address, ended
         await there.close()
         await attending
 
 
 @asynccontextmanager
-async def connected(address: Address) -> AsyncIterator[PeerSide]:
-    side = PeerSide({"transport": "tcp", "peer": str(address)})
-    await side.connect(None)
-    yield side
-    await side.close()
+async def measuring(address: Address) -> AsyncIterator[Drive]:
+    """Ask a left side of this process for rounds with a peer."""
+    b = Bench({"transport": "tcp", "peer": str(address)})
+    async with driven(b, operations) as (_, ask):
+        yield ask
+
+
+@asynccontextmanager
+async def connected(address: Address) -> AsyncIterator[ConnectionChannel]:
+    """Connect, and send what a test wants in the place of a left side."""
+    async with kvwire.open() as here:
+        channel = ConnectionChannel(await here.connect(address))
+        assert await channel.receive() == {}
+        yield channel
 
 
 async def test_a_peer_of_another_version_is_named() -> None:
     async with served({"kvwire.bench": "0"}) as (address, _):
-        side = PeerSide({"transport": "tcp", "peer": str(address)})
         with pytest.raises(BenchError, match="no `kvwire bench serve` of this version"):
-            await side.connect(None)
-        await side.close()
+            async with measuring(address):
+                pass
 
 
 @pytest.mark.parametrize("verb", ["push", "pull", "put", "get"])
@@ -175,89 +185,85 @@ async def test_a_peer_that_vanishes_midway_is_an_error(
 ) -> None:
     """And not a wait: the work would go on for minutes."""
     work = replace(PUSH, verb=verb, count=100_000)
+    begin, done = Moves._begin, asyncio.Event()
+
+    async def counted(moves: Moves, number: int) -> None:
+        await begin(moves, number)
+        done.set()
+
+    monkeypatch.setattr(Moves, "_begin", counted)
     with serving() as (address, process):
-        async with connected(Address.parse(address)) as side:
-            await side.use(work, None)
-            begin, done = side._begin, asyncio.Event()
-
-            async def counted(work: OpsWork, connection: kvwire.Connection) -> None:
-                await begin(work, connection)
-                done.set()
-
-            monkeypatch.setattr(side, "_begin", counted)
-            driving = asyncio.create_task(side.drive(work))
+        async with measuring(Address.parse(address)) as ask:
+            asking = asyncio.ensure_future(ask(work))
             await done.wait()
             process.kill()
-            with pytest.raises(kvwire.ConnectionClosed):
-                await driving
+            with pytest.raises(BenchError, match="the other side has ended"):
+                await asking
 
 
-async def begin_serving(side: PeerSide) -> None:
-    """Have a push be expected that never comes."""
-    asked = {"call": "serve", "arguments": {"work": asdict(PUSH)}}
-    await side.connection.send(peer.CALL_TAG, json.dumps(asked).encode())
-    assert await side.connection.recv(1) == b""
+async def begin_round(channel: ConnectionChannel, **changed: Any) -> Any:
+    """Have a push be expected that never comes; returns what the peer answers."""
+    asked = {"work": asdict(PUSH) | changed, "checks": False}
+    await channel.send(asked)
+    return await channel.receive()
 
 
-async def test_who_vanishes_midway_leaves_room_for_the_next() -> None:
+async def until_it_ends(channel: ConnectionChannel) -> Any:
+    """Return what the peer sends last."""
+    last = None
+    with contextlib.suppress(EOFError):
+        while True:
+            last = await channel.receive()
+    return last
+
+
+async def test_a_peer_that_vanishes_midway_leaves_room_for_the_next() -> None:
     async with served() as (address, ended):
-        async with connected(address) as side:
-            await side.use(PUSH, None)
-            await begin_serving(side)
-        async with connected(address) as side:
-            await side.use(PUSH, None)
-            await side.fill(PUSH)
-            assert await side.drive(PUSH)
-            assert await side.digest(PUSH)
+        async with connected(address) as channel:
+            assert await begin_round(channel) is None
+        async with measuring(address) as ask:
+            assert not (await ask(PUSH, checks=True)).damage
     assert len(ended) == 2
 
 
 async def test_two_peers_take_turns() -> None:
     """A round waits for that of another peer, whatever this one does."""
-    async with (
-        served() as (address, _),
-        connected(address) as one,
-        connected(address) as two,
-    ):
-        for side in (one, two):
-            await side.use(PUSH, None)
-        await begin_serving(one)
-        second = asyncio.create_task(two.drive(PUSH))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(second), 0.1)
-        one.connection.abort()
-        assert len(await second) == 1
+    async with served() as (address, _), measuring(address) as ask:
+        async with connected(address) as channel:
+            assert await begin_round(channel) is None
+            second = asyncio.ensure_future(ask(PUSH))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(second), 0.1)
+        assert len((await second).seconds) == 1
 
 
-async def test_a_call_that_does_not_end_is_over_after_its_time(
+async def test_a_round_that_does_not_end_is_over_after_its_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(peer, "TURN_S", 0.5)
     async with (
         served() as (address, _),
-        connected(address) as one,
-        connected(address) as two,
+        measuring(address) as ask,
+        connected(address) as channel,
     ):
-        for side in (one, two):
-            await side.use(PUSH, "")
-        await begin_serving(one)
-        assert len(await two.drive(PUSH)) == 1
-        await one.connection.wait_closed()
+        assert await begin_round(channel) is None
+        assert len((await ask(PUSH)).seconds) == 1
+        assert list(await until_it_ends(channel)) == ["error"]
     assert "TimeoutError" in caplog.text
 
 
 async def test_an_end_that_fails_is_not_that_of_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def failing(side: ServedSide) -> None:
+    async def failing(b: ServedBench) -> None:
         raise OSError("no way back")
 
     monkeypatch.setattr(peer, "BENCH_PEERS_MAX", 1)
-    monkeypatch.setattr(ServedSide, "take_back", failing)
+    monkeypatch.setattr(ServedBench, "close", failing)
     async with served() as (address, ended):
         for _ in range(2):
-            async with connected(address) as side:
-                assert await side.cpu() > 0
+            async with measuring(address) as ask:
+                assert (await ask(PUSH)).cpu_s[1] > 0
     assert len(ended) == 2
     assert sum(record.exc_info is not None for record in caplog.records) == 2
 
@@ -278,35 +284,45 @@ async def test_an_end_that_fails_is_not_that_of_the_others(
     ],
 )
 async def test_a_work_beyond_the_limits_is_refused(changed: dict[str, Any]) -> None:
-    async with served() as (address, _), connected(address) as side:
-        for call in ("prepare", "serve"):
-            with pytest.raises(BenchError, match=f"the peer could not {call}: "):
-                await side.call(call, work=asdict(PUSH) | changed)
-        await side.use(PUSH, None)
+    async with served() as (address, _):
+        async with connected(address) as channel:
+            assert list(await begin_round(channel, **changed)) == ["error"]
+            with pytest.raises(EOFError):
+                await channel.receive()
+        async with connected(address) as channel:
+            assert await begin_round(channel) is None
 
 
-async def test_only_calls_of_a_right_side_are_done() -> None:
-    async with served() as (address, _), connected(address) as side:
-        for call in ("connect", "listen", "drive", "close", "__init__", "take_back"):
-            with pytest.raises(BenchError, match=f"there is no call '{call}'"):
-                await side.call(call)
-        await side.connection.send(peer.CALL_TAG, b"{")
-        said = await side.connection.recv(peer.ANSWER_TAG)
-        assert b"DecodeError" in said
-        assert await side.cpu() > 0
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"call": "close", "arguments": {}},
+        {"program": "os:getpid", "work": 1, "checks": False},
+        {"work": {"verb": "push"}, "checks": False},
+        ["work"],
+    ],
+)
+async def test_anything_but_work_ends_the_connection(
+    sent: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served() as (address, ended):
+        async with connected(address) as channel:
+            await channel.send(sent)
+            assert list(await until_it_ends(channel)) == ["error"]
+        assert caplog.records
+    assert len(ended) == 1
 
 
-async def test_who_sends_too_much_or_nothing_is_shown_out(
+async def test_a_peer_that_sends_too_much_or_nothing_is_shown_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with served() as (address, ended):
-        async with connected(address) as side:
+        async with connected(address) as channel:
             with pytest.raises(kvwire.KVWireError):
-                await side.call("cpu", more="x" * BENCH_CALL_BYTES_MAX)
-            await side.connection.wait_closed()
+                await channel.send("x" * BENCH_CALL_BYTES_MAX)
         assert "MessageTooLarge" in caplog.text
         monkeypatch.setattr(peer, "PATIENCE_S", 0)
-        async with connected(address) as side:
-            await side.connection.wait_closed()
+        async with connected(address) as channel:
+            assert list(await channel.receive()) == ["error"]
         assert "TimeoutError" in caplog.text
     assert len(ended) == 2

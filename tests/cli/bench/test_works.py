@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from kvwire.cli.bench import many, overlap
 from kvwire.cli.bench.fragments import LAYERS_MAX, contenders, work_of
-from kvwire.cli.bench.many import AT_ONCE, BESIDE, BLOCK_BYTES, ManySide, ManyWork
-from kvwire.cli.bench.operations import ARENA, LEFT, RIGHT, OpsSide, OpsWork, Pool
+from kvwire.cli.bench.many import AT_ONCE, BESIDE, BLOCK_BYTES, ManyMemory, ManyWork
+from kvwire.cli.bench.operations import ARENA, LEFT, RIGHT, Memory, OpsWork, Pool
 from kvwire.cli.bench.overlap import efficiency
 from kvwire.cli.bench.pair import Contender
+from kvwire.cli.bench.side import Bench
 from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import arena_of
 from kvwire.memory.copy import as_fragments
@@ -49,11 +50,10 @@ def test_local_moves_fragments_between_processes_with_and_without_arenas() -> No
 
 @pytest.mark.parametrize("in_arena", [False, True])
 async def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> None:
-    options = {"transport": "local"}
-    side = OpsSide(options | {"memory": ARENA} if in_arena else options)
-    side.have(WORKS[0], LEFT)
-    assert (arena_of(as_fragments(side.memory.data)) is not None) is in_arena
-    await side.close()
+    memory = Memory(Bench({"memory": ARENA} if in_arena else {}))
+    memory.have(WORKS[0])
+    assert (arena_of(as_fragments(memory.bytes.data)) is not None) is in_arena
+    memory.close()
 
 
 works = st.builds(
@@ -123,21 +123,21 @@ def test_who_publishes_has_the_blocks_of_the_others_once() -> None:
 async def test_memory_of_two_works_is_never_there_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    side = ManySide({"transport": "tcp", "endpoints": "1"})
+    memory = ManyMemory(Bench({}))
     work = ManyWork(verb=BESIDE, nbytes=MIB, count=1, others=1, other_bytes=MIB)
-    await side.use(work, "")
+    memory.have(work)
     kept: list[int] = []
     empty = np.empty
 
     def watched(shape: Any, dtype: Any = float) -> npt.NDArray[Any]:
         if shape == 3 * MIB:
-            kept.append(side.memory.size)
+            kept.append(memory.bytes.size)
         return empty(shape, dtype)
 
     monkeypatch.setattr(np, "empty", watched)
-    await side.use(replace(work, priority=1), "")
+    memory.have(replace(work, priority=1))
     assert kept == []
-    await side.use(replace(work, others=2), "")
+    memory.have(replace(work, others=2))
     assert kept == [0]
 
 

@@ -15,7 +15,7 @@ from kvwire import Address, Communicator
 from kvwire.backend import Finding
 from kvwire.cli.bench.peer import attend
 from kvwire.cli.doctor.examination import Examination, Transport
-from kvwire.cli.doctor.peer import PROFILE, DoctorSide, PeerReport
+from kvwire.cli.doctor.peer import PROFILE, DoctorBench, PeerReport
 
 _LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
@@ -101,8 +101,8 @@ async def ward() -> AsyncIterator[Ward]:
         serving = asyncio.create_task(
             attend(
                 there,
-                partial(DoctorSide, examination=THERE),
-                lambda side: found.heard.append(side.report),
+                partial(DoctorBench, examination=THERE),
+                lambda b: found.heard.append(b.report),
             )
         )
         yield found

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 import kvwire
 from kvwire import Address
-from kvwire.cli.bench.operations import OpsWork
-from kvwire.cli.bench.pair import BenchError
-from kvwire.cli.bench.peer import PeerSide
+from kvwire.cli.bench.operations import ConnectionChannel, Moves
+from kvwire.cli.bench.side import Seconds
 from kvwire.cli.doctor import peer
 from kvwire.limits import KIB, MIB
 from kvwire.types import Candidate
@@ -48,9 +46,11 @@ async def test_a_report_reaches_whoever_runs_it() -> None:
 async def test_a_report_that_is_none_is_refused() -> None:
     async with ward() as found:
         connection = await found.prober.connect(found.address)
-        side = PeerSide({}, found.prober, connection)
-        with pytest.raises(BenchError, match=r"take_report: ValidationError: .*`str`"):
-            await side.call("take_report", report={"address": 1})
+        channel = ConnectionChannel(connection)
+        await channel.receive()
+        await channel.send({"report": {"address": 1}})
+        answer = await channel.receive()
+        assert re.search(r"ValidationError: .*`str`", answer["error"])
         await connection.close()
         _, there = await peer.try_out(found.prober, found.address, ())
     assert there == THERE
@@ -62,26 +62,27 @@ async def test_a_report_that_is_none_is_refused() -> None:
 async def test_damage_is_named(
     verb: str, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drive = PeerSide.drive
+    move = Moves.begun_here
 
-    async def damaging(side: PeerSide, work: OpsWork) -> Sequence[float]:
-        seconds = await drive(side, work)
+    async def damaging(moves: Moves) -> Seconds:
+        seconds = await move(moves)
+        memory, work = moves.memory, moves.work
         if work.verb == verb:
-            first = int(side.pool.rows[0]) ^ beside
-            side.memory[first * work.layer_bytes] ^= 1
+            assert memory.pool is not None
+            first = int(memory.pool.rows[0]) ^ beside
+            memory.bytes[first * work.layer_bytes] ^= 1
         return seconds
 
-    monkeypatch.setattr(PeerSide, "drive", damaging)
+    monkeypatch.setattr(Moves, "begun_here", damaging)
     monkeypatch.setattr(peer, "_BUDGET_S", 1e-9)  # as on a slow wire
     async with ward() as found:
         trial, _ = await peer.try_out(found.prober, found.address, (256 * KIB,))
-    (said,) = trial.damaged
+    (damage,) = trial.damaged
     digest = "[0-9a-f]{32}"
     assert re.fullmatch(
-        rf"{verb} of 262144 B fragments: what arrived \({digest}"
-        rf"{' and more on the left side' * beside}\) is not what was sent "
-        rf"\({digest}\)",
-        said,
+        rf"{verb} of 262144 B fragments: what arrived is not what was sent: {digest}"
+        rf"{' and more on the left side' * beside} on the left, {digest} on the right",
+        damage,
     )
     assert [rate.passes for rate in trial.rates] == [1, 1]
 

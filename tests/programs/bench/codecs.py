@@ -8,7 +8,6 @@ which has to be in ``PYTHONPATH``.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Final
@@ -22,7 +21,7 @@ from demo.book import Tokenizer, passages
 from demo.numpy_llama import Floats, NumpyLlama, Plain
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Rounds, new_table
-from kvwire.cli.bench.side import BenchSide, Work
+from kvwire.cli.bench.side import Bench, Seconds, Work
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case
 from kvwire.kv.codecs.base import ImageForm, form_of
 from kvwire.kv.codecs.entry import decode_entry, encode_entry
@@ -52,24 +51,21 @@ class CodecWork(Work):
     images: str
 
 
-class CodecSide(BenchSide[CodecWork]):
-    """Encodes and decodes; with the option ``copy`` it copies instead."""
+async def codecs(b: Bench) -> None:
+    """Encode and decode; with the option ``copy``, copy instead."""
 
-    work_type = CodecWork
-    _coded: Coded
-
-    async def use(self, work: CodecWork, given: None) -> None:
-        self._coded = Coded(work.codec, work.images)
-
-    async def drive(self, work: CodecWork) -> Sequence[float]:
-        coded = self._coded
+    async def move() -> Seconds:
         job = {ENCODE: coded.encode, DECODE: coded.decode}[work.verb]
-        if "copy" in self.options:
+        if "copy" in b.options:
             job = coded.copy
         began = time.perf_counter()
         for at in range(work.count):
             job(at)
         return [time.perf_counter() - began]
+
+    async for work in b.works(CodecWork):
+        coded = Coded(work.codec, work.images)
+        await b.round(move)
 
 
 class Coded:
@@ -170,8 +166,8 @@ def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) 
         codec_named(name).require()
     found = {name: {images: loss(name, images) for images in SETS} for name in names}
     # Each a process, for all cases.
-    ours = Contender("kvwire", CodecSide, alone=True)
-    memcpy = Contender("memcpy", CodecSide, alone=True, options={"copy": 1})
+    ours = Contender("kvwire", codecs, alone=True)
+    memcpy = Contender("memcpy", codecs, alone=True, options={"copy": 1})
     forms = {images: images_of(images) for images in SETS}
     benchmark = Benchmark(
         name="codecs",

@@ -20,10 +20,12 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+import kvwire
 from kvwire.cli.bench.fragments import work_of
-from kvwire.cli.bench.operations import LEFT, RIGHT, End, OpsSide, OpsWork
-from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.operations import End, Ends, Memory, Moves, OpsWork, joined
+from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import head, new_table
+from kvwire.cli.bench.side import Bench, BenchError, Sample
 from kvwire.limits import GIB, KIB
 from kvwire.types import in_bytes
 from tests.programs.bench.fragments import verdict
@@ -85,12 +87,13 @@ def cost(
 def _round(transport: str, result: Cost, progress: Callable[[str], None]) -> None:
     options = {"transport": transport}
     try:
-        with Contender(result.name, CostSide, options=options).start() as pair:
+        with Contender(result.name, costs, options=options).start() as pair:
             result.facts = pair.facts
             for measure, count in MEASURES.items():
                 progress(f"{result.name}: {measure}")
-                said = {**asdict(result.work), "measure": measure, "repeat": count}
-                result.answers[measure].append(pair.move(CostWork(**said)))
+                asked = {**asdict(result.work), "measure": measure, "repeat": count}
+                found = pair.round(CostWork(**asked)).more
+                result.answers[measure].append(found)
     except BenchError as exc:
         result.failure = str(exc)
 
@@ -156,14 +159,30 @@ def document(found: Sequence[Cost], settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostWork(OpsWork):
-    """A transfer, and what of it is measured; see :class:`CostSide`."""
+    """A transfer, and what of it is measured; see :class:`Measures`."""
 
     measure: str
     repeat: int
 
 
-class CostSide(OpsSide):
-    """One measure at a time, at both sides together.
+async def costs(b: Bench) -> None:
+    """Take one measure at a time, at both sides together."""
+    memory = Memory(b)
+    async with joined(b) as ends:
+        async for work in b.works(CostWork):
+            memory.have(work)
+            found = await Measures(b, ends, memory, work).take()
+            if b.left:
+                both = [found, await b.receive()]
+                await b.answer(Sample([], [], more=both))
+            else:
+                await b.send(found)
+    memory.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What one side does for each measure.
 
     * ``idle``: ``repeat`` more connections, and what memory each of them takes;
     * ``open``: ``repeat`` transfers of one block, of which nothing is ready;
@@ -172,52 +191,53 @@ class CostSide(OpsSide):
     * ``stalls``: likewise, and how long every callback took.
     """
 
-    work_type = CostWork
+    b: Bench
+    ends: Ends
+    memory: Memory
+    work: CostWork
 
-    async def drive(self, work: OpsWork) -> Any:
-        return await self._measure(work, LEFT)
-
-    async def serve(self, work: OpsWork) -> Any:
-        return await self._measure(work, RIGHT)
-
-    async def _measure(self, work: OpsWork, side: int) -> dict[str, Any]:
-        assert isinstance(work, CostWork)
-        self.have(work, side)
-        measure, count = work.measure, work.repeat
+    async def take(self) -> dict[str, Any]:
+        measure, count = self.work.measure, self.work.repeat
         if measure == IDLE:
-            return await self._idle(count, side)
+            return await self._idle(count)
         if measure == OPEN:
-            return await self._open_transfers(side, count)
-        await self._move(work, side)  # a warm-up
+            return await self._open_transfers(count)
+        await self._move()  # a warm-up
         if measure == PEAK:
             gc.collect()
             with _traced() as taken:
-                await self._move(work, side)
+                await self._move()
                 return {"bytes": taken()[1]}
         before_s = time.process_time()
         with watched(on=measure == STALLS) as found:
             for _ in range(count):
-                await self._move(work, side)
+                await self._move()
         return {"cpu_s": time.process_time() - before_s} if measure == CPU else found()
 
-    async def _idle(self, count: int, side: int) -> dict[str, Any]:
-        more = self.communicator.accept if side == RIGHT else self.one_more
-        kept = [await more() for _ in range(_WARM_UP)]
+    async def _idle(self, count: int) -> dict[str, Any]:
+        kept = [await self._one_more() for _ in range(_WARM_UP)]
         before = resident_bytes()
-        kept += [await more() for _ in range(count)]
+        kept += [await self._one_more() for _ in range(count)]
         after = resident_bytes()
         await self._meet()
         for connection in kept:
             connection.abort()
         return {"bytes": (after - before) / count}
 
-    async def _open_transfers(self, side: int, count: int) -> dict[str, Any]:
+    async def _one_more(self) -> kvwire.Connection:
+        communicator = self.ends.communicator
+        if not self.b.left:
+            return await communicator.accept()
+        where, transport = self.ends.addresses[0], self.b.options["transport"]
+        return await communicator.connect(where, transport=transport)
+
+    async def _open_transfers(self, count: int) -> dict[str, Any]:
         """Each side begins its ends; they are matched, and nothing is ever ready."""
-        ends = [self._start(side) for _ in range(_WARM_UP)]
+        ends = [self._start() for _ in range(_WARM_UP)]
         await self._meet()
         gc.collect()
         with _traced() as taken:
-            ends += [self._start(side) for _ in range(count)]
+            ends += [self._start() for _ in range(count)]
             await self._meet()
             gc.collect()
             open_bytes = taken()[0]
@@ -227,23 +247,26 @@ class CostSide(OpsSide):
             await end.drained()
         return {"bytes": open_bytes / count}
 
-    def _start(self, side: int) -> End:
-        number, cache, block = self.next_id(), self.pool.cache, self.pool.blocks[:1]
-        if side == LEFT:
-            return self.connection.pull(number, cache, block)
-        return self.communicator.publish(number, cache, block)
+    def _start(self) -> End:
+        pool = self.memory.pool
+        assert pool is not None
+        number, block = next(self.ends.ids), pool.blocks[:1]
+        if self.b.left:
+            return self.ends.connection.pull(number, pool.cache, block)
+        return self.ends.communicator.publish(number, pool.cache, block)
 
-    async def _move(self, work: OpsWork, side: int) -> None:
-        await (super().drive if side == LEFT else super().serve)(work)
+    async def _move(self) -> None:
+        moves = Moves(self.b, self.ends, self.memory, self.work, ())
+        await (moves.begun_here if self.b.left else moves.begun_there)()
 
     async def _meet(self) -> None:
-        """Both sides are here."""
+        """Wait until both sides are here, over the connection that is measured."""
         sent = asyncio.ensure_future(self._send_go())
-        await self.connection.recv(_GO)
+        await self.ends.connection.recv(_GO)
         await sent
 
     async def _send_go(self) -> None:
-        await self.connection.send(_GO, b"")
+        await self.ends.connection.send(_GO, b"")
 
 
 @contextmanager

@@ -11,21 +11,22 @@ from __future__ import annotations
 import asyncio
 import cProfile
 import selectors
+import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import kvwire.cli.bench
-from kvwire.cli.bench.operations import OpsSide
-from kvwire.cli.bench.ops import operations, store_operations
-from kvwire.cli.bench.side import Work
-from kvwire.cli.bench.store_side import SERVER, StoreServerSide, StoreSide
+from kvwire.cli.bench import ops
+from kvwire.cli.bench.operations import operations
+from kvwire.cli.bench.ops import store_operations
+from kvwire.cli.bench.side import Bench, Channel, Work, driven
+from kvwire.cli.bench.store import SERVER, store
 from kvwire.proto.framing import Framing
 from kvwire.wire.header import FrameType
-from tests.programs.bench.joined import JoinedSide
 
 _SOCKET: Final = "of '_socket.socket' objects>"
 # Functions of ours that are one system call, by file and name.
@@ -62,25 +63,38 @@ class Counts:
 
 def works() -> Mapping[str, Work]:
     """Return all operations of ``kvwire bench ops``, by the name of their row."""
-    return {**operations(), **store_operations()}
+    return {**ops.operations(), **store_operations()}
 
 
 async def count(work: Work, transport: str) -> Counts:
-    options = {"transport": transport}
-    both: JoinedSide[Any] = JoinedSide(OpsSide(options), OpsSide(options))
-    if work in store_operations().values():
-        both = JoinedSide(StoreSide({"tier": SERVER}), StoreServerSide({}))
-    try:
-        await both.connect(None)
-        await both.use(work, None)
-        await both.drive(work)  # warms up
-        await both.use(work, None)
-        profile = cProfile.Profile()
-        with _counted_frames() as frames, profile:
-            seconds = await both.drive(work)
-    finally:
-        await both.close()
-    return _counts(profile, frames, len(seconds))
+    served = work in store_operations().values()
+    options = {"tier": SERVER} if served else {"transport": transport}
+    program = store if served else operations
+    here, there = await asyncio.gather(*map(Channel.over, socket.socketpair()))
+    left, right = Counted(options), Bench(options, left=False)
+    left.meet(here)
+    right.meet(there)
+    other = asyncio.ensure_future(right.play(program))
+    async with driven(left, program) as (_, ask):
+        await ask(work)  # warms up
+        seconds = (await ask(work)).seconds
+    await other
+    return _counts(left.profile, left.frames, len(seconds))
+
+
+class Counted(Bench):
+    """A left side whose last round is counted, with what the right one does in it."""
+
+    profile: cProfile.Profile
+    frames: Counter[int]
+
+    async def round(self, move: Callable[[], Awaitable[Any]], **rest: Any) -> None:
+        async def counted() -> Any:
+            self.profile = cProfile.Profile()
+            with _counted_frames() as self.frames, self.profile:
+                return await move()
+
+        await super().round(counted, **rest)
 
 
 def _counts(profile: cProfile.Profile, frames: Counter[int], times: int) -> Counts:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 from kvwire import KVWireError
 from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.side import HOST, BenchSide
+from kvwire.cli.bench.side import HOST, Bench, Seconds
 from kvwire.cli.bench.turns import Benchmark, Missing
 from kvwire.limits import GIB, MIB
 from tests.support.servers import Server
@@ -34,7 +35,7 @@ def missing() -> Missing | None:
 
 
 def contender() -> Contender:
-    return Contender("iperf3", Iperf3Side, alone=True)
+    return Contender("iperf3", run, alone=True)
 
 
 def beside(benchmark: Benchmark) -> Benchmark:
@@ -49,37 +50,34 @@ def beside(benchmark: Benchmark) -> Benchmark:
     return replace(benchmark, cases=cases)
 
 
-class Iperf3Side(BenchSide[OpsWork]):
-    """A server that stays, and a client for each round.
+async def run(b: Bench) -> None:
+    """Run a server that stays, and a client for each round.
 
     It moves more than it is asked to; its time and CPU are those of what it was asked.
     """
+    cpu_s = 0.0
 
-    work_type = OpsWork
-
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
-        command = ["iperf3", "-s", "-B", HOST, "-p", "{port}", "--forceflush"]
-        self._server = Server(command, "listening")
-        self._cpu_s = 0.0
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        self.opened.callback(self._server.kill)
-        self._server.start()
-        return {"version": _output(["iperf3", "--version"]).partition("\n")[0]}
-
-    async def drive(self, work: OpsWork) -> Sequence[float]:
+    async def move(work: OpsWork) -> Seconds:
+        nonlocal cpu_s
         total = max(work.moved_bytes, ROUND_BYTES_MIN)
         block = min(work.nbytes // max(1, work.fragments), _BLOCK_BYTES_MAX)
-        command = ["iperf3", "-J", "-c", HOST, "-p", str(self._server.port)]
-        command += ["-n", str(total), "-l", str(block)]
-        command += ["-R"] * (work.verb in {"get", "pull"})
-        seconds, cpu_s = read_report(_output(command))
-        self._cpu_s += cpu_s * work.moved_bytes
+        client = ["iperf3", "-J", "-c", HOST, "-p", str(server.port)]
+        client += ["-n", str(total), "-l", str(block)]
+        client += ["-R"] * (work.verb in {"get", "pull"})
+        seconds, its_cpu_s = read_report(_output(client))
+        cpu_s += its_cpu_s * work.moved_bytes
         return [seconds * work.moved_bytes]
 
-    async def cpu(self) -> float:
-        return self._cpu_s
+    b.cpu_s = lambda: cpu_s
+    command = ["iperf3", "-s", "-B", HOST, "-p", "{port}", "--forceflush"]
+    server = Server(command, "listening")
+    try:
+        server.start()
+        b.facts["version"] = _output(["iperf3", "--version"]).partition("\n")[0]
+        async for work in b.works(OpsWork):
+            await b.round(partial(move, work))
+    finally:
+        server.kill()
 
 
 def _output(command: Sequence[str]) -> str:

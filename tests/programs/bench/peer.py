@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvwire.cli.bench.pair import BenchError, Contender, Pair, Sample
-from kvwire.cli.bench.side import Work
+from kvwire.cli.bench.pair import Contender, Pair
+from kvwire.cli.bench.side import BenchError, Sample, Work
 from kvwire.cli.bench.turns import Missing
 
 # Loads the programs as a package without kvwire around it; behind what is installed,
@@ -43,13 +43,9 @@ class PausedPair(Pair):
         super().__init__(contender)
         self._signal(signal.SIGSTOP)
 
-    def check(self, work: Work) -> None:
+    def round(self, work: Work, *, checks: bool = False) -> Sample:
         with self._going_on():
-            super().check(work)
-
-    def round(self, work: Work) -> Sample:
-        with self._going_on():
-            return super().round(work)
+            return super().round(work, checks=checks)
 
     def stop(self) -> None:
         self._signal(signal.SIGCONT)
@@ -91,7 +87,7 @@ class Peer:
             f"{self.name} {setting}".rstrip(),
             self.name,
             environment=self.settings[setting],
-            program=(interpreter, "-c", PROGRAM),
+            command=(interpreter, "-c", PROGRAM),
             options={"pool_bytes": pool_bytes},
         )
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from kvwire.cli.bench.bare import receive_into
-from kvwire.cli.bench.side import HOST
-from kvwire.cli.bench.store_side import HASH_BYTES, StoreWork
+from kvwire.cli.bench.side import HOST, Bench
+from kvwire.cli.bench.store import HASH_BYTES, StoreWork
 from kvwire.cli.bench.turns import Missing
 from kvwire.store.namespace import DIGEST_BYTES
-from tests.programs.bench.store_peers import PeerSide
+from tests.programs.bench.store_peers import FlatBlocks
 from tests.support.servers import Server
 
 PROGRAM: Final = "redis-server"
@@ -36,28 +35,31 @@ def missing() -> Missing | None:
     return None if shutil.which(PROGRAM) else Missing(PROGRAM, INSTALL)
 
 
-class RedisSide(PeerSide):
-    _socket: socket.socket
+async def blocks(b: Bench) -> None:
+    command = [PROGRAM, "--bind", HOST, "--port", "{port}"]
+    server = Server([*command, "--save", "", "--appendonly", "no"], _READY)
+    try:
+        server.start()
+        where = HOST, server.port
+        with socket.create_connection(where, _TIMEOUT_S) as made:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            redis, own = RedisBlocks(made), b.cpu_s
+            b.facts["redis"] = redis.info("server")["redis_version"]
+            b.cpu_s = lambda: own() + redis.cpu_s()
+            await redis.rounds(b)
+    finally:
+        server.kill()
 
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
-        command = [PROGRAM, "--bind", HOST, "--port", "{port}"]
-        command += ["--save", "", "--appendonly", "no"]
-        self._server = Server(command, _READY)
 
-    async def connect(self, address: Any) -> dict[str, Any]:
-        self.opened.callback(self._server.kill)
-        self._server.start()
-        where = HOST, self._server.port
-        made = socket.create_connection(where, _TIMEOUT_S)
-        self._socket = self.opened.enter_context(made)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return {"redis": self._info("server")["redis_version"]}
+class RedisBlocks(FlatBlocks):
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
+        self._socket = sock
 
-    async def cpu(self) -> float:
-        """Of the server too, by its own word."""
-        info = self._info("cpu")
-        return await super().cpu() + sum(float(info[name]) for name in _CPU)
+    def cpu_s(self) -> float:
+        """CPU seconds of the server, as it counts them."""
+        info = self.info("cpu")
+        return sum(float(info[name]) for name in _CPU)
 
     async def match(self, work: StoreWork) -> None:
         number = self.flat(work).sets[-1]
@@ -91,7 +93,7 @@ class RedisSide(PeerSide):
         self._socket.sendall(_request(b"GET", _key(work, 0, flat.blocks[at])))
         self._value(flat.block(at)[1].data)
 
-    def _info(self, section: str) -> dict[str, str]:
+    def info(self, section: str) -> dict[str, str]:
         self._socket.sendall(_request(b"INFO", section.encode()))
         head = bytearray()
         while not head.endswith(_END):

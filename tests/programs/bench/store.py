@@ -13,12 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvwire.cli.bench import store_side
+from kvwire.cli.bench import store as stores
 from kvwire.cli.bench.pair import Contender
+from kvwire.cli.bench.side import Program
 from kvwire.cli.bench.turns import Benchmark, Case
 from tests.programs.bench import redis
-from tests.programs.bench.store_pairs import BlockSocketsSide, TransferSide
-from tests.programs.bench.store_peers import FileSide, MemorySide, ObjectSide
+from tests.programs.bench.store_pairs import sockets, transfers
+from tests.programs.bench.store_peers import files, memory, objects
 
 NOTES = (
     "Of the others only a transfer has checksums, and blocks that lie scattered.",
@@ -33,32 +34,32 @@ def beside(benchmark: Benchmark) -> Benchmark:
 
     @cache
     def made(
-        name: str, role: type[Any], alone: bool = True, **options: Any
+        name: str, program: Program, alone: bool = True, **options: Any
     ) -> Contender:
-        return Contender(name, role, alone=alone, options=options)
+        return Contender(name, program, alone=alone, options=options)
 
     def peers(case: Case) -> Sequence[Contender]:
-        ours, match = case.ours[0].options, case.work.verb == store_side.MATCH
-        memcpy, place = made("memcpy", MemorySide), Path(str(ours["place"]))
-        if case.group == store_side.MEMORY:
-            return [made("dict", MemorySide) if match else memcpy]
-        if case.group == store_side.DISK:
-            file = made("file", FileSide, place=place.parent)
+        ours, match = case.ours[0].options, case.work.verb == stores.MATCH
+        memcpy, place = made("memcpy", memory), Path(str(ours["place"]))
+        if case.group == stores.MEMORY:
+            return [made("dict", memory) if match else memcpy]
+        if case.group == stores.DISK:
+            file = made("file", files, place=str(place.parent))
             # A copy has nothing to flush, and never finds anything cold.
-            copies = case.work.verb not in (store_side.FLUSHED_PUT, store_side.COLD_GET)
+            copies = case.work.verb not in (stores.FLUSHED_PUT, stores.COLD_GET)
             return [] if match else [*[memcpy] * copies, file]
-        if case.group == store_side.OBJECT:
-            return [made("obstore", ObjectSide, place=place.parent / "bare")]
+        if case.group == stores.OBJECT:
+            return [made("obstore", objects, place=str(place.parent / "bare"))]
         transport = case.group.rpartition(" ")[2]
         transfer = made(
             f"transfer {transport}",
-            TransferSide,
+            transfers,
             alone=False,
             transport=transport,
             loop=ours["loop"],
         )
-        servers = [made("sockets", BlockSocketsSide, alone=False)]
-        servers += [made("redis", redis.RedisSide)] * (absent is None)
+        servers = [made("sockets", sockets, alone=False)]
+        servers += [made("redis", redis.blocks)] * (absent is None)
         return servers if match else [transfer, *servers]
 
     cases = [

@@ -6,14 +6,21 @@ the other way round. *Sockets* are bare ones, whose blocks lie side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Final
+import socket
+from dataclasses import dataclass
+from typing import Final
 
-from kvwire.cli.bench.bare import SocketsSide, receive_into
-from kvwire.cli.bench.operations import OpsSide
-from kvwire.cli.bench.side import each_timed
-from kvwire.cli.bench.store_side import HASH_BYTES, LOOKUPS, MATCH, ONE, StoreWork
+from kvwire.cli.bench.bare import connected, receive_into, stream
+from kvwire.cli.bench.operations import Ends, Memory, Moves, joined
+from kvwire.cli.bench.side import Bench, Seconds, digest, each_timed, fill
+from kvwire.cli.bench.store import (
+    GET,
+    HASH_BYTES,
+    LOOKUPS,
+    MATCH,
+    ONE,
+    StoreWork,
+)
 from kvwire.store.namespace import DIGEST_BYTES
 
 # What a store server is asked for each hash, and what it answers.
@@ -21,94 +28,95 @@ _ASKED_BYTES: Final = DIGEST_BYTES + HASH_BYTES
 _ANSWER_BYTES: Final = 1
 
 
-class TransferSide(OpsSide):
-    """A put is a push of a set, a get is a pull; works are those of a store.
+async def transfers(b: Bench) -> None:
+    """Push a set where it is put, and pull it where it is got.
 
     One by one, the first blocks travel, each by itself.
     """
+    memory = Memory(b)
+    async with joined(b) as ends:
+        async for work in b.works(StoreWork):
+            memory.have(work.transfer)
+            part = Transfers(b, ends, memory, work)
+            await b.round(part.move, fill=memory.fill, digest=part.digest)
+    memory.close()
 
-    work_type = StoreWork
 
-    async def prepare(self, work: Any) -> str:
-        return await super().prepare(work.transfer)
+@dataclass(frozen=True)
+class Transfers:
+    """Does one round."""
 
-    async def use(self, work: Any, given: str) -> None:
-        await super().use(work.transfer, given)
+    b: Bench
+    ends: Ends
+    memory: Memory
+    work: StoreWork
 
-    async def digest(self, work: Any) -> str:
-        # One by one, not all of them travel.
-        return "" if work.verb == ONE else await super().digest(work.transfer)
-
-    async def drive(self, work: Any) -> Sequence[float]:
+    async def move(self) -> Seconds:
+        moves = Moves(self.b, self.ends, self.memory, self.work.transfer, ())
+        pool = self.memory.pool
+        assert pool is not None
         seconds: list[float] = []
-        for _ in self._each(work):
-            seconds += await super().drive(work.transfer)
+        whole = pool.blocks
+        each = [[block] for block in whole[: self.work.count]]
+        for pool.blocks in each if self.work.verb == ONE else [whole]:
+            if self.b.left:
+                seconds += await moves.begun_here()
+            else:
+                await moves.begun_there()
+        pool.blocks = whole
         return seconds
 
-    async def serve(self, work: Any) -> None:
-        for _ in self._each(work):
-            await super().serve(work.transfer)
-
-    def _each(self, work: StoreWork) -> Iterator[None]:
-        """Have a transfer move all blocks, or several a block each."""
-        whole = self.pool.blocks
-        each = [[block] for block in whole[: work.count]]
-        for self.pool.blocks in each if work.verb == ONE else [whole]:
-            yield
-        self.pool.blocks = whole
+    def digest(self) -> str:
+        # One by one, not all of them travel.
+        return "" if self.work.verb == ONE else self.memory.digest(0)
 
 
-class BlockSocketsSide(SocketsSide[StoreWork]):
-    """Blocks over one connection, and questions of the size of a match."""
+async def sockets(b: Bench) -> None:
+    """Move blocks over one connection, and questions of the size of a match."""
+    with await connected(b) as sock:
+        made: dict[tuple[int, int], list[memoryview]] = {}
+        async for work in b.works(StoreWork):
+            key = work.nbytes, work.set_blocks
+            if key not in made:
+                made[key] = [memoryview(bytearray(key[0])) for _ in range(key[1])]
+            part = Questions(b, sock, work, made[key])
+            await b.round(part.move, fill=part.fill, digest=part.digest)
 
-    work_type = StoreWork
 
-    async def drive(self, work: StoreWork) -> Sequence[float]:
+@dataclass(frozen=True)
+class Questions:
+    """Does one round."""
+
+    b: Bench
+    sock: socket.socket
+    work: StoreWork
+    parts: list[memoryview]
+
+    async def move(self) -> Seconds:
+        work, parts = self.work, self.parts
         if work.verb not in (ONE, MATCH):
-            return await super().drive(work)
-        question, times = self._question(work)
-        parts = self._answers(work)
+            # All of a set: one block again and again would stay in the cache.
+            return await stream(self.b, self.sock, work.verb == GET, parts, parts)
+        question, times = memoryview(bytearray(b"!")), work.count
+        if work.verb == MATCH:
+            question, times = memoryview(bytearray(times * _ASKED_BYTES)), LOOKUPS
+            parts = [memoryview(bytearray(work.count * _ANSWER_BYTES))]
 
         async def ask(number: int) -> None:
-            self.socket.sendall(question)
-            receive_into(self.socket, parts[number % len(parts)])
+            self.sock.sendall(question)
+            receive_into(self.sock, parts[number % len(parts)])
 
-        self.wait()
-        return await each_timed(times, ask)
-
-    async def serve(self, work: StoreWork) -> None:
-        if work.verb not in (ONE, MATCH):
-            await super().serve(work)
-            return
-        question, times = self._question(work)
-        parts = self._answers(work)
-        self.socket.sendall(b"!")
+        if self.b.left:
+            await self.b.receive()
+            return await each_timed(times, ask)
+        await self.b.send()
         for number in range(times):
-            receive_into(self.socket, question)
-            self.socket.sendall(parts[number % len(parts)])
+            receive_into(self.sock, question)
+            self.sock.sendall(parts[number % len(parts)])
+        return ()
 
-    async def digest(self, work: StoreWork) -> str:
-        return "" if work.verb == MATCH else await super().digest(work)
+    async def fill(self) -> None:
+        await fill(self.parts[0])
 
-    def _question(self, work: StoreWork) -> tuple[memoryview, int]:
-        """What is asked, and how often."""
-        if work.verb == ONE:
-            return memoryview(bytearray(b"!")), work.count
-        return memoryview(bytearray(work.count * _ASKED_BYTES)), LOOKUPS
-
-    def _answers(self, work: StoreWork) -> list[memoryview]:
-        if work.verb == MATCH:
-            return [memoryview(bytearray(work.count * _ANSWER_BYTES))]
-        return self.parts(work)
-
-    def send(self, work: StoreWork) -> None:
-        """All of a set: one block again and again would stay in the cache."""
-        for part in self.parts(work):
-            self.socket.sendall(part)
-
-    def receive(self, work: StoreWork) -> None:
-        for part in self.parts(work):
-            receive_into(self.socket, part)
-
-    def parts(self, work: StoreWork) -> list[memoryview]:
-        return super().parts(replace(work, in_flight=work.set_blocks))
+    def digest(self) -> str:
+        return "" if self.work.verb == MATCH else digest(self.parts[0])

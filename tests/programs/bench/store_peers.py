@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from kvwire.cli.bench.side import Bytes, require_same
-from kvwire.cli.bench.store_side import (
+from kvwire.cli.bench.side import Bench, Bytes
+from kvwire.cli.bench.store import (
     COLD_GET,
     FLUSHED_PUT,
     HASH_BYTES,
     MATCH,
     PUTS,
     SETS,
-    BlocksSide,
+    Blocks,
     StoreWork,
     drop,
 )
@@ -65,21 +65,14 @@ class FlatSet:
         return self.have[part], self.want[part]
 
 
-class PeerSide(BlocksSide):
+class FlatBlocks(Blocks):
     """Moves sets of blocks that lie side by side, at each size of blocks."""
 
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
+    def __init__(self) -> None:
         self._sets: dict[int, FlatSet] = {}
 
-    async def use(self, work: StoreWork, given: None) -> None:
+    async def ready(self, work: StoreWork) -> None:
         self.flat(work).want[:] = 0
-        await self.ready(work)
-
-    async def fill(self, work: StoreWork) -> None:
-        # Twice, so that both sets that are got from now on have these bytes.
-        for _ in range(2):
-            await self.put(work)
 
     async def verify(self, work: StoreWork) -> None:
         flat = self.flat(work)
@@ -88,24 +81,19 @@ class PeerSide(BlocksSide):
             if not np.array_equal(flat.have[part], flat.want[part]):
                 raise RuntimeError("what was got are not the bytes that were put")
 
-    async def ready(self, work: StoreWork) -> None:
-        """Get ready for a round."""
-
     def flat(self, work: StoreWork) -> FlatSet:
         if work.nbytes not in self._sets:
             self._sets[work.nbytes] = FlatSet(work)
         return self._sets[work.nbytes]
 
 
-class MemorySide(PeerSide):
+class MemoryBlocks(FlatBlocks):
     """Copies by NumPy: what memory does at best; and a dict of hashes."""
 
     _hashes: Sequence[bytes] = ()
 
-    async def connect(self, address: Any) -> dict[str, Any]:
-        return {"numpy": np.__version__}
-
     async def ready(self, work: StoreWork) -> None:
+        await super().ready(work)
         if work.verb == MATCH:
             self._hashes = [os.urandom(HASH_BYTES) for _ in range(work.count)]
             self._table = dict(zip(self._hashes, range(work.count), strict=True))
@@ -125,18 +113,20 @@ class MemorySide(PeerSide):
     async def match(self, work: StoreWork) -> None:
         found = map(self._table.get, self._hashes, repeat(-1))
         slots = np.fromiter(found, np.int64, work.count)
-        require_same(int((slots >= 0).sum()), work.count)
+        _require(int((slots >= 0).sum()), work.count, "hashes match")
 
 
-class FileSide(PeerSide):
+class FileBlocks(FlatBlocks):
     """``os.pwrite`` and ``os.preadv`` in as large pieces as a store uses."""
 
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
-        self._place = Path(options["place"])
+    def __init__(self, place: Path, opened: ExitStack) -> None:
+        super().__init__()
+        self._place = place
+        self._opened = opened
         self._files: dict[int, int] = {}
 
     async def ready(self, work: StoreWork) -> None:
+        await super().ready(work)
         os.fsync(self._file(work))
         if work.verb == COLD_GET:
             drop(self._path(work))
@@ -172,24 +162,20 @@ class FileSide(PeerSide):
         if work.nbytes not in self._files:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             file = self._files[work.nbytes] = os.open(self._path(work), flags, 0o600)
-            self.opened.callback(os.close, file)
+            self._opened.callback(os.close, file)
             # As the file of a disk tier, which has its room from the beginning.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file, 0, SETS * work.set_bytes)
         return self._files[work.nbytes]
 
 
-class ObjectSide(PeerSide):
+class ObjectBlocks(FlatBlocks):
     """obstore alone: an object for each block, as many at once as a tier has."""
 
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
-        self._place = options["place"]
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        address = TierAddress.parse(f"object:file://{self._place}")
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        address = TierAddress.parse(f"object:file://{place}")
         self._store = bucket_of(address, STORE_TIMEOUT_S)
-        return {"obstore": version("obstore")}
 
     async def put(self, work: StoreWork) -> None:
         flat = self.flat(work)
@@ -230,6 +216,21 @@ def _object(work: StoreWork, number: int, at: int) -> str:
     return f"{work.nbytes}/{number}/{at}"
 
 
-def _require(moved: int, wanted: int) -> None:
-    if moved != wanted:
-        raise RuntimeError(f"{moved} of {wanted} bytes were moved")
+def _require(found: int, wanted: int, what: str = "bytes were moved") -> None:
+    if found != wanted:
+        raise RuntimeError(f"{found} of {wanted} {what}")
+
+
+async def memory(b: Bench) -> None:
+    b.facts["numpy"] = np.__version__
+    await MemoryBlocks().rounds(b)
+
+
+async def files(b: Bench) -> None:
+    with ExitStack() as opened:
+        await FileBlocks(Path(b.options["place"]), opened).rounds(b)
+
+
+async def objects(b: Bench) -> None:
+    b.facts["obstore"] = version("obstore")
+    await ObjectBlocks(Path(b.options["place"])).rounds(b)

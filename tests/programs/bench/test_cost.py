@@ -46,7 +46,7 @@ def test_a_transport_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> 
     arguments = ["--transport", "pigeons", "--rounds", "1", "--round-mib", "1"]
     assert main(["cost", *arguments], app) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "kvwire pigeons failed: CostSide: " in printed
+    assert "kvwire pigeons failed: " in printed
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])

@@ -17,7 +17,8 @@ import pytest
 
 from kvwire.cli.bench.fragments import fragments, work_of
 from kvwire.cli.bench.operations import LEFT, RIGHT, OpsWork, Pool
-from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.pair import Contender
+from kvwire.cli.bench.side import BenchError
 from kvwire.cli.bench.turns import (
     GIGABYTES_PER_SECOND,
     MICROSECONDS,
@@ -131,7 +132,7 @@ def test_a_peer_that_does_not_do_its_work_is_found_and_stopped_between_rounds(
         assert pair.facts == {"mooncake": "1"}
         assert signals == [signal.SIGSTOP] * 2
         with pytest.raises(BenchError, match=said):
-            pair.check(WORKS[0])
+            pair.round(WORKS[0], checks=True)
     assert signals[2:4] == signals[-2:] == [signal.SIGCONT] * 2
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvwire import KVWireError
 from kvwire.cli.bench.operations import OpsWork
-from kvwire.cli.bench.pair import BenchError
+from kvwire.cli.bench.side import BenchError
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND
 from kvwire.limits import GIB, MIB
 from tests.cli.bench.contenders import Scripted, benchmark, case

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.store import benchmark
-from kvwire.cli.bench.store_side import (
+from kvwire.cli.bench.side import Bench, driven
+from kvwire.cli.bench.store import (
     FLUSHED_PUT,
     GET,
     LOOKUPS,
@@ -20,16 +21,21 @@ from kvwire.cli.bench.store_side import (
     SETS,
     TIERS,
     StoreWork,
+    benchmark,
     work_of,
 )
 from kvwire.limits import MIB
 from tests.cli.bench.contenders import does
 from tests.programs.bench import redis
-from tests.programs.bench.joined import JoinedSide
-from tests.programs.bench.redis import PROGRAM, RedisSide
+from tests.programs.bench.redis import PROGRAM
 from tests.programs.bench.store import beside
-from tests.programs.bench.store_pairs import BlockSocketsSide, TransferSide
-from tests.programs.bench.store_peers import FileSide, MemorySide, ObjectSide, PeerSide
+from tests.programs.bench.store_pairs import sockets, transfers
+from tests.programs.bench.store_peers import (
+    FileBlocks,
+    FlatBlocks,
+    MemoryBlocks,
+    ObjectBlocks,
+)
 
 HAS_OBSTORE = find_spec("obstore") is not None
 if HAS_OBSTORE:
@@ -38,10 +44,10 @@ if HAS_OBSTORE:
     # Its threads start with the first request of a process, and stay.
     obstore.put(obstore.store.MemoryStore(), "first", b"")
 
-MADE: dict[str, type[PeerSide]] = {
-    "memcpy": MemorySide,
-    "file": FileSide,
-    "obstore": ObjectSide,
+MADE: dict[str, Callable[[Path, ExitStack], FlatBlocks]] = {
+    "memcpy": lambda *_: MemoryBlocks(),
+    "file": FileBlocks,
+    "obstore": lambda place, _: ObjectBlocks(place),
 }
 
 
@@ -81,50 +87,34 @@ def test_each_stands_beside_the_tiers_that_do_the_same_work(
 async def test_they_do_every_work(name: str, tmp_path: Path) -> None:
     if name == "obstore" and not HAS_OBSTORE:
         pytest.skip("obstore is not installed: pip install obstore")
-    peer = MADE[name]({"place": str(tmp_path)})
-    await peer.connect(None)
-    try:
-        for verb in (PUT, FLUSHED_PUT, GET, ONE):
-            # An object for each block: few.
-            done = work(verb, "large" if name == "obstore" else "small")
-            await peer.use(done, None)
-            await peer.fill(done)
-            for _ in range(SETS + 1):
-                await peer.use(done, None)
-                seconds = await peer.drive(done)
-                assert len(seconds) == (done.count if verb == ONE else 1)
-                await peer.verify(done)
+    with ExitStack() as opened:
+        peer = MADE[name](tmp_path, opened)
+        async with driven(Bench({}), peer.rounds) as (_, ask):
+            for verb in (PUT, FLUSHED_PUT, GET, ONE):
+                # An object for each block: few.
+                done = work(verb, "large" if name == "obstore" else "small")
+                for number in range(SETS + 2):
+                    seconds = (await ask(done, checks=not number)).seconds
+                    assert len(seconds) == (done.count if verb == ONE else 1)
         if name == "file":
             nbytes = (tmp_path / f"{done.nbytes}").stat().st_size
             assert nbytes == SETS * done.set_bytes  # as a disk tier has
         peer.flat(done).block(done.count - 1)[1][0] ^= 1
         with pytest.raises(RuntimeError, match="are not the bytes that were put"):
             await peer.verify(done)
-    finally:
-        await peer.close()
 
 
 async def test_a_dict_finds_its_hashes() -> None:
-    table, done = MemorySide({}), work(MATCH)
-    await table.use(done, None)
-    assert len(await table.drive(done)) == LOOKUPS
+    async with driven(Bench({}), MemoryBlocks().rounds) as (_, ask):
+        assert len((await ask(work(MATCH))).seconds) == LOOKUPS
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("verb", [PUT, GET, ONE])
-async def test_transfers_do_every_work(verb: str) -> None:
+def test_transfers_do_every_work(verb: str) -> None:
     done = work(verb)
-    options = {"transport": "tcp"}
-    both: JoinedSide[Any] = JoinedSide(TransferSide(options), TransferSide(options))
-    try:
-        await both.connect(None)
-        await both.use(done, None)
-        await both.fill(done)
-        found = await both.drive(done)
-        await both.digest(done)
-        assert len(found) == (done.count if verb == ONE else 1)
-        assert min(found) > 0
-    finally:
-        await both.close()
+    with Contender("it", transfers, options={"transport": "tcp"}).start() as pair:
+        does(pair, done, done.count if verb == ONE else 1)
 
 
 def does_every_work(contender: Contender) -> bool:
@@ -138,11 +128,11 @@ def does_every_work(contender: Contender) -> bool:
 @pytest.mark.usefixtures("threads")
 def test_sockets_do_every_work() -> None:
     """Each on a thread: they block their loops, which is why they are processes."""
-    assert does_every_work(Contender("sockets", BlockSocketsSide))
+    assert does_every_work(Contender("sockets", sockets))
 
 
 def test_redis_does_every_work() -> None:
     absent = redis.missing()
     if absent is not None:
         pytest.skip(f"{absent.name} is not installed: {absent.remedy}")
-    assert does_every_work(Contender("redis", RedisSide, alone=True))
+    assert does_every_work(Contender("redis", redis.blocks, alone=True))

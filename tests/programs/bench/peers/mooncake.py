@@ -18,7 +18,7 @@ from .serving import HOST, Offsets, Peer
 class Program(Peer):
     """One engine; the left one reads and writes the right one's memory."""
 
-    def __init__(self, options: dict[str, str]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(options)
         self._engine = TransferEngine()
         with socket.socket() as probe:

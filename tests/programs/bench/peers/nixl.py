@@ -23,7 +23,7 @@ _OPERATIONS: Final = {"push": "WRITE", "pull": "READ"}
 
 
 class Program(Peer):
-    def __init__(self, options: dict[str, str]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(options)
         self._agent = nixl_agent(f"bench-{os.getpid()}", nixl_agent_config())
         self._agent.register_memory([(self.base, self.memory.size, 0, "")], "DRAM")

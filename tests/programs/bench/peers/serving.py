@@ -1,4 +1,8 @@
-"""Reading calls and answering them; the memory that all programs have alike."""
+"""The frame of a peer's program, and the memory that all programs have alike.
+
+It does what :class:`kvwire.cli.bench.side.Bench` does, without kvwire: lines of JSON
+between the process that runs the benchmark, the left side, and the right one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from abc import abstractmethod
@@ -15,12 +20,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-CALLS: Final = frozenset(
-    {
-        *("listen", "accept", "connect", "prepare", "use", "verify"),
-        *("fill", "digest", "drive", "serve", "cpu"),
-    }
-)
 HOST: Final = "127.0.0.1"
 # As in kvwire.cli.bench.operations, which a program need not have.
 LEFT: Final = 1
@@ -32,7 +31,7 @@ _DIGEST_BYTES: Final = 16
 class Peer:
     """One side. The right one listens and serves, the left one drives.
 
-    The order of calls is that of ``kvwire.cli.bench.side``. A work is ``verb`` ("push"
+    A work is ``verb`` ("push"
     or "pull") and one transfer of ``nbytes`` in ``layers`` and ``blocks``; a block has
     all layers side by side if it is ``cross_layer``.
 
@@ -46,7 +45,7 @@ class Peer:
         nbytes: Bytes of each fragment.
     """
 
-    def __init__(self, options: dict[str, str]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         # Written to, so that no page is missing when it is timed.
         self.memory = np.full(int(options["pool_bytes"]), 1, np.uint8)
         self.work: dict[str, Any] = {}
@@ -69,31 +68,31 @@ class Peer:
     def connect(self, address: Any) -> dict[str, Any]:
         """Left: connect; the answer is facts for the JSON document."""
 
-    def prepare(self, work: dict[str, Any]) -> None:
-        """Right: get ready."""
-        self._take(work, RIGHT)
-
-    def use(self, work: dict[str, Any], given: None) -> None:
-        """Left: get ready."""
-        if self._take(work, LEFT):
+    def use(self, work: dict[str, Any], side: int) -> None:
+        """Get ready for a round."""
+        if work == self.work:
+            return
+        self.work, self.offsets = work, offsets(work, side)
+        self.nbytes = work["nbytes"] // len(self.offsets)
+        if side == LEFT:
             self.ready(offsets(work, RIGHT))
 
     def ready(self, theirs: Offsets) -> None:
         """Left: get ready for a work that is new; where its fragments are there."""
 
-    def fill(self, work: dict[str, Any]) -> None:
+    def fill(self) -> None:
         """Random bytes into the whole pool."""
         words = self.memory[: self.memory.size // 8 * 8].view(np.uint64)
         words[:] = np.random.default_rng().integers(0, 2**63, words.size, np.uint64)
 
-    def digest(self, work: dict[str, Any]) -> str:
+    def digest(self) -> str:
         travelling = self.fragments()[self.rows].data
         return hashlib.blake2b(travelling, digest_size=_DIGEST_BYTES).hexdigest()
 
-    def drive(self, work: dict[str, Any]) -> list[float]:
+    def drive(self) -> list[float]:
         """Left: move everything ``count`` times; the answer is the seconds of each."""
         seconds = []
-        for _ in range(work["count"]):
+        for _ in range(self.work["count"]):
             began = time.perf_counter()
             self.move()
             seconds.append(time.perf_counter() - began)
@@ -103,14 +102,8 @@ class Peer:
     def move(self) -> None:
         """Left: move everything once; over when it is where it belongs."""
 
-    def serve(self, work: dict[str, Any]) -> None:
-        """Right: what :meth:`drive` needs of it."""
-
-    def verify(self, work: dict[str, Any]) -> None:
-        """Left: nothing."""
-
-    def cpu(self) -> float:
-        return time.process_time()
+    def serve(self) -> None:
+        """Right: do what :meth:`drive` needs of it, ``count`` times."""
 
     def fragments(self) -> npt.NDArray[np.uint8]:
         """The pool as an array with a row for each place of a fragment."""
@@ -121,13 +114,6 @@ class Peer:
     def rows(self) -> npt.NDArray[np.int64]:
         rows: npt.NDArray[np.int64] = self.offsets // self.nbytes
         return rows
-
-    def _take(self, work: dict[str, Any], side: int) -> bool:
-        if work == self.work:
-            return False
-        self.work, self.offsets = work, offsets(work, side)
-        self.nbytes = work["nbytes"] // len(self.offsets)
-        return True
 
 
 def offsets(work: dict[str, Any], side: int) -> Offsets:
@@ -142,34 +128,81 @@ def offsets(work: dict[str, Any], side: int) -> Offsets:
     return found
 
 
+class Lines:
+    """JSON values over a socket, a line each."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = socket.socket(fileno=descriptor).makefile("rw")
+
+    def send(self, value: object) -> None:
+        self._file.write(json.dumps(value) + "\n")
+        self._file.flush()
+
+    def receive(self) -> Any:
+        """Wait for the next value; exits if there are no more."""
+        if not (line := self._file.readline()):
+            # Threads of a peer that never end would keep the interpreter from ending.
+            os._exit(0)
+        found = json.loads(line)
+        if isinstance(found, dict) and "error" in found:
+            raise RuntimeError(f"the other side failed: {found['error']}")
+        return found
+
+
 def main() -> None:
-    """Be one side of a peer until the input ends: ``PROGRAM [KEY=VALUE ...]``."""
-    program, *pairs = sys.argv[1:]
-    module = importlib.import_module(f".{program}", __package__)
-    serve(module.Program, dict(pair.split("=", 1) for pair in pairs))
-
-
-def serve(program: type[Peer], options: dict[str, str]) -> None:
+    """Be one side of a peer until its input ends: ``SIDE [DESCRIPTOR]``."""
     # Ctrl-C reaches every process of a terminal; this one ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Libraries print what they like: the answers have a descriptor of their own.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    peer: Peer | None = None
-    for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            peer = peer or program(options)
-            found = {"answer": _call(peer, asked["call"], asked["arguments"])}
-        except Exception as exc:  # noqa: BLE001 - it is reported by the other process
-            found = {"error": f"{asked['call']}: {type(exc).__name__}: {exc}"}
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
-    # Threads of a peer that never end would keep the interpreter from ending.
-    os._exit(0)
+    side = json.loads(sys.argv[1])
+    first = Lines(0)
+    try:
+        module = importlib.import_module(f".{side['program']}", __package__)
+        peer: Peer = module.Program(side["options"])
+        if side["left"]:
+            _left(peer, first, Lines(int(sys.argv[2])))
+        else:
+            _right(peer, first)
+    except Exception as exc:  # noqa: BLE001 - it is reported by the other process
+        first.send({"error": f"{type(exc).__name__}: {exc}"})
+        os._exit(0)
 
 
-def _call(peer: Peer, name: str, arguments: dict[str, Any]) -> Any:
-    if name not in CALLS:
-        raise ValueError(f"there is no call {name!r}")
-    return getattr(peer, name)(**arguments)
+def _left(peer: Peer, control: Lines, other: Lines) -> None:
+    control.send({"facts": peer.connect(other.receive())})
+    while True:
+        asked = control.receive()
+        other.send(asked)
+        peer.use(asked["work"], LEFT)
+        if asked["checks"]:
+            peer.fill()
+        other.receive()  # the other side is ready
+        began_s = time.process_time()
+        seconds = peer.drive()
+        cpu_s = time.process_time() - began_s
+        other.send(None)
+        here = peer.digest() if asked["checks"] else ""
+        its_cpu_s, there = other.receive()
+        damage = f"what arrived is not what was sent: {here}, {there}"
+        control.send(
+            {
+                "seconds": seconds,
+                "cpu_s": [cpu_s, its_cpu_s],
+                "damage": "" if here == there else damage,
+            }
+        )
+
+
+def _right(peer: Peer, other: Lines) -> None:
+    other.send(peer.listen())
+    peer.accept()
+    while True:
+        asked = other.receive()
+        peer.use(asked["work"], RIGHT)
+        if asked["checks"]:
+            peer.fill()
+        began_s = time.process_time()
+        other.send(None)
+        peer.serve()
+        other.receive()  # the left side is done
+        cpu_s = time.process_time() - began_s
+        other.send([cpu_s, peer.digest() if asked["checks"] else ""])

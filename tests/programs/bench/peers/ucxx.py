@@ -21,7 +21,7 @@ _IN_FLIGHT: Final = 64
 
 
 class Program(Peer):
-    def __init__(self, options: dict[str, str]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(options)
         self._loop = asyncio.new_event_loop()
         self._signal = np.zeros(1, np.uint8)
@@ -50,7 +50,7 @@ class Program(Peer):
         }
 
     def move(self) -> None:
-        """See Peer; a pull begins with the right side being told."""
+        """See Peer; a pull begins with a signal to the right side."""
 
         async def push() -> None:
             await self._send()
@@ -62,7 +62,7 @@ class Program(Peer):
 
         self._loop.run_until_complete(push() if self.work["verb"] == "push" else pull())
 
-    def serve(self, work: dict[str, Any]) -> None:
+    def serve(self) -> None:
         async def expect() -> None:
             await self._receive()
             await self._endpoint.send(self._signal)

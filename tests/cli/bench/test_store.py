@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvwire.cli.bench.store import filesystem
-from kvwire.cli.bench.store_side import (
+from kvwire.cli.bench.side import Bench, BenchError, Drive, driven
+from kvwire.cli.bench.store import (
     DISK,
     FLUSHED_PUT,
     GET,
@@ -19,13 +20,12 @@ from kvwire.cli.bench.store_side import (
     MATCH,
     ONE,
     PUT,
-    SERVER,
-    StoreServerSide,
-    StoreSide,
+    StoreBlocks,
     StoreWork,
     can_drop,
     compare,
     drop,
+    filesystem,
     work_of,
 )
 from kvwire.kv.blocks import Ids
@@ -39,47 +39,34 @@ def work(verb: str, tier: str = DISK) -> StoreWork:
 
 
 @pytest.fixture
-async def side(tmp_path: Path) -> AsyncIterator[StoreSide]:
+async def disk(tmp_path: Path) -> AsyncIterator[StoreBlocks]:
     """With a disk tier."""
-    found = StoreSide({"tier": DISK, "place": str(tmp_path)})
-    yield found
-    await found.close()
+    async with AsyncExitStack() as opened:
+        yield StoreBlocks(Bench({"tier": DISK, "place": str(tmp_path)}), opened)
+
+
+@asynccontextmanager
+async def measured(blocks: StoreBlocks) -> AsyncIterator[Drive]:
+    """Ask for rounds of a store."""
+    async with driven(Bench({}), blocks.rounds) as (_, ask):
+        yield ask
 
 
 @pytest.mark.parametrize("verb", [PUT, FLUSHED_PUT, GET, ONE, MATCH])
-async def test_every_round_can_follow_every_other(side: StoreSide, verb: str) -> None:
-    for done in (work(PUT), work(verb), work(verb), work(GET)):
-        await side.use(done, None)
-        if done.verb == PUT:
-            await side.fill(done)
-        seconds = await side.drive(done)
-        await side.verify(done)
-        expected = {ONE: done.count, MATCH: LOOKUPS}.get(done.verb, 1)
-        assert len(seconds) == expected
-        assert min(seconds) > 0
+async def test_every_round_can_follow_every_other(disk: StoreBlocks, verb: str) -> None:
+    async with measured(disk) as ask:
+        for done in (work(PUT), work(verb), work(verb), work(GET)):
+            seconds = (await ask(done, checks=done.verb == PUT)).seconds
+            expected = {ONE: done.count, MATCH: LOOKUPS}.get(done.verb, 1)
+            assert len(seconds) == expected
+            assert min(seconds) > 0
 
 
-async def test_a_server_is_a_tier_too() -> None:
-    server, side = StoreServerSide({}), StoreSide({"tier": SERVER})
-    done = work(GET, SERVER)
-    try:
-        address = await server.prepare(done)
-        assert await server.prepare(done) == address
-        await side.use(done, address)
-        await side.fill(done)
-        await side.drive(done)
-        await side.verify(done)
-    finally:
-        await side.close()
-        await server.close()
-
-
-async def test_what_is_matched_is_never_in_the_memory_in_front(side: StoreSide) -> None:
+async def test_what_is_matched_is_never_in_the_memory_in_front(
+    disk: StoreBlocks,
+) -> None:
     done = work(MATCH)
-    await side.use(done, None)
-    await side.fill(done)
-    memory = inside.tiers(side.stocks[done.nbytes].store).memory
-    find, found = Index.find, set()
+    find, found = Index.find, set[int]()
 
     def watched(index: Index, keys: Keys) -> Ids:
         slots = find(index, keys)
@@ -87,45 +74,46 @@ async def test_what_is_matched_is_never_in_the_memory_in_front(side: StoreSide) 
             found.add(int((slots >= 0).sum()))
         return slots
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Index, "find", watched)
-        for _ in range(3):
-            await side.use(done, None)
-            await side.drive(done)
+    async with measured(disk) as ask:
+        await ask(done, checks=True)
+        memory = inside.tiers(disk.stocks[done.nbytes].store).memory
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Index, "find", watched)
+            for _ in range(3):
+                await ask(done)
     assert found == {0}
 
 
-async def test_bytes_that_differ_are_found(side: StoreSide) -> None:
+async def test_bytes_that_differ_are_found(disk: StoreBlocks) -> None:
     done = work(GET)
-    await side.use(done, None)
-    await side.drive(done)
-    await side.verify(done)
-    stock = side.stocks[done.nbytes]
+    await disk.ready(done)
+    await disk.move(done)
+    await disk.verify(done)
+    stock = disk.stocks[done.nbytes]
     stock.want.memory[stock.want.blocks[-1] * done.fragment_bytes] ^= 1
     with pytest.raises(RuntimeError, match="are not the bytes that were put"):
-        await side.verify(done)
+        await disk.verify(done)
     # The first block alone is as it should be.
     compare(stock, replace(done, count=1))
 
 
-async def test_what_comes_from_memory_is_no_measure_of_a_disk(side: StoreSide) -> None:
+async def test_what_comes_from_memory_is_no_measure_of_a_disk(
+    disk: StoreBlocks,
+) -> None:
     done = work(GET)
-    await side.use(done, None)
-    await side.drive(done)
-    stock = side.stocks[done.nbytes]
-    stock.sets.reverse()  # the set that is in memory now is next
-    await side.use(done, None)
-    await side.drive(done)
-    with pytest.raises(RuntimeError, match=r"\d+ of 64 blocks came from the tier"):
-        await side.verify(done)
+    async with measured(disk) as ask:
+        await ask(done)
+        disk.stocks[done.nbytes].sets.reverse()  # the set in memory now is next
+        with pytest.raises(BenchError, match=r"\d+ of 64 blocks came from the tier"):
+            await ask(done)
 
 
-async def test_blocks_that_are_missing_are_an_error(side: StoreSide) -> None:
+async def test_blocks_that_are_missing_are_an_error(disk: StoreBlocks) -> None:
     done = work(GET)
-    await side.use(done, None)
-    side.stocks[done.nbytes].sets = [[bytes(32)] * done.set_blocks] * 2
+    await disk.ready(done)
+    disk.stocks[done.nbytes].sets = [[bytes(32)] * done.set_blocks] * 2
     with pytest.raises(RuntimeError, match="64 blocks are missing: it is not in"):
-        await side.drive(done)
+        await disk.move(done)
 
 
 # --- files without their pages in memory ----------------------------------------------
