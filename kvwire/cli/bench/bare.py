@@ -15,7 +15,6 @@ from kvwire.cli.bench.side import (
     HOST,
     Bench,
     Seconds,
-    difference,
     digest,
     each_timed,
     fill,
@@ -44,7 +43,9 @@ async def streams(b: Bench) -> None:
             await b.send(server.sockets[0].getsockname()[1])
         async for work in b.works(OpsWork):
             ball.data, ball.setup = os.urandom(work.nbytes), work.verb == SETUP
-            await b.round(lambda: ball.move(b, work), digest=lambda: digest(ball.data))
+            async with b.clock():
+                seconds = await ball.move(b, work)
+            await b.report(seconds, digest(ball.data))
 
 
 class Ball:
@@ -108,11 +109,11 @@ async def sockets(b: Bench) -> None:
             )
             sent = [parts[0]] * work.count
             received = [parts[at % work.in_flight] for at in range(work.count)]
-            await b.round(
-                lambda: stream(b, sock, work.verb == GET, sent, received),
-                fill=lambda: fill(parts[0]),
-                digest=lambda: digest(parts[0]),
-            )
+            if b.checks:
+                await fill(parts[0])
+            async with b.clock():
+                seconds = await stream(b, sock, work.verb == GET, sent, received)
+            await b.report(seconds, digest(parts[0]) if b.checks else "")
 
 
 async def connected(b: Bench) -> socket.socket:
@@ -168,19 +169,17 @@ def receive_into(source: socket.socket, part: memoryview) -> None:
 async def memcpy(b: Bench) -> None:
     """Copy as many bytes that lie side by side: what memory does at best."""
     source = sink = np.zeros(0, np.uint8)
-
-    async def move() -> Seconds:
-        began = time.perf_counter()
-        np.copyto(sink, source)
-        return [time.perf_counter() - began]
-
-    async def verify() -> None:
-        if b.checks and (found := difference(digest(source), digest(sink))):
-            raise RuntimeError(found)
-
     b.facts["numpy"] = np.__version__
     async for work in b.works(OpsWork):
         if source.size != work.moved_bytes:
             # Written to, so that no page is missing when it is timed.
             source, sink = (np.ones(work.moved_bytes, np.uint8) for _ in range(2))
-        await b.round(move, fill=lambda: fill(source), verify=verify)
+        if b.checks:
+            await fill(source)
+        async with b.clock():
+            began = time.perf_counter()
+            np.copyto(sink, source)
+            seconds = time.perf_counter() - began
+        if b.checks and not np.array_equal(source, sink):
+            raise RuntimeError("what was copied is not what there was")
+        await b.report([seconds])

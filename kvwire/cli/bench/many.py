@@ -144,7 +144,7 @@ class ManyMemory(Memory):
         super().forget()
         vars(self).pop("cache", None)
 
-    def digest_own(self) -> str:
+    def digest(self) -> str:
         """Digest the blocks that are timed: the others need not come to their end."""
         layers = self.bytes.reshape(LAYERS, -1, LAYER_BYTES)
         return digest(layers[:, np.concatenate(self.own)].copy())
@@ -157,8 +157,15 @@ async def many(b: Bench) -> None:
         async for work in b.works(ManyWork):
             await asyncio.to_thread(memory.have, work)
             crowd = Crowd(b, ends, memory, work, f"{next(ends.ids)}")
-            move = crowd.pull_all if b.left else crowd.publish_all
-            await b.round(move, fill=memory.fill, digest=memory.digest_own)
+            if b.checks:
+                await memory.fill()
+            seconds: Seconds = ()
+            async with b.clock():
+                if b.left:
+                    seconds = await crowd.pull_all()
+                else:
+                    await crowd.publish_all()
+            await b.report(seconds, await memory.digested(b.checks))
     memory.close()
 
 

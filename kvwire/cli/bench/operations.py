@@ -274,10 +274,14 @@ class Memory:
         if self.pool is not None:
             self.pool.mark_beside()
 
-    def digest(self, nbytes: int) -> str:
-        """Digest the blocks that travel; without a cache, the first ``nbytes``."""
+    async def digested(self, checks: bool = True) -> str:
+        """Digest what has travelled, if a round checks that."""
+        return await asyncio.to_thread(self.digest) if checks else ""
+
+    def digest(self) -> str:
+        """Digest the blocks that travel, or the bytes of one operation."""
         if self.pool is None:
-            return digest(self.bytes[:nbytes])
+            return digest(self.bytes[: self.bytes.size // max(1, len(self.parts))])
         found = digest(self.pool.fragments())
         # The other side never returns the same, so that it is seen.
         return found if self.pool.intact else f"{found} and more on the {self.pool}"
@@ -426,12 +430,12 @@ async def operate(b: Bench, ends: Ends) -> None:
             # Pages take seconds on a busy machine, in which the peer must be answered.
             await asyncio.to_thread(memory.have, work)
             async with _granted(b, ends, memory, work) as grants:
-                move = Moves(b, ends, memory, work, grants)
-                await b.round(
-                    move.begun_here if b.left else move.begun_there,
-                    fill=memory.fill,
-                    digest=lambda: memory.digest(work.nbytes),
-                )
+                moves = Moves(b, ends, memory, work, grants)
+                if b.checks:
+                    await memory.fill()
+                async with b.clock():
+                    seconds = await moves.move()
+                await b.report(seconds, await memory.digested(b.checks))
     finally:
         memory.close()
 
@@ -470,9 +474,16 @@ class Moves:
     work: OpsWork
     grants: Sequence[kvwire.Grant]
 
+    async def move(self) -> Seconds:
+        """Do this side's part; the left one returns the seconds of what it began."""
+        if self.b.left:
+            return await self._begin_all()
+        await self._answer_all()
+        return ()
+
     # --- left -------------------------------------------------------------------------
 
-    async def begun_here(self) -> Seconds:
+    async def _begin_all(self) -> Seconds:
         """Do the operations, and time them: each, or all that are in flight."""
         work = self.work
         await self.b.receive()  # the other side is ready
@@ -538,7 +549,7 @@ class Moves:
 
     # --- right ------------------------------------------------------------------------
 
-    async def begun_there(self) -> None:
+    async def _answer_all(self) -> None:
         """Be the other end of what the left side begins."""
         b, work, connection = self.b, self.work, self.ends.connection
         parts = self.memory.parts

@@ -32,7 +32,7 @@ from typing import Annotated, Final
 from rich.console import RenderableType
 
 import kvwire
-from kvwire.cli.bench.operations import Memory, OpsWork, joined
+from kvwire.cli.bench.operations import Ends, Memory, OpsWork, joined
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import (
     COMMON,
@@ -42,7 +42,7 @@ from kvwire.cli.bench.report import (
     require_able,
     within,
 )
-from kvwire.cli.bench.side import Bench, Seconds, digest
+from kvwire.cli.bench.side import Bench, digest
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
 
@@ -95,52 +95,67 @@ async def overlap(b: Bench) -> None:
     whose monotonic clock they share, so an instant of one can be subtracted from one of
     the other.
     """
-    memory, way = Memory(b), b.options["way"]
-
-    async def decode() -> Seconds:
-        incoming = ends.connection.pull(next(ends.ids), *chosen)
-        await ends.connection.send(_GO, b"")
-        outcome = await incoming
-        over = time.monotonic()
-        if not (outcome.complete or way == ONE_LAYER):
-            raise RuntimeError(f"the transfer did not end well: {outcome!r}")
-        await incoming.drained()
-        first, last = await b.receive()
-        return [over - (last if work.verb == EXPOSED else first)]
-
-    async def prefill() -> None:
-        outgoing = ends.communicator.publish(next(ends.ids), *chosen)
-        # Behind it on the same link: the question for the transfer has been answered.
-        await ends.connection.recv(_GO)
-        # How long a layer's bytes take: no compute lets the CPUs fall asleep before.
-        if work.compute_s and way != ONE_LAYER:
-            span = await asyncio.to_thread(_mark, outgoing, way, work, work.compute_s)
-        else:
-            span = _mark(outgoing, way, work)
-        await outgoing
-        await outgoing.drained()
-        await b.send(span)
-
-    async def move() -> Seconds:
-        times = range(ALONE_REPEAT if way == ONE_LAYER else work.count)
-        if b.left:
-            return [seconds for _ in times for seconds in await decode()]
-        for _ in times:
-            await prefill()
-        return ()
-
-    def digested() -> str:
-        # Of one layer alone, the others have not been sent.
-        first = work.layers - 1 if way == ONE_LAYER else 0
-        return digest(memory.bytes[first * work.nbytes // work.layers :])
-
+    memory, way = OverlapMemory(b), b.options["way"]
     async with joined(b) as ends:
         async for work in b.works(OverlapWork):
             await asyncio.to_thread(memory.have, work)
-            assert memory.pool is not None
-            chosen = memory.pool.chosen
-            await b.round(move, fill=memory.fill, digest=digested)
+            if b.checks:
+                await memory.fill()
+            seconds = []
+            async with b.clock():
+                for _ in range(ALONE_REPEAT if way == ONE_LAYER else work.count):
+                    if b.left:
+                        seconds.append(await _decode(b, ends, memory, work))
+                    else:
+                        await _prefill(b, ends, memory, work)
+            await b.report(seconds, await memory.digested(b.checks))
     memory.close()
+
+
+class OverlapMemory(Memory):
+    """Holds the cache; of one layer alone, the others have not been sent."""
+
+    def __init__(self, b: Bench) -> None:
+        super().__init__(b)
+        self._last_only = b.options["way"] == ONE_LAYER
+
+    def lay_out(self, work: OverlapWork) -> None:
+        super().lay_out(work)
+        self._first = (work.nbytes - work.nbytes // work.layers) * self._last_only
+
+    def digest(self) -> str:
+        return digest(self.bytes[self._first :])
+
+
+async def _decode(b: Bench, ends: Ends, memory: Memory, work: OverlapWork) -> float:
+    """Pull a transfer; returns the seconds from its last mark, or the first one."""
+    assert memory.pool is not None
+    incoming = ends.connection.pull(next(ends.ids), *memory.pool.chosen)
+    await ends.connection.send(_GO, b"")
+    outcome = await incoming
+    over = time.monotonic()
+    if not (outcome.complete or b.options["way"] == ONE_LAYER):
+        raise RuntimeError(f"the transfer did not end well: {outcome!r}")
+    await incoming.drained()
+    first, last = await b.receive()
+    return float(over - (last if work.verb == EXPOSED else first))
+
+
+async def _prefill(b: Bench, ends: Ends, memory: Memory, work: OverlapWork) -> None:
+    """Publish a transfer, compute its layers and mark them."""
+    assert memory.pool is not None
+    outgoing = ends.communicator.publish(next(ends.ids), *memory.pool.chosen)
+    # Behind it on the same link: the question for the transfer has been answered.
+    await ends.connection.recv(_GO)
+    way = b.options["way"]
+    # How long a layer's bytes take: no compute lets the CPUs fall asleep before.
+    if work.compute_s and way != ONE_LAYER:
+        span = await asyncio.to_thread(_mark, outgoing, way, work, work.compute_s)
+    else:
+        span = _mark(outgoing, way, work)
+    await outgoing
+    await outgoing.drained()
+    await b.send(span)
 
 
 def _mark(

@@ -6,7 +6,9 @@ time, the right one is the other end. The frame gives both the same work::
 
     async def copies(b: Bench) -> None:
         async for work in b.works(Work):
-            await b.round(lambda: each_timed(work.count, copy))
+            async with b.clock():
+                seconds = await each_timed(work.count, copy)
+            await b.report(seconds)
 
 The left process gets its work from the process that runs the benchmark, and passes it
 to the right one, which may be on another host. All that travels between them is JSON:
@@ -87,8 +89,8 @@ class Sample:
     cpu_s: Seconds
     # How the bytes that arrived differ from those that were sent; "" if they do not.
     damage: str = ""
-    # What a program measures besides.
-    more: Any = None
+    # What a program measures besides, at each side.
+    more: Sequence[Any] = ()
 
 
 class Channel:
@@ -161,6 +163,7 @@ class Bench:
         self._inbox: asyncio.Queue[Any] = asyncio.Queue(1)
         self._gone: asyncio.Future[Exception] = asyncio.Future()
         self._greeted = False
+        self._used_s = 0.0
 
     # --- the other side ---------------------------------------------------------------
 
@@ -216,50 +219,41 @@ class Bench:
     def admit(self, work: Any) -> None:
         """Raise if this side must not do a work."""
 
-    async def round(
-        self,
-        move: Callable[[], Awaitable[Seconds | None]],
-        *,
-        fill: Callable[[], Awaitable[object]] | None = None,
-        digest: Callable[[], str] | None = None,
-        verify: Callable[[], Awaitable[object]] | None = None,
+    @asynccontextmanager
+    async def clock(self) -> AsyncIterator[None]:
+        """Count the CPU of a round; it ends, at both sides, when the left one is done.
+
+        Both sides do their part of the work inside.
+        """
+        began_s = self.cpu_s()
+        yield
+        if not self.left:
+            await self.receive()
+        self._used_s = self.cpu_s() - began_s
+        if self.left and self._other is not None:
+            await self._other.send(None)
+
+    async def report(
+        self, seconds: Seconds = (), digest: str = "", more: object = None
     ) -> None:
-        """Do a round: both sides call this, each with its part of the work.
+        """Report a round: both sides call this at its end, and need not agree.
 
         Args:
-            move: Does the work; at the left side it returns the seconds of everything
-                that is timed.
-            fill: Writes random bytes, in a round that checks what arrives.
-            digest: Digests what such a round has moved: the same at both sides.
-            verify: Raises if what any round has moved is not as it should be.
+            seconds: Everything that was timed, at the left side.
+            digest: Of the bytes that were moved; the same at both sides.
+            more: What a program measures besides, at each side.
         """
-        if self.checks and fill is not None:
-            await fill()
-        began_s = self.cpu_s()
-        seconds = await move()
         if not self.left:
-            await self.receive()  # the left side is done
-        cpu_s = self.cpu_s() - began_s
-        found = ""
-        if self.checks and digest is not None:
-            found = await asyncio.to_thread(digest)
-        if not self.left:
-            await self.send([cpu_s, found])
+            await self.send([self._used_s, digest, more])
             return
-        cpus_s, damage = [cpu_s], ""
-        if self._other is not None:
-            await self._other.send(None)
-            its_cpu_s, there = await self.receive()
-            cpus_s.append(its_cpu_s)
-            damage = difference(found, there)
-        if verify is not None:
-            await verify()
-        await self.answer(Sample(seconds or (), cpus_s, damage))
-
-    async def answer(self, sample: Sample) -> None:
-        """Report a round; the left side does it, once for each."""
         assert self.control is not None
-        await self.control.send(sample)
+        cpu_s, damage, both = [self._used_s], "", [more]
+        if self._other is not None:
+            its_cpu_s, its_digest, its_more = await self.receive()
+            cpu_s.append(its_cpu_s)
+            both.append(its_more)
+            damage = difference(digest, its_digest)
+        await self.control.send(Sample(seconds, cpu_s, damage, both))
 
     # --- the program ------------------------------------------------------------------
 

@@ -88,8 +88,8 @@ async def _listen(
     config: Config, address: Address, found: Examination, json: bool
 ) -> None:
     def ended(b: DoctorBench) -> None:
-        if b.report is not None:
-            _show(b.report, json)
+        if b.given is not None:
+            _show(b.given, json)
 
     made = partial(DoctorBench, examination=found)
     await attend_at(address, config, PROFILE, made, ended)

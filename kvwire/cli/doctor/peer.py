@@ -105,7 +105,7 @@ class DoctorBench(ServedBench):
     """Serves one connection of a doctor that listens."""
 
     # What the peer has found, if it sent that.
-    report: PeerReport | None = None
+    given: PeerReport | None = None
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class DoctorBench(ServedBench):
     async def receive(self) -> Any:
         """Wait for what the peer sends next, and keep its report."""
         while isinstance(found := await super().receive(), dict) and "report" in found:
-            self.report = msgspec.convert(found["report"], PeerReport)
+            self.given = msgspec.convert(found["report"], PeerReport)
         return found
 
 

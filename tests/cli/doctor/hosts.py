@@ -102,7 +102,7 @@ async def ward() -> AsyncIterator[Ward]:
             attend(
                 there,
                 partial(DoctorBench, examination=THERE),
-                lambda b: found.heard.append(b.report),
+                lambda b: found.heard.append(b.given),
             )
         )
         yield found

@@ -62,18 +62,18 @@ async def test_a_report_that_is_none_is_refused() -> None:
 async def test_damage_is_named(
     verb: str, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    move = Moves.begun_here
+    move = Moves.move
 
     async def damaging(moves: Moves) -> Seconds:
         seconds = await move(moves)
         memory, work = moves.memory, moves.work
-        if work.verb == verb:
+        if work.verb == verb and moves.b.left:
             assert memory.pool is not None
             first = int(memory.pool.rows[0]) ^ beside
             memory.bytes[first * work.layer_bytes] ^= 1
         return seconds
 
-    monkeypatch.setattr(Moves, "begun_here", damaging)
+    monkeypatch.setattr(Moves, "move", damaging)
     monkeypatch.setattr(peer, "_BUDGET_S", 1e-9)  # as on a slow wire
     async with ward() as found:
         trial, _ = await peer.try_out(found.prober, found.address, (256 * KIB,))

@@ -21,7 +21,7 @@ from demo.book import Tokenizer, passages
 from demo.numpy_llama import Floats, NumpyLlama, Plain
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Rounds, new_table
-from kvwire.cli.bench.side import Bench, Seconds, Work
+from kvwire.cli.bench.side import Bench, Work
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case
 from kvwire.kv.codecs.base import ImageForm, form_of
 from kvwire.kv.codecs.entry import decode_entry, encode_entry
@@ -53,19 +53,17 @@ class CodecWork(Work):
 
 async def codecs(b: Bench) -> None:
     """Encode and decode; with the option ``copy``, copy instead."""
-
-    async def move() -> Seconds:
+    async for work in b.works(CodecWork):
+        coded = Coded(work.codec, work.images)
         job = {ENCODE: coded.encode, DECODE: coded.decode}[work.verb]
         if "copy" in b.options:
             job = coded.copy
-        began = time.perf_counter()
-        for at in range(work.count):
-            job(at)
-        return [time.perf_counter() - began]
-
-    async for work in b.works(CodecWork):
-        coded = Coded(work.codec, work.images)
-        await b.round(move)
+        async with b.clock():
+            began = time.perf_counter()
+            for at in range(work.count):
+                job(at)
+            seconds = time.perf_counter() - began
+        await b.report([seconds])
 
 
 class Coded:

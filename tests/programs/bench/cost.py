@@ -25,7 +25,7 @@ from kvwire.cli.bench.fragments import work_of
 from kvwire.cli.bench.operations import End, Ends, Memory, Moves, OpsWork, joined
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import head, new_table
-from kvwire.cli.bench.side import Bench, BenchError, Sample
+from kvwire.cli.bench.side import Bench, BenchError
 from kvwire.limits import GIB, KIB
 from kvwire.types import in_bytes
 from tests.programs.bench.fragments import verdict
@@ -92,8 +92,8 @@ def _round(transport: str, result: Cost, progress: Callable[[str], None]) -> Non
             for measure, count in MEASURES.items():
                 progress(f"{result.name}: {measure}")
                 asked = {**asdict(result.work), "measure": measure, "repeat": count}
-                found = pair.round(CostWork(**asked)).more
-                result.answers[measure].append(found)
+                found = pair.round(CostWork(**asked))
+                result.answers[measure].append([*found.more])
     except BenchError as exc:
         result.failure = str(exc)
 
@@ -172,11 +172,7 @@ async def costs(b: Bench) -> None:
         async for work in b.works(CostWork):
             memory.have(work)
             found = await Measures(b, ends, memory, work).take()
-            if b.left:
-                both = [found, await b.receive()]
-                await b.answer(Sample([], [], more=both))
-            else:
-                await b.send(found)
+            await b.report(more=found)
     memory.close()
 
 
@@ -257,7 +253,7 @@ class Measures:
 
     async def _move(self) -> None:
         moves = Moves(self.b, self.ends, self.memory, self.work, ())
-        await (moves.begun_here if self.b.left else moves.begun_there)()
+        await moves.move()
 
     async def _meet(self) -> None:
         """Wait until both sides are here, over the connection that is measured."""

@@ -13,8 +13,8 @@ import cProfile
 import selectors
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -88,13 +88,12 @@ class Counted(Bench):
     profile: cProfile.Profile
     frames: Counter[int]
 
-    async def round(self, move: Callable[[], Awaitable[Any]], **rest: Any) -> None:
-        async def counted() -> Any:
-            self.profile = cProfile.Profile()
+    @asynccontextmanager
+    async def clock(self) -> AsyncIterator[None]:
+        self.profile = cProfile.Profile()
+        async with super().clock():
             with _counted_frames() as self.frames, self.profile:
-                return await move()
-
-        await super().round(counted, **rest)
+                yield
 
 
 def _counts(profile: cProfile.Profile, frames: Counter[int], times: int) -> Counts:

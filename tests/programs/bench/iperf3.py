@@ -11,13 +11,12 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 from kvwire import KVWireError
 from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.side import HOST, Bench, Seconds
+from kvwire.cli.bench.side import HOST, Bench
 from kvwire.cli.bench.turns import Benchmark, Missing
 from kvwire.limits import GIB, MIB
 from tests.support.servers import Server
@@ -56,18 +55,6 @@ async def run(b: Bench) -> None:
     It moves more than it is asked to; its time and CPU are those of what it was asked.
     """
     cpu_s = 0.0
-
-    async def move(work: OpsWork) -> Seconds:
-        nonlocal cpu_s
-        total = max(work.moved_bytes, ROUND_BYTES_MIN)
-        block = min(work.nbytes // max(1, work.fragments), _BLOCK_BYTES_MAX)
-        client = ["iperf3", "-J", "-c", HOST, "-p", str(server.port)]
-        client += ["-n", str(total), "-l", str(block)]
-        client += ["-R"] * (work.verb in {"get", "pull"})
-        seconds, its_cpu_s = read_report(_output(client))
-        cpu_s += its_cpu_s * work.moved_bytes
-        return [seconds * work.moved_bytes]
-
     b.cpu_s = lambda: cpu_s
     command = ["iperf3", "-s", "-B", HOST, "-p", "{port}", "--forceflush"]
     server = Server(command, "listening")
@@ -75,7 +62,15 @@ async def run(b: Bench) -> None:
         server.start()
         b.facts["version"] = _output(["iperf3", "--version"]).partition("\n")[0]
         async for work in b.works(OpsWork):
-            await b.round(partial(move, work))
+            total = max(work.moved_bytes, ROUND_BYTES_MIN)
+            block = min(work.nbytes // max(1, work.fragments), _BLOCK_BYTES_MAX)
+            client = ["iperf3", "-J", "-c", HOST, "-p", str(server.port)]
+            client += ["-n", str(total), "-l", str(block)]
+            client += ["-R"] * (work.verb in {"get", "pull"})
+            async with b.clock():
+                seconds, its_cpu_s = read_report(_output(client))
+                cpu_s += its_cpu_s * work.moved_bytes
+            await b.report([seconds * work.moved_bytes])
     finally:
         server.kill()
 

@@ -7,11 +7,10 @@ the other way round. *Sockets* are bare ones, whose blocks lie side by side.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 from typing import Final
 
 from kvwire.cli.bench.bare import connected, receive_into, stream
-from kvwire.cli.bench.operations import Ends, Memory, Moves, joined
+from kvwire.cli.bench.operations import Memory, Moves, joined
 from kvwire.cli.bench.side import Bench, Seconds, digest, each_timed, fill
 from kvwire.cli.bench.store import (
     GET,
@@ -37,38 +36,20 @@ async def transfers(b: Bench) -> None:
     async with joined(b) as ends:
         async for work in b.works(StoreWork):
             memory.have(work.transfer)
-            part = Transfers(b, ends, memory, work)
-            await b.round(part.move, fill=memory.fill, digest=part.digest)
+            if b.checks:
+                await memory.fill()
+            moves, pool = Moves(b, ends, memory, work.transfer, ()), memory.pool
+            assert pool is not None
+            whole, seconds = pool.blocks, list[float]()
+            each = [[block] for block in whole[: work.count]]
+            async with b.clock():
+                for pool.blocks in each if work.verb == ONE else [whole]:
+                    seconds += await moves.move()
+            pool.blocks = whole
+            # One by one, not all of them travel.
+            checks = b.checks and work.verb != ONE
+            await b.report(seconds, await memory.digested(checks))
     memory.close()
-
-
-@dataclass(frozen=True)
-class Transfers:
-    """Does one round."""
-
-    b: Bench
-    ends: Ends
-    memory: Memory
-    work: StoreWork
-
-    async def move(self) -> Seconds:
-        moves = Moves(self.b, self.ends, self.memory, self.work.transfer, ())
-        pool = self.memory.pool
-        assert pool is not None
-        seconds: list[float] = []
-        whole = pool.blocks
-        each = [[block] for block in whole[: self.work.count]]
-        for pool.blocks in each if self.work.verb == ONE else [whole]:
-            if self.b.left:
-                seconds += await moves.begun_here()
-            else:
-                await moves.begun_there()
-        pool.blocks = whole
-        return seconds
-
-    def digest(self) -> str:
-        # One by one, not all of them travel.
-        return "" if self.work.verb == ONE else self.memory.digest(0)
 
 
 async def sockets(b: Bench) -> None:
@@ -79,44 +60,38 @@ async def sockets(b: Bench) -> None:
             key = work.nbytes, work.set_blocks
             if key not in made:
                 made[key] = [memoryview(bytearray(key[0])) for _ in range(key[1])]
-            part = Questions(b, sock, work, made[key])
-            await b.round(part.move, fill=part.fill, digest=part.digest)
+            parts = made[key]
+            if b.checks:
+                await fill(parts[0])
+            async with b.clock():
+                if work.verb in (ONE, MATCH):
+                    seconds = await asked(b, sock, work, parts)
+                else:
+                    # All of a set: one block again and again would stay in the cache.
+                    to_left = work.verb == GET
+                    seconds = await stream(b, sock, to_left, parts, parts)
+            checks = b.checks and work.verb != MATCH
+            await b.report(seconds, digest(parts[0]) if checks else "")
 
 
-@dataclass(frozen=True)
-class Questions:
-    """Does one round."""
+async def asked(
+    b: Bench, sock: socket.socket, work: StoreWork, parts: list[memoryview]
+) -> Seconds:
+    """Ask for one block after the other, or for matches."""
+    question, times = memoryview(bytearray(b"!")), work.count
+    if work.verb == MATCH:
+        question, times = memoryview(bytearray(times * _ASKED_BYTES)), LOOKUPS
+        parts = [memoryview(bytearray(work.count * _ANSWER_BYTES))]
 
-    b: Bench
-    sock: socket.socket
-    work: StoreWork
-    parts: list[memoryview]
+    async def ask(number: int) -> None:
+        sock.sendall(question)
+        receive_into(sock, parts[number % len(parts)])
 
-    async def move(self) -> Seconds:
-        work, parts = self.work, self.parts
-        if work.verb not in (ONE, MATCH):
-            # All of a set: one block again and again would stay in the cache.
-            return await stream(self.b, self.sock, work.verb == GET, parts, parts)
-        question, times = memoryview(bytearray(b"!")), work.count
-        if work.verb == MATCH:
-            question, times = memoryview(bytearray(times * _ASKED_BYTES)), LOOKUPS
-            parts = [memoryview(bytearray(work.count * _ANSWER_BYTES))]
-
-        async def ask(number: int) -> None:
-            self.sock.sendall(question)
-            receive_into(self.sock, parts[number % len(parts)])
-
-        if self.b.left:
-            await self.b.receive()
-            return await each_timed(times, ask)
-        await self.b.send()
-        for number in range(times):
-            receive_into(self.sock, question)
-            self.sock.sendall(parts[number % len(parts)])
-        return ()
-
-    async def fill(self) -> None:
-        await fill(self.parts[0])
-
-    def digest(self) -> str:
-        return "" if self.work.verb == MATCH else digest(self.parts[0])
+    if b.left:
+        await b.receive()
+        return await each_timed(times, ask)
+    await b.send()
+    for number in range(times):
+        receive_into(sock, question)
+        sock.sendall(parts[number % len(parts)])
+    return ()
