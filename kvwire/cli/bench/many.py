@@ -26,9 +26,9 @@ from rich.text import Text
 import kvwire
 from kvwire.cli.bench.operations import (
     RIGHT,
+    BenchMemory,
     End,
     Ends,
-    Memory,
     OpsWork,
     joined,
     mark_all,
@@ -119,7 +119,7 @@ class ManyWork(OpsWork):
         return parts[: len(own)], others
 
 
-class ManyMemory(Memory):
+class ManyMemory(BenchMemory):
     """Holds one cache for all transfers of a side.
 
     Attributes:

@@ -214,7 +214,7 @@ def paged(
 # --- memory ---------------------------------------------------------------------------
 
 
-class Memory:
+class BenchMemory:
     """Holds what one side moves, for one work at a time.
 
     All works use the same pages, so that none is missing in a round.
@@ -424,13 +424,13 @@ async def operate_with_peer(b: Bench, ends: Ends) -> None:
 
 async def operate(b: Bench, ends: Ends) -> None:
     """Do every operation over the first of these connections."""
-    memory = Memory(b)
+    memory = BenchMemory(b)
     try:
         async for work in b.works(OpsWork):
             # Pages take seconds on a busy machine, in which the peer must be answered.
             await asyncio.to_thread(memory.have, work)
             async with _granted(b, ends, memory, work) as grants:
-                moves = Moves(b, ends, memory, work, grants)
+                moves = OpsRound(b, ends, memory, work, grants)
                 if b.checks:
                     await memory.fill()
                 async with b.clock():
@@ -442,7 +442,7 @@ async def operate(b: Bench, ends: Ends) -> None:
 
 @asynccontextmanager
 async def _granted(
-    b: Bench, ends: Ends, memory: Memory, work: OpsWork
+    b: Bench, ends: Ends, memory: BenchMemory, work: OpsWork
 ) -> AsyncIterator[Sequence[kvwire.Grant]]:
     """Lend the right side's memory to the left side, if a work wants that.
 
@@ -465,12 +465,12 @@ async def _granted(
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class OpsRound:
     """Does one round of a work: what the left side begins, and the other end of it."""
 
     b: Bench
     ends: Ends
-    memory: Memory
+    memory: BenchMemory
     work: OpsWork
     grants: Sequence[kvwire.Grant]
 

@@ -32,7 +32,7 @@ from typing import Annotated, Final
 from rich.console import RenderableType
 
 import kvwire
-from kvwire.cli.bench.operations import Ends, Memory, OpsWork, joined
+from kvwire.cli.bench.operations import BenchMemory, Ends, OpsWork, joined
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import (
     COMMON,
@@ -112,7 +112,7 @@ async def overlap(b: Bench) -> None:
     memory.close()
 
 
-class OverlapMemory(Memory):
+class OverlapMemory(BenchMemory):
     """Holds the cache; of one layer alone, the others have not been sent."""
 
     def __init__(self, b: Bench) -> None:
@@ -127,10 +127,12 @@ class OverlapMemory(Memory):
         return digest(self.bytes[self._first :])
 
 
-async def _decode(b: Bench, ends: Ends, memory: Memory, work: OverlapWork) -> float:
+async def _decode(
+    b: Bench, ends: Ends, room: OverlapMemory, work: OverlapWork
+) -> float:
     """Pull a transfer; returns the seconds from its last mark, or the first one."""
-    assert memory.pool is not None
-    incoming = ends.connection.pull(next(ends.ids), *memory.pool.chosen)
+    assert room.pool is not None
+    incoming = ends.connection.pull(next(ends.ids), *room.pool.chosen)
     await ends.connection.send(_GO, b"")
     outcome = await incoming
     over = time.monotonic()
@@ -141,10 +143,12 @@ async def _decode(b: Bench, ends: Ends, memory: Memory, work: OverlapWork) -> fl
     return float(over - (last if work.verb == EXPOSED else first))
 
 
-async def _prefill(b: Bench, ends: Ends, memory: Memory, work: OverlapWork) -> None:
+async def _prefill(
+    b: Bench, ends: Ends, room: OverlapMemory, work: OverlapWork
+) -> None:
     """Publish a transfer, compute its layers and mark them."""
-    assert memory.pool is not None
-    outgoing = ends.communicator.publish(next(ends.ids), *memory.pool.chosen)
+    assert room.pool is not None
+    outgoing = ends.communicator.publish(next(ends.ids), *room.pool.chosen)
     # Behind it on the same link: the question for the transfer has been answered.
     await ends.connection.recv(_GO)
     way = b.options["way"]

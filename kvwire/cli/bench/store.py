@@ -157,7 +157,7 @@ def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
     )
 
 
-class Blocks(ABC):
+class BlockMover(ABC):
     """Moves sets of blocks into one place and out of it, at each size of blocks."""
 
     @abstractmethod
@@ -260,7 +260,7 @@ class Stock:
         return [*self.store.stats().values()][-1].read_blocks
 
 
-class StoreBlocks(Blocks):
+class StoreBlocks(BlockMover):
     """Keeps a store for each size of blocks, so that no round begins cold."""
 
     def __init__(self, b: Bench, opened: AsyncExitStack) -> None:

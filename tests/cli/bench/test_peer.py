@@ -30,7 +30,7 @@ from kvwire.cli.bench.limits import (
 from kvwire.cli.bench.operations import (
     PROFILE,
     ConnectionChannel,
-    Moves,
+    OpsRound,
     OpsWork,
     operations,
 )
@@ -185,13 +185,13 @@ async def test_a_peer_that_vanishes_midway_is_an_error(
 ) -> None:
     """And not a wait: the work would go on for minutes."""
     work = replace(PUSH, verb=verb, count=100_000)
-    begin, done = Moves._begin, asyncio.Event()
+    begin, done = OpsRound._begin, asyncio.Event()
 
-    async def counted(moves: Moves, number: int) -> None:
+    async def counted(moves: OpsRound, number: int) -> None:
         await begin(moves, number)
         done.set()
 
-    monkeypatch.setattr(Moves, "_begin", counted)
+    monkeypatch.setattr(OpsRound, "_begin", counted)
     with serving() as (address, process):
         async with measuring(Address.parse(address)) as ask:
             asking = asyncio.ensure_future(ask(work))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvwire.cli.bench import many, overlap
 from kvwire.cli.bench.fragments import LAYERS_MAX, contenders, work_of
 from kvwire.cli.bench.many import AT_ONCE, BESIDE, BLOCK_BYTES, ManyMemory, ManyWork
-from kvwire.cli.bench.operations import ARENA, LEFT, RIGHT, Memory, OpsWork, Pool
+from kvwire.cli.bench.operations import ARENA, LEFT, RIGHT, BenchMemory, OpsWork, Pool
 from kvwire.cli.bench.overlap import efficiency
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.side import Bench
@@ -50,7 +50,7 @@ def test_local_moves_fragments_between_processes_with_and_without_arenas() -> No
 
 @pytest.mark.parametrize("in_arena", [False, True])
 async def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> None:
-    memory = Memory(Bench({"memory": ARENA} if in_arena else {}))
+    memory = BenchMemory(Bench({"memory": ARENA} if in_arena else {}))
     memory.have(WORKS[0])
     assert (arena_of(as_fragments(memory.bytes.data)) is not None) is in_arena
     memory.close()

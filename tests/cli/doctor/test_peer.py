@@ -9,7 +9,7 @@ import pytest
 
 import kvwire
 from kvwire import Address
-from kvwire.cli.bench.operations import ConnectionChannel, Moves
+from kvwire.cli.bench.operations import ConnectionChannel, OpsRound
 from kvwire.cli.bench.side import Seconds
 from kvwire.cli.doctor import peer
 from kvwire.limits import KIB, MIB
@@ -62,9 +62,9 @@ async def test_a_report_that_is_none_is_refused() -> None:
 async def test_damage_is_named(
     verb: str, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    move = Moves.move
+    move = OpsRound.move
 
-    async def damaging(moves: Moves) -> Seconds:
+    async def damaging(moves: OpsRound) -> Seconds:
         seconds = await move(moves)
         memory, work = moves.memory, moves.work
         if work.verb == verb and moves.b.left:
@@ -73,7 +73,7 @@ async def test_damage_is_named(
             memory.bytes[first * work.layer_bytes] ^= 1
         return seconds
 
-    monkeypatch.setattr(Moves, "move", damaging)
+    monkeypatch.setattr(OpsRound, "move", damaging)
     monkeypatch.setattr(peer, "_BUDGET_S", 1e-9)  # as on a slow wire
     async with ward() as found:
         trial, _ = await peer.try_out(found.prober, found.address, (256 * KIB,))

@@ -22,7 +22,14 @@ from rich.text import Text
 
 import kvwire
 from kvwire.cli.bench.fragments import work_of
-from kvwire.cli.bench.operations import End, Ends, Memory, Moves, OpsWork, joined
+from kvwire.cli.bench.operations import (
+    BenchMemory,
+    End,
+    Ends,
+    OpsRound,
+    OpsWork,
+    joined,
+)
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import head, new_table
 from kvwire.cli.bench.side import Bench, BenchError
@@ -167,7 +174,7 @@ class CostWork(OpsWork):
 
 async def costs(b: Bench) -> None:
     """Take one measure at a time, at both sides together."""
-    memory = Memory(b)
+    memory = BenchMemory(b)
     async with joined(b) as ends:
         async for work in b.works(CostWork):
             memory.have(work)
@@ -189,7 +196,7 @@ class Measures:
 
     b: Bench
     ends: Ends
-    memory: Memory
+    memory: BenchMemory
     work: CostWork
 
     async def take(self) -> dict[str, Any]:
@@ -252,7 +259,7 @@ class Measures:
         return self.ends.communicator.publish(number, pool.cache, block)
 
     async def _move(self) -> None:
-        moves = Moves(self.b, self.ends, self.memory, self.work, ())
+        moves = OpsRound(self.b, self.ends, self.memory, self.work, ())
         await moves.move()
 
     async def _meet(self) -> None:

@@ -10,7 +10,7 @@ import socket
 from typing import Final
 
 from kvwire.cli.bench.bare import connected, receive_into, stream
-from kvwire.cli.bench.operations import Memory, Moves, joined
+from kvwire.cli.bench.operations import BenchMemory, OpsRound, joined
 from kvwire.cli.bench.side import Bench, Seconds, digest, each_timed, fill
 from kvwire.cli.bench.store import (
     GET,
@@ -32,13 +32,13 @@ async def transfers(b: Bench) -> None:
 
     One by one, the first blocks travel, each by itself.
     """
-    memory = Memory(b)
+    memory = BenchMemory(b)
     async with joined(b) as ends:
         async for work in b.works(StoreWork):
             memory.have(work.transfer)
             if b.checks:
                 await memory.fill()
-            moves, pool = Moves(b, ends, memory, work.transfer, ()), memory.pool
+            moves, pool = OpsRound(b, ends, memory, work.transfer, ()), memory.pool
             assert pool is not None
             whole, seconds = pool.blocks, list[float]()
             each = [[block] for block in whole[: work.count]]

@@ -20,7 +20,7 @@ from kvwire.cli.bench.store import (
     MATCH,
     PUTS,
     SETS,
-    Blocks,
+    BlockMover,
     StoreWork,
     drop,
 )
@@ -65,7 +65,7 @@ class FlatSet:
         return self.have[part], self.want[part]
 
 
-class FlatBlocks(Blocks):
+class FlatBlocks(BlockMover):
     """Moves sets of blocks that lie side by side, at each size of blocks."""
 
     def __init__(self) -> None:

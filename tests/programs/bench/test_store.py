@@ -114,7 +114,8 @@ async def test_a_dict_finds_its_hashes() -> None:
 def test_transfers_do_every_work(verb: str) -> None:
     done = work(verb)
     with Contender("it", transfers, options={"transport": "tcp"}).start() as pair:
-        does(pair, done, done.count if verb == ONE else 1)
+        found = does(pair, done, done.count if verb == ONE else 1)
+    assert len(found.cpu_s) == 2
 
 
 def does_every_work(contender: Contender) -> bool:
