@@ -11,6 +11,7 @@ import pytest
 from kvwire import RequestCancelled, StaleRegion
 from kvwire.limits import KIB, MIB
 from tests.backends.transfers import CANARY, Over, each_lane, go_on, pair
+from tests.support.pairs import turns
 
 # Both ends of what a lane takes at once, and many of them.
 SIZES = (32 * KIB - 1, 128 * KIB, MIB + 1, 9 * MIB)
@@ -63,8 +64,7 @@ async def test_nothing_is_written_once_the_memory_is_said_to_be_free(
                 both.left.put(source, grant) if puts else both.left.get(grant, target)
             )
             # Often few: within one host all is over after some turns.
-            for _ in range(chance.choice((0, 0, 1, 2, 3, 5, 8, 13, 21, 34))):
-                await asyncio.sleep(0)
+            await turns(chance.choice((0, 0, 1, 2, 3, 5, 8, 13, 21, 34)))
             ending = chance.choice(ENDINGS)
             if ending == "cancel":
                 request.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvwire.backend.lane import Lane, LaneContext
 from tests.backends import transfers
 from tests.support.caches import Array
 from tests.support.lanes import NEVER_S, raise_again_after
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 
 @transfers.each_lane
@@ -72,8 +71,7 @@ async def test_nothing_is_written_after_drained(
             if turn % 3 == 0:
                 await incoming.layer(0)
             # Often few: within one host a transfer is over after some turns.
-            for _ in range(chance.choice((0, 0, 1, 2, 3, 5, 8, 13, 21, 34))):
-                await asyncio.sleep(0)
+            await turns(chance.choice((0, 0, 1, 2, 3, 5, 8, 13, 21, 34)))
             (incoming if turn % 2 else outgoing).abort("no longer wanted")
             midway += not (await incoming).complete
             await incoming.drained()

@@ -21,7 +21,7 @@ from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from tests.support import inside
 from tests.support.caches import LAYERS, Memory
-from tests.support.pairs import Pair, connected, until
+from tests.support.pairs import Pair, connected, turns, until
 
 LARGE = bytes(16 << 20)
 _CONFIG: dict[str, Any] = {"window_bytes": 64 << 20, "window_messages": 1 << 20}
@@ -164,8 +164,7 @@ async def test_events_in_every_turn_do_not_keep_payload_from_being_sent() -> Non
             inside.run(pair.left)
 
         step()
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await turns(100)
         assert sum(link.sent) > before
         pair.left.abort()
 

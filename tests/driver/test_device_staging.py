@@ -28,7 +28,7 @@ from kvwire.kv.layout import AxisOrder
 from kvwire.limits import KIB
 from kvwire.memory import LayerCounter
 from tests.support import inside
-from tests.support.pairs import Pair, connected, until
+from tests.support.pairs import Pair, connected, turns, until
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 
 LAYERS, BLOCKS = 4, 40
@@ -178,8 +178,7 @@ async def test_blocks_that_a_kernel_still_reads(
     out = pair.near.publish("t", source.paged, SOURCE)
     out.ready()
     out.finish()
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert not pulling.done()
     gate.set()
     inc = await pulling
@@ -222,8 +221,7 @@ async def test_slots_are_all_that_waits_for_a_slow_device(
     # Whatever else comes waits in the wire: a message behind it as well.
     sent = pair.left.send(7, b"behind")
     received = pair.right.recv(7)
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert staged.paused
     assert not received.done()
     assert not inc.layer_landed(0)
@@ -276,8 +274,7 @@ async def test_memory_has_not_drained_while_a_device_copies(
         mine.abort("enough")
         end.abort("enough")
     assert not (await end).complete
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert not end.is_drained
     assert owner.quarantined_bytes > 0
     near.release()

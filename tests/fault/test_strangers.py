@@ -32,7 +32,7 @@ from kvwire.wire.header import FrameType
 from tests.fault.stranger import Stranger, dial
 from tests.support import inside
 from tests.support.certificates import FAR, Authority
-from tests.support.pairs import Pair, connected, until
+from tests.support.pairs import Pair, connected, turns, until
 
 HANDSHAKE_S = 0.3
 DESCRIPTORS = 4096
@@ -168,8 +168,7 @@ async def test_a_stranger_pins_little_memory(
         before = resident_bytes()
         await crowd.grow(count, data)
         await until(lambda: len(inside.reception(comm)._pending) == 50 + count)
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await turns(100)
         gc.collect()
         each = (resident_bytes() - before) / count
         print(f"a stranger that says {who} pins {each / KIB:.1f} KiB")

@@ -22,7 +22,7 @@ from tests.store.files import disk, store_on
 from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import Filled, chain
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 A, B = chain(4, "a"), chain(4, "b")
 
@@ -109,8 +109,7 @@ async def test_a_second_delete_waits_for_what_the_first_one_waits_for() -> None:
                 store.delete_all(cache),
             )
         ]
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
         assert not any(one.done() for one in deletes)
         go.set()
         for one in deletes:

@@ -25,7 +25,7 @@ from tests.support.caches import STORED as SPEC
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
 from tests.support.logs import warned
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 from tests.support.scopes import in_scope
 
 MEMORY = ["memory:256KiB"]
@@ -196,8 +196,7 @@ async def test_a_close_waits_for_every_call(
     calling = asyncio.create_task(getattr(store, call)(*arguments))
     await begun.wait()
     closing = asyncio.create_task(store.close())
-    for _ in range(4):
-        await asyncio.sleep(0)
+    await turns(4)
     closed_meanwhile = tier.closes
     go.set()
     await asyncio.gather(calling, closing)
@@ -350,8 +349,7 @@ async def test_every_close_waits_for_the_end() -> None:
     store = store_on(tier)
     both = [asyncio.create_task(store.close()) for _ in range(2)]
     await until(lambda: tier.closes)
-    for _ in range(4):
-        await asyncio.sleep(0)
+    await turns(4)
     assert not any(task.done() for task in both)
     tier.closing.set()
     await asyncio.gather(*both)

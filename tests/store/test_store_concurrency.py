@@ -26,6 +26,7 @@ from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import Filled, chain
 from tests.support.depth import parameters
+from tests.support.pairs import turns
 
 CHAINS = 10
 BLOCKS = 12
@@ -187,8 +188,7 @@ async def test_a_block_that_is_being_copied_is_not_there_yet(
         assert await store.match(chain(BLOCKS, "1")) == 0
         get = asyncio.create_task(get_chain(store, 1))
         again = asyncio.create_task(put_chain(store, 1))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
         assert not get.done()
         assert not again.done()
         go_on.set()
@@ -249,8 +249,7 @@ async def test_what_is_not_copied_yet_is_not_drained(
         on_threads(monkeypatch, slow_copy)
         request = (store.get if into_cache else store.put)(hashes, cache, ids)
         await asyncio.to_thread(second.wait)
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
         assert not request.is_drained
         go_on.set()
         await request.drained()

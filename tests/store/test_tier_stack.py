@@ -22,7 +22,7 @@ from kvwire.store.tiers.slabs import Slabs
 from tests.store.fakes import FakeTier
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import chain
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 NAMESPACE = Namespace("kv", SPEC)
 OTHER = Namespace("kv", replace(SPEC, layers=1))
@@ -206,8 +206,7 @@ async def test_a_cancelled_write_through_leaves_no_tier_with_the_images(
         writing.cancel()
         await asyncio.sleep(0)
         gates[first].set()
-        for _ in range(8):
-            await asyncio.sleep(0)
+        await turns(8)
         assert not below[first].moving
         assert not writing.done()
         gates[1 - first].set()
@@ -229,8 +228,7 @@ async def test_a_tier_that_breaks_its_contract_does_not_hide_the_others() -> Non
             tiers.write_through(NAMESPACE, batch(tiers, keys_of(2)))
         )
         await until(lambda: slow.moving)
-        for _ in range(8):
-            await asyncio.sleep(0)
+        await turns(8)
         assert not writing.done()
         gate.set()
         with pytest.raises(ValueError, match="a bug"):

@@ -80,3 +80,9 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0)
+
+
+async def turns(count: int) -> None:
+    """Give the loop so many turns: for what must not happen, or by itself."""
+    for _ in range(count):
+        await asyncio.sleep(0)

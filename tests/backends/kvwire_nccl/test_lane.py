@@ -16,7 +16,7 @@ from kvwire.types import MemoryKind, Role
 from kvwire_nccl.lane import NcclBootstrap, NcclLane
 from tests.backends.kvwire_nccl.fake import FakeLibrary, Faults
 from tests.backends.recorders import LaneRecorder
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 
 class Pair:
@@ -99,8 +99,7 @@ async def test_an_abort_that_fails_leaves_the_memory_in_quarantine(
     pair.client.abort()
     drivers: list[Any] = [pair.client._outbound, pair.client._inbound]
     await until(lambda: not any(driver._thread.is_alive() for driver in drivers))
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert faults.aborts == 2
     assert not notes.closed
     assert "stays in quarantine" in caplog.text
@@ -138,8 +137,7 @@ async def test_quarantine_until_the_abort_is_through() -> None:
     pair.move()
     pair.client.abort()
     await until(lambda: faults.aborts == 2)
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await turns(50)
     assert not notes.closed
     assert pair.client.send(memoryview(b"late"), 8) == b""
     faults.abort.set()

@@ -28,6 +28,7 @@ from kvwire_ucx.worker import UcxEndpoint
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
 from tests.backends.transfers import pair
 from tests.support import inside
+from tests.support.pairs import turns
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = needs_reading
@@ -109,8 +110,7 @@ async def test_nothing_is_written_after_a_lane_has_closed(
         left, right = await rig.pair()
         landed = right.keep_landings()
         left.send_many(4, 2 * MIB)
-        for _ in range(turn * 3 % 10):
-            await asyncio.sleep(0)
+        await turns(turn * 3 % 10)
         aborted = right if side == "reader" else left
         aborted.abort()
         await rig.closes(right)

@@ -9,7 +9,6 @@ import pytest
 from kvwire import Connection
 from kvwire.integrations.vllm import receiving
 from kvwire.integrations.vllm.metadata import WorkerStep
-from tests.integrations.vllm.test_worker import engines, workers
 from tests.support.engines import fakes, steps
 from tests.support.waiting import eventually
 
@@ -19,7 +18,7 @@ SHARED, OWN = steps.INTO[:1], set(steps.INTO[1:])
 
 
 def fetch(p: fakes.Worker, d: fakes.Worker, **more: bool) -> None:
-    steps.fetch(d, steps.fetching(steps.addresses([p]), cached=1, **more))
+    steps.ask(d, p, cached=1, **more)
 
 
 def nobody_listens(_: fakes.Worker, d: fakes.Worker) -> None:
@@ -35,13 +34,13 @@ def it_was_fetched_before(p: fakes.Worker, d: fakes.Worker) -> None:
 
 
 def its_lease_is_over(p: fakes.Worker, d: fakes.Worker) -> None:
-    steps.prefill(p, steps.sending(steps.FROM, 10))
+    steps.give(p)
     assert steps.drained(p)
     fetch(p, d)
 
 
 def it_is_another_prompt(p: fakes.Worker, d: fakes.Worker) -> None:
-    steps.prefill(p, steps.sending(steps.FROM, 10))
+    steps.give(p)
     step = steps.fetching(steps.addresses([p]), cached=1)
     step.loads[0].hashes = {"0": steps.HASHES[::-1]}
     steps.fetch(d, step)
@@ -49,7 +48,7 @@ def it_is_another_prompt(p: fakes.Worker, d: fakes.Worker) -> None:
 
 def begins(p: fakes.Worker, d: fakes.Worker) -> None:
     fetch(p, d)
-    steps.prefill(p, steps.sending(steps.FROM[:1], 4), steps.FROM[:1])
+    steps.give_first(p)
 
 
 def prefill_preempts(p: fakes.Worker, d: fakes.Worker) -> None:
@@ -96,7 +95,7 @@ def test_blocks_that_were_here_are_not_reported(
 ) -> None:
     """However a transfer ends: vLLM would end each request that uses such a block."""
     monkeypatch.setattr(receiving, "_PUBLISHED_WITHIN_S", 0.05)
-    with workers(load_timeout_s=0.4, lease_s=0.3) as (p, d):
+    with steps.workers(load_timeout_s=0.4, lease_s=0.3) as (p, d):
         way(p, d)
         assert eventually(lambda: steps.received(d))
         assert d.side.take_errors() == OWN
@@ -114,23 +113,23 @@ def test_nor_where_one_of_several_ranks_cannot_be_asked(
         raise RuntimeError("out of something")
 
     monkeypatch.setattr(Connection, "pull", second_fails)
-    with engines((2, 1), (1, 1)) as (there, (d,)):
+    with steps.engines((2, 1), (1, 1)) as (there, (d,)):
         steps.fetch(d, steps.fetching(steps.addresses(there), cached=1))
         assert eventually(lambda: steps.received(d))
         assert d.side.take_errors() == OWN
 
 
 def test_nor_where_a_request_names_too_few_ranks() -> None:
-    with engines((2, 1), (1, 1)) as ((p, _), (d,)):
+    with steps.engines((2, 1), (1, 1)) as ((p, _), (d,)):
         fetch(p, d)
-        steps.prefill(p, steps.sending(steps.FROM, 10))
+        steps.give(p)
         assert eventually(lambda: steps.received(d))
         assert d.side.take_errors() == OWN
 
 
 def test_nor_written_to_where_nothing_names_them() -> None:
     """Whoever sends cannot know then which blocks are not wanted."""
-    with workers() as (p, d):
+    with steps.workers() as (p, d):
         send = steps.sending(steps.FROM, 10)
         send.sends[0].hashes = {}
         steps.prefill(p, send)

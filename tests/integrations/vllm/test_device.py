@@ -107,10 +107,8 @@ def test_a_layer_is_read_once_the_gpu_has_written_it(gpus: Gpus, stream: str) ->
     """The forward pass returns before its first kernel has run."""
     p = gpus.worker(stream=stream)
     d = gpus.worker()
-    steps.fetch(d, steps.fetching(steps.addresses([p])))
-    steps.prefill(
-        p, steps.sending(steps.FROM[:1], 4, steps.addresses([d])), steps.FROM[:1]
-    )
+    steps.ask(d, p)
+    steps.give_first(p, d)
     assert eventually(lambda: d.holds(steps.INTO[:1]))
     # There is a link now, and the plan is made: nothing else is left to wait for.
     gate = gpus.blocked(p)
@@ -128,9 +126,9 @@ def test_an_event_is_recorded_where_the_hook_is_called(gpus: Gpus, stream: str) 
     """Not when the transfer begins, on another thread and behind other work."""
     p, d = gpus.worker(stream=stream), gpus.worker()
     loop, gate = gpus.stalled(p), gpus.blocked(p)
-    steps.prefill(p, steps.sending(steps.FROM, 10))
+    steps.give(p)
     loop.set()
-    steps.fetch(d, steps.fetching(steps.addresses([p])))
+    steps.ask(d, p)
     let_run(p, d)
     assert d.side.finished(()) == (set(), set())
     gate.set()
@@ -173,7 +171,7 @@ def test_as_few_events_as_there_are_orders(
     p.side.step_written()
     assert len(recorded) == events
     gate.set()
-    steps.fetch(d, steps.fetching(steps.addresses([p])))
+    steps.ask(d, p)
     assert steps.arrives(d)
 
 
@@ -210,8 +208,8 @@ def test_blocks_are_written_once_the_gpu_no_longer_uses_them(gpus: Gpus) -> None
     gate = gpus.blocked(d)
     assert d.compute is not None
     d.compute.call(lambda: seen.append(untouched(d)))
-    steps.fetch(d, steps.fetching(steps.addresses([p])))
-    steps.prefill(p, steps.sending(steps.FROM, 10, steps.addresses([d])))
+    steps.ask(d, p)
+    steps.give(p, d)
     let_run(p, d)
     assert d.side.finished(()) == (set(), set())
     gate.set()
@@ -224,8 +222,8 @@ def test_a_request_that_ends_before_its_blocks_were_free(gpus: Gpus) -> None:
     """Nothing was written to them, and prefill hears of it."""
     p, d = gpus.host_worker(), gpus.worker()
     gate = gpus.blocked(d)
-    steps.fetch(d, steps.fetching(steps.addresses([p])))
-    steps.prefill(p, steps.sending(steps.FROM, 10, steps.addresses([d])))
+    steps.ask(d, p)
+    steps.give(p, d)
     let_run(p, d)
     d.side.finished(("d",))
     gate.set()
@@ -238,7 +236,7 @@ def test_a_gpu_that_fails_before_the_blocks_were_free(gpus: Gpus) -> None:
     """Every block is an error, and none is in quarantine: none was touched."""
     p, d = gpus.host_worker(), gpus.worker()
     gate = gpus.blocked(d)
-    steps.fetch(d, steps.fetching(steps.addresses([p])))
+    steps.ask(d, p)
     gpus.of(d).fail(FAILURE)
     gate.set()
     assert eventually(lambda: steps.received(d))
@@ -252,7 +250,7 @@ def test_a_gpu_that_fails_before_the_blocks_were_free(gpus: Gpus) -> None:
 def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
     """A prompt's first block on its way, its copy queued on prefill's held device."""
     p, d = gpus.worker(**settings), gpus.host_worker()
-    steps.prefill(p, steps.sending(steps.FROM[:1], 4), steps.FROM[:1])
+    steps.give_first(p)
     (departure,) = p.side._departures.values()
     assert eventually(
         lambda: (
@@ -261,7 +259,7 @@ def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
         )
     )
     gpus.of(p).hold()
-    steps.fetch(d, steps.fetching(steps.addresses([p])))
+    steps.ask(d, p)
     assert eventually(lambda: copying(p))
     return p, d
 
@@ -318,8 +316,8 @@ def test_a_gpu_that_fails_under_what_arrives_keeps_the_blocks(
     """The scheduler would let another request write to them."""
     p, d = gpus.host_worker(), gpus.worker()
     gpus.of(d).hold()
-    steps.fetch(d, steps.fetching(steps.addresses([p])))
-    steps.prefill(p, steps.sending(steps.FROM, 10))
+    steps.ask(d, p)
+    steps.give(p)
     assert eventually(lambda: copying(d))
     gpus.of(d).fail(FAILURE)
     gpus.of(d).release()
@@ -335,9 +333,9 @@ def test_a_gpu_that_fails_under_what_arrives_keeps_the_blocks(
 def test_a_forward_pass_that_fails_sends_nothing(gpus: Gpus) -> None:
     """Its blocks were not copied, so they are free."""
     p, d = gpus.worker(), gpus.host_worker()
-    steps.fetch(d, steps.fetching(steps.addresses([p])))
+    steps.ask(d, p)
     gate = gpus.blocked(p)
-    steps.prefill(p, steps.sending(steps.FROM, 10))
+    steps.give(p)
     gpus.of(p).fail(FAILURE)
     gate.set()
     assert eventually(lambda: steps.received(d))

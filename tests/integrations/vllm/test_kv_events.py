@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from kvwire.integrations.vllm.proxy.policy import (
     Policy,
     make_policy,
 )
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
 from kvwire.integrations.vllm.proxy import kv_events  # noqa: E402
@@ -102,8 +101,7 @@ async def met(policy: kv_events.ByKvEvents, cache: Cache) -> None:
     assert known is not None
     while not known._held:
         cache.say(stored([1], [-9] * BLOCK))
-        for _ in range(200):
-            await asyncio.sleep(0)
+        await turns(200)
     cache.say({"type": "AllBlocksCleared"})
     await until(lambda: not known._held)
 
@@ -161,8 +159,7 @@ async def test_what_is_not_believed(caches: list[Cache]) -> None:
     async def said(condition: Any, *events: Any) -> None:
         while not condition():
             last.say(*events)
-            for _ in range(200):
-                await asyncio.sleep(0)
+            await turns(200)
 
     four = stored([1, 2, 3, 4], prompt)
     policy.choose(engines, {"prompt": "text"})

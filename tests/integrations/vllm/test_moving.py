@@ -41,6 +41,7 @@ from tests.support.engines.proxies import (
     streamed,
     whole,
 )
+from tests.support.pairs import turns
 
 KINDS = pytest.mark.parametrize("kind", [{}, CHAT], ids=["completion", "chat"])
 
@@ -173,8 +174,7 @@ async def test_an_engine_whose_answer_is_none_is_gone_on_for(
         client = Client(application, **kind)
         await client.read()
         client.right()
-        for _ in range(10):  # what was given up is closed turn by turn
-            await asyncio.sleep(0)
+        await turns(10)  # what was given up is closed turn by turn
         return
     body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT} | kind
     path = str(body.pop("path", "/v1/completions"))

@@ -38,6 +38,7 @@ from tests.support.engines.proxies import (
     waits,
     when,
 )
+from tests.support.pairs import turns
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -81,8 +82,7 @@ async def test_in_sequence_decode_waits_for_prefill_and_hears_where_the_kv_is() 
     engines = Engines(p1=when(may_answer, computed))
     asking = asyncio.ensure_future(post(app(engines, policy.IN_SEQUENCE)))
     await turns_until(lambda: bool(engines.asked))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns(10)
     assert engines.hosts() == ["p1"]
     may_answer.set()
     assert (await asking).status_code == 200

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -18,37 +17,11 @@ from tests.support.traces import Traces
 from tests.support.waiting import eventually
 
 
-@contextmanager
-def workers(**settings: Any) -> Iterator[tuple[fakes.Worker, fakes.Worker]]:
-    with engines((1, 1), (1, 1), **settings) as ((p,), (d,)):
-        yield p, d
-
-
-@contextmanager
-def engines(
-    *shapes: tuple[int, int], **settings: Any
-) -> Iterator[tuple[list[fakes.Worker], ...]]:
-    """Engines of some ranks a stage, and stages."""
-    with ExitStack() as stack:
-        made = tuple(
-            [
-                fakes.Worker(rank, ranks, stage=(stage, stages), **settings)
-                for stage in range(stages)
-                for rank in range(ranks)
-            ]
-            for ranks, stages in shapes
-        )
-        for group in made:
-            for worker in group:
-                stack.callback(worker.side.close)
-        yield made
-
-
 @pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
 def test_a_prompt_arrives(stream: str) -> None:
-    with workers(stream=stream) as (p, d):
-        steps.fetch(d, steps.fetching(steps.addresses([p])))
-        steps.prefill(p, steps.sending(steps.FROM, 10, steps.addresses([d])))
+    with steps.workers(stream=stream) as (p, d):
+        steps.ask(d, p)
+        steps.give(p, d)
         assert steps.arrives(d)
         assert d.side.take_errors() == set()
         # Only now does the scheduler end it, and hears at once that it has drained.
@@ -57,11 +30,9 @@ def test_a_prompt_arrives(stream: str) -> None:
 
 
 def test_chunks_leave_before_the_prompt_is_whole() -> None:
-    with workers() as (p, d):
-        steps.fetch(d, steps.fetching(steps.addresses([p])))
-        steps.prefill(
-            p, steps.sending(steps.FROM[:1], 5, steps.addresses([d])), steps.FROM[:1]
-        )
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give_first(p, d, stop=5)
         assert eventually(lambda: d.holds(steps.INTO[:1]))
         assert d.side.finished(()) == (set(), set())
         steps.prefill(p, WorkerStep(written=[steps.written(steps.FROM[1:], 10)]))
@@ -85,7 +56,7 @@ def test_engines_of_other_shapes(
     producers: tuple[int, int], consumers: tuple[int, int]
 ) -> None:
     """Ranks of each stage, and stages."""
-    with engines(producers, consumers) as (there, here):
+    with steps.engines(producers, consumers) as (there, here):
         for d in here:
             steps.fetch(d, steps.fetching(steps.addresses(there), stages=producers[1]))
         for p in there:
@@ -103,11 +74,11 @@ def test_a_request_that_names_too_few_ranks(
     there: tuple[int, int], stages: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All that the first ranks have arrives, and none of it is used."""
-    with engines(there, (1, 1)) as (others, (d,)):
+    with steps.engines(there, (1, 1)) as (others, (d,)):
         some = others[:stages]
         steps.fetch(d, steps.fetching(steps.addresses(some), stages=stages))
         for p in some:
-            steps.prefill(p, steps.sending(steps.FROM, 10))
+            steps.give(p)
         assert eventually(lambda: steps.received(d))
         assert d.side.take_errors() == set(steps.INTO)
     assert any(
@@ -122,8 +93,8 @@ def test_what_cannot_be_sent_is_told_and_ends_nothing(
         raise RuntimeError("out of something")
 
     monkeypatch.setattr("kvwire.Communicator.publish", fail)
-    with workers() as (p, _):
-        steps.prefill(p, steps.sending(steps.FROM, 10))
+    with steps.workers() as (p, _):
+        steps.give(p)
         assert steps.drained(p)
 
 
@@ -141,7 +112,7 @@ def test_what_one_rank_of_several_cannot_be_asked_for(
         return begun[-1]
 
     monkeypatch.setattr(Connection, "pull", second_fails)
-    with engines((2, 1), (1, 1)) as (there, (d,)):
+    with steps.engines((2, 1), (1, 1)) as (there, (d,)):
         steps.fetch(d, steps.fetching(steps.addresses(there)))
         assert eventually(lambda: steps.received(d))
         assert d.side.take_errors() == set(steps.INTO)
@@ -193,8 +164,8 @@ def test_memory_in_any_order_of_vllm(order: str) -> None:
     for there, here in ((order, "LBHNC"), ("LBHNC", order)):
         p, d = fakes.Worker(order=there), fakes.Worker(order=here)
         with closing(p), closing(d):
-            steps.fetch(d, steps.fetching(steps.addresses([p])))
-            steps.prefill(p, steps.sending(steps.FROM, 10))
+            steps.ask(d, p)
+            steps.give(p)
             assert steps.arrives(d)
             others = [block for block in range(fakes.BLOCKS) if block not in steps.INTO]
             assert all(
@@ -203,9 +174,9 @@ def test_memory_in_any_order_of_vllm(order: str) -> None:
 
 
 def test_what_is_here_is_neither_sent_nor_written_to() -> None:
-    with workers() as (p, d):
-        steps.prefill(p, steps.sending(steps.FROM, 10))
-        steps.fetch(d, steps.fetching(steps.addresses([p]), cached=1))
+    with steps.workers() as (p, d):
+        steps.give(p)
+        steps.ask(d, p, cached=1)
         assert eventually(lambda: steps.received(d))
         assert all(
             (tensor[steps.INTO[0]] == fakes.FREE).all() for tensor in d.tensors.values()
@@ -223,9 +194,9 @@ def test_a_rank_whose_heads_others_send_has_sent_at_once() -> None:
 
 
 def test_preempted_blocks_are_free_when_the_fence_returns() -> None:
-    with workers() as (p, d):
-        steps.fetch(d, steps.fetching(steps.addresses([p])))
-        steps.prefill(p, steps.sending(steps.FROM[:1], 4), steps.FROM[:1])
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give_first(p)
         p.side.fence(WorkerStep(fenced={"p", "somebody-else"}))
         for tensor in p.tensors.values():
             tensor[:] = 7
@@ -239,9 +210,9 @@ def test_preempted_blocks_are_free_when_the_fence_returns() -> None:
 def test_a_request_that_is_aborted_is_reported_and_free_on_both_sides(
     at_decode: bool,
 ) -> None:
-    with workers() as (p, d):
-        steps.fetch(d, steps.fetching(steps.addresses([p])))
-        steps.prefill(p, steps.sending(steps.FROM[:1], 4), steps.FROM[:1])
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give_first(p)
         if at_decode:
             d.side.finished(("d",))
         else:
@@ -256,17 +227,17 @@ def test_a_span_that_nobody_can_take_costs_no_transfer(
 ) -> None:
     """A request of an engine that traces, where OpenTelemetry is not installed."""
     monkeypatch.setitem(sys.modules, "kvwire.observe.opentelemetry", None)
-    with workers() as (p, d):
-        steps.fetch(d, steps.fetching(steps.addresses([p])))
-        steps.prefill(p, steps.sending(steps.FROM, 10))
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give(p)
         assert eventually(lambda: steps.received(d))
         assert d.side.take_errors() == set()
 
 
 def test_nobody_wants_it_any_more() -> None:
     """Whose client traces nothing."""
-    with workers() as (p, d):
-        steps.prefill(p, steps.sending(steps.FROM, 10))
+    with steps.workers() as (p, d):
+        steps.give(p)
         p.side.finished(("p",))
         assert p.side._departures
         remote = steps.addresses([p])
@@ -276,15 +247,15 @@ def test_nobody_wants_it_any_more() -> None:
 
 
 def test_nobody_comes() -> None:
-    with workers(lease_s=0.2) as (p, _):
-        steps.prefill(p, steps.sending(steps.FROM, 10))
+    with steps.workers(lease_s=0.2) as (p, _):
+        steps.give(p)
         assert steps.drained(p)
 
 
 @pytest.mark.parametrize("stages", [1, len(fakes.NAMES) + 1])
 def test_the_other_engine_is_not_there(stages: int) -> None:
     """Or has more stages than layers. Decode computes every block; prefill lives."""
-    with workers(load_timeout_s=0.3, lease_s=0.3) as (p, d):
+    with steps.workers(load_timeout_s=0.3, lease_s=0.3) as (p, d):
         gone = ("127.0.0.1:9",) * stages
         steps.fetch(d, steps.fetching(gone, stages=stages))
         assert eventually(lambda: steps.received(d))
@@ -296,18 +267,18 @@ def test_the_other_engine_is_not_there(stages: int) -> None:
 def test_a_prompt_that_was_fetched_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill has said where it is, and it is there no more: nobody waits for long."""
     monkeypatch.setattr(receiving, "_PUBLISHED_WITHIN_S", 0.05)
-    with workers() as (p, d):
-        steps.prefill(p, steps.sending(steps.FROM, 10))
+    with steps.workers() as (p, d):
+        steps.give(p)
         p.side.finished(("p",))
         for missing in (set[int](), set(steps.INTO)):
-            steps.fetch(d, steps.fetching(steps.addresses([p]), computed=True))
+            steps.ask(d, p, computed=True)
             assert eventually(lambda: steps.received(d))
             assert d.side.take_errors() == missing
 
 
 def test_another_prompt_is_refused() -> None:
-    with workers() as (p, d):
-        steps.prefill(p, steps.sending(steps.FROM, 10))
+    with steps.workers() as (p, d):
+        steps.give(p)
         step = steps.fetching(steps.addresses([p]))
         step.loads[0].hashes = {"0": steps.HASHES[::-1]}
         steps.fetch(d, step)
@@ -318,11 +289,11 @@ def test_another_prompt_is_refused() -> None:
 
 def test_both_ends_are_spans_of_the_request() -> None:
     traces = Traces()
-    with workers() as (p, d):
+    with steps.workers() as (p, d):
         for worker in (p, d):
             worker.side.trace(traces.provider)
-        steps.fetch(d, steps.fetching(steps.addresses([p])))
-        steps.prefill(p, steps.sending(steps.FROM, 10))
+        steps.ask(d, p)
+        steps.give(p)
         assert steps.arrives(d)
         assert steps.drained(p)
     spans = traces.spans()
@@ -334,9 +305,9 @@ def test_both_ends_are_spans_of_the_request() -> None:
 
 
 def test_a_step_that_only_waits_ends_with_what_it_waits_for() -> None:
-    with workers() as (p, d):
-        steps.fetch(d, steps.fetching(steps.addresses([p])))
-        steps.prefill(p, steps.sending(steps.FROM, 10))
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give(p)
         for _ in range(1000):
             d.side.begin_step(WorkerStep(idle=True))
             if steps.received(d):

@@ -33,7 +33,7 @@ from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 NAMESPACE = Namespace("kv", SPEC)
 # Two of its blocks are more than goes with a request.
@@ -586,8 +586,7 @@ async def test_a_cancelled_close_of_a_server_is_gone_on_with(
         await asyncio.wait((closing,))
         assert closing.cancelled()
         again = asyncio.create_task(server.close())
-        for _ in range(8):
-            await asyncio.sleep(0)
+        await turns(8)
         assert not again.done()
         assert "1 clients" in repr(server)
         go.set()

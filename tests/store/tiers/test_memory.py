@@ -22,7 +22,7 @@ from kvwire.store.tiers.memory import InFlightFills, MemoryTier
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 from tests.support import inside
 from tests.support.caches import chain
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 SLOTS = 16
 BYTES = GRAIN_BYTES - 96
@@ -71,8 +71,7 @@ async def full(memory: MemoryTier) -> Keys:
 
 async def some_turns() -> None:
     """As many as whatever can go on needs to go on."""
-    for _ in range(4):
-        await asyncio.sleep(0)
+    await turns(4)
 
 
 # --- slots ----------------------------------------------------------------------------

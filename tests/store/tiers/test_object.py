@@ -36,7 +36,7 @@ from tests.store.contract import (
 )
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import Filled, chain
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 # Its threads start with the first request of a process, and stay.
 obstore.put(obstore.store.MemoryStore(), "first", b"")
@@ -117,8 +117,7 @@ async def test_a_cancelled_delete_does_not_delete_what_is_put_after_it(
         deleting = asyncio.create_task(store.delete(chain(1), cache))
         await until(lambda: "delete_async" in requests.made)
         deleting.cancel()
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
         assert not deleting.done()
         go.set()
         with pytest.raises(asyncio.CancelledError):
@@ -499,8 +498,7 @@ async def test_a_cancelled_call_is_finished_first(tmp_path: Path, call: str) -> 
         moving = asyncio.create_task(moved)
         await until(lambda: bool(requests.made))
         moving.cancel()
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
         assert not moving.done()
         go.set()
         with pytest.raises(asyncio.CancelledError):
@@ -521,8 +519,7 @@ async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> N
         requests.before = fail_first
         put = store.put(chain(4), Filled(seed=1).cache, range(4))
         await until(lambda: requests.made.count("put_async") == 4)
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turns(20)
         assert requests.open == 3
         assert not put.done()
         go.set()

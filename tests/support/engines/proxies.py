@@ -35,6 +35,7 @@ from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE, Policy
 from kvwire.integrations.vllm.proxy.server import ProxyServer
 from kvwire.integrations.vllm.proxy.stopping import Ending
+from tests.support.pairs import turns
 
 P1 = VllmServer("http://p1", ("p1:1",))
 P2 = VllmServer("http://p2", ("p2:1",))
@@ -375,8 +376,7 @@ class Decoder:
         """Make a token now and then, until this is cancelled."""
         while True:
             self.steps.release()
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await turns(20)
 
     async def parts(self, body: dict[str, Any]) -> AsyncGenerator[bytes]:
         """As a completion, or as a chat: of that, the first event says whose it is."""

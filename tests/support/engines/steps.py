@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kvwire.integrations.vllm.metadata import (
@@ -18,6 +20,32 @@ TOKENS = list(range(100, 110))  # two blocks and a half
 SPAN = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"  # of the client, as W3C names it
 HASHES = HashScheme(BLOCK_TOKENS).block_hashes(TOKENS)
 FROM, INTO = [3, 1, 4], [9, 2, 6]
+
+
+@contextmanager
+def workers(**settings: Any) -> Iterator[tuple[Worker, Worker]]:
+    with engines((1, 1), (1, 1), **settings) as ((p,), (d,)):
+        yield p, d
+
+
+@contextmanager
+def engines(
+    *shapes: tuple[int, int], **settings: Any
+) -> Iterator[tuple[list[Worker], ...]]:
+    """Engines of some ranks a stage, and stages."""
+    with ExitStack() as stack:
+        made = tuple(
+            [
+                Worker(rank, ranks, stage=(stage, stages), **settings)
+                for stage in range(stages)
+                for rank in range(ranks)
+            ]
+            for ranks, stages in shapes
+        )
+        for group in made:
+            for worker in group:
+                stack.callback(worker.side.close)
+        yield made
 
 
 def addresses(group: list[Worker]) -> tuple[str, ...]:
@@ -63,6 +91,21 @@ def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> WorkerSte
 def fetch(worker: Worker, step: WorkerStep) -> None:
     worker.side.begin_step(step)
     worker.side.start_loads()
+
+
+def ask(worker: Worker, *there: Worker, **more: Any) -> None:
+    """Have a worker fetch the prompt from others."""
+    fetch(worker, fetching(addresses([*there]), **more))
+
+
+def give(worker: Worker, *there: Worker, stages: int = 1) -> None:
+    """Have a worker compute the whole prompt, and send it, perhaps to others alone."""
+    prefill(worker, sending(FROM, len(TOKENS), addresses([*there]), stages))
+
+
+def give_first(worker: Worker, *there: Worker, stop: int = 4) -> None:
+    """Have a worker compute what fits into the prompt's first block, and a little."""
+    prefill(worker, sending(FROM[:1], stop, addresses([*there])), FROM[:1])
 
 
 def received(worker: Worker) -> bool:
