@@ -399,7 +399,10 @@ class Grant:
             max(offset, nbytes) <= REQUEST_BYTES_MAX and max(grant, generation) < 2**63
         )
         if magic != _GRANT_MAGIC or not 1 <= access <= 3 or not in_range:
-            raise UsageError("these bytes are no grant of this version")
+            raise UsageError(
+                f"these bytes are no grant of this version: they begin with {magic!r}, "
+                f"and one begins with {_GRANT_MAGIC!r}; both sides need the same kvwire"
+            )
         return cls(
             access=Access(access),
             connection=connection,

@@ -34,7 +34,7 @@ from kvwire.cli.doctor.examination import Examination
 from kvwire.limits import KIB, MIB
 from kvwire.types import Address, Candidate
 
-PROFILE: Final = {"kvwire.doctor": "5", **bench.PROFILE}
+PROFILE: Final = {"kvwire.doctor": "1", **bench.PROFILE}
 
 # The bytes of one pass, each way: much beside what starting costs, and little beside
 # the memory of any host.

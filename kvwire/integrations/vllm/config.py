@@ -19,14 +19,6 @@ from kvwire.types import Address
 EXTRA_CONFIG: Final = "kv_connector_extra_config"
 S = TypeVar("S", bound=msgspec.Struct)
 
-_ALL_LAYERS: Final = "a prompt begins when all layers are here; leave it out"
-# Keys of earlier versions of either connector, and what applies instead.
-_GONE: Final[Mapping[str, str]] = {
-    "mode": "decode always pulls; leave it out",
-    "gate_layers": _ALL_LAYERS,
-    "parts": _ALL_LAYERS,
-}
-
 LAYER: Final = "layer"
 CHUNK: Final = "chunk"
 REQUEST: Final = "request"
@@ -171,8 +163,6 @@ def read_keys(extra: Mapping[str, Any], kind: type[S], others: Iterable[str] = (
     """Read settings from ``kv_connector_extra_config``, except the keys in `others`."""
     known = {*kind.__struct_fields__, *others}
     for name in extra.keys() - known:
-        if name in _GONE:
-            raise UsageError(f"{EXTRA_CONFIG}: {name!r} is gone: {_GONE[name]}")
         hint = nearest(name, known)
         raise UsageError(f"{EXTRA_CONFIG}: no key {name!r}; {hint}")
     return checked_values(extra, kind, {}, EXTRA_CONFIG)

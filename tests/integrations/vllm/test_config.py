@@ -42,8 +42,6 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
         ({"lease": 5}, "did you mean 'lease_s'"),
         ({"group_byte": 1}, "did you mean 'group_bytes'"),
         ({"profile": "x"}, "profile='x'"),
-        ({"mode": "push"}, "'mode' is gone: decode always pulls"),
-        ({"gate_layers": 2}, "'gate_layers' is gone: .* all layers"),
     ],
 )
 def test_what_cannot_be(extra: dict[str, Any], said: str) -> None:

@@ -17,7 +17,6 @@ from kvwire.integrations.vllm_store.config import StoreSettings
         ({"tier": []}, "no key 'tier'; did you mean 'tiers'"),
         ({"tiers": "memory:1GiB"}, "tiers='memory:1GiB'"),
         ({"tiers": []}, "tiers"),
-        ({"parts": 4}, "'parts' is gone: .* all layers"),
         ({"tiers": ["8GiB"]}, "8GiB"),
         ({"write": "never"}, "write='never'"),
         ({"fingerprint": 3}, "fingerprint=3"),
