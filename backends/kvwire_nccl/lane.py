@@ -62,7 +62,10 @@ class NcclBootstrap:
             raise _unreadable(f"{len(raw)} bytes")
         magic, library, there, back = _HEAD.unpack_from(raw)
         if magic != _MAGIC:
-            raise _unreadable("of another version of kvwire")
+            raise _unreadable(
+                f"it begins with {magic!r}, and this side's with {_MAGIC!r}; both "
+                f"sides need the same kvwire"
+            )
         if library > _LIBRARY_BYTES_MAX or max(there, back) > _NAME_BYTES_MAX:
             raise _unreadable("with names too long")
         if len(raw) != _HEAD.size + library + there + back:

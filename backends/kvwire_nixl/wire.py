@@ -80,7 +80,10 @@ class NixlBootstrap:
             raise _unreadable(f"{len(raw)} bytes")
         magic, word, *lengths = _HEAD.unpack_from(raw)
         if magic != _MAGIC:
-            raise _unreadable("of another version of kvwire")
+            raise _unreadable(
+                f"it begins with {magic!r}, and this side's with {_MAGIC!r}; both "
+                f"sides need the same kvwire"
+            )
         if len(raw) != _HEAD.size + sum(lengths):
             raise _unreadable(f"of {len(raw)} bytes, which are not what it says")
         parts = []

@@ -105,7 +105,8 @@ class TcpLane(Lane):
         if bootstrap != BOOTSTRAP:
             self._ending = True
             raise BackendUnavailable(
-                "the peer's endpoint of the lane is not one over tcp"
+                f"tcp: the peer's bootstrap of the lane is {bootstrap[:32]!r} and this "
+                f"side's {BOOTSTRAP!r}; both sides need the same kvwire"
             )
         self._handler = handler
         if self._context.role is Role.SERVER:

@@ -81,6 +81,23 @@ def test_a_bootstrap_is_read_whole_or_refused(
 
 
 @each_bootstrap
+@given(data=st.data())
+def test_a_bootstrap_of_a_later_version_is_refused_by_name(
+    form: Bootstraps, data: st.DataObject
+) -> None:
+    """The last byte of what it begins with is the version."""
+    raw = form.encode(data.draw(form.values))
+    place = 4 if raw.startswith(b"KVUX") else 7
+    assert raw[place] in b"1\1"
+    later = raw[:place] + bytes((raw[place] + 1,)) + raw[place + 1 :]
+    with pytest.raises(BackendUnavailable, match="both sides need the same") as caught:
+        form.decode(later)
+    said = str(caught.value)
+    for begins in (raw[: place + 1], later[: place + 1]):
+        assert repr(begins) in said or begins.hex() in said
+
+
+@each_bootstrap
 @given(raw=st.binary(max_size=400))
 def test_what_a_stranger_says_is_no_bootstrap(form: Bootstraps, raw: bytes) -> None:
     with pytest.raises(BackendUnavailable, match="peer"):

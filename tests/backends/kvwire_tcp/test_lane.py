@@ -55,6 +55,14 @@ async def knock(rig: LaneRig, data: bytes) -> bytes:
     return got
 
 
+async def test_an_endpoint_of_a_later_version_is_refused_by_name() -> None:
+    async with listening() as rig:
+        left, _ = rig.prepare()
+        said = "'tcp lane 2' and this side's b'tcp lane 1'; both sides need the same"
+        with pytest.raises(BackendUnavailable, match=said):
+            await left.join(b"tcp lane 2")
+
+
 async def test_the_listener_may_send_before_the_client_is_there() -> None:
     async with listening() as rig:
         left, right = rig.prepare()
