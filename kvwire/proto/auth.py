@@ -3,10 +3,10 @@
 From the pre-shared key and both nonces HKDF-SHA256 (RFC 5869) derives one key per
 purpose and direction, so that a proof sent back to its maker proves nothing. In
 ``loopback`` mode the pre-shared key is empty: the same code runs, and the proofs then
-only show that both sides saw the same handshake. In ``mtls`` mode it is the digests of
-both certificates of this TLS connection, which are no secret: who the peer is, TLS has
-proved, and the proofs show that nobody has ended one TLS connection and begun another
-between the two.
+only show that both sides received the same handshake. In ``mtls`` mode the digests of
+both certificates of this TLS connection take the place of the key. They are no secret:
+TLS has proved who the peer is, and the proofs show that nothing between the two sides
+ends one TLS connection and begins another.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _KEY_ID_LABEL = b"kvwire key id"
 
 
 def key_id(psk: bytes) -> bytes:
-    """Name a pre-shared key without revealing it: 16 bytes of an HMAC under it."""
+    """Return 16 bytes that name a pre-shared key and do not reveal it."""
     return hmac.digest(psk, _KEY_ID_LABEL, "sha256")[:KEY_ID_BYTES]
 
 
 def check_psk(psk: bytes) -> None:
-    """Refuse a key that could be guessed."""
+    """Raise UsageError if a key is short enough to be guessed."""
     if not PSK_BYTES_MIN <= len(psk) <= PSK_BYTES_MAX:
         raise UsageError(
             f"the key has {len(psk)} bytes; {PSK_BYTES_MIN} to {PSK_BYTES_MAX} random "
@@ -63,20 +63,20 @@ class Keys:
         )
 
     def lane_secret(self, number: int) -> bytes:
-        """Return 32 bytes for the two endpoints of a lane to know each other by."""
+        """Return the secret by which the two endpoints of a lane prove themselves."""
         return hmac.digest(self.lane, number.to_bytes(4, "little"), "sha256")
 
     def server_proof(self, transcript: bytes) -> bytes:
-        """Return ACCEPT's proof: the server saw HELLO and holds the key."""
+        """Return the proof in ACCEPT, for which a server needs HELLO and the key."""
         return hmac.digest(self.accept, b"server" + transcript, "sha256")
 
     def client_proof(self, transcript: bytes) -> bytes:
-        """Return CONFIRM's proof: the client saw ACCEPT and holds the key."""
+        """Return the proof in CONFIRM, for which a client needs ACCEPT and the key."""
         return hmac.digest(self.confirm, b"client" + transcript, "sha256")
 
 
 def transcript_hash(*messages: bytes) -> bytes:
-    """Digest handshake messages; lengths are fixed, so none shifts."""
+    """Return the digest of handshake messages, each of which has a fixed length."""
     return hashlib.sha256(b"".join(messages)).digest()
 
 

@@ -1,14 +1,14 @@
-"""Payload on its way: which chunk to send next, and where an incoming one belongs.
+"""Payload under way: the chunks to send, and the places of incoming ones.
 
 A request's bytes travel as chunks: pieces at multiples of the agreed chunk size, each
 in a frame of its own that says where it belongs. So the order in which they arrive
 does not matter, none can overlap another, and a request is complete when its bytes
 add up.
 
-On a lane several chunks that follow each other may travel as one *burst*: what a
-payload costs beside its bytes is then paid once.
+On a lane several chunks that follow each other may travel as one *burst*, which costs
+as much beside its bytes as one chunk does.
 
-Which request sends the next chunk is decided by :mod:`kvwire.proto.scheduler`.
+:mod:`kvwire.proto.scheduler` decides which request sends the next chunk.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Chunk(msgspec.Struct, eq=False):
     """Describes a piece of payload to send: ``length`` bytes from ``offset``.
 
     Attributes:
-        mover: What it is a part of: a request, or a segment of one.
+        mover: The request, or the segment of a request, that it is a part of.
         request: That request.
         buffer: Its memory.
         position: Where in the mover's bytes it begins.
-        offset: And where in the buffer.
+        offset: Where in the buffer it begins.
         number: The number of its segment; 0 without one.
-        lane: Which lane carries it; 0 for the control link.
-        index: On a lane: which payload of it.
-        quiet: On a lane: whether that lane no longer needs its memory.
+        lane: The number of the lane that carries it; 0 for the control link.
+        index: On a lane: its number among the payloads of that lane.
+        quiet: On a lane: whether our endpoint no longer needs its memory.
         taken: On a lane: whether it has arrived; None while that is not known.
     """
 
@@ -69,7 +69,7 @@ class Chunk(msgspec.Struct, eq=False):
 
     @property
     def unsaid(self) -> bool:
-        """Tell whether it is to say what it is, on the control link."""
+        """Tell whether its header has to carry the mark of its segment."""
         mover = self.mover
         return isinstance(mover, SegmentRecord) and mover.unsaid is not None
 
@@ -97,7 +97,7 @@ class ChunkMover:
     # --- sending ----------------------------------------------------------------------
 
     def begin_send(self, request: RequestRecord) -> None:
-        """Let the request take its turn from now on."""
+        """Give a request its turns from now on."""
         assert request.kind in SENDING
         assert request.state is RequestStage.MOVING
         self._scheduler.add(request)
@@ -109,12 +109,12 @@ class ChunkMover:
         self.sending = len(self._leaving) < LINK_CHUNKS_MAX
 
     def on_segment_sent(self, call: Callable[[SegmentRecord], None]) -> None:
-        """Call when the link is through with all chunks of a segment."""
+        """Set the function to call when a link is through with a whole segment."""
         self._on_segment_sent = call
 
     @property
     def due_bytes(self) -> int:
-        """Return how much is unsent of what the next chunk is a part of."""
+        """Return how many bytes the request or segment to send next has left."""
         if self._again:
             return self._again[0].length
         mover = self._scheduler.head()
@@ -126,9 +126,9 @@ class ChunkMover:
         """Return the next piece; hold its memory until :meth:`chunk_sent`.
 
         Args:
-            burst: How many bytes of a buffer may go at once, where a lane would take
-                more than one chunk.
-            bytes_min: How many it takes at least: what is shorter is no burst.
+            burst: Returns how many bytes of a buffer a lane would take at once, if it
+                takes more than one chunk.
+            bytes_min: The bytes of the shortest burst.
         """
         if not self.sending:
             return None
@@ -184,10 +184,12 @@ class ChunkMover:
             self._requests.finish(mover)
 
     def chunk_missed(self, chunk: Chunk) -> None:
-        """Queue a chunk that got lost with its lane before all others.
+        """Queue a chunk that was lost with its lane; it goes before all others.
 
         A burst is sent again as single chunks, which every transport can carry.
         """
+        # Before: the chunk holds its buffer. After: it does so still and waits in
+        # `_again`, or its parts do; so the buffer never drains in between.
         self._leaving.pop(chunk)
         if chunk.length <= self._chunk_bytes:
             chunk.lane = 0
@@ -207,7 +209,6 @@ class ChunkMover:
                 quiet=False,
                 taken=None,
             )
-            # Before the burst's own hold is dropped: the buffer never drains between.
             self._holds.take(part.buffer)
             mover.in_flight += 1
             self._again.append(part)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
@@ -224,7 +225,7 @@ class ChunkMover:
         request.arrived = ChunkSet()
 
     def data_header(self, header: Header) -> ChunkArrival:
-        """Find the place of an incoming chunk."""
+        """Return where the body of an incoming DATA frame goes."""
         request = self._requests.find(header.request)
         if request is None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
@@ -241,7 +242,7 @@ class ChunkMover:
         return self.land(header, request.buffer, request.base + header.offset, request)
 
     def chunk_numbers(self, header: Header, nbytes: int) -> range:
-        """Return the chunk numbers that a header announces."""
+        """Return the numbers of the chunks that a payload has, from its header."""
         chunk_bytes = self._chunk_bytes
         first, beside = divmod(header.offset, chunk_bytes)
         left, length = nbytes - header.offset, header.length
@@ -265,7 +266,7 @@ class ChunkMover:
         request: RequestRecord | None = None,
         segment: SegmentRecord | None = None,
     ) -> ChunkArrival:
-        """Let a body land in a buffer, which is held until it has."""
+        """Hold a buffer for a body that is about to land in it."""
         self._holds.take(buffer)
         arrival = ChunkArrival(_BUFFER, header, buffer, offset, request, segment)
         # One on the control link, which names one payload's place at a time.
@@ -273,7 +274,7 @@ class ChunkMover:
         return arrival
 
     def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """Note a chunk in place, its checksum right or wrong (KVW-DT-04)."""
+        """Count a chunk that is in place, or fail its request if it is damaged."""
         request = arrival.request
         assert request is not None
         # First, whatever became of the request: an ended one drains by this hold.
@@ -301,7 +302,7 @@ class ChunkMover:
         self._holds.drop(arrival.buffer)
 
     def missed(self, arrival: ChunkArrival) -> None:
-        """Forget an arrival that got lost with its lane: it may come again."""
+        """Forget an arrival that was lost with its lane, so that it may come again."""
         self.release(arrival)
         # The number is free again, or the chunk sent anew would count as a double.
         for number in self.numbers(arrival):
@@ -313,7 +314,7 @@ class ChunkMover:
                 arrival.request.arrived.forget(number)
 
     def numbers(self, arrival: ChunkArrival) -> range:
-        """Return the chunks of an arrival that was accepted."""
+        """Return the numbers of the chunks of an accepted arrival."""
         first = arrival.header.offset // self._chunk_bytes
         return range(first, first - (-arrival.header.length // self._chunk_bytes))
 
@@ -343,7 +344,7 @@ class ChunkMover:
         return min(chunks * self._chunk_bytes, mover.nbytes - mover.moved)
 
     def _missed_chunk(self) -> Chunk | None:
-        """Return the next chunk that got lost with its lane and is still wanted."""
+        """Return the next chunk that was lost with its lane and is still wanted."""
         while self._again:
             chunk = self._again.popleft()
             if chunk.request.state is RequestStage.MOVING:
@@ -354,6 +355,6 @@ class ChunkMover:
         return None
 
     def _look(self) -> None:
-        """Note whether there may be a chunk to send."""
+        """Update :attr:`sending`."""
         more = self._scheduler.count > 0 or len(self._again) > 0
         self.sending = more and len(self._leaving) < LINK_CHUNKS_MAX

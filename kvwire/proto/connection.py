@@ -1,18 +1,18 @@
 """One connection after its handshake: frames, time and calls in; frames and events out.
 
-The caller feeds it and carries out what it says, in this order:
+Its caller, the *front*, works in this order:
 
-1. Something happened: call one of the *link* methods (``header_received``,
-   ``body_received``, ``chunk_sent``, ``link_lost``), ``tick`` when ``next_tick`` has
-   come, or one of the *application* methods (``send``, ``recv``, ``put``, ``get``,
-   ...).
-2. Send what is in ``outbox.frames``, in order, before anything else.
+1. Call a method when something has happened: one of the *link* methods
+   (``header_received``, ``body_received``, ``chunk_sent``, ``link_lost``), ``tick``
+   when ``next_tick`` has come, or one of the *application* methods (``send``,
+   ``recv``, ``put``, ``get``, ...).
+2. Send the frames in ``outbox.frames``, in order, before anything else.
 3. While the link has room, take ``next_chunk`` and send it under ``chunk_header``.
-4. Deal with ``outbox.events``, and with ``holds.drained``.
+4. Act on ``outbox.events``, and on ``holds.drained``.
 
 Times are absolute seconds on one monotonic clock and never go back. The link methods
-raise :exc:`~kvwire.errors.ProtocolError` when the peer has broken a rule; the caller
-then calls ``fail`` and stops feeding. Nothing else is raised for what a peer sends.
+raise :exc:`~kvwire.errors.ProtocolError` when the peer has broken a rule; the front
+then calls ``fail`` and stops receiving. No frame of a peer raises anything else.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ConnectionCore:
     """Keeps the protocol state of one connection.
 
     Attributes:
-        agreement: What the handshake agreed on.
-        outbox: Frames to send and events to deal with.
+        agreement: The result of the handshake.
+        outbox: Frames to send and events to act on.
         holds: Shared by the connections of a communicator.
         chunks: Payload under way.
         eager_header: Sends a small message at once, if there is credit; see Messages.
@@ -98,7 +98,8 @@ class ConnectionCore:
         lanes: Data paths beside the control link.
         phase: How far the connection is.
         error: Why it is closed, once it is.
-        speak_by: When what transfers have to say is said at the latest, if any waits.
+        speak_by: When the frames that transfers hold back are sent at the latest; None
+            if there are none.
     """
 
     def __init__(
@@ -173,12 +174,12 @@ class ConnectionCore:
 
     @property
     def closed(self) -> bool:
-        """Tell whether nothing more will be sent."""
+        """Tell whether the connection has ended and sends nothing more."""
         return self.phase is CloseState.CLOSED
 
     @property
     def open_requests(self) -> int:
-        """Return how many requests either side has begun that are not over."""
+        """Return how many requests, begun by either side, are not over."""
         return len(self._requests)
 
     def silence_s(self, now: float) -> float:
@@ -192,7 +193,7 @@ class ConnectionCore:
     # --- the link ---------------------------------------------------------------------
 
     def header_received(self, raw: bytes | memoryview) -> ChunkArrival:
-        """Accept the next header and say where its body goes."""
+        """Accept the next header, and return where its body goes."""
         header = self._framing.accept_header(raw)
         if self.error is not None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
@@ -220,10 +221,10 @@ class ConnectionCore:
         body: bytes = b"",
         intact: bool = True,
     ) -> None:
-        """Act on a frame that is all here.
+        """Act on a frame that is complete.
 
         Args:
-            arrival: What ``header_received`` returned.
+            arrival: The result of ``header_received``.
             now: The time.
             body: The bytes, for ``ChunkPlace.CONTROL``.
             intact: Whether the payload matched ``payload_check``, if it had one.
@@ -250,20 +251,21 @@ class ConnectionCore:
     def payload_landed(
         self, arrival: ChunkArrival, now: float, *, intact: bool
     ) -> None:
-        """Note a payload that a lane has put in place."""
+        """Act on a payload that a lane has put in place."""
         self._liveness.heard(now)
         self.lanes.payload_landed(arrival, intact=intact)
         self._settle(now)
 
     def heard(self, now: float) -> None:
-        """Note bytes that do not make a frame yet: a sign of life."""
+        """Take bytes of an incomplete frame for a sign of life."""
         self._liveness.heard(now)
 
     def chunk_sent(self, chunk: Chunk) -> bool:
-        """Drop a chunk's hold: the link or lane is through with it.
+        """Drop a chunk's hold, since the link or lane is through with it.
 
         Returns:
-            Whether it is dropped; what a lane carried may still be missed.
+            Whether it is dropped. A chunk on a lane keeps its hold until the peer has
+            reported its arrival.
         """
         if chunk.lane:
             dropped = self.lanes.payload_sent(chunk)
@@ -275,12 +277,12 @@ class ConnectionCore:
         return True
 
     def lane_gone(self, number: int, reason: str) -> None:
-        """End our endpoint of a lane, which touches no memory now."""
+        """Close a lane whose endpoint here has ended and touches no memory."""
         self.lanes.close(number, reason)
         self._settle()
 
     def link_lost(self, error: ConnectionClosed | None = None) -> None:
-        """End the link, which touches no memory any more."""
+        """End the connection, whose link has ended and touches no memory."""
         self.chunks.link_gone()
         self.lanes.link_gone()
         self.messages.link_gone()
@@ -296,11 +298,11 @@ class ConnectionCore:
 
     @property
     def due_bytes(self) -> int:
-        """Return how much is unsent of what the next chunk is a part of."""
+        """Return how many bytes the request or segment to send next has left."""
         return 0 if self.error is not None else self.chunks.due_bytes
 
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
-        """Return a chunk's header; frames are numbered as called."""
+        """Return a chunk's header, which takes the next number of a frame."""
         frame_type, offset, wire_id = _DATA, chunk.position, chunk.request.wire_id
         if chunk.number and (mark := self.transfers.said(chunk)) is not None:
             frame_type, offset = _MARKED_DATA, mark
@@ -320,7 +322,7 @@ class ConnectionCore:
         return due
 
     def tick(self, now: float) -> None:
-        """Deal with everything that is due."""
+        """Act on the time: deadlines, pings, silence, and frames held back."""
         if self.phase is CloseState.CLOSED:
             return
         for request in self._requests.expire(now):
@@ -370,7 +372,7 @@ class ConnectionCore:
         """Receive the next message of a tag, of at most ``nbytes`` bytes.
 
         Raises:
-            ConnectionClosed: Nothing waits and nothing can come any more.
+            ConnectionClosed: No message of this tag is here, and none can come.
         """
         if self.phase is not _OPEN and not self.messages.waits(tag, whole=self.closed):
             self._check_open()
@@ -404,7 +406,7 @@ class ConnectionCore:
         return request
 
     def cancel(self, request: RequestRecord) -> None:
-        """End a request of ours; its memory is free once its buffer has drained."""
+        """Cancel a request of this side; its memory is free once the buffer drains."""
         error = RequestCancelled(f"the {request.kind.value} was cancelled on this side")
         self._abandon(request, error, WireCode.CANCELLED)
         self._settle()
@@ -420,12 +422,12 @@ class ConnectionCore:
     def grant(
         self, region: RegionRecord, offset: int, nbytes: int | None, access: Access
     ) -> GrantRow:
-        """Let the peer reach a range of a region; None is the rest of it."""
+        """Grant the peer a range of a region; ``nbytes=None`` means up to its end."""
         self._check_open()
         return self._grants.give(region, offset, nbytes, access)
 
     def region_revoked(self, region: RegionId) -> None:
-        """End what the peer does with a revoked region."""
+        """Fail the peer's requests on a revoked region."""
         self._onesided.region_revoked(region)
         self._settle()
 
@@ -453,7 +455,7 @@ class ConnectionCore:
         self._settle()
 
     def close(self, now: float, timeout_s: float) -> None:
-        """Deliver what was begun, tell the peer, then end. May be called again."""
+        """Deliver what was begun, send CLOSE, then end. May be called again."""
         if self._close_by is None:
             self._close_by = now + timeout_s
         self._turn(CloseInput.CLOSE_CALLED)
@@ -464,7 +466,7 @@ class ConnectionCore:
         self._settle()
 
     def fail(self, error: KVWireError) -> None:
-        """End at once: something broke, here or in what the peer sent."""
+        """End at once, because of a failure here or a broken rule of the peer."""
         if isinstance(error, ConnectionClosed):
             self._end(error)
             return
@@ -510,7 +512,10 @@ class ConnectionCore:
         return lost
 
     def _settle(self, now: float | None = None) -> None:
-        """Say what is due, and end when nothing is left to deliver."""
+        """Send the reports that are due, and end a close that has delivered all."""
+        # Runs after each step. Before: parts of the core have noted what they owe the
+        # peer. After: those frames are in the outbox, or `speak_by` has their time, and
+        # a side that closes with nothing left to deliver has sent CLOSE.
         transfers = self.transfers
         if transfers.unacknowledged:
             transfers.acknowledge()
@@ -531,12 +536,14 @@ class ConnectionCore:
             self._end(self._closing, graceful=True)
 
     def _close_error(self, text: str) -> ClosedOK:
-        """Return the error of this close; the side that closed first decides it."""
+        """Return the error of this close: that of the side that closed first."""
         if self._closing is None:
             self._closing = ClosedOK(text)
         return self._closing
 
     def _end(self, error: ConnectionClosed, *, graceful: bool = False) -> None:
+        # In this order: no more messages are sent at once, what may still be sent goes
+        # out, the outbox shuts, and then requests fail, which sends nothing any more.
         if self.error is not None:
             return
         self.phase = CloseState.CLOSED
@@ -583,7 +590,7 @@ class ConnectionCore:
             raise ClosedOK("the connection is closing")
 
     def _check_may_start(self, header: Header) -> None:
-        """Refuse to start anything after the peer's CLOSE."""
+        """Raise UnexpectedFrame if the peer starts a request after its CLOSE."""
         if self.phase in (CloseState.CLOSE_RECEIVED, CloseState.CLOSED):
             raise UnexpectedFrame(
                 "KVW-CL-02", f"{FrameType(header.type).name} after the peer's CLOSE"

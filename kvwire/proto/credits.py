@@ -1,9 +1,9 @@
-"""Credit for eager messages: what the receiver may have to hold, and no more.
+"""Credit for eager messages, which bounds the memory that a receiver holds for them.
 
-A message that travels unasked has to be kept until somebody asks for it. The receiver
-says in the handshake how many bytes and messages it keeps, the sender counts down, and
-each message that its owner has taken gives its share back. The share is returned in
-lumps of half a window, so that credit costs one frame per hundreds of messages.
+An eager message travels before a receive is posted for it, so its receiver may have to
+hold it. The receiver declares in the handshake how many bytes and messages it holds,
+and the sender counts down. A message that the application has taken gives its share
+back, in lumps of half a window: so credit costs one frame for hundreds of messages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvwire.errors import FlowControlViolation
 
 
 class SendCredit:
-    """Counts what the sender may still send."""
+    """Counts the messages and bytes that this side may still send eagerly."""
 
     __slots__ = ("_max_bytes", "_max_messages", "messages", "nbytes")
 
@@ -31,7 +31,7 @@ class SendCredit:
         return True
 
     def add(self, messages: int, nbytes: int) -> None:
-        """Add credit that the receiver gives back."""
+        """Add the credit that a CREDIT frame gives back."""
         if (
             messages > self._max_messages - self.messages
             or nbytes > self._max_bytes - self.nbytes
@@ -44,7 +44,7 @@ class SendCredit:
 
 
 class ReceiveCredit:
-    """Counts what has arrived, and what is due back to the sender."""
+    """Counts the eager messages that have arrived, and the credit due back."""
 
     __slots__ = ("_messages", "_nbytes", "due_bytes", "due_messages", "left")
 
@@ -56,7 +56,7 @@ class ReceiveCredit:
         self.due_bytes: int = 0
 
     def arrived(self, nbytes: int) -> None:
-        """Count a message that begins to arrive."""
+        """Take the credit of a message whose header has arrived."""
         left = self.left
         if left.messages < 1 or left.nbytes < nbytes:
             raise FlowControlViolation(
@@ -66,7 +66,7 @@ class ReceiveCredit:
         left.nbytes -= nbytes
 
     def taken(self, nbytes: int) -> bool:
-        """Count a message that was taken; True if credit is due back."""
+        """Count a message that was taken; return whether credit is due back."""
         self.due_messages += 1
         self.due_bytes += nbytes
         return (
@@ -75,7 +75,7 @@ class ReceiveCredit:
         )
 
     def give_back(self) -> tuple[int, int]:
-        """Return the messages and bytes to give back, and count them given."""
+        """Return the messages and bytes to give back, and reset their count."""
         messages, nbytes = self.due_messages, self.due_bytes
         self.left.add(messages, nbytes)
         self.due_messages = self.due_bytes = 0

@@ -1,4 +1,4 @@
-"""Which part of the core acts on a control frame, by its type."""
+"""Hands each control frame to the part of the core that handles its type."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Dispatch:
 
 
 def check_numbers(header: Header) -> None:
-    """Refuse a control frame with fields that its type does not have."""
+    """Raise if a control frame's header has a field that its type does not use."""
     if header.segment or header.offset:
         raise UnexpectedFrame("KVW-CN-02", "a control frame with data fields")
     if (header.request == 0) != (header.type < FrameType.ANNOUNCE):

@@ -1,4 +1,4 @@
-"""What the core says: events to its front, and control frames to the peer.
+"""What a core puts out: events for its front, and control frames for the peer.
 
 Events are msgspec structs, which are made in a tenth of the time of a frozen dataclass.
 """
@@ -21,11 +21,11 @@ class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
     """Reports the end of a request, exactly once for each.
 
     Attributes:
-        request: Which one.
+        request: The request.
         error: Why it failed, or None.
         nbytes: Bytes moved, if it did not fail.
-        held: For a RECV whose message had to be held: the buffer the message is in. It
-            has drained, and the front kept its memory for this moment.
+        held: For a RECV whose message had to be held: the buffer with the message. It
+            has drained, and the front has kept its memory until now.
     """
 
     request: RequestRecord
@@ -35,24 +35,24 @@ class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryWanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports a message for a RECV without memory; answer with ``provide``."""
+    """Reports a message for a RECV without memory; call ``provide`` to give it some."""
 
     request: RequestRecord
     nbytes: int
 
 
 class MessageDropped(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports a held message that nobody will take; its memory is the front's again."""
+    """Reports a held message that was dropped; its memory is the front's again."""
 
     buffer: BufferId
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports the end of the connection, exactly once; close its link.
+    """Reports the end of the connection, exactly once; the front closes its link.
 
     Attributes:
-        error: What requests made from now on fail with.
-        graceful: Close the link after what is queued, rather than at once.
+        error: The error of requests made from now on.
+        graceful: Whether the link first sends the frames that are queued.
     """
 
     error: ConnectionClosed
@@ -60,7 +60,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the peer asks for a KV transfer; ``agree`` or fail it."""
+    """Reports that the peer asks for a KV transfer; ``agree`` to it, or fail it."""
 
     request: RequestRecord
     id: bytes
@@ -75,26 +75,26 @@ class TransferAgreed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SegmentMarked(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports a segment about to arrive; ``place`` it before returning."""
+    """Reports a segment that is about to arrive; ``place`` it at once."""
 
     segment: SegmentRecord
 
 
 class SegmentLanded(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports a whole segment; ``segment.damaged`` says if it can be used."""
+    """Reports a segment that has arrived; it is of no use if ``segment.damaged``."""
 
     segment: SegmentRecord
 
 
 class SegmentsAcknowledged(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports segments of a transfer that the consumer has."""
+    """Reports that the consumer has these segments of a transfer."""
 
     request: RequestRecord
     numbers: tuple[int, ...]
 
 
 class TransferSettled(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the consumer has all it will get of a transfer."""
+    """Reports to the consumer that all segments of a transfer have arrived."""
 
     request: RequestRecord
 
@@ -108,7 +108,7 @@ class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneBootstrapped(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports to a client the server's endpoint; ``ready`` or ``lane_gone``."""
+    """Reports the server's endpoint to a client; ``ready`` or ``lane_gone``."""
 
     lane: int
     bootstrap: bytes
@@ -121,14 +121,14 @@ class LaneOpened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneClosed(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the peer closed its end: end ours, then call ``lane_gone``."""
+    """Reports that the peer's endpoint has ended; end ours, then call ``lane_gone``."""
 
     lane: int
     reason: str
 
 
 class LaneDataReceived(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports a payload on a lane: receive it, call ``payload_landed``."""
+    """Reports a payload on a lane; receive it, then call ``payload_landed``."""
 
     arrival: ChunkArrival
     descriptor: bytes
@@ -151,15 +151,15 @@ Event = (
 
 
 class Outbox:
-    """Queues what one connection has for its peer and for its front.
+    """Queues the frames of one connection for its peer, and events for its front.
 
     Attributes:
         framing: Numbers and seals the frames of the control link.
-        frames: (header, body) of control frames, oldest first; the front empties it
-            after each call into the core, so it holds what one call produced.
+        frames: (header, body) of control frames, oldest first. The front empties it
+            after each call into the core, so it has the frames of one call.
         events: Likewise, for the front itself.
         report: Queues one event.
-        shut: The connection has ended: nothing is said to the peer any more.
+        shut: Whether the connection has ended; frames are then dropped.
     """
 
     __slots__ = ("events", "frames", "framing", "report", "shut")
@@ -173,7 +173,7 @@ class Outbox:
         self.shut: bool = False
 
     def send(self, frame_type: int, body: Body, *, request: int = 0) -> None:
-        """Queue one control frame; after the end it is dropped."""
+        """Queue one control frame, or drop it after the end of the connection."""
         if self.shut:
             return
         self.frames.append(  # bounded: CONTROL_QUEUE_BYTES_MAX, by the front

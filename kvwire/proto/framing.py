@@ -1,4 +1,4 @@
-"""Frames of one link, numbered and sealed: the last step out and the first step in.
+"""The numbers, checks and seals of one link's frames, in both directions.
 
 Each direction of a link counts its frames. The low 16 bits travel in the header, so a
 frame that was lost, doubled or reordered shows at the next one. A control body is
@@ -33,7 +33,7 @@ _SEALED: Final = int(Flag.SEALED)
 
 
 class Framing:
-    """Frames both directions of one link, from this side's view.
+    """Makes the frames that one side sends on a link, and checks those it receives.
 
     Attributes:
         sent: Frames encoded so far.
@@ -49,7 +49,7 @@ class Framing:
         self._open_key: bytes | None = None
 
     def use_seals(self, role: Role, seal: dict[Role, bytes]) -> None:
-        """Seal control frames and demand the peer's seals from now on."""
+        """Seal control frames from now on, and require seals of the peer's."""
         self._seal_key = seal[role]
         self._open_key = seal[role.other]
 
@@ -125,7 +125,7 @@ class Framing:
         return header
 
     def open(self, header: Header, raw: bytes, body: bytes) -> bytes:
-        """Return the body of the control frame just received, less its seal."""
+        """Check the control frame just received; return its body without the seal."""
         if self._open_key is None:
             if zlib.crc32(body) != header.payload_check:
                 raise MalformedFrame("KVW-HD-07", "a control body that came damaged")

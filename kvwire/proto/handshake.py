@@ -10,14 +10,14 @@
               <- CHOICE  name, verdict per transport, profile
 
 Nothing of unknown length is read before the peer has proved itself, and ACCEPT is never
-longer than HELLO. Both proofs cover everything said so far, so a changed version,
-mode or limit shows. Whoever disagrees before the proofs sends REFUSE with a code and
-stops; the text of the error is made on the side that reads it. A server that disagrees
-with an OFFER says so in its CHOICE, which takes no transport and carries its profile,
-so that both sides can name what differs.
+longer than HELLO. Both proofs cover all frames so far, so a changed version, mode or
+limit is detected. A side that disagrees before the proofs sends REFUSE with a code and
+stops; the side that receives the code makes the text of its error. A server that
+disagrees with an OFFER answers with a CHOICE that takes no transport and has its
+profile, so that both sides can name the fields that differ.
 
-Which transport to take is not decided here: the front looks at
-:attr:`ServerHandshake.offer` and answers with :meth:`ServerHandshake.choose`.
+The front decides which transport to take: it reads :attr:`ServerHandshake.offer` and
+calls :meth:`ServerHandshake.choose`.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Identity:
     """Holds what this side brings to a handshake.
 
     Attributes:
-        name: Shown to the peer.
+        name: The name that the peer sees.
         incarnation: 16 random bytes, new for each start of the process.
-        trust: How the sides know each other.
+        trust: How each side proves who it is.
         psk: The key this side connects with; empty but in psk mode.
         keys: Every key this side accepts, by :func:`~kvwire.proto.auth.key_id`.
         parameters: This side's limits.
@@ -96,17 +96,17 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Holds what both sides have agreed on when the handshake ends well.
+    """Holds the result of a handshake that has succeeded.
 
     Attributes:
-        role: Of this side.
+        role: The role of this side.
         digest: 32 bytes over HELLO and ACCEPT; names the connection.
         keys: The connection's keys.
-        parameters: What both sides can live with.
-        peer_parameters: The peer's own; its windows bound what it is sent unasked.
+        parameters: The smaller limits of both sides, and the features of both.
+        peer_parameters: The peer's own; its windows bound the eager messages to it.
         peer: Who the peer is.
         choice: The verdict on each transport.
-        offer: What the client offered.
+        offer: The client's OFFER.
     """
 
     role: Role
@@ -120,7 +120,7 @@ class Agreement:
 
 
 class HandshakeState(enum.Enum):
-    """Names what the handshake waits for."""
+    """Names the frame, or the decision, that a handshake waits for."""
 
     HELLO = FrameType.HELLO
     ACCEPT = FrameType.ACCEPT
@@ -146,13 +146,13 @@ TRANSITIONS: Final[dict[tuple[Role, HandshakeState], HandshakeState]] = {
 
 
 class Handshake(ABC):
-    """Keeps what both roles share: the state, the frames to send, refusing.
+    """Runs one side of a handshake; the base of both roles.
 
-    Feed it with :meth:`header_received` and :meth:`body_received` in turn, send what
-    is in :attr:`outgoing`, and stop when it raises or :attr:`agreement` is set.
+    Call :meth:`header_received` and :meth:`body_received` in turn, send the frames in
+    :attr:`outgoing`, and stop when a call raises or :attr:`agreement` is set.
 
     Attributes:
-        identity: What this side brings.
+        identity: The name, keys and limits of this side.
         outgoing: (header, body) of frames to send, oldest first; the caller empties it.
         agreement: Set when the handshake has ended well.
     """
@@ -174,10 +174,10 @@ class Handshake(ABC):
         self._raw_header = b""
 
     def bind(self, binding: bytes) -> None:
-        """Set what both ends know of this TLS connection (``mtls``).
+        """Bind the handshake to its TLS connection (``mtls``).
 
-        Called before the first frame is received, and only if the peer has proved to
-        be somebody whom this side accepts. Without it every peer is refused.
+        Call it before the first frame is received, and only if TLS has proved that the
+        peer is one that this side accepts. Without this call every peer is refused.
 
         Args:
             binding: The SHA-256 of the client's certificate, then the server's.
@@ -187,7 +187,7 @@ class Handshake(ABC):
         self._secret = binding
 
     def header_received(self, raw: bytes | memoryview) -> int:
-        """Take the next header; return how many body bytes follow."""
+        """Accept the next header; return how many bytes of body follow."""
         try:
             header = self.framing.accept_header(raw)
             self._check_due(header)
@@ -198,10 +198,10 @@ class Handshake(ABC):
         return header.length
 
     def body_received(self, body: bytes) -> None:
-        """Take the body of that frame.
+        """Act on the frame whose body this is.
 
         Raises:
-            HandshakeError: The sides disagree. ``outgoing`` may hold a last REFUSE.
+            HandshakeError: The sides disagree. ``outgoing`` may have a last REFUSE.
             ProtocolError: The frame breaks a rule.
         """
         header = self._header
@@ -217,7 +217,7 @@ class Handshake(ABC):
             raise
 
     def refuse(self, code: WireCode) -> None:
-        """Tell the peer why; nothing else is sent after it."""
+        """Send REFUSE with a code, as the last frame of this side."""
         low, high = self.identity.versions
         message = Refuse(
             code=code, version_min=low, version_max=high, trust=self.identity.trust
@@ -252,7 +252,7 @@ class Handshake(ABC):
         offer: TransportOffer,
         named: bytes = b"",
     ) -> None:
-        """End well, with what the peer has said of itself."""
+        """Succeed: set :attr:`agreement` from the frames of both sides."""
         assert self._keys is not None
         mine, its = self.identity.parameters, said.parameters
         if its == mine:
@@ -298,11 +298,11 @@ class Handshake(ABC):
 
     @property
     def _unbound(self) -> bool:
-        """Tell whether TLS has failed to prove who the peer is."""
+        """Tell whether TLS was to prove who the peer is, and has not."""
         return self.identity.trust is TrustMode.MTLS and not self._secret
 
     def _check_profile(self, theirs: tuple[tuple[str, str], ...]) -> None:
-        """Compare the fields that both sides name: KVW-HS-08."""
+        """Raise ProfileMismatch if a field that both sides name differs (KVW-HS-08)."""
         mine = dict(self.identity.profile)
         differing = [
             (name, mine[name], value)
@@ -399,7 +399,7 @@ class ServerHandshake(Handshake):
     """Runs the handshake of the side that listens.
 
     Attributes:
-        offer: What the client offers, once it is known; answer with :meth:`choose`.
+        offer: The client's OFFER once it has come; :meth:`choose` answers it.
     """
 
     role = Role.SERVER
@@ -412,7 +412,7 @@ class ServerHandshake(Handshake):
         self._proof = b""
 
     def choose(self, choice: TransportChoice) -> None:
-        """Answer the client's offer; with a transport taken, the handshake is done."""
+        """Send CHOICE; if it takes a transport, the handshake has succeeded."""
         hello, offer = self._hello, self.offer
         assert self.state is HandshakeState.DECISION
         assert hello is not None
@@ -487,13 +487,13 @@ class ServerHandshake(Handshake):
 
 
 def accepted_digest(hello: bytes, accept: Accept) -> bytes:
-    """Return the digest of both proofs: HELLO and ACCEPT, less its proof."""
+    """Return the digest that both proofs cover: of HELLO, and ACCEPT without proof."""
     bare = replace(accept, mac=bytes(MAC_BYTES))
     return transcript_hash(hello, bare.encode())
 
 
 def no_transport(choice: TransportChoice) -> ProfileMismatch:
-    """Return the error of no common transport; it lists why each was refused."""
+    """Return the error for a CHOICE without a transport, with the reason for each."""
     listed = "; ".join(f"{shown(v.name)}: {shown(v.reason)}" for v in choice.verdicts)
     return ProfileMismatch(
         f"no transport suits both sides: {listed or 'none was offered'}",
@@ -504,7 +504,7 @@ def no_transport(choice: TransportChoice) -> ProfileMismatch:
 def _trust_error(
     mine: TrustMode, theirs: TrustMode, *, told: bool = False
 ) -> AuthenticationFailed:
-    """Return the error of a wrong proof: here or, if ``told``, at the peer."""
+    """Return the error for a wrong proof, which the peer has found if ``told``."""
     if mine is not theirs:
         return AuthenticationFailed(
             f"trust modes differ: this side {mine.name.lower()}, peer "
@@ -533,7 +533,7 @@ def _trust_error(
 def common_parameters(
     mine: ConnectionParameters, theirs: ConnectionParameters
 ) -> ConnectionParameters:
-    """Return the connection parameters that both sides can live with."""
+    """Return the smaller limits of two sides, and the features that both have."""
     if theirs == mine:
         return mine
     return ConnectionParameters(

@@ -17,21 +17,21 @@ order of their LANE_DATA frames, in each direction by itself::
       (payload on the lane)
               <- LANE_ACK    lane 1, the first 7
 
-The memory of a chunk is held until two things are known: that the lane here is through
-with it, and what has become of it there. LANE_ACK says that it has arrived. When an
-endpoint is gone its side sends LANE_CLOSE, with how many LANE_DATA frames it has seen
-and which of those it has missed; a LANE_DATA that comes later is missed too and is
-named in another LANE_CLOSE. So the fate of every chunk becomes known exactly, as long
-as the control link lives, and what was missed is sent again by another way.
+The memory of a chunk is held until two things are known: that the endpoint here is
+through with it, and whether it has arrived. LANE_ACK reports arrivals. A side whose
+endpoint has ended sends LANE_CLOSE, with the number of LANE_DATA frames it has received
+and the numbers of those whose payload is missing. The payload of a LANE_DATA that comes
+later is missing too, and another LANE_CLOSE names it. So it becomes known exactly which
+chunks have arrived, as long as the control link lives, and those that are missing are
+sent again another way.
 
-A lane is *over* when both sides have sent LANE_CLOSE and all that was missed has been
-named: from then on no frame is about it, and it is forgotten. The client may ask for
-lanes for as long as the connection lives, so that one that broke can be replaced. The
-next lane has the next number, always: a number stands for a secret, and a secret is
-used once.
+A lane is *over* when both sides have sent LANE_CLOSE and every missing payload has been
+named: no later frame names it, and it is forgotten. The client may ask for lanes for as
+long as the connection lives, so that one that broke can be replaced. The next lane
+always has the next number: a number stands for a secret, and a secret is used once.
 
-When the control link ends, fates do not matter any more: a chunk or an arrival is then
-held until its own lane is gone.
+When the control link ends, it does not matter any more which chunks have arrived: a
+chunk or an arrival is then held until its own lane is gone.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _CHECKED: Final = int(Flag.CHECKED)
 
 
 class LaneStage(enum.Enum):
-    """Names how far a lane is for frames: which may come, and which be sent."""
+    """Names the stages of a lane, which decide about the frames that may name it."""
 
     ASKED = "asked"
     """The client has sent LANE_OPEN; an endpoint is being made, here or there."""
@@ -93,19 +93,19 @@ class LaneStage(enum.Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LaneRecord:
-    """Counts what one lane carries, both ways.
+    """Counts the payloads of one lane, in both directions.
 
     Attributes:
         number: 1 and up, in the order of LANE_OPEN.
-        backend: What carries it.
-        sent: Payloads announced to the peer.
-        waiting: Those whose memory is held still, by index.
-        waiting_bytes: Their bytes.
-        seen: Payloads that the peer has announced.
-        arriving: Those that our endpoint is to receive, by index.
-        received: So many have arrived without a gap, and ``beyond`` these as well.
+        backend: The name of the transport that carries it.
+        sent: How many payloads were announced to the peer.
+        waiting: Those of them whose memory is still held, by index.
+        waiting_bytes: The bytes of those.
+        seen: How many payloads the peer has announced.
+        arriving: Those of them that our endpoint has yet to receive, by index.
+        received: How many have arrived without a gap; ``beyond`` are the others.
         acknowledged: The count in the last LANE_ACK.
-        missed: To be named in the next LANE_CLOSE.
+        missed: Indices that the next LANE_CLOSE will name.
         peer_closed: The peer has sent LANE_CLOSE.
     """
 
@@ -125,7 +125,7 @@ class LaneRecord:
 
     @property
     def over(self) -> bool:
-        """Tell whether no frame is about it any more."""
+        """Tell whether no later frame may name this lane."""
         # What this side has missed is named at the end of the step that missed it.
         return self.stage is LaneStage.CLOSED and self.peer_closed and not self.waiting
 
@@ -134,8 +134,9 @@ class LaneTable:
     """Holds the lanes of one connection.
 
     Attributes:
-        initial_set_done: The client has made its first choice. Lanes may still open.
-        unreported: Those of whose payloads :meth:`acknowledge` has something to say.
+        initial_set_done: Whether the client has opened the lanes it wants at first;
+            more may open later.
+        unreported: Lanes for which :meth:`acknowledge` has to send a frame.
     """
 
     def __init__(
@@ -165,44 +166,44 @@ class LaneTable:
     # --- opening ----------------------------------------------------------------------
 
     def next_number(self) -> int | None:
-        """Return the number of the next lane to ask for; None if there are too many."""
+        """Return the number of the next lane; None if there are too many."""
         open_ones = sum(not lane.over for lane in self._lanes.values())
         if open_ones >= LANES_MAX or self._last >= LANE_NUMBER_MAX:
             return None
         return self._last + 1
 
     def backend(self, number: int) -> str:
-        """Return what carries a lane."""
+        """Return the name of the transport that carries a lane."""
         return self._lanes[number].backend
 
     def open(self, number: int, backend: str, bootstrap: bytes) -> None:
-        """Client: ask for a lane, with the bootstrap of our endpoint."""
+        """Client: send LANE_OPEN with the bootstrap of our endpoint."""
         assert self._role is Role.CLIENT
         assert number == self.next_number()
         self._add(number, backend)
         self._send_open(number, backend, bootstrap)
 
     def answer(self, number: int, bootstrap: bytes) -> None:
-        """Server: answer that our endpoint has joined and can receive."""
+        """Server: answer LANE_OPEN; our endpoint has joined and can receive."""
         lane = self._lanes[number]
         if lane.stage is LaneStage.ASKED:
             lane.stage = LaneStage.ANSWERED
             self._send_open(number, lane.backend, bootstrap)
 
     def ready(self, number: int) -> None:
-        """Client: say that our endpoint has joined too; both sides may send."""
+        """Client: send LANE_READY; our endpoint has joined, so both sides may send."""
         lane = self._lanes[number]
         if lane.stage is LaneStage.ANSWERED:
             lane.stage = LaneStage.OPEN
             self._outbox.send(FrameType.LANE_READY, LaneReady(lane=number))
 
     def end_initial_set(self) -> None:
-        """Client: say that the first choice is made; data goes by what is open now."""
+        """Client: send LANE_READY of lane 0; data uses the lanes that are open now."""
         self.initial_set_done = True
         self._outbox.send(FrameType.LANE_READY, LaneReady(lane=0))
 
     def open_received(self, body: LaneOpen) -> None:
-        """Take the bootstrap of the peer's endpoint."""
+        """Handle LANE_OPEN, which has the bootstrap of the peer's endpoint."""
         if self._role is Role.SERVER:
             number = self.next_number()
             if body.lane != number:
@@ -230,7 +231,7 @@ class LaneTable:
         self._outbox.report(LaneBootstrapped(lane=body.lane, bootstrap=body.bootstrap))
 
     def ready_received(self, body: LaneReady) -> None:
-        """Open a lane that is ready on both sides, or end the initial set."""
+        """Handle LANE_READY: a lane is open, or with lane 0 the initial set is done."""
         if self._role is Role.CLIENT or (self.initial_set_done and not body.lane):
             raise UnexpectedFrame("KVW-LN-02", f"LANE_READY of lane {body.lane}")
         if not body.lane:
@@ -249,7 +250,7 @@ class LaneTable:
     # --- sending ----------------------------------------------------------------------
 
     def room(self, number: int, window_bytes: int) -> bool:
-        """Tell whether a lane may take a chunk: open, and not too much under way."""
+        """Tell whether a lane is open and has less under way than its window."""
         lane = self._lanes[number]
         return (
             lane.stage is LaneStage.OPEN
@@ -260,10 +261,10 @@ class LaneTable:
     def announce(
         self, chunk: Chunk, number: int, descriptor: bytes, check: int | None
     ) -> tuple[bytes, bytes]:
-        """Make the frame that announces a chunk; send it before any other.
+        """Make the LANE_DATA frame of a chunk; send it before any other frame.
 
-        From now on the chunk is held until its fate is known and ``payload_sent`` was
-        called.
+        The chunk is held until ``payload_sent`` was called and it is known whether it
+        has arrived.
         """
         lane = self._lanes[number]
         assert lane.stage is LaneStage.OPEN
@@ -286,13 +287,13 @@ class LaneTable:
         )
 
     def payload_sent(self, chunk: Chunk) -> bool:
-        """Note that our endpoint is through with a chunk; whether it is let go of."""
+        """Note that our endpoint is through with a chunk; return if its hold ends."""
         lane = self._lanes[chunk.lane]
         chunk.quiet = True
         return self._release(lane, chunk)
 
     def ack_received(self, body: LaneAck) -> None:
-        """Note that the first so many payloads of a lane have arrived."""
+        """Handle LANE_ACK: the first ``count`` payloads of a lane have arrived."""
         lane = self._find(body.lane, "KVW-LN-05")
         arrived = [index for index in lane.waiting if index < body.count]
         if body.count > lane.sent or any(
@@ -307,8 +308,10 @@ class LaneTable:
     # --- receiving --------------------------------------------------------------------
 
     def data_received(self, header: Header, body: LaneData) -> None:
-        """Find the place of a chunk on a lane; ``header`` is that of LANE_DATA."""
+        """Handle LANE_DATA: find the place of a chunk, and expect it on its lane."""
         lane = self._find(body.lane, "KVW-LN-03")
+        # Every LANE_DATA counts, also one for a lane closed here: LANE_CLOSE reports
+        # `seen`, so each payload is acknowledged or reported missing, once.
         index = lane.seen
         lane.seen += 1
         if lane.stage is LaneStage.CLOSED:
@@ -332,12 +335,12 @@ class LaneTable:
         )
 
     def expects(self, arrival: ChunkArrival) -> bool:
-        """Tell whether an arrival is still to come; otherwise it was missed."""
+        """Tell whether an arrival is yet to come; if not, it counts as missing."""
         lane = self._lanes.get(arrival.lane)
         return lane is not None and arrival.index in lane.arriving
 
     def payload_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """Note that our endpoint has put a payload in place, or dropped it as asked."""
+        """Note that our endpoint has put a payload in place, or dropped it if asked."""
         lane = self._lanes[arrival.lane]
         del lane.arriving[arrival.index]
         lane.beyond.add(arrival.index)  # bounded: LANE_PAYLOADS_MAX
@@ -349,7 +352,7 @@ class LaneTable:
             self._landed(arrival, intact)
 
     def acknowledge(self) -> None:
-        """Report what has become of the peer's payloads since the last time."""
+        """Send LANE_ACK or LANE_CLOSE for each lane with something unreported."""
         for lane in self.unreported:
             if lane.stage is LaneStage.CLOSED:
                 self._send_close(lane, "the lane is closed")
@@ -362,7 +365,7 @@ class LaneTable:
     # --- closing ----------------------------------------------------------------------
 
     def close(self, number: int, reason: str) -> None:
-        """Close a lane whose endpoint here touches no memory, or never joined."""
+        """Send LANE_CLOSE; our endpoint has ended and touches no memory."""
         lane = self._lanes[number]
         if lane.stage is LaneStage.CLOSED:
             return
@@ -378,8 +381,11 @@ class LaneTable:
             self._release(lane, chunk)
 
     def close_received(self, body: LaneClose) -> None:
-        """Note that the peer's endpoint of a lane is gone, and what it has missed."""
+        """Handle LANE_CLOSE: the peer's endpoint has ended, some payloads missing."""
         lane = self._find(body.lane, "KVW-LN-06")
+        # Before: some of `waiting` have an unknown fate. After: all that the peer has
+        # seen are known, and those it names as missing go out again another way. Those
+        # it has not seen stay unknown, and its next LANE_CLOSE names them.
         missed = frozenset(body.missed)
         open_fates = {i for i, c in lane.waiting.items() if c.taken is None}
         if body.seen > lane.sent or not all(
@@ -399,7 +405,7 @@ class LaneTable:
             self._outbox.report(LaneClosed(lane=body.lane, reason=reason))
 
     def link_gone(self) -> None:
-        """Free what closed lanes held: the control link has ended."""
+        """Drop the holds of closed lanes, since the control link has ended."""
         self._ended = True
         for lane in self._lanes.values():
             for chunk in list(lane.waiting.values()):
@@ -414,7 +420,7 @@ class LaneTable:
         self._last = number
 
     def _find(self, number: int, rule: str) -> LaneRecord:
-        """Find the lane that the peer names."""
+        """Return the lane that a frame of the peer names."""
         if number > self._last:
             raise UnexpectedFrame(rule, f"lane {number} was never opened")
         lane = self._lanes.get(number)
@@ -428,7 +434,11 @@ class LaneTable:
         self._release(lane, chunk)
 
     def _release(self, lane: LaneRecord, chunk: Chunk) -> bool:
-        """Drop the hold of a chunk once nothing can need it, or send it again."""
+        """Drop a chunk's hold once nothing needs it, or send the chunk again.
+
+        Before: the chunk is in ``lane.waiting`` and held. If this returns True it is
+        out of ``waiting``, and its hold was dropped or went on to its next sending.
+        """
         if not chunk.quiet or (chunk.taken is None and not self._ended):
             return False
         del lane.waiting[chunk.index]
@@ -457,7 +467,7 @@ class LaneTable:
 def _as_data(header: Header, body: LaneData) -> Header:
     """Return the header that the chunk would have had on the control link.
 
-    Its type stays, since on a lane several chunks may come at once.
+    Its type stays LANE_DATA, since a payload on a lane may be several chunks.
     """
     return Header(
         type=FrameType.LANE_DATA,

@@ -1,4 +1,4 @@
-"""Whether the peer is alive and receives our bytes: pings, verdict and reminder.
+"""Pings, by which each side finds out whether the other is alive and receives.
 
 Any byte from the peer is a sign of life. After one interval of silence a PING goes out,
 then one more per interval; after ``misses`` intervals without a byte the peer is dead.
@@ -6,14 +6,15 @@ PONG is sent by the loop that runs the application, so it proves that this loop 
 Pings are numbered from 1, and each is answered once, in their order.
 
 A peer that receives nothing may still be able to send: a network can fail in one
-direction alone. A side that takes its peer for dead sends that, which may get through.
-Where it does not, a PING that has waited for an interval shows the same.
+direction alone. A side that takes its peer for dead sends CLOSE with UNRESPONSIVE,
+which may get through. If it does not, a PING without an answer for an interval shows
+the same.
 
-Our own stalls are forgiven: if our timer fires late by more than a tolerance, we were
-the ones who did not listen, and the peer's silence is counted from that much later. A
-loop blocked for seconds by a GPU synchronisation must not kill healthy peers. What they
-sent meanwhile may not have been read yet, so a late look never calls a peer dead: the
-next one does, an interval later.
+A stall of this side is not held against the peer: if our timer fires late by more than
+a tolerance, it was this side that did not read, and that time does not count as the
+peer's silence. A loop blocked for seconds by a GPU synchronisation must not kill
+healthy peers. Their bytes may not have been read yet, so a late look never takes a peer
+for dead: the next one does, an interval later.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LOOKS_PER_INTERVAL: Final = 2
 
 
 class LivenessVerdict(enum.Enum):
-    """Names what is due at a look at the clock."""
+    """Names the result of a look at the clock."""
 
     FINE = "fine"
     PING = "ping"
@@ -38,11 +39,11 @@ class LivenessVerdict(enum.Enum):
 
 
 class Liveness:
-    """Watches one peer.
+    """Judges whether the peer of one connection is alive.
 
     Attributes:
-        due: When to look at the clock next.
-        heard_at: When something arrived last.
+        due: When to call :meth:`look` next.
+        heard_at: When bytes of the peer arrived last.
     """
 
     __slots__ = (
@@ -72,11 +73,11 @@ class Liveness:
         self.due: float = now + interval_s
 
     def heard(self, now: float) -> None:
-        """Note that something arrived, then or later."""
+        """Note that bytes of the peer arrived at ``now``, unless later ones have."""
         self.heard_at = max(self.heard_at, now)
 
     def silence_s(self, now: float) -> float:
-        """Return how long the peer has been silent."""
+        """Return the seconds since bytes of the peer arrived."""
         return now - self.heard_at
 
     def hears(self, now: float) -> bool:
@@ -86,7 +87,9 @@ class Liveness:
         return now - self._asked_at < self._interval_s
 
     def look(self, now: float) -> LivenessVerdict:
-        """Judge the silence; call it when ``due`` has come."""
+        """Return what the peer's silence asks for; call it when ``due`` has come."""
+        # After: `due` lies ahead, by one interval at most. DEAD is returned only by a
+        # look that is on time, or that follows a late one which found silence too.
         if now < self.due:
             return LivenessVerdict.FINE
         late_s = now - self.due
@@ -106,14 +109,14 @@ class Liveness:
         return LivenessVerdict.DEAD
 
     def ping(self, now: float) -> int:
-        """Return the number of our next PING, which goes out now."""
+        """Count a PING that is sent now; return its number."""
         if self._sent == self._answered:
             self._asked_at = now
         self._sent += 1
         return self._sent & _NUMBER_MASK
 
     def pong_received(self, body: Ping) -> None:
-        """Handle PONG."""
+        """Handle PONG, which answers the oldest PING."""
         due, number = self._answered + 1, body.number
         if due > self._sent or number != due & _NUMBER_MASK:
             raise UnexpectedFrame(
@@ -123,10 +126,10 @@ class Liveness:
         self._asked_at = self.heard_at
 
     def ping_received(self, now: float) -> None:
-        """Handle PING; too many of them are an attack or a bug.
+        """Handle PING; raise if the peer sends too many of them.
 
-        Each second earns ten, whether they come or not: those that a peer sent while
-        nothing could pass arrive together.
+        Each second allows for ten more, and those not used are saved: the pings that a
+        peer has sent while the network passed nothing arrive together.
         """
         earned = (now - self._pings_left_at) * PINGS_PER_SECOND_MAX
         self._pings_left = min(self._pings_left + earned, PINGS_SAVED_MAX) - 1.0
@@ -138,19 +141,19 @@ class Liveness:
 
 
 class Keepalive:
-    """Watches how often this side speaks, and reminds it to when it has been silent.
+    """Decides when this side has to send a PING because it has sent nothing else.
 
-    A side that only receives says nothing of its own accord. If the other sends faster
-    than the wire carries, its pings wait behind megabytes of payload, no answer can
-    come in time, and it would take us for dead. So whoever has sent nothing for an
-    interval speaks first: the way back is free.
+    A side that only receives has nothing to send. If its peer sends faster than the
+    wire carries, the peer's pings wait behind megabytes of payload, no answer can come
+    in time, and the peer would take this side for dead. So a side that has sent nothing
+    for an interval sends a PING: its own direction is free.
 
-    The core is told how many frames were sent and not when. So it looks twice an
-    interval, and speaks when nothing was sent since the last look: after half an
+    The core knows how many frames were sent, and not when. So it looks twice an
+    interval, and sends when nothing was sent since the last look: after half an
     interval of silence at the earliest, after a whole one at the latest.
 
     Attributes:
-        due: When to look next.
+        due: When to call :meth:`is_due` next.
     """
 
     __slots__ = ("_frames_sent", "_period_s", "due")
@@ -165,7 +168,7 @@ class Keepalive:
         return frames_sent == self._frames_sent
 
     def is_due(self, now: float, frames_sent: int) -> bool:
-        """Tell whether to send something; call it when ``due`` has come."""
+        """Tell whether to send a PING now; call it when ``due`` has come."""
         if now < self.due:
             return False
         silent = frames_sent == self._frames_sent

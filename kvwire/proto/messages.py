@@ -1,4 +1,4 @@
-"""Tagged messages: who meets whom, in which order, and in whose memory.
+"""Tagged messages: how each meets a receive, in which order, and in which memory.
 
 A small message travels at once (MESSAGE) if the receiver has given credit for it. Any
 other is announced (ANNOUNCE), waits until a receive with memory for it is posted
@@ -6,12 +6,12 @@ other is announced (ANNOUNCE), waits until a receive with memory for it is poste
 per tag, in the order in which they came, so messages of one tag never overtake each
 other.
 
-A message that meets a posted receive lands straight in its memory. One that meets
-nobody is held, which is what the credit is for. A receive whose buffer is too small
-for the message at the head of its queue fails, and the message stays for a larger
-buffer. A receive without a buffer fails as well if the message is over its limit, and
-the message is refused: its sender is told, and the next receive meets the next message.
-Otherwise one announcement would fail every receive of its tag for ever.
+A small message that meets a posted receive lands straight in its memory. One that meets
+no receive is held; credit bounds how many are. A receive whose buffer is too small for
+the message at the head of its queue fails, and the message stays for a larger buffer. A
+receive without a buffer fails as well if the message is over its limit. Then the
+message is refused with FAIL, and the next receive meets the next message: otherwise one
+announcement would fail every receive of its tag for ever.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class UnreceivedMessage(msgspec.Struct, eq=False, kw_only=True):
         buffer: Where it is held; None if it was only announced.
         wire_id: Its request, if it was announced.
         whole: Whether all of it is here, or it was only announced.
-        error: Set if it arrived damaged; whoever takes it gets this.
+        error: Set if it arrived damaged: the error of the receive that takes it.
     """
 
     nbytes: int
@@ -107,27 +107,28 @@ class Messages:
     # --- sending ----------------------------------------------------------------------
 
     def eager_header(self, tag: int, nbytes: int, check: int | None) -> bytes | None:
-        """Return an eager message's header; None if it has to be announced.
+        """Return the header of a message to send at once; None without credit for it.
 
-        The message is over for its sender as soon as the link has its bytes. A
-        connection that is not open announces all of them, and refuses that.
+        The message is over for its sender as soon as the link has its bytes. If it is
+        None the message has to be announced, which a connection that is not open
+        refuses.
         """
         if nbytes > self._may_send_bytes or not self._send_credit.spend(nbytes):
             return None
         return self._framing.payload(_MESSAGE, nbytes, 0, 0, tag, check)
 
     def end_eager(self) -> None:
-        """Send no eager message any more: the connection is not open."""
+        """Make :meth:`eager_header` return None, since the connection is not open."""
         self._may_send_bytes = -1
 
     def announce(self, request: RequestRecord) -> None:
-        """Tell the receiver of a message that waits for its memory."""
+        """Send ANNOUNCE for a message that waits until its receiver has memory."""
         self._requests.start(request)
         body = Announce(tag=request.tag.to_bytes(8, "little"), nbytes=request.nbytes)
         self._outbox.send(FrameType.ANNOUNCE, body, request=request.wire_id)
 
     def ready_received(self, header: Header, body: Ready) -> None:
-        """Handle READY: the receiver has memory for what we announced."""
+        """Handle READY: the receiver has memory for a message we announced."""
         request = self._requests.find(header.request)
         if request is None:
             return
@@ -148,7 +149,7 @@ class Messages:
     # --- receiving --------------------------------------------------------------------
 
     def post(self, request: RequestRecord) -> None:
-        """Wait for the next message of a tag, or take one that waits already."""
+        """Post a receive, which takes a message of its tag now or when one comes."""
         self._requests.start(request)
         tag = request.tag
         if self._unwanted:
@@ -162,7 +163,7 @@ class Messages:
             self._meet(tag)
 
     def withdraw(self, request: RequestRecord) -> bool:
-        """Take back a receive that has not met its message; False if it has."""
+        """Withdraw a receive, and return True, unless it has met a message."""
         queue = self._posted.get(request.tag)
         if (
             request.state is not RequestStage.POSTED
@@ -178,7 +179,7 @@ class Messages:
     def discard(self, tag: int) -> int:
         """Drop the messages of a tag, now and until it is received again.
 
-        Returns how many were here or on their way.
+        Returns how many were here or under way.
         """
         if tag in self._posted:
             raise UsageError(
@@ -206,7 +207,7 @@ class Messages:
         return {tag: next(iter(queue)) for tag, queue in self._waiting.items()}
 
     def provide(self, request: RequestRecord, buffer: BufferId) -> None:
-        """Give a receive the memory it wanted for the message it has met."""
+        """Give a receive memory for the message that it has met."""
         if request.over:
             # It ended before its memory came: no link has seen the buffer.
             self._holds.retire(buffer)
@@ -215,7 +216,7 @@ class Messages:
         self._receive(request)
 
     def message_header(self, header: Header) -> ChunkArrival:
-        """Find a place for an eager message."""
+        """Return where the body of a MESSAGE goes: into a receive's memory, or held."""
         length, tag = header.length, header.offset
         if length > self._eager_bytes or header.request or header.segment:
             raise UnexpectedFrame(
@@ -224,6 +225,8 @@ class Messages:
                 f"or with a request number",
             )
         self._credit.arrived(length)
+        # Before: credit was spent for this message. After: a buffer is held for it, of
+        # a receive that it has met or of the queue, and `_arriving` knows which.
         # Messages of a tag are received in the order they were sent: straight into a
         # receive only where none waits before it.
         if tag not in self._waiting and (posted := self._posted.get(tag)):
@@ -248,7 +251,7 @@ class Messages:
         return arrival
 
     def message_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """Note an eager message that is all here."""
+        """Act on an eager message that has arrived."""
         error = None if intact else IntegrityError("the message arrived damaged")
         waiting = self._arriving.pop(arrival)
         if waiting is not None:
@@ -276,7 +279,7 @@ class Messages:
         self._requests.finish(request, in_use=True)
 
     def announced(self, header: Header, body: Announce) -> None:
-        """Handle ANNOUNCE: the peer has a large message for us."""
+        """Handle ANNOUNCE: a message of the peer waits for memory here."""
         wire_id = self._requests.admit(header.request)
         if len(self._announced) >= REQUESTS_MAX:
             raise FlowControlViolation(
@@ -303,7 +306,7 @@ class Messages:
             self._trim(tag)
 
     def refuse_announced(self) -> None:
-        """Refuse announced messages from now on, and tell their senders.
+        """Refuse announced messages, those that wait and those to come, with FAIL.
 
         Otherwise two sides that close at once would wait for each other's receives.
         """
@@ -313,17 +316,17 @@ class Messages:
             self._tell_refused(wire_id)
 
     def peer_closed(self) -> None:
-        """Forget announcements, keep what is here: nothing new comes."""
+        """Forget announcements, which cannot be answered; keep held messages."""
         for wire_id in list(self._announced):
             self.withdrawn(wire_id)
 
     @property
     def posted(self) -> list[RequestRecord]:
-        """Receives that have met no message; a snapshot."""
+        """Return the receives that have met no message; a snapshot."""
         return [request for queue in self._posted.values() for request in queue]
 
     def link_gone(self) -> None:
-        """Forget messages that will never be whole; those that are stay."""
+        """Forget messages of which bytes are missing; keep those that are whole."""
         for arrival, waiting in self._arriving.items():
             if waiting is None:
                 assert arrival.buffer is not None
@@ -336,14 +339,17 @@ class Messages:
         self._arriving.clear()
 
     def waits(self, tag: int, *, whole: bool) -> bool:
-        """Tell whether a message of this tag is here; ``whole``: all of it."""
+        """Tell whether a message of this tag is here, or all of one if ``whole``."""
         queue = self._waiting.get(tag)
         return queue is not None and (next(iter(queue)).whole or not whole)
 
     # --- matching ---------------------------------------------------------------------
 
     def _meet(self, tag: int) -> None:
-        """Bring the messages and the receives of one tag together, oldest first."""
+        """Match the messages and the receives of one tag, oldest first."""
+        # Each turn takes one receive. A message leaves the queue with it, or stays at
+        # its head if the receive was too small. After: there is no receive, no message,
+        # or the oldest message is still arriving.
         while tag in self._posted and (queue := self._waiting.get(tag)):
             waiting = next(iter(queue))
             # One that is still arriving keeps its place: a later one may not overtake
@@ -364,7 +370,7 @@ class Messages:
                 self._refuse(waiting, request)
 
     def _refuse(self, waiting: UnreceivedMessage, request: RequestRecord) -> None:
-        """Drop a message over the limit of a receive without a buffer."""
+        """Refuse a message that is over the limit of a receive without a buffer."""
         error = _too_large(waiting, request, "it was refused")
         if waiting.wire_id is None:
             self._taken(waiting.nbytes)
@@ -378,7 +384,7 @@ class Messages:
         self._requests.fail(request, error, held=held)
 
     def _drop(self, tag: int, waiting: UnreceivedMessage) -> None:
-        """Drop a message that nobody wants; its sender has its credit back."""
+        """Drop a message of a discarded tag, and give its credit back."""
         del self._waiting[tag][waiting]
         self._trim(tag)
         if waiting.wire_id is not None:
@@ -421,7 +427,7 @@ class Messages:
             self._nothing_to_move(request)
 
     def _nothing_to_move(self, request: RequestRecord) -> None:
-        """End an announced message of 0 bytes: both sides know it."""
+        """End an announced message of 0 bytes, of which nothing will arrive."""
         request.advance(RequestInput.MOVED)
         self._requests.finish(request)
 

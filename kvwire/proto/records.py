@@ -40,11 +40,11 @@ _UNMATCHED: Final = RequestId(0)
 
 
 class ChunkSet:
-    """Knows which chunks of one movement have come; needs no memory in order.
+    """Holds which chunks of a request have come; in order they need no memory.
 
-    A bitmap would be as long as the peer's number of bytes says, before one of them has
-    come. Here all below ``_next`` have come, and each number kept beyond it was paid
-    for with the payload of a whole chunk.
+    A bitmap would be as long as the peer's number of bytes asks for, before one of them
+    has come. Here all below ``_next`` have come, and for each number kept beyond it the
+    peer has sent the payload of a whole chunk.
     """
 
     __slots__ = ("_beyond", "_holes", "_next")
@@ -55,7 +55,7 @@ class ChunkSet:
         self._holes: set[int] = set()
 
     def note(self, number: int) -> bool:
-        """Note a chunk; False if it had come before."""
+        """Add a chunk; return False if it had come before."""
         if number in self._holes:
             self._holes.remove(number)
             return True
@@ -72,7 +72,7 @@ class ChunkSet:
         return True
 
     def forget(self, number: int) -> None:
-        """Remove a chunk that got lost with its lane: it may come again."""
+        """Remove a chunk that was lost with its lane, so that it may come again."""
         if number in self._beyond:
             self._beyond.remove(number)
         else:
@@ -80,21 +80,21 @@ class ChunkSet:
 
 
 class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
-    """Holds one movement of bytes, from this side's view. The core changes it.
+    """Holds one request: a movement of bytes, as this side sees it.
 
     Attributes:
-        kind: What it does.
+        kind: Which movement it is.
         wire_id: Its number on the wire; 0 for a RECV that has no match yet.
-        tag: Of a message.
+        tag: The tag of a message.
         buffer: Its memory; None for a RECV that was posted without any.
         base: Where in the buffer its bytes begin.
-        nbytes: How many; for a posted RECV, how many it could take.
+        nbytes: How many bytes it moves; for a posted RECV, how many it could take.
         region: The region it works on, for SERVE_PUT and SERVE_GET.
-        state: How far it is; of a new one, FIRST_STATE of its kind.
+        state: How far it is; FIRST_STATE of its kind to begin with.
         moved: Bytes handed to the link (sending) or verified (receiving).
         in_flight: Frames handed to the link that it still works on.
         arrived: Receiving: the chunks whose headers were seen.
-        confirmed: The peer's FIN came before our link said that all was sent.
+        confirmed: The peer's FIN came before our link was through with its bytes.
         over: Whether it is done or has failed.
         turn_bytes: What it may still send in this turn; below 0 it has sent too much.
         context: The front's own object for it.
@@ -118,7 +118,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     context: object = None
 
     def advance(self, event: RequestInput) -> None:
-        """Take one step of the table."""
+        """Go to the state that REQUEST_TRANSITIONS has for this input."""
         new = REQUEST_TRANSITIONS.get((self.kind, self.state, event))
         if new is None:
             raise UnexpectedFrame(
@@ -136,14 +136,15 @@ class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
     Attributes:
         request: The transfer.
         number: 1 for the first one marked.
-        box: Which part.
-        buffer: Its memory; None on the consumer until the front has given it.
+        box: The part of the cache that it is.
+        buffer: Its memory; None on the consumer until the front has placed it.
         moved: Bytes handed to the link (producer) or verified (consumer).
         in_flight: Chunks the link still works on.
         arrived: Consumer: one byte per chunk, 0 until its header has come.
         damaged: A chunk of it did not match its checksum.
         over: Landed, acknowledged, or damaged: nothing more happens to it.
-        unsaid: Producer: what its only chunk says of it; None if SEGMENT has.
+        unsaid: Producer: the mark that its only chunk will carry; None if SEGMENT was
+            sent instead.
     """
 
     request: RequestRecord
@@ -161,21 +162,21 @@ class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
 
 
 class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
-    """Holds what a transfer's request keeps beside the request itself.
+    """Holds the part of a transfer's request that other requests do not have.
 
     Attributes:
         id: The name both applications have given it.
         priority: Chunks of a higher one go first.
-        segments: By number.
-        open_segments: How many are not over.
-        sending_bytes: Producer: of those that the link is not through with.
+        segments: Every segment by its number.
+        open_segments: How many segments are not over.
+        sending_bytes: Producer: the bytes of segments that the link still works on.
         in_order: Producer: its chunks leave in the order in which they were marked.
-        unsaid: Producer: segments that their chunks have to say, in that order.
-        on_sent: Producer: called with each that is sent if no more than
-            ``on_sent_bytes`` are left; calls no core.
+        unsaid: Producer: segments whose chunks carry their marks, in that order.
+        on_sent: Producer: called when a segment was sent and no more than
+            ``on_sent_bytes`` are left. It may not call the core.
         committed: COMMIT was sent or received.
         acknowledge: Segments to name in the next SEGMENT_ACK.
-        damaged: Segments that arrived damaged; on the producer, once it is told.
+        damaged: Segments that arrived damaged; on the producer, after COMMIT_ACK.
     """
 
     id: bytes
@@ -208,9 +209,9 @@ class ChunkPlace(enum.Enum):
 
 
 class ChunkArrival(msgspec.Struct, eq=False):
-    """Tracks a frame whose header was accepted and whose body is under way.
+    """Holds a frame whose header was accepted and whose body is under way.
 
-    Its payload comes on the control link, or on a lane as the ``index``-th there.
+    Its payload comes on the control link, or as payload ``index`` of a lane.
     """
 
     place: ChunkPlace
@@ -239,7 +240,7 @@ def packed_mark(box: Box, commit: int) -> int | None:
 
 
 def read_mark(header: Header) -> SegmentBody:
-    """Return what MARKED_DATA says of its segment."""
+    """Return the mark that a MARKED_DATA header carries, as a SEGMENT has it."""
     mark, commit = header.offset, header.offset >> 62
     if commit > _COMMIT_MAX:
         raise MalformedFrame("KVW-TR-13", f"MARKED_DATA with commit {commit}")

@@ -1,4 +1,4 @@
-"""Registered memory, generations of it, and the grants a peer holds.
+"""Registered memory, its generations, and the grants of a peer to reach it.
 
 No address crosses the wire. A peer names a grant, a generation, an offset and a length,
 and shows the grant's token. A grant belongs to one connection, covers one byte range of
@@ -29,11 +29,11 @@ _TOKEN_FIELDS: Final = struct.Struct("<QQQQQB")
 
 @dataclass(slots=True, kw_only=True)
 class RegionRecord:
-    """Holds memory that peers may reach through grants.
+    """Holds registered memory, which peers may reach through grants.
 
     Attributes:
-        generation: Grants of an earlier one are stale.
-        open: False once closed; it never opens again.
+        generation: Counts revocations; grants from an earlier generation are stale.
+        open: Whether it is not closed; a closed one never opens again.
     """
 
     id: RegionId
@@ -82,7 +82,7 @@ class RegionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantRow:
-    """Holds one grant as its giver keeps it."""
+    """Holds one grant, on the side that gave it."""
 
     id: GrantId
     region: RegionRecord
@@ -107,7 +107,7 @@ class Grants:
     def give(
         self, region: RegionRecord, offset: int, nbytes: int | None, access: Access
     ) -> GrantRow:
-        """Allow the peer to reach ``[offset, offset + nbytes)``, or all from there."""
+        """Grant a range of a region, to the region's end if ``nbytes`` is None."""
         if not region.open:
             raise UsageError(f"region {region.id} is closed")
         offset, nbytes = _range_of(region, offset, nbytes)
@@ -143,7 +143,7 @@ class Grants:
         nbytes: int,
         access: Access,
     ) -> GrantRow:
-        """Decide about one access of the peer, which reads or writes.
+        """Return the grant that allows one access of the peer.
 
         Raises:
             AccessDenied: No such grant, wrong token, wrong direction, or out of range
@@ -164,7 +164,7 @@ class Grants:
         return row
 
     def _drop_dead(self) -> None:
-        """Forget rows whose region has moved on, before saying there is no room."""
+        """Forget stale grants, if there is no room for a new one."""
         if len(self._rows) < GRANTS_MAX:
             return
         self._rows = {
@@ -183,7 +183,7 @@ class Grants:
 
 
 def _range_of(region: RegionRecord, offset: int, nbytes: int | None) -> tuple[int, int]:
-    """Check the range that a caller wants to grant."""
+    """Return the range to grant, after checking that the region has it."""
     first = whole(offset)
     length = whole(region.nbytes - (first or 0) if nbytes is None else nbytes)
     if (

@@ -2,8 +2,8 @@
 
 Each side numbers the requests it starts (the client odd, the server even), one after
 the other and never twice the same. So any number is either open, or was open and is
-over, or was never given: frames for one that is over are late and are dropped, frames
-for one that was never given break the protocol.
+over, or was never given. A frame for a request that is over is late, and is dropped; a
+frame for a number that was never given breaks the protocol.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class RequestTable:
         return self._deadlines[0][0] if self._deadlines else None
 
     def start(self, request: RequestRecord) -> None:
-        """Keep a request of our own until it is over, and number it.
+        """Number a request of this side, and keep it until it is over.
 
-        A RECV gets the number of the message that it meets. What the peer has started
-        does not count: it cannot take our room.
+        A RECV gets the number of the message that it meets. Requests of the peer do not
+        count towards the limit.
 
         Raises:
             UsageError: It would be one more than the table holds.
@@ -103,10 +103,10 @@ class RequestTable:
         self._theirs[wire_id] = request  # bounded: REQUESTS_MAX
 
     def admit(self, wire_id: int) -> RequestId:
-        """Check the number of a request that the peer starts.
+        """Return the number of a request that the peer starts, after checking it.
 
         The peer may have forgotten a get whose last frame our link still works on, so
-        twice as many are let in as it may have open by its own count.
+        the limit is twice the number of requests that it may have open.
         """
         if wire_id != self._next_theirs:
             raise UnexpectedFrame(
@@ -177,10 +177,10 @@ class RequestTable:
         """End a request with an error; does nothing if it is over.
 
         Args:
-            request: Which one.
-            error: What its owner gets.
-            tell: What the peer is told, if it knows of the request.
-            held: A message that was held, and that nobody will take any more.
+            request: The request.
+            error: The error that its owner gets.
+            tell: The code of the FAIL to send; None sends none.
+            held: The buffer of a held message that it would have taken.
         """
         if request.over:
             return
@@ -190,17 +190,17 @@ class RequestTable:
         self.finish(request, error=error, held=held)
 
     def tell_failed(self, wire_id: int, code: WireCode, reason: str) -> None:
-        """Send FAIL for a request, open here or not."""
+        """Send FAIL for a request of this number, which need not be open here."""
         body = Fail(code=code, reason=sayable(reason))
         self._outbox.send(FrameType.FAIL, body, request=wire_id)
 
     def tell_done(self, request: RequestRecord) -> None:
-        """Send FIN: every byte of a put is in place."""
+        """Send FIN, since every byte of a put is in place."""
         body = Fin(nbytes=request.nbytes)
         self._outbox.send(FrameType.FIN, body, request=request.wire_id)
 
     def expire(self, now: float) -> list[RequestRecord]:
-        """Return the requests past their deadline; the caller fails them."""
+        """Return the requests past their deadline, for the caller to fail."""
         due = []
         while self._deadlines and self._deadlines[0][0] <= now:
             entry = heapq.heappop(self._deadlines)
@@ -210,7 +210,7 @@ class RequestTable:
 
     @staticmethod
     def expired(request: RequestRecord) -> DeadlineExceeded:
-        """Return the error of a request past its deadline."""
+        """Return the error for a request past its deadline, with how far it was."""
         what = request.kind.value
         if request.kind in (RequestKind.SEND, RequestKind.RECV):
             what += f" of tag {request.tag}"
@@ -236,5 +236,5 @@ class RequestTable:
 
 
 def _stands(entry: _Deadline) -> bool:
-    """Tell whether a deadline is still to be met."""
+    """Tell whether the request of a deadline is not over."""
     return not entry[2].over

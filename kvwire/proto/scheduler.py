@@ -1,17 +1,17 @@
-"""Whose turn it is: what sends the next chunk of a connection.
+"""Turns: which request of a connection sends its next chunk.
 
-A higher priority goes first. Within one priority whoever sends takes turns of
-``turn_bytes``, and who is new goes before who has had a turn already: a message or a
-short prompt beside eight long ones waits for what is on its way, and not for a turn of
-each. That must not starve the long ones when short ones never end, so between two new
-ones an old one has its turn. A lane may take more at once than is left of a turn; that
-is made up for by turns that are passed over. So everybody sends as many bytes as the
-others, in whatever pieces they lie.
+A higher priority goes first. Within one priority requests take turns of ``turn_bytes``,
+and a new request goes before those that have had a turn: a message or a short prompt
+beside eight long ones waits for the chunks under way, and not for a turn of each. The
+long ones must not starve when short ones never end, so between two new requests an old
+one has its turn. A lane may take more at once than is left of a turn; the request then
+loses later turns for it. So all requests send the same number of bytes, whatever the
+size of their pieces.
 
 A transfer has one turn, however many of its segments are marked, and sends them in the
 order of their marks: so its first layer arrives first, and a broken link leaves at most
-one segment half sent. One that has sent all that was marked is new again with its next
-layer, which somebody is waiting for.
+one segment half sent. A transfer that has sent all that was marked is new again with
+its next layer, since a consumer waits for it.
 
 The scheme is deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) with the new
 flows of FQ-CoDel (RFC 8290, section 4.2), but for the old one between two new ones.
@@ -34,11 +34,11 @@ _MOVING: Final = RequestStage.MOVING
 
 
 class Scheduler:
-    """Picks which mover of one connection sends next.
+    """Chooses the request, or segment of a request, that sends next.
 
     Attributes:
-        turn_bytes: What each may send in its turn.
-        count: Requests that have or wait for a turn, those that are over by now too.
+        turn_bytes: How many bytes a request may send in its turn.
+        count: Requests that have a turn or wait for one, including those now over.
     """
 
     __slots__ = ("_count_max", "_head", "_levels", "_segments", "count", "turn_bytes")
@@ -85,6 +85,8 @@ class Scheduler:
 
     def head(self) -> Mover | None:
         """Return the mover whose turn it is, after removing those that are over."""
+        # After: `_head` is the place of the request returned, for `sent`; requests that
+        # were over before it are out of the turns.
         for level in self._levels:
             while level.new or level.old:
                 take_old = level.old and (level.old_turn_due or not level.new)
@@ -104,7 +106,12 @@ class Scheduler:
         return None
 
     def sent(self, length: int) -> None:
-        """Charge the mover whose turn it is for so many bytes."""
+        """Charge the mover whose turn it is for ``length`` bytes.
+
+        Before: ``head`` has returned it, and ``moved`` counts these bytes already.
+        After: it keeps its turn, or its request stands at the end of the old ones, or
+        is out of the turns because it has sent everything.
+        """
         assert self._head is not None
         level, turn = self._head
         request = turn[0]
@@ -137,14 +144,15 @@ class Scheduler:
         self._segments.clear()
 
     def _left(self, request: RequestRecord) -> None:
-        """Forget a request that is over, and the segments of a transfer."""
+        """Forget a request that has left its turn, and its segments."""
         self.count -= 1
         self._segments.pop(request, None)
 
     def _drop_dead(self) -> None:
-        """Forget requests that are over: a link that takes nothing never meets them.
+        """Forget requests that are over.
 
-        Otherwise a peer that asks, cancels and never reads would make the turns grow.
+        ``head`` does so only while the link takes chunks: a peer that asks, cancels and
+        never reads would make the turns grow.
         """
         for level in self._levels:
             for turn in (level.new, level.old):
@@ -160,9 +168,9 @@ class _Level:
     """Queues the requests of one priority.
 
     Attributes:
-        new: Those that have not had a turn since they came.
-        old: Those that have.
-        old_turn_due: The next turn is an old one's.
+        new: Requests that have not had a turn since they came.
+        old: Requests that have had one.
+        old_turn_due: Whether the next turn is for an old one.
     """
 
     __slots__ = ("new", "old", "old_turn_due", "priority")

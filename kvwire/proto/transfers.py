@@ -1,15 +1,15 @@
 """KV transfers: a request whose bytes are marked, moved and landed segment by segment.
 
 The frames in their order are in ``docs/topics/protocol-kv-transfers.md``. A
-*description* is what one side says of its cache and blocks; the core carries it and
-does not read it. A *box* is five numbers that name a part of the canonical byte order;
-the front checks them against its plan before it gives the segment memory. Segments are
+*description* describes the cache and blocks of one side; the core carries it and does
+not read it. A *box* is five numbers that name a part of the canonical byte order; the
+front checks them against its plan before it gives the segment memory. Segments are
 numbered from 1 in the order of their marks, and their chunks may arrive in any order.
 
 SEGMENT always precedes the segment's DATA on the same link, COMMIT follows every
-SEGMENT, and COMMIT_ACK is only sent when everything marked has landed or was found
-damaged. So a producer that has COMMIT_ACK knows exactly what the consumer has, and a
-consumer never takes a prefix of a transfer for all of it.
+SEGMENT, and COMMIT_ACK is only sent when every marked segment has landed or was found
+damaged. So a producer that has COMMIT_ACK knows exactly which segments the consumer
+has, and a consumer never takes a prefix of a transfer for all of it.
 """
 
 from __future__ import annotations
@@ -75,14 +75,15 @@ _MOVING = RequestStage.MOVING
 
 
 class Transfers:
-    """Runs the KV transfers of one connection, asked and answered.
+    """Runs the KV transfers of one connection, whichever side has opened them.
 
     Attributes:
-        last_words: Requests whose FIN waits for a frame that it can ride on.
-        only_link: The control link carries all payload.
-        unacknowledged: Those with segments that :meth:`acknowledge` will name.
-        unhurried: Those that wait for more segments, or for :meth:`speak`.
-        records: What is kept of each transfer until :meth:`forget`.
+        last_words: Requests whose FIN waits to be a part of the next OPEN or AGREE.
+        only_link: Whether the control link carries all payload.
+        unacknowledged: Requests whose landed segments :meth:`acknowledge` names.
+        unhurried: Requests whose landed segments wait for more of them, or for
+            :meth:`speak`.
+        records: The record of each transfer until :meth:`forget`.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Transfers:
     def open(
         self, request: RequestRecord, transfer: TransferRecord, description: bytes
     ) -> None:
-        """Ask the peer for a transfer."""
+        """Send OPEN, and wait for the peer's answer."""
         if len(self._asked) >= TRANSFERS_WAITING_MAX and not _room(self._asked):
             raise UsageError(
                 f"{TRANSFERS_WAITING_MAX} transfers wait for an answer of this peer "
@@ -134,7 +135,7 @@ class Transfers:
         self._outbox.send(FrameType.OPEN, body, request=request.wire_id)
 
     def agree(self, request: RequestRecord, description: bytes) -> None:
-        """Answer the peer's OPEN: from now on segments move."""
+        """Send AGREE to the peer's OPEN; from now on segments move."""
         if request.over:
             return
         self._unanswered.pop(request, None)
@@ -192,10 +193,13 @@ class Transfers:
         nbytes: int,
         commit: int = 0,
     ) -> SegmentRecord:
-        """Send a part of the cache whose bytes will not change any more.
+        """Queue a part of the cache for sending; its bytes change no more.
 
-        ``commit`` says that it is the last one, as SEGMENT does.
+        ``commit`` is as in SEGMENT: above 0, this is the last segment.
         """
+        # Before: `unsaid` has, in order, the segments marked last whose SEGMENT was not
+        # sent. After: either this one joins them, or none is left and SEGMENT was sent
+        # for each. So marks reach the consumer in the order of their numbers.
         transfer = self.records[request]
         assert request.state is RequestStage.MOVING
         assert not transfer.committed
@@ -226,7 +230,7 @@ class Transfers:
         return segment
 
     def sent(self, segment: SegmentRecord) -> None:
-        """Note a whole segment that the link is through with."""
+        """Note a segment that the link is through with."""
         transfer = self.records[segment.request]
         transfer.sending_bytes -= segment.nbytes
         on_sent = transfer.on_sent
@@ -236,7 +240,7 @@ class Transfers:
             self.settle(segment.request)
 
     def commit(self, request: RequestRecord, *, complete: bool) -> None:
-        """Commit: nothing more is marked; ``complete`` if that is everything."""
+        """Send COMMIT: nothing more is marked. ``complete`` means all of it was."""
         transfer = self.records[request]
         transfer.committed = True
         _say_marks(self._outbox, transfer)
@@ -245,7 +249,7 @@ class Transfers:
         self.settle(request)
 
     def said(self, chunk: Chunk) -> int | None:
-        """Return what a chunk that leaves says of its segment; None if it says none."""
+        """Return the mark that the header of a leaving chunk carries; None if none."""
         segment = chunk.mover
         assert isinstance(segment, SegmentRecord)
         mark, segment.unsaid = segment.unsaid, None
@@ -254,7 +258,7 @@ class Transfers:
         return mark
 
     def landed_received(self, header: Header, body: SegmentAck) -> None:
-        """Handle SEGMENT_ACK: the consumer has these segments."""
+        """Handle SEGMENT_ACK, which names segments that the consumer has."""
         request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
@@ -273,11 +277,14 @@ class Transfers:
         )
 
     def settled(self, header: Header, body: CommitAck) -> None:
-        """Handle COMMIT_ACK: all marked segments landed, but for these."""
+        """Handle COMMIT_ACK: all segments have landed, except those it names."""
         request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
         transfer = self.records[request]
+        # Before: some segments are open. After: each is over, and `damaged` has those
+        # that COMMIT_ACK names. It may only name segments that were sent whole and not
+        # acknowledged, so the peer cannot make memory count as landed, or lost, twice.
         known = transfer.committed and not request.confirmed
         damaged: list[int] = []
         landed: list[int] = []
@@ -306,7 +313,7 @@ class Transfers:
             )
 
     def settle(self, request: RequestRecord) -> None:
-        """Take the producer's last steps once they are due."""
+        """Advance a committed transfer that the link is through with to its end."""
         transfer = self.records[request]
         if not transfer.committed or transfer.sending_bytes:
             return
@@ -319,9 +326,9 @@ class Transfers:
     # --- the consumer -----------------------------------------------------------------
 
     def marked(self, header: Header, body: SegmentBody) -> SegmentRecord | None:
-        """Handle SEGMENT: the front gives the segment memory now.
+        """Handle SEGMENT: report the segment, for which the front finds memory.
 
-        None if the transfer is over.
+        Returns None if the transfer is over.
         """
         request = self._requests.find(header.request)
         if request is None:
@@ -351,7 +358,7 @@ class Transfers:
         return segment
 
     def marked_data(self, header: Header) -> ChunkArrival:
-        """Handle MARKED_DATA: SEGMENT, and all of its bytes."""
+        """Handle the header of MARKED_DATA, which is a SEGMENT and its only DATA."""
         if self._sealed:
             raise UnexpectedFrame("KVW-TR-13", "MARKED_DATA on this connection")
         if header.length > self._chunk_bytes:
@@ -365,7 +372,7 @@ class Transfers:
         return ChunkArrival(place, plain, segment=segment)
 
     def marked_place(self, arrival: ChunkArrival) -> ChunkArrival:
-        """Say where a body goes whose place was MARKED; the events come first."""
+        """Return where the body of MARKED_DATA goes, once the front has placed it."""
         segment = arrival.segment
         assert segment is not None
         if self._outbox.shut or segment.request.over:
@@ -375,7 +382,7 @@ class Transfers:
         return self._chunks.land(arrival.header, segment.buffer, 0, segment=segment)
 
     def place(self, segment: SegmentRecord, buffer: BufferId) -> None:
-        """Give a marked segment its memory."""
+        """Give a marked segment memory."""
         if segment.request.over:
             self._holds.retire(buffer)
             return
@@ -411,7 +418,7 @@ class Transfers:
         self._requests.finish(request)
 
     def data_header(self, header: Header) -> ChunkArrival:
-        """Find the place of a chunk of a segment."""
+        """Return where the body of a segment's DATA goes."""
         request = self._requests.find(header.request)
         if request is None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
@@ -429,7 +436,9 @@ class Transfers:
         return self._chunks.land(header, segment.buffer, header.offset, segment=segment)
 
     def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """Note a chunk of a segment that is in place."""
+        """Count a segment's chunk that is in place, or mark the segment damaged."""
+        # Before: the arrival holds the buffer. After: it does not, and the segment that
+        # has all its bytes is over: acknowledged if whole, else named by COMMIT_ACK.
         segment = arrival.segment
         assert segment is not None
         # First, whatever became of the transfer: its memory drains by this hold.
@@ -464,7 +473,7 @@ class Transfers:
             due[request] = None  # bounded: REQUESTS_MAX
 
     def acknowledge(self) -> None:
-        """Send SEGMENT_ACK for what has landed since the last time."""
+        """Send SEGMENT_ACK for the segments that have landed since the last one."""
         for request in self.unacknowledged:
             self._send_landed(request, self.records[request])
         self.unacknowledged.clear()
@@ -472,14 +481,14 @@ class Transfers:
     # --- both -------------------------------------------------------------------------
 
     def speak(self) -> None:
-        """Say all that waits for a frame that it can ride on, or for more."""
+        """Send every FIN and SEGMENT_ACK that was held back."""
         self.say_last_words()
         self.unacknowledged |= self.unhurried
         self.unhurried.clear()
         self.acknowledge()
 
     def say_last_words(self) -> None:
-        """Send each FIN that waits in a frame of its own."""
+        """Send each FIN that was held back, in a frame of its own."""
         for wire_id in self._take_last_words():
             self._outbox.send(FrameType.FIN, Fin(nbytes=0), request=wire_id)
 
@@ -488,7 +497,7 @@ class Transfers:
         return taken
 
     def _confirm(self, done: tuple[int, ...]) -> None:
-        """Take each of these for a FIN."""
+        """End the transfers that the ``done`` of an OPEN or AGREE names, as FIN does."""
         for wire_id in done:
             request = self._requests.find(wire_id)
             if request is None:
@@ -501,11 +510,11 @@ class Transfers:
 
     @property
     def unanswered(self) -> list[RequestRecord]:
-        """Return the transfers the peer has opened and nobody answered."""
+        """Return the transfers of the peer that wait for an answer of this side."""
         return [request for request in self._unanswered if not request.over]
 
     def forget(self, request: RequestRecord) -> list[BufferId]:
-        """Forget a transfer that is over; retire its buffers and name them."""
+        """Forget a transfer that is over; retire its buffers and return them."""
         assert request.over
         buffers = self.retire(request)
         self.records.pop(request, None)
@@ -516,7 +525,7 @@ class Transfers:
         return buffers
 
     def retire(self, request: RequestRecord) -> list[BufferId]:
-        """Name the buffers of a transfer, whose memory nobody needs more."""
+        """Retire the buffers of a transfer, which needs them no more; return them."""
         transfer = self.records.get(request)
         segments = () if transfer is None else transfer.segments.values()
         buffers = [s.buffer for s in segments if s.buffer is not None]
@@ -539,7 +548,7 @@ class Transfers:
     def _finish_incoming(
         self, request: RequestRecord, transfer: TransferRecord
     ) -> None:
-        """Send COMMIT_ACK: all that was marked has landed."""
+        """Send COMMIT_ACK, since no marked segment is under way any more."""
         transfer.acknowledge = []  # COMMIT_ACK says it
         if len(transfer.damaged) > SETTLED_MAX:
             error = IntegrityError(f"{len(transfer.damaged)} segments arrived damaged")
@@ -575,7 +584,7 @@ def _wrong_kind(header: Header, request: RequestRecord) -> UnexpectedFrame:
 
 
 def _room(waiting: dict[RequestRecord, None]) -> bool:
-    """Tell whether one more transfer may wait; those that move wait no more."""
+    """Tell whether one more transfer may wait, after removing those that move."""
     for request in list(waiting):
         if request.state is not RequestStage.POSTED:
             del waiting[request]

@@ -1,9 +1,9 @@
 """The bodies of control frames: msgspec arrays with every number's range spelled out.
 
-The type stands in the frame's header, so a body carries no tag. Fields are numbered by
-position: new ones go to the end and have defaults, old readers ignore them. The
-request a frame speaks of is in its header. No field is a view of the receive buffer,
-and none can hold a container of unknown element type.
+The frame's header has the type, so a body carries no tag; it also has the number of the
+request. Fields are known by their position: a minor version adds fields at the end,
+with defaults, and readers skip fields beyond those they know. No field is a view of the
+receive buffer, and none can hold a container of unknown element type.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ class BackendOffer(Body, array_like=True, frozen=True, gc=False):
 
 
 class TransportOffer(Body, array_like=True, frozen=True, gc=False):
-    """OFFER: the client's name, transports by preference, facts that must agree.
+    """OFFER: the client's name, its transports by preference, and its profile.
 
-    ``resumes`` names the connection that this one takes the place of, if it does.
+    ``resumes`` names the connection that this one replaces; it is empty if there is
+    none.
     """
 
     name: Name
@@ -82,9 +83,10 @@ class TransportOffer(Body, array_like=True, frozen=True, gc=False):
 
 
 class HandshakeVerdict(Body, array_like=True, frozen=True, gc=False):
-    """Gives the server's decision about one transport.
+    """Holds the server's decision about one transport.
 
-    ``possible`` ones carry the data if none before them in the list comes up.
+    If the transport that is taken fails to connect, the next ``possible`` one in the
+    list is tried.
     """
 
     name: Name
@@ -94,7 +96,7 @@ class HandshakeVerdict(Body, array_like=True, frozen=True, gc=False):
 
 
 class TransportChoice(Body, array_like=True, frozen=True, gc=False):
-    """CHOICE: the server's name and verdicts; at most one transport is taken."""
+    """CHOICE: the server's name, verdicts and profile; at most one verdict takes."""
 
     name: Name
     verdicts: Annotated[tuple[HandshakeVerdict, ...], Meta(max_length=2 * BACKENDS_MAX)]
@@ -104,26 +106,26 @@ class TransportChoice(Body, array_like=True, frozen=True, gc=False):
 
 
 class Ping(Body, array_like=True, frozen=True, gc=False):
-    """PING and PONG: the answer repeats the number."""
+    """PING and PONG: a number, which the PONG repeats."""
 
     number: U32
 
 
 class Close(Body, array_like=True, frozen=True, gc=False):
-    """CLOSE: the sender starts nothing new and has nothing more to deliver."""
+    """CLOSE: the sender starts nothing new, and has delivered what it had begun."""
 
     code: U16
 
 
 class Credit(Body, array_like=True, frozen=True, gc=False):
-    """CREDIT: room for so many more eager messages and bytes."""
+    """CREDIT: how many more eager messages and bytes the sender of them may send."""
 
     messages: Annotated[int, Meta(ge=1, le=2**20)]
     nbytes: Annotated[int, Meta(ge=0, le=EAGER_WINDOW_BYTES_MAX)]
 
 
 class LaneOpen(Body, array_like=True, frozen=True, gc=False):
-    """LANE_OPEN: the client asks for a lane, the server answers with its endpoint."""
+    """LANE_OPEN: asks for a lane, or answers; has the bootstrap of an endpoint."""
 
     lane: LaneNumber
     backend: Name
@@ -131,16 +133,16 @@ class LaneOpen(Body, array_like=True, frozen=True, gc=False):
 
 
 class LaneReady(Body, array_like=True, frozen=True, gc=False):
-    """LANE_READY: the lane is up on both sides; of lane 0: the first choice is made."""
+    """LANE_READY: the lane is open on both sides; lane 0 ends the initial set."""
 
     lane: Annotated[int, Meta(ge=0, le=LANE_NUMBER_MAX)]
 
 
 class LaneClose(Body, array_like=True, frozen=True, gc=False):
-    """LANE_CLOSE: the sender's endpoint of a lane is gone, or never came.
+    """LANE_CLOSE: the sender's endpoint of a lane has ended, or never began.
 
-    Of the ``seen`` payloads that were announced for the lane so far, those numbered in
-    ``missed`` have not arrived and all others have.
+    The sender has received ``seen`` announcements for this lane. The payloads numbered
+    in ``missed`` have not arrived, and all others of those have.
     """
 
     lane: LaneNumber
@@ -157,7 +159,7 @@ class LaneAck(Body, array_like=True, frozen=True, gc=False):
 
 
 class LaneData(Body, array_like=True, frozen=True, gc=False):
-    """LANE_DATA: a chunk whose payload travels on a lane; else as DATA."""
+    """LANE_DATA: announces a chunk whose payload travels on a lane."""
 
     lane: LaneNumber
     segment: U32
@@ -168,20 +170,20 @@ class LaneData(Body, array_like=True, frozen=True, gc=False):
 
 
 class Announce(Body, array_like=True, frozen=True, gc=False):
-    """ANNOUNCE: a message too large to travel unasked waits for a READY."""
+    """ANNOUNCE: the tag and size of a message, which waits for READY."""
 
     tag: Tag8
     nbytes: Bytes
 
 
 class Ready(Body, array_like=True, frozen=True, gc=False):
-    """READY: the receiver has memory for all of an announced message."""
+    """READY: the receiver of an announced message has memory for all of it."""
 
     nbytes: Bytes
 
 
 class AccessBody(Body, array_like=True, frozen=True, gc=False):
-    """PUT and GET: a byte range of a grant, and the proof that it was granted."""
+    """PUT and GET: a byte range of a grant, and the token that proves the grant."""
 
     grant: U63
     generation: U63
@@ -191,7 +193,7 @@ class AccessBody(Body, array_like=True, frozen=True, gc=False):
 
 
 class Fin(Body, array_like=True, frozen=True, gc=False):
-    """FIN: every byte of a put is where it belongs."""
+    """FIN: every byte of a put is in place, or a producer has COMMIT_ACK."""
 
     nbytes: Bytes
 
@@ -204,9 +206,10 @@ class Fail(Body, array_like=True, frozen=True, gc=False):
 
 
 class Open(Body, array_like=True, frozen=True, gc=False):
-    """OPEN: a KV transfer by the name both applications know.
+    """OPEN: asks for a KV transfer by the name that both applications know.
 
-    ``done`` names requests of other transfers, for each of which it stands for a FIN.
+    ``done`` has the numbers of requests, other transfers, of which each gets a FIN by
+    this frame.
     """
 
     id: TransferId
@@ -217,16 +220,16 @@ class Open(Body, array_like=True, frozen=True, gc=False):
 
 
 class Agree(Body, array_like=True, frozen=True, gc=False):
-    """AGREE: the answer to OPEN; ``done`` as there."""
+    """AGREE: the answer to OPEN; ``done`` is as in OPEN."""
 
     description: Description
     done: LastWords = ()
 
 
 class SegmentBody(Body, array_like=True, frozen=True, gc=False):
-    """SEGMENT: the next one; its box is (group, layer, layers, granule, granules).
+    """SEGMENT: marks a segment; its box is (group, layer, layers, granule, granules).
 
-    It stands for a COMMIT as well if ``commit`` is 1, or 2 for a complete one.
+    With ``commit`` 1 it is also a COMMIT, and with 2 a complete COMMIT.
     """
 
     number: Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
@@ -244,14 +247,14 @@ class SegmentAck(Body, array_like=True, frozen=True, gc=False):
 
 
 class Commit(Body, array_like=True, frozen=True, gc=False):
-    """COMMIT: so many segments were marked; ``complete`` if they are everything."""
+    """COMMIT: the number of segments marked; ``complete`` if nothing is left out."""
 
     segments: Annotated[int, Meta(ge=0, le=SEGMENTS_MAX)]
     complete: bool
 
 
 class CommitAck(Body, array_like=True, frozen=True, gc=False):
-    """COMMIT_ACK: everything marked has landed, but for segments that came damaged."""
+    """COMMIT_ACK: every segment has landed, except those here, which came damaged."""
 
     damaged: Annotated[tuple[SegmentNumber, ...], Meta(max_length=SETTLED_MAX)]
 
@@ -304,6 +307,6 @@ def decode_body(frame_type: int, data: bytes | bytearray | memoryview) -> Body:
 
 
 def narrowed(body: Body, cls: type[B]) -> B:
-    """Return the body as its own type; a mismatch is our bug, not the peer's."""
+    """Return a body as the type that its frame has; another one is a bug of ours."""
     assert isinstance(body, cls), (body, cls)
     return body

@@ -1,8 +1,9 @@
 """The four fixed messages of the handshake, 256 bytes each with their header.
 
-Nothing in them has a length of its own, so nothing of unknown size is parsed before the
-peer has proved itself, and the answer is never longer than the question. Unused bytes
-are zero, and a byte that is not is refused: a field added later needs a new version.
+Every field has a fixed size, so nothing of unknown size is parsed before the peer has
+proved itself, and ACCEPT is never longer than HELLO. Unused bytes are zero, and any
+other value is refused: a field added later needs a new version. Every version keeps the
+size, the magic, and the place of the version numbers in HELLO and REFUSE.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ def version_mismatch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionParameters:
-    """Holds the limits that a side allows; the smaller of two holds.
+    """Holds the limits of one side of a connection.
 
     Attributes:
         chunk_bytes: Most payload bytes in one DATA frame.
         eager_bytes: Most payload bytes in one MESSAGE frame.
-        window_bytes: Eager bytes this side holds for messages nobody asked for yet.
+        window_bytes: Bytes of eager messages that this side holds until they are
+            received.
         window_messages: How many such messages it holds.
         features: A bit for each addition of a later minor version; both sides use
             what both have set. This version knows none.
@@ -95,9 +97,9 @@ class ConnectionParameters:
 
 
 class _Fixed:
-    """Defines the base of messages whose fields follow the magic in their order.
+    """The base of the four messages: the magic, then the fields in their order.
 
-    The role of the sender stands before the trust mode, where a message has one.
+    A message with a role has the sender's role in front of the trust mode.
     """
 
     __slots__ = ()
@@ -136,7 +138,7 @@ class _Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(_Fixed):
-    """Opens the handshake, client to server: who I am and what I speak."""
+    """HELLO, the client's first message: its versions, limits and nonce."""
 
     _layout = struct.Struct("<8sHHBBIIIIQ16s16s32s")
     _role = Role.CLIENT
@@ -157,9 +159,9 @@ class Hello(_Fixed):
 
     @staticmethod
     def versions(body: bytes) -> VersionRange:
-        """Read only which versions the client speaks.
+        """Read the version numbers and nothing else.
 
-        The rest may mean something else in versions that this side does not speak.
+        The rest may have another meaning in versions that this side does not speak.
         """
         low, high = _VERSIONS.unpack_from(_magical(body), len(MAGIC))
         if not 1 <= low <= high:
@@ -169,7 +171,7 @@ class Hello(_Fixed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept(_Fixed):
-    """Answers HELLO, server to client: what we speak, and the server's proof."""
+    """ACCEPT, the server's answer: the version, its limits, nonce and proof."""
 
     _layout = struct.Struct("<8sHBBIIIIQ16s32s32s")
     _role = Role.SERVER
@@ -184,7 +186,7 @@ class Accept(_Fixed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirm(_Fixed):
-    """Ends the proofs, client to server: the client's proof."""
+    """CONFIRM, the client's proof."""
 
     _layout = struct.Struct("<8s32s")
 
@@ -193,7 +195,7 @@ class Confirm(_Fixed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse(_Fixed):
-    """Refuses, as a side's last message: a code, and what it would have spoken."""
+    """REFUSE, a side's last message: a code, and the versions and trust it has."""
 
     _layout = struct.Struct("<8sHHHB")
 
@@ -204,7 +206,7 @@ class Refuse(_Fixed):
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Read a body; of a peer of other versions only which ones it speaks."""
+        """Read a body, of which only the versions count if the code is VERSION."""
         (code,) = _CODE.unpack_from(_magical(body), len(MAGIC))
         if code == WireCode.VERSION:
             known = len(MAGIC) + _CODE.size + _VERSIONS.size
@@ -217,7 +219,7 @@ _VERSIONS: Final = struct.Struct("<HH")
 
 
 def _magical(body: bytes) -> bytes:
-    """Return a body that has the size and the magic of every version."""
+    """Return a body after checking its size and magic, which no version changes."""
     if len(body) != HANDSHAKE_BODY_BYTES:
         raise MalformedFrame("KVW-HS-01", f"handshake message of {len(body)} bytes")
     if not body.startswith(MAGIC):

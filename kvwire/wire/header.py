@@ -55,7 +55,7 @@ _crc32: Final = zlib.crc32
 
 
 class FrameType(enum.IntEnum):
-    """Names what a frame is. Values are never reused; unknown ones are refused."""
+    """Names the types of frames. Values are never reused; unknown ones are refused."""
 
     HELLO = 0x01
     ACCEPT = 0x02
@@ -141,7 +141,7 @@ _ALLOWED: Final = {
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Holds a decoded header; the fields are those of the table above."""
+    """Holds a decoded header, with the fields of the table above."""
 
     type: int
     flags: int
