@@ -497,7 +497,7 @@ class Transfers:
         return taken
 
     def _confirm(self, done: tuple[int, ...]) -> None:
-        """End the transfers that the ``done`` of an OPEN or AGREE names, as FIN does."""
+        """End the transfers that ``done`` of OPEN or AGREE names, as FIN would."""
         for wire_id in done:
             request = self._requests.find(wire_id)
             if request is None:
