@@ -158,29 +158,6 @@ async def run_to_completion(work: Awaitable[T]) -> T:
         del future, work, cancelled
 
 
-class Backoff:
-    """Draw pauses at random below a limit that doubles, up to a last one.
-
-    So peers that lost the same server do not return at the same moment, and an absent
-    server is tried less and less often. A pause is at least half of the limit, since no
-    pause would not help.
-    """
-
-    def __init__(self, first_s: float, last_s: float) -> None:
-        self._first_s = self._limit_s = first_s
-        self._last_s = last_s
-
-    def pause_s(self) -> float:
-        """Return how long to wait; the next wait may be twice as long."""
-        limit_s = self._limit_s
-        self._limit_s = min(2 * self._limit_s, self._last_s)
-        return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
-
-    def reset(self) -> None:
-        """Start with the first limit again, after a long enough success."""
-        self._limit_s = self._first_s
-
-
 class Upkeep:
     """Keep track of whether something is away, why, and when to try it again.
 
@@ -294,10 +271,18 @@ class Upkeep:
         """Whether the task of :meth:`start` is running."""
         return self._task is not None and not self._task.done()
 
-    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run work in a task, unless the last one still runs."""
-        if not self.running:
+    def start(
+        self, work: Callable[[], Coroutine[Any, Any, None]]
+    ) -> asyncio.Task[None]:
+        """Run work in a task, unless the last one still runs; return the task."""
+        if self._task is None or self._task.done():
             self._task = start_task(work())
+        return self._task
+
+    def cancel(self) -> None:
+        """Cancel the task."""
+        if self._task is not None:
+            self._task.cancel()
 
     async def close(self) -> None:
         """End the task.

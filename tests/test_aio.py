@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvwire import Instant, UsageError, aio
-from kvwire.aio import Backoff, run_to_completion
+from kvwire.aio import run_to_completion
 from tests.support.scopes import in_scope
 
 
@@ -83,18 +80,6 @@ def test_what_is_no_number_of_seconds(seconds: Any) -> None:
     said = f"lease_s={seconds!r}: a number of seconds above 0"
     with pytest.raises(UsageError, match=said):
         aio.seconds_of("lease_s", seconds)
-
-
-@given(st.integers(0, 2**32), st.floats(0.01, 10), st.integers(0, 12))
-def test_each_pause_is_within_a_limit_that_doubles(
-    seed: int, first_s: float, doublings: int
-) -> None:
-    random.seed(seed)
-    last_s = first_s * 2**doublings
-    backoff = Backoff(first_s, last_s)
-    for number in range(doublings + 5):
-        limit_s = min(first_s * 2**number, last_s)
-        assert limit_s / 2 <= backoff.pause_s() <= limit_s
 
 
 async def test_what_is_cancelled_is_finished_first() -> None:

@@ -77,7 +77,7 @@ class Membership:
         return directory
 
     @property
-    def trouble(self) -> str:
+    def reason(self) -> str:
         """Return why the directory cannot be watched; empty while it can."""
         return "" if self._directory is None else self._directory.reason
 

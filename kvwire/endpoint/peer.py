@@ -20,7 +20,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Final, Unpack, overload
 
-from kvwire.aio import Backoff, LoopThread, absolute, start_task
+from kvwire.aio import LoopThread, Upkeep, absolute, start_task
 from kvwire.backend import Payload
 from kvwire.directory import Change, ChangeKind, Record, Selector
 from kvwire.endpoint.connection import Connection, check_size, checked_tag
@@ -97,7 +97,7 @@ class Peer:
         # Whose connection it is; None once that member has left.
         self._record: Record | None = None
         self._failures: dict[str, int] = {}
-        self._reason = ""
+        self._upkeep = Upkeep(REDIAL_S, PEER_REDIAL_S_MAX)
         self._dialling: asyncio.Task[None] | None = None
         self._found: asyncio.Future[Connection] | None = None
         self._waiting = 0
@@ -332,7 +332,7 @@ class Peer:
                 if not limit.expired():
                     raise
                 raise DeadlineExceeded(
-                    f"no connection in time to peer {self._where!r}: {self._trouble}"
+                    f"no connection in time to peer {self._where!r}: {self._reason}"
                 ) from None
             del self._unposted[request]
             connection._adopt(request)
@@ -349,7 +349,7 @@ class Peer:
     # --- for its requests, as RequestOwner --------------------------------------------
 
     def _describe(self, request: Request[Any]) -> str:
-        return f"waits for a connection to peer {self._where!r}: {self._trouble}"
+        return f"waits for a connection to peer {self._where!r}: {self._reason}"
 
     def _cancel(self, request: Request[Any]) -> None:
         self._unpost(request)
@@ -385,8 +385,8 @@ class Peer:
         if (connection := self.connection) is not None:
             return connection
         if self._found is None:
-            self._reason = ""
             self._found = asyncio.get_running_loop().create_future()
+            self._upkeep = Upkeep(REDIAL_S, PEER_REDIAL_S_MAX)
             self._dialling = start_task(self._dial(self._found))
         found, self._waiting = self._found, self._waiting + 1
         patience_s = self._services.config.handshake_timeout_s
@@ -395,7 +395,7 @@ class Peer:
                 return await asyncio.shield(found)
         except TimeoutError:
             raise ConnectError(
-                f"peer {self._where!r}: none in {patience_s:g} s; {self._trouble}",
+                f"peer {self._where!r}: none in {patience_s:g} s; {self._reason}",
                 address=self._where,
             ) from None
         finally:
@@ -404,11 +404,11 @@ class Peer:
                 self._end_dialling()
 
     @property
-    def _trouble(self) -> str:
+    def _reason(self) -> str:
         """Return why there is no connection."""
-        if self._reason or self._selector is None:
-            return self._reason or "it has not answered"
-        return self._membership.trouble or "no member is meant by that"
+        if self._upkeep.reason or self._selector is None:
+            return self._upkeep.reason or "it has not answered"
+        return self._membership.reason or "no member is meant by that"
 
     def _end_dialling(self) -> None:
         if self._dialling is not None:
@@ -419,17 +419,21 @@ class Peer:
 
     async def _dial(self, found: asyncio.Future[Connection]) -> None:
         """Try one candidate after the other until one of them answers."""
-        backoff = Backoff(REDIAL_S, PEER_REDIAL_S_MAX)
-        while True:
+        upkeep = self._upkeep
+        async for _ in upkeep:
             candidates = self._candidates()
+            if not candidates:
+                self._joined.clear()
+                await self._joined.wait()
+                continue
             for record in candidates:
                 try:
                     connection = await self._try(record, len(candidates))
                 except KVWireError as exc:
-                    before, self._reason = self._reason, str(exc)
+                    before, upkeep.reason = upkeep.reason, str(exc)
                     # Retrying does not mend a wrong key, so it is logged once.
                     refused = isinstance(exc, AuthenticationFailed)
-                    loud = refused and self._reason != before
+                    loud = refused and upkeep.reason != before
                     level = logging.WARNING if loud else logging.INFO
                     logger.log(level, "peer %r: %s", self._where, exc)
                     final = isinstance(exc, _FINAL) or isinstance(exc.__cause__, _FINAL)
@@ -440,11 +444,7 @@ class Peer:
                     self._last, self._record = connection, record
                     found.set_result(connection)
                     return
-            if candidates:
-                await asyncio.sleep(backoff.pause_s())
-            else:
-                self._joined.clear()
-                await self._joined.wait()
+            upkeep.lost(upkeep.reason)
 
     def _candidates(self) -> list[Record] | list[None]:
         """Return whom to try: who has not failed first, then the least busy."""

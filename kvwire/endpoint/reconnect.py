@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from kvwire.aio import Backoff, start_task
+from kvwire.aio import Upkeep, start_task
 from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.limits import REDIAL_S, REDIAL_S_MAX
 from kvwire.endpoint.links import Links
@@ -142,15 +143,19 @@ class Reconnector:
         registry, origin = self._registry, lost.peer.origin
         loop, grace_s = self._loop, self._config.restart_grace_s
         gone_at: float | None = None
-        backoff = Backoff(REDIAL_S, REDIAL_S_MAX)
+        upkeep = Upkeep(REDIAL_S, REDIAL_S_MAX)
         if origin in self._redialled:
             # What breaks as soon as it is up is not to be dialled without a pause.
             await asyncio.sleep(REDIAL_S_MAX)
-        wanted = registry.interrupted(origin) or registry.unmet
-        while wanted:
+        unmet = bool(registry.unmet)
+        async for _ in upkeep:
+            if not (unmet or registry.interrupted(origin)):
+                return
+            unmet, reason = False, "another process has answered"
             try:
                 new = await self._links.redial(lost)
             except KVWireError as exc:
+                reason = str(exc)
                 logger.info("redialling %s: %s", lost.peer, exc)
                 if not isinstance(exc.__cause__, _REFUSALS):
                     gone_at = None
@@ -165,11 +170,8 @@ class Reconnector:
                 if await self._met(new, lost):
                     return
                 gone_at = None
-            pause_s = backoff.pause_s()
-            if gone_at is not None:
-                pause_s = min(pause_s, max(0.0, gone_at - loop.time()))
-            await asyncio.sleep(pause_s)
-            wanted = registry.interrupted(origin)
+            left_s = math.inf if gone_at is None else max(0.0, gone_at - loop.time())
+            upkeep.lost(reason, within_s=left_s)
 
     async def _met(self, new: Connection, lost: Connection) -> bool:
         """Check the process that answered a redial; tell whether redialling is over."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.aio import Backoff
+from kvwire.aio import Upkeep
 from kvwire.limits import KIB
 from kvwire_tcp.lane import LaneSocket
 from kvwire_tcp.options import reset_on_close
@@ -33,7 +33,7 @@ CHUNK = 64 * KIB
 @pytest.fixture(autouse=True)
 def _stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane that breaks is opened again long after its scenario."""
-    monkeypatch.setattr(Backoff, "pause_s", lambda _: 1e6)
+    monkeypatch.setattr(Upkeep, "pause_s", lambda _: 1e6)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ async def test_lanes_come_back_while_a_transfer_goes_on(
     w: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them break again and again, on either side; not a byte is lost."""
-    monkeypatch.setattr(Backoff, "pause_s", lambda _: 0.0)
+    monkeypatch.setattr(Upkeep, "pause_s", lambda _: 0.0)
     out, inc = begin(w, "again")
     for rounds, end in enumerate((w.pull_side, w.push_side, w.pull_side), 1):
         for lane in lanes_of(end):

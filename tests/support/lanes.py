@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 import kvwire
-from kvwire.aio import Backoff
+from kvwire.aio import Upkeep
 from kvwire.backend.lane import Lane, LaneContext
 from kvwire.limits import KIB, MIB
 from kvwire.types import TransportReport
@@ -68,7 +68,7 @@ def use(monkeypatch: pytest.MonkeyPatch, lane: type[Lane], role: str) -> None:
 
 def raise_again_after(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:
     """How long a lane that broke stays down."""
-    monkeypatch.setattr(Backoff, "pause_s", lambda _: pause_s)
+    monkeypatch.setattr(Upkeep, "pause_s", lambda _: pause_s)
 
 
 def lane_pause(pause_s: float, *, autouse: bool = False) -> Any:

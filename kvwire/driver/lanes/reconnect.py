@@ -7,10 +7,9 @@ asks for lanes, so this is its affair alone; data goes on over what is left mean
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
-from kvwire.aio import Backoff, start_task
+from kvwire.aio import Upkeep
 from kvwire.driver.limits import RERAISE_S, RERAISE_S_MAX
 from kvwire.errors import BackendUnavailable, KVWireError
 
@@ -34,44 +33,35 @@ class LaneReconnector:
         self._lacks = lacks
         self._attempt = attempt
         self._ended = ended
-        self._loop = asyncio.get_running_loop()
-        self._backoff = Backoff(RERAISE_S, RERAISE_S_MAX)
-        self._up_at = self._loop.time()
-        self._task: asyncio.Task[None] | None = None
+        # A lane that breaks as soon as it is open is not opened without a pause.
+        self._upkeep = Upkeep(RERAISE_S, RERAISE_S_MAX, steady_s=RERAISE_S_MAX)
 
     @property
     def busy(self) -> bool:
         """Tell whether it waits for the next try, or makes one."""
-        return self._task is not None
+        return self._upkeep.running
 
     def lost(self) -> None:
         """Open a lane in the place of one that broke, in a task of its own."""
-        # One that breaks as soon as it is open is not to be opened without a pause.
-        if self._loop.time() - self._up_at >= RERAISE_S_MAX:
-            self._backoff.reset()
-        if self._task is None and self._lacks():
-            self._task = start_task(self._run())
-            self._task.add_done_callback(self._done)
+        if not self.busy and self._lacks():
+            self._upkeep.lost("a lane has broken")
+            self._upkeep.start(self._run).add_done_callback(lambda _: self._ended())
 
     def cancel(self) -> None:
         """Open nothing more: the connection ends."""
-        if self._task is not None:
-            self._task.cancel()
+        self._upkeep.cancel()
 
     async def _run(self) -> None:
-        while self._lacks():
-            await asyncio.sleep(self._backoff.pause_s())
+        async for _ in self._upkeep:
             if not self._lacks():
                 return
             try:
                 await self._attempt()
-            except BackendUnavailable:
-                continue
+            except BackendUnavailable as exc:
+                self._upkeep.lost(str(exc))
             except KVWireError:
                 return
             else:
-                self._up_at = self._loop.time()
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        self._ended()
+                self._upkeep.back()
+                if self._lacks():
+                    self._upkeep.lost("more lanes have broken")

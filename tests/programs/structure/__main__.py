@@ -21,7 +21,7 @@ CEILINGS: Final = {
     "files of the biggest ring": 9,
     "forwarders": 196,
     "callbacks": 156,
-    "backoffs": 10,
+    "backoffs": 4,
 }
 
 

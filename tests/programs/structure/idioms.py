@@ -64,7 +64,27 @@ def _parameters(function: AnyFunction) -> list[ast.arg]:
 
 
 def backoffs(source: Source) -> Iterator[str]:
-    """Places that make a ``Backoff`` to wait between attempts of their own."""
-    for node in ast.walk(source.syntax):
-        if isinstance(node, ast.Call) and dotted(node.func).endswith("Backoff"):
-            yield f"{source.path}:{node.lineno}"
+    """Loops that catch an error and wait by themselves before they try again.
+
+    What comes back after a failure is for ``kvwire.aio.Upkeep``. Loops that look again
+    at a fixed interval, and catch something on the way, count as well.
+    """
+    for loop in ast.walk(source.syntax):
+        if not isinstance(loop, ast.While | ast.For | ast.AsyncFor):
+            continue
+        inside = list(ast.walk(loop))
+        if any(isinstance(node, ast.ExceptHandler) for node in inside) and any(
+            map(_waits, inside)
+        ):
+            yield f"{source.path}:{loop.lineno}"
+
+
+def _waits(node: ast.AST) -> bool:
+    """Whether this sleeps, and not only for a turn of the event loop."""
+    match node:
+        case ast.Call(func=function, args=[ast.Constant(value=0)]):
+            return False
+        case ast.Call(func=function, args=[_]):
+            return dotted(function).rpartition(".")[2] == "sleep"
+        case _:
+            return False

@@ -70,7 +70,13 @@ def test_a_function_that_does_something_is_no_forwarder(body: str) -> None:
 def test_callbacks_and_backoffs_are_found() -> None:
     text = """
 def f(done: Callable[[int], None] | None, *, other: int) -> Callable[[], None]:
-    wait = clock.Backoff(1.0)
+    while True:
+        try: f()
+        except OSError: await asyncio.sleep(1.0)
+    while True:
+        try: f()
+        except OSError: await asyncio.sleep(0)
+    while True: await asyncio.sleep(1.0)
 """
     source = Source("a.py", text)
     assert list(idioms.callbacks(source)) == ["a.py:2: f: done"]
