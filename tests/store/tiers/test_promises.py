@@ -189,6 +189,8 @@ async def _(folder: Path) -> AsyncIterator[TierRig]:
 @kind("third-party")
 @asynccontextmanager
 async def _(folder: Path) -> AsyncIterator[TierRig]:
+    reason = "examples/third_party_tier is not installed; `make test` does it"
+    pytest.importorskip("kvwire_sqlite", reason=reason)
     yield TierRig(opener(f"sqlite:{folder}/blocks.db"))
 
 
