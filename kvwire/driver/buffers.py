@@ -1,4 +1,4 @@
-"""The memory behind the buffer numbers of the core, and who waits for it to be free."""
+"""The memory behind the core's buffer numbers, and callbacks for when it is free."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvwire.types import BufferId
 
 
 class BufferTable:
-    """Holds all memory lent to kvwire by the users of one communicator.
+    """All memory that users of one communicator have lent to kvwire.
 
     Attributes:
-        holds: What the cores say about it.
+        holds: The cores' holds on that memory.
     """
 
     __slots__ = ("_payloads", "_waiting", "holds")
@@ -25,22 +25,22 @@ class BufferTable:
         self._waiting: dict[BufferId, list[Callable[[], None]]] = {}
 
     def __len__(self) -> int:
-        """Buffers that are not drained."""
+        """Count the buffers that have not drained."""
         return len(self._payloads)
 
     @property
     def quarantined_bytes(self) -> int:
-        """Count the bytes that nobody wants and a transport may still touch."""
+        """The bytes of ended requests that a transport may still touch."""
         return sum(self._payloads[b].nbytes for b in self.holds.retired)
 
     def lend(self, payload: Payload) -> BufferId:
-        """Take memory in; it is kept alive until it has drained."""
+        """Add memory; it is kept alive until it has drained."""
         buffer = self.holds.new()
         self._payloads[buffer] = payload
         return buffer
 
     def take_back(self, buffer: BufferId) -> None:
-        """Forget memory that was lent for nothing."""
+        """Drop memory that was lent and never used."""
         self.holds.retire(buffer)
         self.collect()
 
@@ -58,22 +58,22 @@ class BufferTable:
         return payload[offset : offset + nbytes]
 
     def take(self, buffer: BufferId) -> Payload:
-        """Return the whole of a buffer that nobody else uses; the table forgets it."""
+        """Remove a buffer that has no other user, and return all of it."""
         return self._payloads.pop(buffer)
 
     def undrained(self, buffers: Iterable[BufferId]) -> list[BufferId]:
-        """Return which of these something may still touch."""
+        """Return which of these buffers may still be touched."""
         return [buffer for buffer in buffers if buffer in self._payloads]
 
     def on_drained(self, buffer: BufferId, call: Callable[[], None]) -> None:
-        """Call once when nothing can touch the buffer any more; at once if so now."""
+        """Call once nothing can touch the buffer any more; at once if so already."""
         if buffer in self._payloads:
             self._waiting.setdefault(buffer, []).append(call)
         else:
             call()
 
     def collect(self) -> None:
-        """Let go of what has drained, and tell those who wait."""
+        """Drop drained buffers, and call their waiting callbacks."""
         drained, waiting = self.holds.drained, self._waiting
         while drained:
             buffer = drained.pop()

@@ -1,11 +1,11 @@
-"""Whether a payload is the one that was sent: which are checked, and which match.
+"""Checksums of payloads: which payloads get one, and whether it matches.
 
-That a payload is checked is said in its own header, so the sender decides alone. A
-checksum reads the payload once more, from memory that is not in the cache: 0.05 s a GiB
-on each side, three times that where it lies in pieces of 4 KiB. Where this is too much,
-one chunk in some still finds the cable, the switch or the memory that flips bits.
-Within one host it is as much as moving the payload costs, and there is no cable: that
-is where ``"auto"`` checks only some.
+A payload's own header shows whether it has a checksum, so the sender decides alone. A
+checksum reads the payload once more, from memory that is not in the cache: 0.05 s per
+GiB on each side, three times that if it lies in pieces of 4 KiB. Where this is too
+much, checking one chunk in several still finds a cable, switch or memory that flips
+bits. Within one host a checksum costs as much as moving the payload, and there is no
+cable; there ``"auto"`` checks only some.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ _Memory: TypeAlias = npt.NDArray[np.uint8]
 
 
 class ScratchPool:
-    """Memory for the copies of one connection, each on behalf of an owner.
+    """Memory for the copies of one connection, each belonging to an owner.
 
-    New memory is faulted in page by page, and on a virtual machine that takes several
-    times as long as the copy that goes there. So what was given back is kept for the
-    next copy, until the connection has its next look at the clock: an idle one keeps
-    none.
+    New memory is faulted in page by page, which on a virtual machine takes several
+    times as long as the copy into it. So returned memory is kept for the next copy,
+    until the connection's next look at the clock: an idle connection keeps none.
 
     Attributes:
-        lent_bytes: Of copies that are in use.
-        spare_bytes: Of memory kept for the next ones.
+        lent_bytes: Memory of running copies.
+        spare_bytes: Memory kept for the next copies.
     """
 
     __slots__ = ("_lent", "_spare", "lent_bytes", "spare_bytes")
@@ -61,7 +60,7 @@ class ScratchPool:
         self._spare: list[_Memory] = []
 
     def room(self, nbytes: int, owner: object) -> memoryview:
-        """Memory of so many bytes until the owner gives it back; not cleared."""
+        """Return uncleared memory of that size, until the owner gives it back."""
         if self._spare and self._spare[-1].nbytes >= nbytes:
             memory = self._spare.pop()
             self.spare_bytes -= memory.nbytes
@@ -72,7 +71,7 @@ class ScratchPool:
         return memory.data[:nbytes]
 
     def give_back(self, owner: object) -> None:
-        """Take back what an owner has, if anything."""
+        """Take back an owner's memory, if it has any."""
         memory = self._lent.pop(owner, None)
         if memory is None:
             return
@@ -82,19 +81,19 @@ class ScratchPool:
             self._spare.append(memory)  # bounded: LINK_QUEUE_BYTES
 
     def trim(self) -> None:
-        """Keep no memory that is not in use."""
+        """Free the memory that is not in use."""
         self._spare.clear()
         self.spare_bytes = 0
 
 
 class ChecksumPolicy:
-    """Decides which payloads of one connection are sent with a checksum.
+    """Decide which payloads of one connection are sent with a checksum.
 
     Args:
-        mode: ``"on"``: all; ``"off"``: none; ``"sampled"``: messages and short chunks,
-            where it costs next to nothing, and of the others one in
-            :data:`SAMPLED_ONE_IN`; ``"auto"``: all, but ``"sampled"`` where payload
-            goes from memory to memory.
+        mode: ``"on"``: all; ``"off"``: none; ``"sampled"``: all messages and short
+            chunks, where it costs next to nothing, and one in :data:`SAMPLED_ONE_IN` of
+            the others; ``"auto"``: all, but ``"sampled"`` where payload goes from
+            memory to memory.
     """
 
     __slots__ = ("_intact_share", "_share", "_short_bytes", "_turn")
@@ -109,9 +108,9 @@ class ChecksumPolicy:
     def seal(
         self, payload: Payload, copies: ScratchPool, owner: object
     ) -> tuple[Payload, int | None]:
-        """Return what to send for a payload, and its checksum; None for none.
+        """Return the payload to send, and its checksum or None.
 
-        Small fragments are gathered: the checksum needs that anyway, the copy is still
+        Small fragments are gathered: the checksum reads them anyway, the copy is still
         in the cache, and it costs a transport a third less than the fragments.
         """
         short = payload.nbytes <= self._short_bytes
@@ -125,9 +124,9 @@ class ChecksumPolicy:
         return payload, checksum(payload)
 
     def of(self, payload: Payload, *, intact: bool = False) -> int | None:
-        """Return the checksum to send a payload with; None for none.
+        """Return the checksum for a payload, or None.
 
-        ``intact`` if nothing but memory is on its way.
+        ``intact`` marks a path through memory alone.
         """
         share = self._intact_share if intact else self._share
         return checksum(payload) if self._due(payload, share) else None
@@ -147,9 +146,8 @@ def landing_for(
 ) -> Payload:
     """Return where to receive a payload that belongs in ``place``.
 
-    If it is checked and goes to small fragments, they get theirs by a copy once it is
-    known to be intact: :func:`arrived`. The reason is that of
-    :meth:`ChecksumPolicy.seal`.
+    A checked payload for small fragments is received in one piece, and :func:`arrived`
+    copies it once it is known to be intact. :meth:`ChecksumPolicy.seal` has the reason.
     """
     if header.flags & _CHECKED and is_scattered(place):
         return copies.room(place.nbytes, owner)
@@ -157,7 +155,7 @@ def landing_for(
 
 
 def arrived(received: Payload | None, place: Payload | None, header: Header) -> bool:
-    """Put a payload where it belongs, if it is intact; False if it is not."""
+    """Copy a payload to its place if it is intact; return whether it is."""
     if not matches(received, header):
         return False
     if received is not place:
@@ -168,7 +166,7 @@ def arrived(received: Payload | None, place: Payload | None, header: Header) -> 
 
 
 def matches(payload: Payload | None, header: Header) -> bool:
-    """Tell whether a payload matches its header, as far as anybody can tell."""
+    """Return whether a payload matches its header, as far as it was checked."""
     if not header.flags & _CHECKED or payload is None:
         return True
     if type(payload) is memoryview:  # without another call: nearly all small frames

@@ -17,7 +17,7 @@ _THREADS: Final = min(4, os.cpu_count() or 1)
 
 
 class CodecThreads:
-    """Runs the codec jobs of one communicator; the threads start with the first."""
+    """Run the codec jobs of one communicator; the threads start with the first job."""
 
     def __init__(self) -> None:
         self.devices: DeviceCopies = DeviceCopies()
@@ -28,7 +28,7 @@ class CodecThreads:
     def run(
         self, job: Callable[[], None], then: Callable[[Exception | None], None]
     ) -> None:
-        """Run a job, and tell how it ended: once, from any thread. Thread-safe."""
+        """Run a job, and call `then` once with its error or None. Thread-safe."""
 
         def work() -> None:
             try:
@@ -47,7 +47,7 @@ class CodecThreads:
         then(ClosedOK("the communicator is closed"))
 
     async def close(self) -> None:
-        """Wait for the jobs that have begun or wait; take no more.
+        """Wait for all jobs that were accepted; accept no more.
 
         Cancel safety: they go on, and the threads end after them.
         """

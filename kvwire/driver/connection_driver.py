@@ -1,9 +1,10 @@
-"""Join one link to one protocol core, where frames, memory and time meet.
+"""The driver of a connection: it joins one link to one protocol core.
 
-Whatever happens (a frame arrives, the link has room, a timer fires, the application
-calls), the core is told, and then :meth:`ConnectionDriver.run` does what it asks for:
-control frames are queued, events dispatched, and then chunks sent while the link has
-room. Frames and the first chunks are flushed together, in one system call.
+At every input (a frame arrives, the link has room, a timer fires, the application
+calls), the driver passes it to the core, and then :meth:`ConnectionDriver.run` does
+what the core requests: control frames are queued, events dispatched, and then chunks
+sent while the link has room. Frames and the first chunks are flushed together, in one
+system call.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class TransferPart(Protocol):
 
 
 class _Landing(Landing):
-    """Knows where it belongs, ``place``: small fragments are received in one piece.
+    """A landing that knows its ``place``: small fragments are received in one piece.
 
-    Made without an ``__init__``: there is one for each frame.
+    It is made without an ``__init__``, since there is one for each frame.
     """
 
     __slots__ = ("arrival", "place")
@@ -108,7 +109,7 @@ class _Landing(Landing):
 
 
 class ConnectionDriver(LinkHandler):
-    """Runs the link and the lanes of one connection, once its handshake is over.
+    """Run the link and the lanes of one connection, once its handshake is over.
 
     Attributes:
         core: Decides what is sent, and what an arrived frame means.
@@ -116,8 +117,8 @@ class ConnectionDriver(LinkHandler):
         front: The :class:`~kvwire.Connection` that users hold.
         transfers: The core's part for KV transfers.
         chunk_bytes: Bytes of a chunk that arrives here.
-        staging: What of the payload lies in device memory.
-        held: Messages that nobody has asked for yet, by the core's numbers.
+        staging: The chunks that are in pinned memory on their way to or from a device.
+        held: Messages that no receive has taken yet, by the core's numbers.
         running: Whether the core is being drained, and events are dispatched.
         ended: Set when the link and its lanes have closed: nothing touches memory any
             more.
@@ -204,7 +205,7 @@ class ConnectionDriver(LinkHandler):
         description: bytes,
         pull: bool,
     ) -> None:
-        """Ask the peer for a transfer; its part here has a request from now on.
+        """Request a transfer from the peer; `attempt` gets the core's request.
 
         Raises:
             ConnectionClosed: The connection is closing or closed.
@@ -224,7 +225,7 @@ class ConnectionDriver(LinkHandler):
         self.core.refuse(request, error, code)
 
     def _open_paths(self, services: Services, lanes: LaneSet) -> None:
-        """Make what moves payload: staging for device memory, and lanes."""
+        """Make the paths for payload: staging for device memory, and lanes."""
         core, link = self.core, self.link
         self.staging: DeviceStaging = DeviceStaging(
             core,
@@ -353,15 +354,15 @@ class ConnectionDriver(LinkHandler):
     # --- draining the core ------------------------------------------------------------
 
     def run(self, *, its_turn: bool = False) -> None:
-        """Do everything that the core asks for now.
+        """Do everything that the core requests now.
 
-        Queues frames, dispatches events, then sends payload, until nothing is left.
-        Frames go before each event: the end of the link may be one.
+        Queue frames, dispatch events, then send payload, until nothing is left. Frames
+        go before each event, since an event may be the end of the link.
 
-        What an event completes wakes its waiter in the next turn of the loop. So after
-        an event much payload waits for a turn of its own, behind that waiter, who would
-        otherwise wait until the link has taken megabytes. ``its_turn`` says that this
-        is the turn of the payload: it is not put off again, whatever else happens.
+        A completed event wakes its waiter in the next turn of the loop. If much payload
+        is left to send, it therefore waits for a turn of its own, behind that waiter,
+        who would otherwise wait until the link has taken megabytes. With ``its_turn``
+        this is that turn, and the payload is not deferred again, whatever else happens.
         """
         if self.running:
             return  # called from inside a run, which goes on until nothing is left
@@ -399,7 +400,7 @@ class ConnectionDriver(LinkHandler):
             self._buffers.collect()
 
     def set_timer(self) -> None:
-        """Set the timer to when the core wants to look at the clock."""
+        """Set the timer to the core's next look at the clock."""
         at = self.core.next_tick
         if self._timer is not None:
             if at >= self._timer_at:
@@ -411,9 +412,9 @@ class ConnectionDriver(LinkHandler):
     def _send(self, core: ConnectionCore, *, put_off: bool) -> None:
         """Flush frames, and send chunks until the link is full or others have a turn.
 
-        Stops when a flush has called back and the core has frames, which are numbered
-        before the next chunk, or events. With ``put_off``, what is more than
-        ``_WOKEN_BYTES`` waits for a turn of its own.
+        It stops when a callback within a flush leaves the core with events, or with
+        frames, which are numbered before the next chunk. With ``put_off``, payload
+        beyond ``_WOKEN_BYTES`` waits for a turn of its own.
         """
         link, outbox = self.link, core.outbox
         moved_bytes = 0
@@ -440,12 +441,12 @@ class ConnectionDriver(LinkHandler):
             core.fail(ConnectionLost(lost))
 
     def _run_again(self) -> None:
-        """Send payload in a turn of its own, after that of others; and none before."""
+        """Schedule the rest of the payload for a later turn of the loop."""
         if self._again is None:
             self._again = self._loop.call_soon(self._safely, self._next_run)
 
     def _put_off(self) -> None:
-        """Send payload behind those who were woken just now."""
+        """Move the scheduled turn behind the waiters that were just woken."""
         if self._again is not None and self._times_put_off < _PUT_OFF_MAX:
             self._times_put_off += 1
             self._again.cancel()
@@ -458,7 +459,7 @@ class ConnectionDriver(LinkHandler):
         self.run(its_turn=True)
 
     def _is_much(self, core: ConnectionCore, moved_bytes: int) -> bool:
-        """Tell whether whom an event has woken should go before what is to be sent."""
+        """Return whether woken waiters should run before the payload that is due."""
         ready = self.staging.ready
         if self._again is not None:
             return True
@@ -466,9 +467,9 @@ class ConnectionDriver(LinkHandler):
         return due_bytes + moved_bytes > _WOKEN_BYTES
 
     def _queue_chunks(self, core: ConnectionCore, *, one: bool) -> int:
-        """Queue chunks, or only one, while there is room; the bytes of payload.
+        """Queue chunks, or only one, while there is room; return the bytes queued.
 
-        No more than a wake-up may move: a lane may copy what it is given.
+        The bytes are limited to those of one wake-up, since a lane may copy them.
         """
         link = self.link
         queued_bytes = 0
@@ -496,7 +497,7 @@ class ConnectionDriver(LinkHandler):
     def _send_chunk(
         self, core: ConnectionCore, chunk: Chunk, endpoint: LaneEndpoint | None
     ) -> int:
-        """Hand a chunk to what carries it, or to staging; the bytes handed over."""
+        """Hand a chunk to link, lane or staging; return the bytes handed over."""
         slot = self.staging.leaving.get(chunk)
         if slot is not None:
             payload: Payload = slot.view
@@ -518,7 +519,7 @@ class ConnectionDriver(LinkHandler):
         return chunk.length
 
     def _destination(self, arrival: ChunkArrival, part: Payload) -> Payload:
-        """Return where a payload goes first that belongs in a part of a buffer."""
+        """Return where a payload lands first that belongs in a part of a buffer."""
         if not isinstance(part, Fragments) or part.device is None:
             return part
         if arrival.lane and self._scheduler.takes(arrival.lane, part.device.kind):
@@ -526,7 +527,7 @@ class ConnectionDriver(LinkHandler):
         return self.staging.land(arrival, part)
 
     def _in_place(self, arrival: ChunkArrival) -> None:
-        """Tell the core of a staged payload that has been copied to its place."""
+        """Report to the core a staged payload that is now in its place."""
         if self._closed:
             return
         try:
@@ -555,7 +556,7 @@ class ConnectionDriver(LinkHandler):
             self.ended.set_result(None)
 
     def _lane_broke(self, endpoint: LaneEndpoint) -> None:
-        """Say so, and have another one opened in its place."""
+        """Log a broken lane, and open another in its place."""
         self.active.lane_broke(endpoint)
         self.lane_setup.reopen_lost()
 
@@ -604,7 +605,7 @@ class ConnectionDriver(LinkHandler):
         self.link.abort()
 
     def _safely(self, step: Callable[[], None]) -> None:
-        """Take a step that nobody called: a bug in it ends this connection only."""
+        """Run a step of the loop; a bug in it ends this connection only."""
         try:
             step()
         except Exception:

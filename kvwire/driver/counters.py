@@ -1,7 +1,7 @@
-"""What has happened on a communicator so far, as numbers that only grow.
+"""Counts of a communicator's operations since it was opened.
 
-Plain attributes: counting costs one addition, and whoever exports them (Prometheus,
-OpenTelemetry, a log line) reads them when it likes. :mod:`kvwire.observe` does that.
+They are plain attributes: counting costs one addition, and exporters (Prometheus,
+OpenTelemetry, a log line) read them at any time. :mod:`kvwire.observe` does that.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Counters(msgspec.Struct):
 
     Attributes:
         connections: Connections made, by either side.
-        connections_lost: Those that ended otherwise than by a close.
+        connections_lost: Connections that ended without a close.
         lanes_raised: Lanes that came up.
         lanes_failed: Lanes that did not come up, or broke.
-        lanes_restored: Lanes that came up in the place of one that had broken.
+        lanes_restored: Lanes that came up in place of a broken one.
         transport_fallbacks: Times that data had to move to another transport than the
-            one preferred: at the start, or because it broke.
-        transfers_complete: KV transfer ends, of both roles, with all that was asked.
-        transfers_partial: Those with some of it.
-        transfers_failed: Those with nothing.
+            preferred one: at the start, or because it broke.
+        transfers_complete: Ends of KV transfers, of both roles, with all blocks.
+        transfers_partial: The same with some blocks.
+        transfers_failed: The same with no block.
         sent_bytes: KV bytes that consumers have acknowledged.
         received_bytes: KV bytes that have landed here, verified.
     """

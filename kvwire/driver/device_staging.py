@@ -1,4 +1,4 @@
-"""Device memory of one connection, moved by transports that know host memory only.
+"""Staging of device memory for transports that know host memory only.
 
 Outbound, a chunk whose bytes lie on a device is first copied into a slot of pinned host
 memory, and then sent from there like any other::
@@ -9,13 +9,13 @@ memory, and then sent from there like any other::
                       +--> waits; no further chunk is taken meanwhile
 
 Inbound, a chunk lands in a slot, is compared with its checksum there, and is copied to
-where it belongs. Only then does the core hear that it has landed. The link is paused
-while no slot is free, so there is one for every header that it hands over.
+its place. Only then is it reported to the core as landed. The link is paused while no
+slot is free, so there is one for every header that it hands over.
 
-The device touches memory that the core may let go of meanwhile: an abort, or the end of
-the link, ends the core's holds. So each copy has a hold of its own, from before it is
-queued until its event has fired. A device that fails proves nothing any more: what it
-was copying stays held, which is what quarantine means.
+The device may touch memory after the core has released it, since an abort or the end of
+the link ends the core's holds. So each copy has a hold of its own, from before it is
+queued until its event has fired. After a device has failed, its events prove nothing:
+the memory of its copies stays held, in quarantine.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 
 class DeviceStaging:
-    """Holds the slots of one connection, and what is in them.
+    """The slots of one connection, and the chunks in them.
 
     Attributes:
         ready: Chunks in host memory that are to be sent, oldest first.
         landing: Arrivals that have a slot.
-        leaving: Chunks that have one, from which they are sent.
-        waiting: A chunk that waits for one; then none is taken from the core.
+        leaving: Chunks that have a slot, from which they are sent.
+        waiting: A chunk that waits for a slot; meanwhile no other is taken from the
+            core.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class DeviceStaging:
         self._ended = False
 
     def open(self, device: Device) -> None:
-        """Have slots for a device, so that no transfer lacks them half way."""
+        """Allocate the slots for a device, so that no transfer lacks them half way."""
         copy_engine = self._devices.copy_engine(device)
         if copy_engine.failed:
             raise BackendUnavailable(f"{device} has failed: {copy_engine.failed}")
@@ -104,12 +105,12 @@ class DeviceStaging:
 
     @property
     def quiet(self) -> bool:
-        """Tell whether no copy is under way."""
+        """Whether no copy is running."""
         return not self._copying
 
     @property
     def paused(self) -> bool:
-        """Tell whether the link waits for us, so the peer's silence means nothing."""
+        """Whether this side paused the link, so that the peer's silence is normal."""
         return self._paused
 
     # --- outbound ---------------------------------------------------------------------
@@ -135,7 +136,7 @@ class DeviceStaging:
         )
 
     def sent(self, chunk: Chunk) -> None:
-        """Free the slot of a chunk that the transport is through with."""
+        """Free the slot of a chunk that the transport has finished with."""
         slot = self.leaving.pop(chunk, None)
         if slot is not None:
             slot.give_back()
@@ -160,10 +161,10 @@ class DeviceStaging:
         *,
         intact: bool,
     ) -> bool:
-        """Copy a payload that is here to its place; call ``then`` once it is there.
+        """Copy an arrived payload to its place; call ``then`` once it is there.
 
         Returns:
-            Whether it was staged, and ``then`` is called later.
+            Whether it was staged, so that ``then`` is called later.
         """
         slot = self.landing.pop(arrival, None)
         if slot is None or arrival.buffer is None:
@@ -195,7 +196,7 @@ class DeviceStaging:
             self._resume()
 
     def link_gone(self) -> None:
-        """Note the end of the control link: nothing more is sent or reported."""
+        """Record the end of the control link: nothing more is sent or reported."""
         self._ended = True
         self.waiting = None
         self.ready.clear()
@@ -209,7 +210,7 @@ class DeviceStaging:
         then: Callable[[], None],
         copy_engine: CopyEngine,
     ) -> None:
-        """Begin a copy under a hold of its own, and go on when it is done."""
+        """Begin a copy under a hold of its own, and call `then` when it is done."""
         holds = self._buffers.holds
         holds.take(buffer)
         self._copying += 1
@@ -286,8 +287,8 @@ class DeviceStaging:
 class _Slots:
     """Pinned memory for one device and direction, in slots that are used in turn.
 
-    When none is free, whoever would take one waits: that is all there is of
-    back-pressure, and it needs no number from a peer.
+    When none is free, the next user waits. That is the whole back-pressure, and it
+    needs no number from a peer.
     """
 
     def __init__(self, copy_engine: CopyEngine, slot_bytes: int) -> None:
@@ -302,20 +303,20 @@ class _Slots:
         self._used: set[int] = set()
 
     def take(self, nbytes: int) -> _Slot:
-        """Take a free slot, as long as what it is for; there must be one."""
+        """Take a free slot, cut to the length needed; there must be one."""
         number = self.free.popleft()
         self._used.add(number)  # bounded: STAGING_SLOTS
         return _Slot(self, number, self._views[number][:nbytes])
 
 
 class _Slot(NamedTuple):
-    """Names a slot in use."""
+    """A slot in use."""
 
     slots: _Slots
     number: int
     view: memoryview
 
     def give_back(self) -> None:
-        """Free the slot, once: nobody reads or fills it any more."""
+        """Free the slot, once nothing reads or fills it any more."""
         self.slots._used.remove(self.number)  # noqa: SLF001 - of this file's class
         self.slots.free.append(self.number)  # bounded: STAGING_SLOTS

@@ -1,4 +1,4 @@
-"""The devices whose memory one communicator moves, made when they are needed."""
+"""The devices whose memory one communicator moves, opened when they are needed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvwire.types import Device
 
 
 class Devices:
-    """Streams and threads for devices, on behalf of one loop.
+    """Streams and threads for devices, used by one loop.
 
     Args:
-        chunk_bytes: The most bytes that are moved at once.
+        chunk_bytes: The most bytes that one copy moves.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, chunk_bytes: int) -> None:
@@ -27,7 +27,7 @@ class Devices:
         self._waiters: dict[Device, StreamWaiters] = {}
 
     def copy_engine(self, device: Device) -> CopyEngine:
-        """Return what copies from and to the memory of a device. On the loop."""
+        """Return the copy engine for a device's memory. On the loop."""
         if device not in self._copy_engines:
             with device_errors(device):
                 # bounded by the devices of this host
@@ -39,7 +39,7 @@ class Devices:
         return self._copy_engines[device]
 
     def waiters(self, ops: DeviceOps) -> StreamWaiters:
-        """Return what waits for events of a device. From any thread."""
+        """Return the threads that wait for events of a device. From any thread."""
         with self._lock:
             if ops.device not in self._waiters:
                 # bounded by the devices of this host
@@ -49,7 +49,7 @@ class Devices:
             return self._waiters[ops.device]
 
     def close(self) -> None:
-        """Let go of every stream once its work is done; never blocks."""
+        """Release every stream once its work is done; never blocks."""
         with self._lock:
             for waiters in self._waiters.values():
                 waiters.close()

@@ -1,7 +1,7 @@
-"""Run the handshake on a link: move its frames, and negotiate the transport.
+"""The driver of a handshake: it moves its frames, and negotiates the transport.
 
-The connection is made within the call that brings the last frame of the handshake,
-since the bytes right behind it may be the peer's first frame of the connection.
+The connection is made within the call that brings the handshake's last frame, since the
+bytes right behind it may be the peer's first frame of the connection.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _TYPES: Final = frozenset(FrameType)
 
 
 class HandlerSwitch:
-    """Passes what a link calls on to the handler of the moment.
+    """Pass a link's calls to its current handler.
 
-    So a link changes its handler within a frame, and each call costs nothing more.
+    So a link changes its handler between two frames, at no further cost per call.
     """
 
     __slots__ = (
@@ -65,12 +65,12 @@ class HandlerSwitch:
 
 
 class HandshakeDriver(LinkHandler, Generic[T]):
-    """Runs one handshake on one link, until the driver of the connection takes over.
+    """Run one handshake on one link, until the driver of the connection takes over.
 
     Attributes:
-        done: The connection it led to, or the error that ended it.
+        done: The resulting connection, or the error that ended the handshake.
         ended: Set when the link has closed, or another handler has taken it over.
-        identity: Who the peer has proved to be, in ``mtls`` mode.
+        identity: The peer's proved identity, in ``mtls`` mode.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
             scheme: The transport of the link.
             loop: The running loop.
             agreed: Makes the connection, and calls :meth:`hand_over`.
-            busy: Why there is no room for another connection, or "".
+            busy: Returns why there is no room for another connection, or "".
         """
         self.link = link
         self.handshake = handshake
@@ -109,7 +109,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         self._switch = HandlerSwitch(self)
 
     def begin(self) -> None:
-        """Start the link, and send what the handshake starts with."""
+        """Start the link, and send the first message of the handshake."""
         self.link.start(cast("LinkHandler", self._switch))
         self._flush(self.link)
 
@@ -122,7 +122,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         """Wait for the connection.
 
         Raises:
-            HandshakeError, ProtocolError, ConnectionLost: There is none.
+            HandshakeError, ProtocolError, ConnectionLost: The handshake failed.
 
         Cancel safety: safe, the link is aborted.
         """
@@ -171,10 +171,10 @@ class HandshakeDriver(LinkHandler, Generic[T]):
             self.done.set_result(self._agreed(self, self.handshake.agreement))
 
     def frame_sent(self, link: Link, token: object) -> None:
-        """Do nothing: no frame of the handshake has a token."""
+        """Do nothing, since frames of a handshake have no token."""
 
     def link_writable(self, link: Link) -> None:
-        """Do nothing: the handshake answers, it never waits for room."""
+        """Do nothing, since a handshake never waits for room."""
 
     def link_closed(self, link: Link, error: Exception | None) -> None:
         self.ended.set_result(None)
@@ -195,7 +195,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
             self.done.set_exception(lost)
 
     def timeout(self, timeout_s: float) -> HandshakeError:
-        """Make the error for a peer that took too long, or that speaks no kvwire."""
+        """Return the error for a peer that took too long, or does not speak kvwire."""
         return self._stranger() or HandshakeTimeout(
             f"no handshake within {timeout_s:g} s; it waited for "
             f"{self.handshake.state.name} from the peer"
@@ -211,7 +211,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         return None
 
     def _know_peer(self, link: Link) -> None:
-        """Bind the handshake to what TLS has proved, in ``mtls`` mode."""
+        """Bind the handshake to the identity that TLS has proved, in ``mtls`` mode."""
         handshake = self.handshake
         if handshake.identity.trust is not TrustMode.MTLS:
             return
@@ -262,7 +262,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
 
 
 def _check_first(header: bytes) -> None:
-    """Tell whether the first bytes of a stranger are a frame of kvwire at all."""
+    """Refuse a peer whose first bytes are not a frame of kvwire."""
     if header[:2] in _TLS:
         raise AuthenticationFailed(
             'the peer speaks TLS, as trust "mtls" does, and this side does not: set '
@@ -280,7 +280,7 @@ def _check_first(header: bytes) -> None:
 # only a few are kept.
 @lru_cache(maxsize=16)
 def report_of(verdicts: tuple[HandshakeVerdict, ...]) -> TransportReport:
-    """Return the server's verdicts as the report that both sides show."""
+    """Return the server's verdicts as the report for both sides."""
     return TransportReport(
         tuple(
             Candidate(printable(v.name), v.taken, printable(v.reason), v.possible)

@@ -2,18 +2,17 @@
 
 ::
 
-    RUNNING --close()--> ENDING: what was registered to end it runs
-                            |    calls are still taken, so that those who wait for
-                            |    something learn how it ended
+    RUNNING --close()--> ENDING: the registered end of the thread's work runs
+                            |    calls are still accepted, so that waiting callers
+                            |    get their results
                             v
-                         ENDED: no call is taken, every call has its result; the thread
-                                is over
+                         ENDED: no call is accepted, every call has its result; the
+                                thread is over
 
-A call waits on a lock and the loop waits in the kernel: nobody polls. The thread is a
-daemon, so a program that forgets to close it can end. When the main thread has ended,
-every thread of this module is closed as if somebody had asked for it, *before* the
-interpreter joins the program's own threads: one that waits in a call would otherwise
-keep the process for ever.
+A call waits on a lock and the loop waits in the kernel, so nothing polls. The thread is
+a daemon, so a program that forgets to close it can end. When the main thread has ended,
+every thread of this module is closed, *before* the interpreter joins the program's own
+threads: one that waits in a call would otherwise keep the process alive for ever.
 """
 
 from __future__ import annotations
@@ -44,10 +43,11 @@ _running: set[IOThread] = set()
 
 
 class IOThread:
-    """Runs an event loop on a daemon thread, from :meth:`begin` until it is closed.
+    """Run an event loop on a daemon thread, from :meth:`begin` until it is closed.
 
-    Ctrl-C reaches the main thread only, at any line. So what an interrupt could orphan
-    is made on the thread itself, and :meth:`close` ends all that ``begin`` has made::
+    Ctrl-C interrupts the main thread only, at any line. So resources that an interrupt
+    could orphan are made on the thread itself, and :meth:`close` ends all that
+    ``begin`` has made::
 
         thread = IOThread(name)
         try:
@@ -100,16 +100,16 @@ class IOThread:
 
     @property
     def ended(self) -> bool:
-        """Tell whether no call is taken any more."""
+        """Whether no call is accepted any more."""
         return self._ended
 
     @property
     def forked(self) -> bool:
-        """Tell whether this is a child of the process that made the thread."""
+        """Whether this is a child of the process that made the thread."""
         return self._forked
 
     def at_end(self, end: Callable[[], Awaitable[None]], within_s: float) -> None:
-        """Name what to run on the loop when the thread is closed, and for how long."""
+        """Set the function that a close runs on the loop, and its time limit."""
         self._at_end, self._end_within_s = end, within_s
 
     def call(
@@ -167,7 +167,7 @@ class IOThread:
                 self._loop.call_soon_threadsafe(function)
 
     def check_process(self) -> None:
-        """Refuse a child of the process that made the thread: it has no such thread."""
+        """Refuse a forked child, in which the thread does not exist."""
         if self._forked:
             raise UsageError(
                 f"this Engine is of process {self._pid}, before the fork; make a new "
@@ -175,9 +175,9 @@ class IOThread:
             )
 
     def close(self) -> None:
-        """End what runs on the loop and wait for the thread. Any number of times.
+        """End the work on the loop and wait for the thread. May be called repeatedly.
 
-        It waits for a bounded time. What does not end is named in the log and left.
+        It waits for a bounded time. Work that does not end is logged and left.
         """
         if self._forked:
             return  # a fork has no such thread to end
@@ -201,10 +201,10 @@ class IOThread:
     def begin_close(self) -> bool:
         """Begin to close, from any thread, without waiting. Never raises.
 
-        Takes no lock, since the garbage collector may call it from anywhere.
+        It takes no lock, since the garbage collector may call it from anywhere.
 
         Returns:
-            Whether it is this call that began it.
+            Whether this was the first call.
         """
         if self._forked:
             return False
@@ -236,7 +236,7 @@ class IOThread:
             raise ClosedOK("the Engine is closed") from None
 
     def _turns(self) -> bool:
-        """Tell whether the loop takes a turn within the time that a close may take."""
+        """Return whether the loop takes a turn within the time limit of a close."""
         turned = threading.Event()
         try:
             self._loop.call_soon_threadsafe(turned.set)
@@ -311,10 +311,10 @@ class IOThread:
 
 
 class _Call(Generic[T]):
-    """Hands a coroutine over to the loop, or takes it back: never both.
+    """Hand a coroutine over to the loop, or take it back: never both.
 
     Attributes:
-        result: What waits for it, on any thread.
+        result: The future on which any thread waits.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class _Call(Generic[T]):
         self._open_calls = open_calls
 
     def begin(self) -> None:
-        """Run it, on the loop, unless it was taken back."""
+        """Run it on the loop, unless it was taken back."""
         with contextlib.suppress(IndexError):
             task = start_task(self._coroutine.pop())
             task.add_done_callback(self._settle)
@@ -341,7 +341,7 @@ class _Call(Generic[T]):
             self.result.add_done_callback(cancelled)
 
     def abandon(self) -> None:
-        """End the call at any stage: its waiters get a result."""
+        """End the call at any stage, so that its waiters return."""
         self._open_calls.discard(self)
         self.result.cancel()
         with contextlib.suppress(IndexError):
@@ -374,7 +374,7 @@ async def _ended(within_s: float) -> None:
 
 
 def _join(threads: Collection[threading.Thread], timeout_s: float) -> None:
-    """Wait for all of them for a bounded time altogether.
+    """Join all threads within one time limit.
 
     No further thread does the waiting: an interpreter that exits can start none.
     """
@@ -393,7 +393,7 @@ def _where(thread: threading.Thread) -> str:
 
 
 def bind_thread(cpus: Collection[int]) -> None:
-    """Let the calling thread, and those that it starts, run on these CPUs only."""
+    """Restrict the calling thread, and those it starts, to these CPUs."""
     if not cpus:
         return
     if sys.platform != "linux":
@@ -416,7 +416,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _close_all() -> None:
-    """Close what runs, of this process; the main thread has ended."""
+    """Close this process's threads, once the main thread has ended."""
     threads = list(_running)
     for thread in threads:
         thread.begin_close()
@@ -436,7 +436,7 @@ atexit.register(_close_all)
 
 
 def _name_in_kernel(name: str) -> None:
-    """Have ``top -H`` and profilers show the calling thread by its name."""
+    """Name the calling thread for ``top -H`` and profilers."""
     # Python 3.14 does so itself. What cannot be named works as well.
     comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
     with contextlib.suppress(OSError):

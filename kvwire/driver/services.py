@@ -1,7 +1,7 @@
 """What all parts of a communicator share: its loop, memory, counters, threads.
 
 A communicator makes one :class:`Services`. Its connections, lanes and transfers get
-that and not the communicator, so that none of them knows what stands above it.
+that and not the communicator, so that none of them depends on the rooms above.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvwire.security.validity import Validity
 
 
 class Services:
-    """Holds what the parts of one communicator share, on the loop it is made on.
+    """The shared parts of one communicator, on the loop on which it is made.
 
     Args:
         config: The communicator's configuration.
@@ -33,7 +33,7 @@ class Services:
         loop: The event loop that it belongs to.
         thread: Refuses calls from other threads, loops and processes.
         buffers: The memory that users have lent.
-        counters: What has happened so far.
+        counters: Counts since the communicator was opened.
         devices: Streams and threads for the devices that some of the memory is on.
         codec_threads: Threads that encode and decode for transfers with a codec.
         tls: Its certificate and key; None unless trust is ``mtls``.
@@ -56,7 +56,7 @@ class Services:
 
     @property
     def certificate(self) -> Validity | None:
-        """Return when the certificate of ``mtls`` mode is valid. From any thread."""
+        """The validity of the certificate in ``mtls`` mode. From any thread."""
         return None if self.tls is None else self.tls.current().own.validity
 
     def backend(self, name: str) -> Backend:

@@ -1,7 +1,7 @@
-"""The last events of one event loop, for ``kvwire trace``: a ring, and nothing else.
+"""The last events of one event loop, for ``kvwire trace``.
 
-There is one only where the configuration says ``inspect``. Who may have something to
-note asks whether there is one, and calls nothing otherwise.
+There is a ring only if the configuration sets ``inspect``. Code with an event checks
+whether there is a ring, and calls nothing otherwise.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ TraceEvent = tuple[int, str, str, tuple[str | int, ...]]
 
 
 class TraceRing:
-    """Keeps the last events; the oldest makes room.
+    """Keep the last events; a new event replaces the oldest.
 
     Attributes:
         events: Oldest first.
-        users: Communicators of the loop that are inspected.
+        users: The number of inspected communicators on the loop.
     """
 
     __slots__ = ("events", "users")
@@ -31,12 +31,12 @@ class TraceRing:
         self.users: int = 0
 
     def note(self, what: str, key: str, *more: str | int) -> None:
-        """Note that something has happened now.
+        """Record an event with the current time.
 
         Args:
             what: One of a few words, such as ``"landed"``.
-            key: Which transfer or store call it is of.
-            more: What else there is to say; see :mod:`kvwire.observe.trace`.
+            key: The transfer or store call that it belongs to.
+            more: Further values; see :mod:`kvwire.observe.trace`.
         """
         self.events.append((time_ns(), what, key, more))
 
@@ -46,14 +46,14 @@ RINGS: dict[asyncio.AbstractEventLoop, TraceRing] = {}
 
 
 def open_ring(loop: asyncio.AbstractEventLoop) -> TraceRing:
-    """Return the ring of a loop, once for each communicator that is inspected."""
+    """Return a loop's ring; call once for each inspected communicator."""
     ring = RINGS.setdefault(loop, TraceRing())  # bounded: loops, while they are open
     ring.users += 1
     return ring
 
 
 def close_ring(loop: asyncio.AbstractEventLoop) -> None:
-    """Give a ring back; the last one who does ends it."""
+    """Release a ring; the last release removes it."""
     ring = RINGS[loop]
     ring.users -= 1
     if not ring.users:

@@ -1,4 +1,4 @@
-"""Which messages nobody receives, so that the log can name them once."""
+"""Messages that no receive takes, named in the log once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Seen: TypeAlias = "dict[int, tuple[object, float | None]]"
 
 
 def overdue(seen: Seen, oldest: Mapping[int, object], now: float) -> list[int]:
-    """Return the tags whose oldest message waits for long, each message once.
+    """Return the tags whose oldest message has waited too long, each message once.
 
     Args:
-        seen: What the last call has left; changed.
+        seen: The state between calls; it is changed.
         oldest: The oldest message of each tag.
         now: The time, in seconds.
     """

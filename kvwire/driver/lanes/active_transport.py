@@ -1,8 +1,8 @@
-"""Show what carries one connection's data, and log when that changes.
+"""The transport that carries one connection's data, and a log of its changes.
 
-A line for the log waits a moment. When a peer dies, or aborts, its lanes often end a
-little before the control link does, and that end is told by the connection's own error:
-a warning about each lane would only hide it.
+Each line of the log waits a moment. When a peer dies or aborts, its lanes often end a
+little before the control link does, and the connection's own error reports that; a
+warning about each lane would only hide it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOG_DELAY_S: Final = 0.25
 
 
 class ActiveTransport:
-    """Derives the transport that carries a connection's data from its lanes."""
+    """Derive from its lanes which transport carries a connection's data."""
 
     def __init__(self, lanes: LaneSet, peer: PeerInfo, counters: Counters) -> None:
         self._lanes = lanes
@@ -35,14 +35,14 @@ class ActiveTransport:
 
     @property
     def name(self) -> str:
-        """Return the transport's name."""
+        """The transport's name."""
         return self._lanes.transport
 
     @property
     def report(self) -> TransportReport:
-        """Return every transport considered, and why it carries the data or not.
+        """Every transport considered, and why it carries the data or not.
 
-        In ``mtls`` mode it says of the one that does who can read the data.
+        In ``mtls`` mode it also shows whether others can read the data.
         """
         lanes, why = self._lanes, self._lanes.why
         if self._peer.trust is TrustMode.MTLS:
@@ -50,12 +50,12 @@ class ActiveTransport:
         return with_result(lanes.verdicts, self.name, why, lanes.failed)
 
     def initial_set_done(self) -> None:
-        """Count a first choice that is not the one that both sides prefer."""
+        """Count a fallback if the first choice is not the preferred transport."""
         if self.name != self._lanes.verdicts.taken and not self._lanes.broken:
             self._counters.transport_fallbacks += 1
 
     def lane_broke(self, endpoint: LaneEndpoint) -> None:
-        """Count and log a lane that was open and has broken."""
+        """Count and log an open lane that has broken."""
         name, reason = endpoint.backend, endpoint.reason
         self._counters.lanes_failed += 1
         if self._lanes.open:
@@ -65,7 +65,7 @@ class ActiveTransport:
         self.log(f"{name} failed, and the control link carries the data now: {reason}")
 
     def lane_came_back(self, endpoint: LaneEndpoint) -> None:
-        """Count and log a lane that has opened in the place of one that broke."""
+        """Count and log a lane that has opened in place of a broken one."""
         name = endpoint.backend
         self._counters.lanes_restored += 1
         if self._lanes.open == [endpoint] and name != self._lanes.scheme:
@@ -77,7 +77,7 @@ class ActiveTransport:
 
     @property
     def pending(self) -> int:
-        """Count the lines for the log that still wait for their moment."""
+        """The number of lines that still wait for their moment."""
         now = self._loop.time()
         return sum(line.when() > now for line in self._pending)
 
@@ -92,7 +92,7 @@ class ActiveTransport:
         )
 
     def end(self) -> None:
-        """Drop the lines that wait: the connection ends."""
+        """Drop the waiting lines, since the connection ends."""
         for line in self._pending:
             line.cancel()
         self._pending.clear()

@@ -1,10 +1,10 @@
-"""Send and receive on the lanes of one connection, and choose one for each chunk.
+"""Sending and receiving on the lanes of one connection, and the choice for each chunk.
 
-While none is open, the control link carries all payload. Lanes of its own transport
-share the payload with it; lanes of another transport carry all of it, but for chunks
-that are too small to be worth the detour. When the last lane has gone, payload travels
-on the control link again, if its transport may carry data, until another lane has
-opened in its place: otherwise the connection ends.
+While no lane is open, the control link carries all payload. Lanes of its own transport
+share the payload with it; lanes of another transport carry all of it, except for chunks
+that are too small to be worth the detour. When the last lane has gone, payload returns
+to the control link if its transport may carry data, until another lane opens; if it may
+not, the connection ends.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _Landing(Landing):
 
 
 class LaneScheduler(LaneHandler):
-    """Sends and receives on the lanes of one connection, and chooses between them.
+    """Send and receive on the lanes of one connection, and choose between them.
 
     Args:
-        checks: Which payloads have checksums.
-        lane_broke: Called with a lane that was open and has broken.
+        checks: Decides which payloads have checksums.
+        lane_broke: Called with an open lane that has broken.
         check_ended: Called when a lane touches no memory any more.
 
     Attributes:
@@ -80,7 +80,7 @@ class LaneScheduler(LaneHandler):
 
     @property
     def full(self) -> bool:
-        """Tell whether the next chunk has to wait for a lane."""
+        """Whether the next chunk has to wait for a lane."""
         lanes = self._lanes
         if not lanes.open:
             return not lanes.fallback
@@ -94,10 +94,10 @@ class LaneScheduler(LaneHandler):
         return endpoint if endpoint.lane.queued_bytes <= link_queued_bytes else None
 
     def carries(self, endpoint: LaneEndpoint, payload: Payload) -> bool:
-        """Tell whether a lane carries a payload: worth it, and memory that it takes.
+        """Return whether a lane carries a payload: large enough, in its kind of memory.
 
-        A lane that takes device memory alone may be all that is allowed; then
-        it is for the lane to say why it cannot carry what lies elsewhere.
+        If only a lane for device memory is allowed, the answer is yes for other memory
+        too; the lane then reports why it cannot carry it.
         """
         device = payload.device if isinstance(payload, Fragments) else None
         kinds = endpoint.lane.memory_kinds
@@ -121,14 +121,14 @@ class LaneScheduler(LaneHandler):
         return span_bytes
 
     def takes(self, number: int, kind: MemoryKind) -> bool:
-        """Tell whether a lane moves this kind of memory itself."""
+        """Return whether a lane moves this kind of memory itself."""
         endpoint = self._lanes.find(number)
         return endpoint is not None and kind in endpoint.lane.memory_kinds
 
     def send(
         self, endpoint: LaneEndpoint, chunk: Chunk, payload: Payload
     ) -> tuple[bytes, bytes]:
-        """Queue a chunk on a lane; returns the frame that announces it."""
+        """Queue a chunk on a lane; return the frame that announces it."""
         check = self._checks.of(payload, intact=endpoint.lane.intact)
         descriptor = endpoint.lane.send(payload, chunk)
         assert len(descriptor) <= DESCRIPTOR_BYTES_MAX
@@ -136,7 +136,7 @@ class LaneScheduler(LaneHandler):
         return self._core.lanes.announce(chunk, endpoint.number, descriptor, check)
 
     def flush(self) -> None:
-        """Move what was queued."""
+        """Flush the lanes with queued chunks."""
         dirty, self.dirty = self.dirty, {}
         for lane in dirty:
             if self._lanes.knows(lane):
@@ -145,7 +145,7 @@ class LaneScheduler(LaneHandler):
     # --- receiving --------------------------------------------------------------------
 
     def receive(self, event: LaneDataReceived, payload: Payload | None) -> None:
-        """Let a lane receive what the peer has announced."""
+        """Let a lane receive a payload that the peer has announced."""
         arrival = event.arrival
         endpoint = self._lanes.find(arrival.lane)
         assert endpoint is not None, "the core expects it"
@@ -197,7 +197,7 @@ class LaneScheduler(LaneHandler):
         self._check_ended()
 
     def peer_closed(self, event: LaneClosed) -> None:
-        """End a lane of which the peer's endpoint is gone."""
+        """End a lane whose endpoint at the peer is gone."""
         endpoint = self._lanes.find(event.lane)
         if endpoint is not None:
             reason = event.reason or "the peer ended it"
@@ -216,7 +216,7 @@ class LaneScheduler(LaneHandler):
     # --- inside -----------------------------------------------------------------------
 
     def _in_place(self, arrival: ChunkArrival) -> None:
-        """Tell the core of a staged payload that has been copied to its place."""
+        """Report to the core a staged payload that is now in its place."""
         if self._core.lanes.expects(arrival):
             self._core.payload_landed(arrival, self._loop.time(), intact=True)
 
@@ -235,7 +235,7 @@ class LaneScheduler(LaneHandler):
     def _go_on(
         self, endpoint: LaneEndpoint, left: LaneState, error: Exception | None
     ) -> None:
-        """Go on without a lane that was open, where that is allowed."""
+        """Go on without a lane that was open, if allowed; else end the connection."""
         if self._core.error is not None or self._lanes.ended:
             return
         if isinstance(error, ProtocolError):

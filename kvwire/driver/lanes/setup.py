@@ -1,9 +1,9 @@
-"""Open the lanes of a connection, one transport after the other.
+"""Opening the lanes of a connection, one transport after the other.
 
-The client goes through the transports that the server has found possible, in that
-order, until a lane of one is open on both sides. The server answers. Both keep why each
-one failed: see :mod:`kvwire.driver.lanes.state`. A lane that breaks later is opened
-again by the client: see :mod:`kvwire.driver.lanes.reconnect`.
+The client tries the transports that the server has found possible, in that order, until
+a lane is open on both sides. The server answers. Both record why each transport failed:
+see :mod:`kvwire.driver.lanes.state`. If a lane breaks later, the client reopens it: see
+:mod:`kvwire.driver.lanes.reconnect`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ REFUSALS_MAX: Final = 8
 
 
 class LaneSetup:
-    """Opens the lanes of one connection, on either side.
+    """Open the lanes of one connection, on either side.
 
     Args:
-        active: What carries its data, to say when that changes.
-        remote: Where the control link leads.
-        check_ended: Called when nothing is being opened any more.
+        active: The active transport, which logs changes.
+        remote: The address of the control link's other end.
+        check_ended: Called when no lane is being opened any more.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class LaneSetup:
 
     @property
     def busy(self) -> bool:
-        """Tell whether an endpoint is being made, or may be."""
+        """Whether an endpoint is being made, or may be."""
         reconnector = self._reconnector
         return bool(self._tasks) or (reconnector is not None and reconnector.busy)
 
     @property
     def _needed(self) -> bool:
-        """Tell whether the first choice is a transport that needs a lane."""
+        """Whether the first choice is a transport that needs a lane."""
         return self._lanes.verdicts.taken not in ("", self._lanes.scheme)
 
     # --- the client -------------------------------------------------------------------
@@ -124,9 +124,9 @@ class LaneSetup:
         self.reopen_lost()  # if one has broken while others were opening
 
     async def _open_more(self, name: str, count: int) -> int:
-        """Open more lanes of a transport that works without them; how many did.
+        """Open more lanes of a transport that works without them; return how many.
 
-        What has not opened at first is not tried again: nobody has had it.
+        A lane that did not open at first is not retried, since no data relied on it.
         """
         for opened in range(count):
             try:
@@ -137,7 +137,7 @@ class LaneSetup:
         return count
 
     def _lacks(self) -> bool:
-        """Tell whether a lane that had been open is missing, and worth another try."""
+        """Return whether a lane that had opened is missing, and worth another try."""
         return (
             self._core.phase is CloseState.OPEN
             and self._refusals < REFUSALS_MAX
@@ -145,7 +145,7 @@ class LaneSetup:
         )
 
     async def _reopen(self) -> None:
-        """Open a lane in the place of one that has broken."""
+        """Open a lane in place of a broken one."""
         name = self._chosen
         try:
             endpoint = await self._open(name)
@@ -204,7 +204,7 @@ class LaneSetup:
         _check_description(endpoint)
 
     def bootstrapped(self, event: LaneBootstrapped) -> None:
-        """Join with the server's endpoint, which is there."""
+        """Join with the server's endpoint, whose bootstrap has arrived."""
         bootstrap = self._awaited(event.lane)
         if bootstrap is not None:
             bootstrap.set_result(event.bootstrap)
@@ -271,7 +271,7 @@ class LaneSetup:
         self._check_ended()
 
     async def wait_initial_set(self) -> None:
-        """Server: wait until the client has opened its lanes, or has gone.
+        """Wait, on the server, until the client has opened its lanes, or has gone.
 
         Cancel safety: safe, it only watches.
         """
@@ -281,7 +281,7 @@ class LaneSetup:
     # --- both -------------------------------------------------------------------------
 
     def peer_closed(self, event: LaneClosed) -> None:
-        """Note why the peer's endpoint is gone, or never came."""
+        """Record why the peer's endpoint is gone, or never came."""
         lanes, reason = self._lanes, f"the peer: {event.reason}"
         bootstrap = self._awaited(event.lane)
         if bootstrap is not None:
@@ -293,7 +293,7 @@ class LaneSetup:
                 lanes.failed.setdefault(name, reason)
 
     def reopen_lost(self) -> None:
-        """Open lanes in the place of those that have broken."""
+        """Open lanes in place of the broken ones."""
         if self._reconnector is None and self._lacks():
             self._reconnector = LaneReconnector(
                 self._lacks, self._reopen, self._check_ended
@@ -302,7 +302,7 @@ class LaneSetup:
             self._reconnector.lost()
 
     def cancel(self) -> None:
-        """Open nothing more: the connection ends."""
+        """Open no more lanes, since the connection ends."""
         for task in self._tasks:
             task.cancel()
         if self._joining is not None:
@@ -314,7 +314,7 @@ class LaneSetup:
             self._initial_set.set_result(None)
 
     def _end_initial_set(self) -> None:
-        """Let data go by what is open now."""
+        """Let data use the lanes that are open now."""
         self._lanes.end_initial_set()
         self._active.initial_set_done()
         if not self._initial_set.done():
@@ -329,7 +329,7 @@ class LaneSetup:
         )
 
     def _check_alive(self) -> None:
-        """Raise the error of a connection that has ended."""
+        """Raise the error of the connection if it has ended."""
         if self._core.error is not None:
             raise self._core.error
 
@@ -353,9 +353,9 @@ class LaneSetup:
     def _give_up(
         self, endpoint: LaneEndpoint, exc: BaseException, timeout_s: float
     ) -> BaseException:
-        """End an endpoint that nobody waits for any more; what its opener gets.
+        """Close an endpoint that is no longer wanted; return the error for its opener.
 
-        One that had joined at the last moment may touch memory until ``lane_closed``.
+        If it joined at the last moment, it may touch memory until ``lane_closed``.
         """
         ended = self._core.error
         if ended is not None:
@@ -378,10 +378,10 @@ class LaneSetup:
 
 
 def _bootstrap_of(endpoint: LaneEndpoint) -> bytes:
-    """Return what the peer needs to join, if a frame can carry it.
+    """Return the bootstrap for the peer, if a frame can carry it.
 
     Raises:
-        BackendUnavailable: The backend breaks its promise; another one is tried then.
+        BackendUnavailable: The backend breaks its contract; another one is tried then.
     """
     try:
         bootstrap: object = endpoint.lane.bootstrap
@@ -397,7 +397,7 @@ def _bootstrap_of(endpoint: LaneEndpoint) -> bytes:
 
 
 def _check_description(endpoint: LaneEndpoint) -> None:
-    """Refuse a lane that cannot say why it is used: reports ask, and have no answer."""
+    """Refuse a lane whose description is not a text, since reports show it."""
     try:
         description: object = endpoint.lane.description
     except Exception as exc:
@@ -409,7 +409,7 @@ def _check_description(endpoint: LaneEndpoint) -> None:
 
 
 def _unavailable(name: str, exc: Exception) -> BackendUnavailable:
-    """Translate what a backend raises and the contract does not name."""
+    """Translate an exception of a backend that its contract does not name."""
     if isinstance(exc, OSError):
         return BackendUnavailable(f"the system refuses: {exc}")
     logger.error("a bug of backend %s", name, exc_info=exc)
@@ -417,6 +417,6 @@ def _unavailable(name: str, exc: Exception) -> BackendUnavailable:
 
 
 def _is_cancelled() -> bool:
-    """Tell whether this task is to end, and not only what it waits for."""
+    """Return whether this task itself is cancelled, and not only its future."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

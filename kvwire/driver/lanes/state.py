@@ -1,11 +1,11 @@
-"""The lanes of one connection: how far each is, and what carries data because of that.
+"""The lanes of one connection: the state of each, and which transport carries the data.
 
-Rule 1: what decides a transition stands in this file, and nothing else changes a state.
-Rule 2: what carries the data is derived from the states, never set.
+Rule 1: every transition is decided in this file, and nothing else changes a state. Rule
+2: the active transport is derived from the states, never set.
 
 States of a lane, as this side sees its own endpoint:
 
-* JOINING: ``join`` of its backend is under way, or waits for the peer's bootstrap.
+* JOINING: ``join`` of its backend is running, or waits for the peer's bootstrap.
 * JOINED: ``join`` has returned, so ``lane_closed`` will come. The peer is not ready.
 * OPEN: both endpoints are ready; payload may be sent on it.
 * ABANDONED: it is to end, and ``join`` has not returned; it may still do so.
@@ -17,10 +17,11 @@ Inputs:
 * JOINED: ``join`` has returned.
 * READY: both sides know that both endpoints have joined.
 * CLOSE: the peer has closed its endpoint, or the connection ends.
-* GIVE_UP: ``join`` has raised, or nobody waits for the lane any more.
+* GIVE_UP: ``join`` has raised, or the lane is no longer wanted.
 * GONE: ``lane_closed`` was called.
 
-The core keeps states of its own (kvwire.proto.lanes): which frames are allowed.
+The core has states of its own (kvwire.proto.lanes), which decide which frames are
+allowed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _OFFERED: Final = "offered by both sides"
 
 
 class LaneState(enum.Enum):
-    """Names how far a lane is."""
+    """The states of a lane."""
 
     JOINING = "joining"
     JOINED = "joined"
@@ -46,7 +47,7 @@ class LaneState(enum.Enum):
 
 
 class LaneInput(enum.Enum):
-    """Names what can happen to a lane."""
+    """The inputs that change the state of a lane."""
 
     JOINED = "joined"
     READY = "ready"
@@ -80,7 +81,7 @@ LANE_TRANSITIONS: Final[dict[tuple[LaneState, LaneInput], LaneState]] = {
 
 
 class LaneEndpoint:
-    """Holds this side's endpoint of one lane; only :class:`LaneSet` changes its state.
+    """This side's endpoint of one lane; only :class:`LaneSet` changes its state.
 
     Attributes:
         reason: Why it was closed, or "".
@@ -97,7 +98,7 @@ class LaneEndpoint:
 
 
 class LaneSet:
-    """Holds the lanes of one connection.
+    """The lanes of one connection.
 
     Args:
         scheme: The transport of the control link.
@@ -130,11 +131,11 @@ class LaneSet:
     # --- the lanes --------------------------------------------------------------------
 
     def add(self, endpoint: LaneEndpoint) -> None:
-        """Know an endpoint that is about to join."""
+        """Add an endpoint that is about to join."""
         self._endpoints[endpoint.lane] = endpoint  # bounded: LANES_MAX
 
     def of(self, lane: Lane) -> LaneEndpoint:
-        """Return the endpoint of a backend's lane that is not closed."""
+        """Return the endpoint of a backend's lane, which must not be closed."""
         return self._endpoints[lane]
 
     def find(self, number: int) -> LaneEndpoint | None:
@@ -145,18 +146,18 @@ class LaneSet:
         return None
 
     def knows(self, lane: Lane) -> bool:
-        """Tell whether a lane is not closed."""
+        """Return whether a lane is not closed."""
         return lane in self._endpoints
 
     @property
     def quiet(self) -> bool:
-        """Tell whether no lane can touch any memory."""
+        """Whether no lane can touch any memory."""
         return not self._endpoints
 
     def advance(
         self, endpoint: LaneEndpoint, happened: LaneInput, reason: str = ""
     ) -> LaneState:
-        """Take one step of the table; returns the state that was left."""
+        """Take one step of the table; return the previous state."""
         before = endpoint.state
         after = endpoint.state = LANE_TRANSITIONS[before, happened]
         if before is after:
@@ -178,11 +179,11 @@ class LaneSet:
         return before
 
     def end_initial_set(self) -> None:
-        """Note that the client has made its first choice."""
+        """Record that the client has made its first choice."""
         self.initial_set_done = True
 
     def end(self) -> list[LaneEndpoint]:
-        """Close every lane, since the connection ends; those that are not quiet."""
+        """Close every lane, since the connection ends; return those still in use."""
         if self._last is None:
             self._last = self.transport, self.why
         for endpoint in self._endpoints.values():
@@ -193,17 +194,17 @@ class LaneSet:
 
     @property
     def ended(self) -> bool:
-        """Tell whether the connection has ended."""
+        """Whether the connection has ended."""
         return self._last is not None
 
     @property
     def shared(self) -> bool:
-        """Tell whether the control link carries payload beside open lanes."""
+        """Whether the control link carries payload beside open lanes."""
         return bool(self.open) and self.open[0].backend == self.scheme
 
     @property
     def transport(self) -> str:
-        """Name the transport that carries the data; "" if none may."""
+        """The name of the transport that carries the data; "" if none may."""
         if self._last is not None:
             return self._last[0]
         if self.open:
@@ -214,7 +215,7 @@ class LaneSet:
 
     @property
     def why(self) -> str:
-        """Return why this transport carries the data."""
+        """Why this transport carries the data."""
         if self._last is not None:
             return self._last[1]
         if self.open:
