@@ -1,8 +1,9 @@
-"""Open lanes in the place of those that have broken, while their connection lives.
+"""Reopening of broken lanes, while their connection lives.
 
-A port that was down, a device that was reset or a limit of the system may cost a lane
-and be no matter a minute later, and a connection may live for weeks. Only the client
-asks for lanes, so this is its affair alone; data goes on over what is left meanwhile.
+A lane may break because a port was down, a device was reset or a system limit was
+reached, and a minute later the cause may be gone, while a connection may live for
+weeks. Only the client opens lanes, so only it reopens them; data uses the remaining
+paths meanwhile.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from kvwire.errors import BackendUnavailable, KVWireError
 
 
 class LaneReconnector:
-    """Opens the lanes of one connection again, one after the other, with pauses.
+    """Reopen the lanes of one connection, one after the other, with pauses.
 
     Args:
-        lacks: Whether lanes are missing that are worth another try.
+        lacks: Returns whether lanes are missing that are worth another try.
         attempt: Opens one. Raises BackendUnavailable if it does not come up, and any
             other error of kvwire if the connection has ended.
-        ended: Called whenever nothing is being opened any more.
+        ended: Called whenever no lane is being opened any more.
     """
 
     def __init__(
@@ -38,17 +39,17 @@ class LaneReconnector:
 
     @property
     def busy(self) -> bool:
-        """Tell whether it waits for the next try, or makes one."""
+        """Whether it waits for the next try, or makes one."""
         return self._upkeep.running
 
     def lost(self) -> None:
-        """Open a lane in the place of one that broke, in a task of its own."""
+        """Open a lane in place of a broken one, in a task of its own."""
         if not self.busy and self._lacks():
             self._upkeep.lost("a lane has broken")
             self._upkeep.start(self._run).add_done_callback(lambda _: self._ended())
 
     def cancel(self) -> None:
-        """Open nothing more: the connection ends."""
+        """Open no more lanes, since the connection ends."""
         self._upkeep.cancel()
 
     async def _run(self) -> None:
