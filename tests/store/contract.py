@@ -10,6 +10,7 @@ import numpy as np
 from kvwire import BlockStore
 from kvwire.store.namespace import Namespace
 from kvwire.store.tiers.base import Tier
+from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import Filled, chain
 
@@ -19,7 +20,7 @@ T = TypeVar("T", bound=Tier)
 
 
 def tier_of(store: BlockStore, kind: type[T]) -> T:
-    (tier,) = store._tiers.below
+    (tier,) = inside.tiers(store).below
     assert isinstance(tier, kind)
     return tier
 
@@ -74,7 +75,7 @@ async def expect_miss(where: str, damage: Callable[[], object], name: str = "") 
         assert outcome.landed.ids().tolist() == [1, 2]
         assert np.array_equal(source.tokens([1, 2]), target.tokens([1, 2]))
         # It is that block, and not the tier.
-        assert not store._tiers.below[0].reason
+        assert not inside.tiers(store).below[0].reason
         assert await store.match(hashes, target.cache) == 0
         assert (await store.put(hashes, source.cache, [0, 1, 2])).complete
     async with BlockStore.open([where]) as store:

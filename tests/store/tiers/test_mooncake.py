@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import inside
+
 pytest.importorskip(
     "mooncake.store",
     reason="`make test-mooncake`, with libibverbs1, libnuma1 and libcurl4 of Debian",
@@ -101,7 +103,7 @@ async def test_a_segment_is_killed_and_another_one_comes() -> None:
             async def put() -> bool:
                 await until(lambda: tier.taking)
                 outcome = await store.put(hashes, source.cache, every)
-                await store._tiers.memory.empty()
+                await inside.tiers(store).memory.empty()
                 return outcome.complete
 
             await until(lambda: tier.taking)
@@ -144,7 +146,7 @@ async def test_a_call_that_hangs_is_given_up_with_its_stage(master: Server) -> N
                 return getattr(real, name)
 
         assert (await store.put(hashes, source.cache, range(4))).complete
-        await store._tiers.memory.empty()
+        await inside.tiers(store).memory.empty()
         tier._native = Hangs()
         outcome = await store.get(hashes, target.cache, range(4))
         assert "no answer within 0.2 s" in outcome.missing.reasons[0]

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import inside
+
 pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 import obstore.store
@@ -160,7 +162,7 @@ async def test_an_answer_from_before_a_change_is_forgotten(
         await asking
         assert bool((await tier.find(keys) != ABSENT)[0]) == (change == "put")
         assert (await store.put(chain(1), source.cache, [0])).complete
-        await store._tiers.memory.empty()
+        await inside.tiers(store).memory.empty()
         assert (await store.get(chain(1), target.cache, [0])).complete
 
 
@@ -221,7 +223,7 @@ async def test_in_memory() -> None:
     async with BlockStore.open(["memory:64KiB", "object:memory:///"]) as store:
         assert not tier_of(store, ObjectTier).durable
         assert (await store.put(hashes, source.cache, range(40))).complete
-        assert len(store._tiers.memory.index) < 40
+        assert len(inside.tiers(store).memory.index) < 40
         assert (await store.get(hashes, target.cache, range(40))).complete
     assert np.array_equal(
         source.tokens(list(range(40))), target.tokens(list(range(40)))
@@ -375,7 +377,7 @@ async def test_a_store_that_fails_is_left_alone_for_a_while(
         # Those that were under way, and none after them.
         assert len(requests.made) == 2
         assert not tier.taking
-        await store._tiers.memory.empty()
+        await inside.tiers(store).memory.empty()
         got = await store.get(hashes, target.cache, range(8))
         assert "no route to it" in got.missing["kv", 0]
         assert len(requests.made) == 2

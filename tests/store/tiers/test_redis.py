@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support import inside
+
 pytest.importorskip("redis", reason="redis is not installed: pip install redis")
 
 from redis import Redis
@@ -61,7 +63,7 @@ async def test_a_server_that_is_full_or_gone() -> None:
             assert all("maxmemory" in why for why in outcome.missing.reasons)
             assert await store.match(hashes, source.cache) == 4
             server.kill()
-            await store._tiers.memory.empty()
+            await inside.tiers(store).memory.empty()
             outcome = await store.get(hashes, source.cache, range(4))
             assert all(where in why for why in outcome.missing.reasons)
             server.start()

@@ -18,6 +18,7 @@ from kvwire.store.server import messages
 from kvwire.store.tiers.remote import RemoteTier
 from tests.store.contract import expect_shared, tier_of
 from tests.store.server_child import serving
+from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
@@ -97,7 +98,7 @@ async def test_a_server_killed_in_the_middle_of_a_get() -> None:
         tier = server.where + PATIENT
         async with BlockStore.open(["memory:64MiB", tier]) as store:
             get = store.get(hashes, target.cache, range(BLOCKS))
-            await until(lambda: len(store._tiers.memory.in_flight))
+            await until(lambda: len(inside.tiers(store).memory.in_flight))
             server.signal(signal.SIGSTOP)
             assert not get.done()
             server.signal(signal.SIGKILL)
@@ -110,7 +111,7 @@ async def test_a_server_killed_in_the_middle_of_a_get() -> None:
                 source.tokens(here.tolist()), target.tokens(here.tolist())
             )
             # Nothing is left pinned or taken: all of memory can go.
-            memory = store._tiers.memory
+            memory = inside.tiers(store).memory
             await memory.empty()
             assert not memory.index.slabs.used_bytes
 
@@ -222,8 +223,8 @@ async def test_a_server_that_sends_other_blocks_than_it_says(
         outcome = await s.get(chain(3), Filled(8, spec).cache, [5, 6, 7])
         assert not outcome.landed
         assert said in outcome.missing["kv", 7]
-        assert not len(s._tiers.memory.index)
-        assert not s._tiers.memory.index.slabs.used_bytes
+        assert not len(inside.tiers(s).memory.index)
+        assert not inside.tiers(s).memory.index.slabs.used_bytes
 
 
 async def test_a_server_of_a_later_major_version_is_refused_by_name() -> None:
