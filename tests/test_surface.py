@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import kvwire
-from kvwire.testing import loopback
 from tests.programs.reference import FOLDER
 from tests.programs.reference.words import attributes
 from tests.support.caches import Memory
+from tests.support.pairs import connected
 
 
 def documented(cls: type) -> set[str]:
@@ -23,19 +23,19 @@ def shown(thing: object) -> set[str]:
 
 async def test_objects_show_what_is_documented() -> None:
     async with (
-        loopback() as pair,
+        connected("inproc") as pair,
         kvwire.BlockStore.open(["memory:1MiB"]) as store,
         kvwire.StoreServer(store, "127.0.0.1:0") as server,
     ):
-        region = pair.b.register(bytearray(8))
-        request = pair.ab.recv(1)
-        outgoing = pair.b.publish("x", Memory().cache, [0])
-        incoming = pair.ab.pull("x", Memory().cache, [1])
+        region = pair.far.register(bytearray(8))
+        request = pair.left.recv(1)
+        outgoing = pair.far.publish("x", Memory().cache, [0])
+        incoming = pair.left.pull("x", Memory().cache, [1])
         outgoing.ready()
         outgoing.finish()
         put = store.put([b"hash"], Memory().cache, [0])
-        peer = pair.a.peer("127.0.0.1:1")
-        things: tuple[object, ...] = (pair.a, pair.ab, peer, region, request)
+        peer = pair.near.peer("127.0.0.1:1")
+        things: tuple[object, ...] = (pair.near, pair.left, peer, region, request)
         things += (outgoing, incoming, store, put, server)
         for thing in things:
             names = documented(type(thing))

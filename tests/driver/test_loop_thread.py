@@ -15,8 +15,8 @@ import pytest
 import kvwire
 from kvwire import UsageError
 from kvwire.aio import LoopThread
-from kvwire.testing import Loopback, loopback
 from tests.support.caches import Memory
+from tests.support.pairs import Pair, connected
 
 # What only reads, or says that it is thread-safe.
 ANYWHERE: Final = {
@@ -36,11 +36,11 @@ ANYWHERE: Final = {
 class Things:
     """One object of each kind, and a call of each of their methods."""
 
-    def __init__(self, pair: Loopback, store: kvwire.BlockStore) -> None:
-        comm, conn, kv = pair.b, pair.ba, Memory().cache
+    def __init__(self, pair: Pair, store: kvwire.BlockStore) -> None:
+        comm, conn, kv = pair.far, pair.right, Memory().cache
         peer, keys = comm.peer("127.0.0.1:1"), [b"k"]
         self.region = comm.register(bytearray(8))
-        self.grant = pair.a.register(bytearray(8)).grant(pair.ab)
+        self.grant = pair.near.register(bytearray(8)).grant(pair.left)
         self.request = conn.recv(1)
         self.outgoing = comm.publish("x", kv, [0], growing=True, tokens=8)
         self.incoming = comm.expect("y", Memory().cache, [1])
@@ -146,7 +146,10 @@ def _refusal(call: Callable[[], object]) -> str:
 
 @asynccontextmanager
 async def made() -> AsyncIterator[Things]:
-    async with loopback() as pair, kvwire.BlockStore.open(["memory:1MiB"]) as store:
+    async with (
+        connected("inproc") as pair,
+        kvwire.BlockStore.open(["memory:1MiB"]) as store,
+    ):
         found = Things(pair, store)
         yield found
         await found.over()

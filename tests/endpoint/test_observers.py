@@ -7,9 +7,9 @@ import pytest
 import kvwire
 from kvwire import Connection, Incoming, Outcome, Outgoing
 from kvwire.driver.connection_driver import ConnectionDriver
-from kvwire.testing.harness import loopback
 from kvwire.transfers.incoming import IncomingState
 from tests.support.caches import Memory
+from tests.support.pairs import connected
 
 
 class Notes:
@@ -48,16 +48,16 @@ class Broken(Notes):
 
 async def test_a_begin_and_an_end() -> None:
     notes = Notes()
-    async with loopback() as pair:
-        pair.a.watchers.add(notes)
-        inc = pair.ab.pull("x", Memory().cache, [0])
+    async with connected("inproc") as pair:
+        pair.near.watchers.add(notes)
+        inc = pair.left.pull("x", Memory().cache, [0])
         assert notes.lines == [("begun", "x")]
-        out = pair.b.publish("x", Memory().cache, [0])
+        out = pair.far.publish("x", Memory().cache, [0])
         out.ready()
         out.finish()
         await inc
         await inc.drained()
-    assert notes.lines == [("begun", "x"), ("ended", "x", "complete", ["b"])]
+    assert notes.lines == [("begun", "x"), ("ended", "x", "complete", ["far"])]
 
 
 async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,43 +68,43 @@ async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         ask(self, connection)
         self.abort()
 
-    async with loopback() as pair:
-        pair.a.watchers.add(notes)
+    async with connected("inproc") as pair:
+        pair.near.watchers.add(notes)
         monkeypatch.setattr(IncomingState, "ask", ask_and_end)
-        assert not (await pair.ab.pull("x", Memory().cache, [0])).complete
-    assert notes.lines == [("begun", "x"), ("ended", "x", "failed", ["b"])]
+        assert not (await pair.left.pull("x", Memory().cache, [0])).complete
+    assert notes.lines == [("begun", "x"), ("ended", "x", "failed", ["far"])]
 
 
 async def test_what_was_never_taken_on_is_not_told() -> None:
     notes = Notes()
-    async with loopback() as pair:
-        pair.b.watchers.add(notes)
-        out = pair.b.publish("x", Memory().cache, [0])
+    async with connected("inproc") as pair:
+        pair.far.watchers.add(notes)
+        out = pair.far.publish("x", Memory().cache, [0])
         with pytest.raises(kvwire.UsageError, match="published already"):
-            pair.b.publish("x", Memory().cache, [1])
-        pair.ab.abort()
-        await pair.ba.wait_closed()
+            pair.far.publish("x", Memory().cache, [1])
+        pair.left.abort()
+        await pair.right.wait_closed()
         out.abort()
     assert notes.lines == [("begun", "x"), ("ended", "x", "failed", [])]
 
 
 async def test_a_pull_on_a_lost_connection_begins_and_ends() -> None:
     notes = Notes()
-    async with loopback() as pair:
-        pair.b.watchers.add(notes)
-        pair.ab.abort()
-        await pair.ba.wait_closed()
-        outcome = await pair.ba.pull("y", Memory().cache, [2])
+    async with connected("inproc") as pair:
+        pair.far.watchers.add(notes)
+        pair.left.abort()
+        await pair.right.wait_closed()
+        outcome = await pair.right.pull("y", Memory().cache, [2])
         assert not outcome.complete
     assert notes.lines == [("begun", "y"), ("ended", "y", "failed", [])]
 
 
 async def test_one_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     notes = Notes()
-    async with loopback() as pair:
+    async with connected("inproc") as pair:
         for watcher in (Broken(), notes):
-            pair.b.watchers.add(watcher)
-        out = pair.b.publish("x", Memory().cache, [0])
+            pair.far.watchers.add(watcher)
+        out = pair.far.publish("x", Memory().cache, [0])
         out.abort()
         assert not (await out).complete
         await out.drained()
@@ -115,9 +115,9 @@ async def test_one_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> No
 
 async def test_one_that_was_removed_is_told_nothing() -> None:
     notes = Notes()
-    async with loopback() as pair:
-        pair.b.watchers.add(notes)
-        pair.b.watchers.remove(notes)
-        pair.b.watchers.remove(notes)
-        pair.b.publish("x", Memory().cache, [0]).abort()
+    async with connected("inproc") as pair:
+        pair.far.watchers.add(notes)
+        pair.far.watchers.remove(notes)
+        pair.far.watchers.remove(notes)
+        pair.far.publish("x", Memory().cache, [0]).abort()
     assert not notes.lines

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvwire.observe import distributions
-from kvwire.testing import loopback
 from tests.support.caches import Memory
+from tests.support.pairs import connected
 
 
 def test_buckets_count_what_is_at_most_their_bound() -> None:
@@ -22,12 +22,12 @@ def test_buckets_count_what_is_at_most_their_bound() -> None:
 
 async def test_an_end_is_in_each_of_them_once() -> None:
     seen = distributions.TransferDistributions()
-    async with loopback() as pair:
-        pair.a.watchers.add(seen)
-        out = pair.b.publish("x", Memory().cache, [0, 1])
+    async with connected("inproc") as pair:
+        pair.near.watchers.add(seen)
+        out = pair.far.publish("x", Memory().cache, [0, 1])
         out.ready()
         out.finish()
-        outcome = await pair.ab.pull("x", Memory().cache, [2, 3])
+        outcome = await pair.left.pull("x", Memory().cache, [2, 3])
         await out
     for found in (seen.exposed, seen.queue, seen.nbytes):
         assert sum(found.counts) == 1
@@ -36,19 +36,19 @@ async def test_an_end_is_in_each_of_them_once() -> None:
     assert seen.exposed.total + seen.queue.total + times.mark_wait_s == pytest.approx(
         times.total_s
     )
-    assert seen.peers == {("b", "consumer", "complete"): (1, outcome.nbytes)}
+    assert seen.peers == {("far", "consumer", "complete"): (1, outcome.nbytes)}
 
 
 async def test_peers_are_bounded() -> None:
     seen = distributions.TransferDistributions()
-    async with loopback() as pair:
-        inc = pair.ab.pull("x", Memory().cache, [2, 3])
+    async with connected("inproc") as pair:
+        inc = pair.left.pull("x", Memory().cache, [2, 3])
         inc.abort()
         outcome = await inc
 
         class Named:
             def __init__(self, name: str) -> None:
-                self.peer = replace(pair.ab.peer, name=name)
+                self.peer = replace(pair.left.peer, name=name)
 
         for number in range(distributions.PEERS_MAX + 3):
             one: Any = Named(f"peer-{number}")

@@ -12,8 +12,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 import kvwire
 from kvwire.observe.opentelemetry import TransferTracer
-from kvwire.testing.harness import loopback
 from tests.support.caches import Memory
+from tests.support.pairs import connected
 from tests.support.traces import Traces
 
 
@@ -27,17 +27,17 @@ Below = Callable[[str], AbstractContextManager[object]]
 
 async def transferred(traces: Traces, below: Below) -> kvwire.Outcome:
     """Publish below one span, and pull below another."""
-    async with loopback() as pair:
+    async with connected("inproc") as pair:
         with (
-            TransferTracer(pair.a, traces.provider),
-            TransferTracer(pair.b, traces.provider),
+            TransferTracer(pair.near, traces.provider),
+            TransferTracer(pair.far, traces.provider),
         ):
             with below("answerer"):
-                out = pair.b.publish("request-7", Memory().cache, [0, 1])
+                out = pair.far.publish("request-7", Memory().cache, [0, 1])
             out.ready()
             out.finish()
             with below("asker"):
-                inc = pair.ab.pull("request-7", Memory().cache, [2, 3])
+                inc = pair.left.pull("request-7", Memory().cache, [2, 3])
             await out
             return await inc
 
@@ -48,7 +48,7 @@ async def test_both_ends_of_a_transfer() -> None:
     spans = traces.spans()
     send, receive = spans["kvwire send"], spans["kvwire receive"]
     assert (send.kind, receive.kind) == (SpanKind.PRODUCER, SpanKind.CONSUMER)
-    for span, name, peer in ((send, "b", "a"), (receive, "a", "b")):
+    for span, name, peer in ((send, "far", "near"), (receive, "near", "far")):
         known = said(span)
         assert known["kvwire.transfer.id"] == "request-7"
         assert known["kvwire.communicator"] == name
@@ -82,9 +82,9 @@ async def test_the_context_of_another_thread_comes_along() -> None:
 
 async def test_why_blocks_are_missing() -> None:
     traces = Traces()
-    async with loopback() as pair:
-        with TransferTracer(pair.b, traces.provider):
-            out = pair.b.publish(9, Memory().cache, [0])
+    async with connected("inproc") as pair:
+        with TransferTracer(pair.far, traces.provider):
+            out = pair.far.publish(9, Memory().cache, [0])
             out.abort("evicted")
             await out
     span = traces.spans()["kvwire send"]
@@ -96,10 +96,10 @@ async def test_why_blocks_are_missing() -> None:
 
 async def test_what_is_under_way_when_it_is_closed() -> None:
     traces = Traces()
-    async with loopback() as pair:
-        before = pair.b.publish("before", Memory().cache, [0])
-        tracer = TransferTracer(pair.b, traces.provider)
-        out = pair.b.publish("x", Memory().cache, [0])
+    async with connected("inproc") as pair:
+        before = pair.far.publish("before", Memory().cache, [0])
+        tracer = TransferTracer(pair.far, traces.provider)
+        out = pair.far.publish("x", Memory().cache, [0])
         before.abort()
         await before
         tracer.close()

@@ -10,9 +10,9 @@ from prometheus_client.registry import Collector
 
 import kvwire
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
-from kvwire.testing.harness import loopback
 from tests.support.caches import SPEC, Memory
 from tests.support.certificates import NEAR, Authority
+from tests.support.pairs import connected
 
 
 class Scrape:
@@ -28,21 +28,21 @@ class Scrape:
 
 
 async def test_a_scrape_shows_what_has_happened() -> None:
-    async with loopback(name="one") as pair:
-        value = Scrape(CommunicatorCollector(pair.a), communicator="one")
+    async with connected("inproc", name="one") as pair:
+        value = Scrape(CommunicatorCollector(pair.near), communicator="one")
         assert value("kvwire_connections_total") == 1
         assert value("kvwire_open_connections", transport="inproc") == 1
-        out = pair.b.publish("x", Memory().cache, [0, 1])
+        out = pair.far.publish("x", Memory().cache, [0, 1])
         out.ready()
         out.finish()
-        inc = pair.ab.pull("x", Memory().cache, [2, 3])
+        inc = pair.left.pull("x", Memory().cache, [2, 3])
         outcome = await inc
         assert value("kvwire_received_bytes_total") == outcome.nbytes > 0
         assert value("kvwire_transfers_total", outcome="complete") == 1
         # It is there before there is one.
         assert value("kvwire_transfers_total", outcome="failed") == 0
         assert (await out).complete
-        assert pair.b.counters.sent_bytes == outcome.nbytes
+        assert pair.far.counters.sent_bytes == outcome.nbytes
         await inc.drained()
         assert value("kvwire_quarantined_bytes") == 0
 
@@ -70,14 +70,14 @@ async def test_a_scrape_shows_when_a_certificate_expires(tmp_path: Path) -> None
 
 
 async def test_failed_transfers_and_lost_connections_are_counted() -> None:
-    async with loopback() as pair:
-        inc = pair.ab.pull("never", Memory().cache, [0])
+    async with connected("inproc") as pair:
+        inc = pair.left.pull("never", Memory().cache, [0])
         inc.abort("not wanted any more")
         assert not (await inc).complete
-        pair.ab.abort("gone")
-        await pair.ba.wait_closed()
-        assert pair.a.counters.transfers_failed == 1
-        assert pair.a.counters.connections_lost == 1
+        pair.left.abort("gone")
+        await pair.right.wait_closed()
+        assert pair.near.counters.transfers_failed == 1
+        assert pair.near.counters.connections_lost == 1
 
 
 async def test_a_scrape_shows_a_store_its_tiers_and_its_tenants(tmp_path: Path) -> None:

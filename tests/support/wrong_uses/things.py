@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import kvwire
 from kvwire.security.keys import write_key_file
-from kvwire.testing import loopback
 from tests.support.caches import Memory
 from tests.support.certificates import Authority
+from tests.support.pairs import connected
 
 SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32")
 ME = "spiffe://kvwire.test/near"
@@ -41,8 +41,8 @@ class Things:
     """What a wrong use needs."""
 
     def __init__(self, pair: Any, folder: Path) -> None:
-        self.a, self.b = pair.a, pair.b
-        self.conn, self.back = pair.ab, pair.ba
+        self.a, self.b = pair.near, pair.far
+        self.conn, self.back = pair.left, pair.right
         self.kv = kvwire.PagedCache(SPEC, tensors())
         self.folder = folder
 
@@ -170,7 +170,7 @@ NAMES: Final[dict[str, Callable[[Things], Any]]] = {
 @asynccontextmanager
 async def things(folder: Path) -> AsyncIterator[Things]:
     """What one row needs, and nothing of it afterwards."""
-    async with loopback(handshake_timeout_s=2) as pair:
+    async with connected("inproc", handshake_timeout_s=2) as pair:
         yield Things(pair, folder)
-        pair.a.abort()
-        pair.b.abort()
+        pair.near.abort()
+        pair.far.abort()
