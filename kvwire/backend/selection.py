@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from kvwire.backend import registry
-from kvwire.backend.link import API_VERSION, Availability
+from kvwire.backend.link import API_VERSION, Availability, Backend
 from kvwire.config import Config
 from kvwire.errors import BackendUnavailable, UsageError, nearest
 from kvwire.types import Candidate, TransportReport
@@ -216,3 +216,9 @@ def _ordered(config: Config, names: Iterable[str]) -> list[str]:
 def _why_not(name: str) -> str:
     found: Availability = registry.availability(name)
     return f"{found.reason}{'; ' + found.remedy if found.remedy else ''}"
+
+
+def crosses_hosts(backend: Backend) -> bool:
+    """Return whether other hosts may reach a backend's addresses: it needs a key."""
+    capabilities = backend.capabilities
+    return not (capabilities.same_process or capabilities.same_host)

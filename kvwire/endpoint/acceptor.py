@@ -13,7 +13,7 @@ from typing import Final
 
 from kvwire.aio import start_task, yields_before_raising
 from kvwire.backend import Backend, Link, Listener
-from kvwire.backend.selection import offered
+from kvwire.backend.selection import crosses_hosts, offered
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.endpoint.accept_queue import AcceptQueue
 from kvwire.endpoint.connection import Connection
@@ -27,7 +27,6 @@ from kvwire.endpoint.links import Links
 from kvwire.endpoint.reconnect import Reconnector
 from kvwire.errors import AuthenticationFailed, ClosedOK, KVWireError, ListenError
 from kvwire.proto.handshake import ServerHandshake
-from kvwire.security.keys import crosses_hosts
 from kvwire.types import Address, TrustMode, is_loopback
 from kvwire.wire.handshake_messages import NONCE_BYTES
 

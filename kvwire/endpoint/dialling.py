@@ -17,9 +17,10 @@ from dataclasses import replace
 from typing import Final
 
 from kvwire.backend import Backend, Link, Listener
+from kvwire.backend.selection import crosses_hosts
 from kvwire.errors import ConnectError
 from kvwire.limits import DIAL_DELAY_S
-from kvwire.security.keys import crosses_hosts, resolve
+from kvwire.security.keys import resolve
 from kvwire.types import Address, TrustMode
 
 # Free ports that the kernel gives for one address and that are taken at another one.

@@ -15,25 +15,7 @@ import hashlib
 import hmac
 from dataclasses import dataclass, field
 
-from kvwire.errors import UsageError
-from kvwire.limits import KEY_ID_BYTES, PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.types import Role
-
-_KEY_ID_LABEL = b"kvwire key id"
-
-
-def key_id(psk: bytes) -> bytes:
-    """Return 16 bytes that name a pre-shared key and do not reveal it."""
-    return hmac.digest(psk, _KEY_ID_LABEL, "sha256")[:KEY_ID_BYTES]
-
-
-def check_psk(psk: bytes) -> None:
-    """Raise UsageError if a key is short enough to be guessed."""
-    if not PSK_BYTES_MIN <= len(psk) <= PSK_BYTES_MAX:
-        raise UsageError(
-            f"the key has {len(psk)} bytes; {PSK_BYTES_MIN} to {PSK_BYTES_MAX} random "
-            f"bytes are needed: make one with `kvwire keygen FILE`"
-        )
 
 
 @dataclass(frozen=True, slots=True)

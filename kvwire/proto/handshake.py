@@ -40,7 +40,7 @@ from kvwire.errors import (
     shown,
 )
 from kvwire.limits import BINDING_BYTES, KEY_ID_BYTES
-from kvwire.proto.auth import Keys, key_id, same, transcript_hash
+from kvwire.proto.auth import Keys, same, transcript_hash
 from kvwire.proto.framing import Framing
 from kvwire.types import PeerInfo, Role, TrustMode
 from kvwire.wire.control import (
@@ -59,6 +59,7 @@ from kvwire.wire.handshake_messages import (
     Refuse,
     VersionRange,
     common_version,
+    key_id,
     version_mismatch,
 )
 from kvwire.wire.header import FrameType, Header
@@ -78,7 +79,7 @@ class Identity:
         incarnation: 16 random bytes, new for each start of the process.
         trust: How each side proves who it is.
         psk: The key this side connects with; empty but in psk mode.
-        keys: Every key this side accepts, by :func:`~kvwire.proto.auth.key_id`.
+        keys: Every key this side accepts, by their ids.
         parameters: This side's limits.
         profile: (field, value) pairs that must agree where both sides name the field.
         versions: The lowest and the highest version of the protocol it speaks.

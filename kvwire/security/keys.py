@@ -16,12 +16,11 @@ import socket
 import stat
 from pathlib import Path
 
-from kvwire.backend import Backend
 from kvwire.config import Config, local_path
 from kvwire.errors import UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
-from kvwire.proto.auth import check_psk, key_id
 from kvwire.types import Address, TrustMode, is_loopback, numeric_host
+from kvwire.wire.handshake_messages import key_id
 
 # A key file holds the key in hexadecimal: two digits per byte, and a line end.
 _KEY_FILE_BYTES_MAX = 2 * PSK_BYTES_MAX + 2
@@ -58,10 +57,12 @@ def read_key_file(path: str) -> bytes:
         raise UsageError(
             f"psk_file {path} holds no hexadecimal key; make one with `kvwire keygen`"
         ) from None
-    try:
-        check_psk(key)
-    except UsageError as exc:
-        raise UsageError(f"psk_file {path}: {exc}") from None
+    if not PSK_BYTES_MIN <= len(key) <= PSK_BYTES_MAX:
+        raise UsageError(
+            f"psk_file {path}: the key has {len(key)} bytes; {PSK_BYTES_MIN} to "
+            f"{PSK_BYTES_MAX} random bytes are needed: make one with "
+            f"`kvwire keygen FILE`"
+        )
     return key
 
 
@@ -150,9 +151,3 @@ async def _numeric(address: Address) -> list[str]:
     except UnicodeError as exc:
         raise UsageError(f"address {str(address)!r}: {exc}") from None
     return list(dict.fromkeys(numeric_host(sockaddr) for *_, sockaddr in found))
-
-
-def crosses_hosts(backend: Backend) -> bool:
-    """Return whether other hosts may reach a backend's addresses: it needs a key."""
-    capabilities = backend.capabilities
-    return not (capabilities.same_process or capabilities.same_host)

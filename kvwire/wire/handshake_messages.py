@@ -8,6 +8,7 @@ size, the magic, and the place of the version numbers in HELLO and REFUSE.
 
 from __future__ import annotations
 
+import hmac
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -21,6 +22,7 @@ from kvwire.limits import (
     EAGER_BYTES_MAX,
     EAGER_WINDOW_BYTES_MAX,
     HANDSHAKE_BODY_BYTES,
+    KEY_ID_BYTES,
 )
 from kvwire.types import Role, TrustMode
 
@@ -29,9 +31,15 @@ MAGIC: Final = b"kvwire\r\n"
 
 MAC_BYTES: Final = 32
 NONCE_BYTES: Final = 32
+_KEY_ID_LABEL: Final = b"kvwire key id"
 
 VersionRange = tuple[int, int]
 """The lowest and the highest version that a side speaks."""
+
+
+def key_id(psk: bytes) -> bytes:
+    """Return 16 bytes that name a pre-shared key and do not reveal it."""
+    return hmac.digest(psk, _KEY_ID_LABEL, "sha256")[:KEY_ID_BYTES]
 
 
 def common_version(mine: VersionRange, theirs: VersionRange) -> int:

@@ -20,10 +20,11 @@ import pytest
 import kvwire
 from kvwire import Connection, Grant, KVWireError, Request
 from kvwire.driver.connection_driver import ConnectionDriver
-from kvwire.proto.auth import Keys, key_id
+from kvwire.proto.auth import Keys
 from kvwire.proto.handshake import Agreement, Identity
 from kvwire.proto.regions import GrantRow
 from kvwire.security.keys import read_key_file, write_key_file
+from kvwire.wire.handshake_messages import key_id
 from tests.fault.stranger import TERMS, dial
 from tests.support import inside
 from tests.support.core_pair.handshakes import identity

@@ -6,11 +6,9 @@ import hashlib
 import hmac
 import itertools
 
-import pytest
-
-from kvwire.errors import UsageError
-from kvwire.limits import LANES_MAX, PSK_BYTES_MAX, PSK_BYTES_MIN
-from kvwire.proto.auth import Keys, check_psk, key_id
+from kvwire.limits import LANES_MAX
+from kvwire.proto.auth import Keys
+from kvwire.wire.handshake_messages import key_id
 
 PSK = bytes(range(32))
 NONCES = (b"c" * 32, b"s" * 32)
@@ -66,12 +64,3 @@ def test_a_key_id_names_and_does_not_show() -> None:
     assert len(key_id(PSK)) == 16
     assert key_id(PSK) == key_id(bytes(PSK)) != key_id(PSK[::-1])
     assert key_id(PSK) not in PSK
-
-
-def test_keys_that_could_be_guessed() -> None:
-    """Refused, with the way to make a good one."""
-    for length in (0, 1, PSK_BYTES_MIN - 1, PSK_BYTES_MAX + 1):
-        with pytest.raises(UsageError, match="kvwire keygen"):
-            check_psk(bytes(length))
-    for length in (PSK_BYTES_MIN, PSK_BYTES_MAX):
-        check_psk(bytes(length))

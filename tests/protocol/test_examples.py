@@ -7,11 +7,11 @@ import sys
 
 from kvwire.kv.canonical import negotiate
 from kvwire.proto.auth import Keys
-from kvwire.proto.auth import key_id as kvwire_key_id
 from kvwire.proto.framing import Framing
 from kvwire.transfers.description import TransferOffer
 from kvwire.types import Role
 from kvwire.wire.control import Ping, encode_body
+from kvwire.wire.handshake_messages import key_id as kvwire_key_id
 from kvwire.wire.header import FrameType
 from tests.protocol.examples import KEY, NONCES, PAGE, examples, named, sides, updated
 from tests.support.tree import python

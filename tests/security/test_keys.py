@@ -55,7 +55,7 @@ def test_a_key_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path) -> None:
     for content, said in [
-        (b"", "0 bytes"),
+        (b"", "0 bytes.*kvwire keygen"),
         (b"ab" * (PSK_BYTES_MIN - 1), "31 bytes; 32 to 1024"),
         (b"ab" * (PSK_BYTES_MAX + 1), "no hexadecimal key|1025 bytes"),
         (b"secret words, not hexadecimal", "no hexadecimal key"),

@@ -36,7 +36,6 @@ from kvwire.directory.dialable import (
 )
 from kvwire.errors import ClosedOK, UsageError
 from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
-from kvwire.proto.auth import key_id
 from kvwire.security.keys import read_key_file
 from kvwire.store.limits import (
     STORE_BERTH_BYTES,
@@ -53,6 +52,7 @@ from kvwire.store.server.session import ClientSession
 from kvwire.store.store import BlockStore, access_to
 from kvwire.store.tenants import Tenant
 from kvwire.types import Address
+from kvwire.wire.handshake_messages import key_id
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 

@@ -14,10 +14,10 @@ from tests.programs.bench.walks import ALIVE, WALKS, alive, walk
 CEILINGS: Final = {
     "send 100 B": (8, 7, 8),
     "send 4 MB": (21, 15, 19),
-    "pull to OPEN on the link": (42, 26, 37),
-    "mark to socket": (60, 26, 48),
-    "ready to layer": (146, 36, 122),
-    "connect": (580, 62, 400),
+    "pull to OPEN on the link": (41, 25, 36),
+    "mark to socket": (60, 25, 47),
+    "ready to layer": (146, 35, 121),
+    "connect": (570, 61, 394),
 }
 # Objects of kvwire's classes, and how many classes.
 ALIVE_CEILINGS: Final = {

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvwire.limits import CHUNK_BYTES_MIN, HEADER_BYTES, KIB
-from kvwire.proto.auth import key_id
 from kvwire.proto.handshake import ClientHandshake, Handshake, Identity, ServerHandshake
 from kvwire.types import Role, TrustMode
 from kvwire.wire import control
-from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
+from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters, key_id
 
 Frame = tuple[bytes, bytes]
 """A header and what follows it."""
