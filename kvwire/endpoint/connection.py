@@ -271,8 +271,7 @@ class Connection(AsyncWith):
         Raises:
             UsageError: The tag cannot be used, or a receive waits for it.
         """
-        if get_ident() != self._thread.ident:
-            self._thread.check("Connection.discard")
+        self._thread.check("Connection.discard")
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             tag = checked_tag(tag)
         dropped = self._core.messages.discard(tag)

@@ -76,7 +76,7 @@ _BACK: Final = 4
 # What both sides send each other beside them, where they are on two hosts.
 _TAG: Final = 100
 # Another version with every change of that.
-PROFILE: Final = {"kvwire.bench": "2"}
+PROFILE: Final = {"kvwire.bench": "1"}
 # Ends that the right side has ready before they are asked for.
 _AHEAD: Final = 2
 # A layer is computed meanwhile, so that each travels by itself.

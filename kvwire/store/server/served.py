@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvwire.errors import sayable
 from kvwire.limits import NAME_CHARS_MAX
@@ -19,6 +19,7 @@ from kvwire.store.limits import (
 from kvwire.store.server.client_memory import Berth, ClientMemory, MemoryHolder
 from kvwire.store.server.messages import (
     VERSIONS,
+    ClientRow,
     NamespaceText,
     StatsReport,
     TenantRow,
@@ -28,8 +29,12 @@ from kvwire.store.server.messages import (
 from kvwire.store.store import BlockStore, StoreAccess, access_to
 from kvwire.types import PeerInfo
 
-if TYPE_CHECKING:
-    from kvwire.store.server.session import ClientSession
+
+class _Client(Protocol):
+    """A session, as far as the others know it."""
+
+    def row(self) -> ClientRow:
+        """Return who it is, and what it has done."""
 
 
 @dataclass(slots=True)
@@ -56,7 +61,7 @@ class ServedStore:
     berth_bytes: int
     proofs: Mapping[bytes | str, str]
     name: str = ""
-    clients: dict[ClientSession, asyncio.Task[None]] = field(default_factory=dict)
+    clients: dict[_Client, asyncio.Task[None]] = field(default_factory=dict)
     dropped: int = 0
     lent_bytes: int = 0
     memory: ClientMemory = field(init=False)
