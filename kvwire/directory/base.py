@@ -136,14 +136,14 @@ class Directory(ABC):
         """
 
     async def disconnect(self) -> None:  # noqa: B027 - most hold nothing
-        """Let go of everything; called once, when nothing else is under way.
+        """Release everything; called once, when no other call is running.
 
         Cancel safety: what is held is let go of in any case.
         """
 
     @contextmanager
     def failing(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Raise as ConnectError what the block raises of these kinds, or OSError."""
+        """Turn these errors, and OSError, into ConnectError."""
         reported: tuple[type[Exception], ...] = (*kinds, OSError)
         try:
             yield
@@ -169,7 +169,7 @@ class Directory(ABC):
     # --- members ----------------------------------------------------------------------
 
     def check(self, record: Record) -> None:
-        """Refuse what cannot be announced here.
+        """Check that a record can be announced here.
 
         Raises:
             UsageError: The record is not allowed, or somebody else announces here.
@@ -222,7 +222,7 @@ class Directory(ABC):
     async def watch(
         self, selector: Selector | str = ""
     ) -> AsyncGenerator[Change, None]:
-        """Iterate what becomes of the members that a selector means, without end.
+        """Iterate changes of the members that a selector matches, without end.
 
         Those that are there already have joined. While the directory cannot be reached
         nothing becomes of anybody, and it is asked for again; what is no record is
@@ -252,7 +252,7 @@ class Directory(ABC):
                     )
 
     async def members(self, selector: Selector | str = "") -> tuple[Record, ...]:
-        """Return the members that a selector means, as they are now.
+        """Return the members that a selector matches now.
 
         Raises:
             ConnectError: The directory cannot be reached.
@@ -268,7 +268,7 @@ class Directory(ABC):
         return tuple(members)
 
     async def close(self) -> None:
-        """Withdraw what was announced here, and let go of the directory. Never raises.
+        """Withdraw all records announced here, and disconnect. Never raises.
 
         Cancel safety: safe, call it again.
         """
@@ -382,7 +382,7 @@ class Directory(ABC):
 
 
 def _text(error: OSError) -> str:
-    """Return what went wrong, for logs; a limit of time has no text of its own."""
+    """Return an error's text for logs; a timeout has none of its own."""
     return shown(str(error) or "it does not answer", 200)
 
 

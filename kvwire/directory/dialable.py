@@ -81,7 +81,7 @@ async def warn_of_unknown_name(address: Address) -> None:
 
 
 def _why_not(host: str) -> str:
-    """Say why nobody can dial a host; "" if somebody may."""
+    """Return why nobody can dial a host, or ""."""
     ip = _ip(host)
     if ip is None:
         last = host.rstrip(".").rpartition(".")[2]

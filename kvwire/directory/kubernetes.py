@@ -1,4 +1,4 @@
-"""Kubernetes as a directory: the endpoints of a Service, as its API server tells them.
+"""Kubernetes as a directory: the endpoints of a Service, from its API server.
 
 Kubernetes says who is there and ready; what they do is said in the URL. The slices of
 the Service are listed, and then watched, so that a change arrives at once. Every
@@ -188,7 +188,7 @@ class KubernetesDirectory(DnsDirectory):
         return members
 
     def _client(self) -> httpx.AsyncClient:
-        """Make a client with what the service account's folder has now."""
+        """Make a client with the token and CA that the service account has now."""
         account = Path(local_path(self.given["account"]))
         token, ca = account / "token", account / "ca.crt"
         return httpx.AsyncClient(
@@ -216,7 +216,7 @@ async def _accepted(answer: httpx.Response) -> None:
 
 
 def _parts(answer: Any) -> aclosing[Any]:
-    """Return an answer's parts, of a generator that its client does not close."""
+    """Iterate an answer's parts, and close the generator, which httpx does not."""
     return aclosing(answer.aiter_bytes())
 
 
@@ -228,7 +228,7 @@ def _check_size(nbytes: int) -> None:
 def _changed(
     known: dict[str, bytes], slices: Mapping[str, Mapping[str, bytes]], *, renew: bool
 ) -> tuple[dict[str, bytes], dict[str, bytes | None]]:
-    """Return who is there now, and the batch that says what has changed.
+    """Return the members that are there now, and the batch of changes.
 
     An endpoint that moves from one slice to another is in both for a while, or in
     neither; only the union of all slices counts.

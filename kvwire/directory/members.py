@@ -1,4 +1,4 @@
-"""The members that one watcher knows, as a table that entries and the time change.
+"""The table of members of one watcher, changed by entries and by time.
 
 An entry is a key and a record's bytes, or that the key is gone. A member is told by its
 key, which its record has to name as well: an entry that does not is ignored, as is
@@ -25,7 +25,7 @@ from kvwire.errors import UsageError
 
 
 class ChangeKind(enum.StrEnum):
-    """Names what may become of a member."""
+    """The kinds of changes of a member."""
 
     JOINED = "joined"
     CHANGED = "changed"
@@ -36,7 +36,7 @@ class ChangeKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Tells what became of one member.
+    """A change of one member.
 
     Attributes:
         kind: Whether it has joined, has changed, or has left.
@@ -62,7 +62,7 @@ class _Member:
 
 
 class Members:
-    """Holds the members that a selector means."""
+    """The members that a selector matches."""
 
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
@@ -82,7 +82,7 @@ class Members:
         return (member.record for member in self._members.values())
 
     def put(self, key: str, raw: bytes, now: float) -> Change | None:
-        """Take an entry that was written at ``now``; return what it changes."""
+        """Apply an entry that was written at ``now``; return the change, if any."""
         known = self._members.get(key)
         if known is not None and known.raw == raw:
             known.until = now + known.record.lease_s
@@ -115,7 +115,7 @@ class Members:
         return Change(ChangeKind.CHANGED, record)
 
     def remove(self, key: str) -> Change | None:
-        """Take it that a key is gone; return what that changes."""
+        """Remove a key; return the change, if any."""
         member = self._members.pop(key, None)
         if member is None:
             return None
@@ -125,7 +125,7 @@ class Members:
         return Change(ChangeKind.LEFT, member.record)
 
     def expire(self, now: float) -> list[Change]:
-        """Remove those whose lease is over; return their changes."""
+        """Remove members whose lease is over; return the changes."""
         changes: list[Change] = []
         while (member := self._first_over(now)) is not None:
             del self._members[heapq.heappop(self._leases)[1]]
@@ -154,7 +154,7 @@ class Members:
         return max(0.0, self._leases[0][0] - now)
 
     def suspend(self, now: float) -> bool:
-        """Let no lease end: the directory is away. Tell whether it was there before."""
+        """Let no lease end while the directory is away; return whether it was there."""
         if self._suspended_at is not None:
             return False
         self._suspended_at = now

@@ -142,7 +142,7 @@ class NatsDirectory(Directory):
             await self._client.close()
 
     async def _opened(self) -> KeyValue:
-        """Return the bucket on a connection that is up."""
+        """Return the bucket, connecting at need."""
         async with self._opening:
             if self._client is None or self._client.is_closed:
                 self._client = self._bucket = None
@@ -152,7 +152,7 @@ class NatsDirectory(Directory):
             return self._bucket
 
     async def _subscribed(self, client: Client) -> JetStreamContext.PushSubscription:
-        """Subscribe to the last entry of each key, and to what comes.
+        """Subscribe to the last entry of each key, and to all later ones.
 
         Not with a watcher of the library, which leaves tasks behind when it ends.
         """
@@ -201,7 +201,7 @@ class NatsDirectory(Directory):
 
     async def _connected_to(self, server: str) -> Client:
         async def quiet(_: Exception) -> None:
-            """Log nothing: what fails is raised where it was asked for."""
+            """Drop reported errors: the failing call raises them as well."""
 
         client = Client()
         try:
@@ -280,7 +280,7 @@ class NatsDirectory(Directory):
 
 
 def _name(key: str) -> str:
-    """Return a key as the server takes it: letters and digits."""
+    """Return a key in the letters and digits that the server accepts."""
     return key.encode().hex()
 
 
@@ -307,7 +307,7 @@ async def _progress(entries: Any) -> tuple[int, int]:
 
 
 def _living(entries: Sequence[Msg], now: datetime | None) -> dict[str, bytes | None]:
-    """Return what a bucket holds, without what is older than its own lease.
+    """Return the entries of a bucket, without those whose lease is over.
 
     A bucket may keep entries far longer than leases. Ages are by the server's clock:
     that of this machine may be another.

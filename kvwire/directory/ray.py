@@ -1,4 +1,4 @@
-"""Ray as a directory, for those who run Ray and nothing else: one named actor.
+"""Ray as a directory: one named actor, where no other server is running.
 
 ``ray:fleet`` is the detached actor ``fleet`` in the namespace ``kvwire`` of the Ray
 that this process is connected to, made by whoever needs it first. It holds a table in
@@ -53,7 +53,7 @@ class RayTable:
         self._changed = asyncio.Event()
 
     async def write(self, key: str, value: bytes, lease_s: float) -> str:
-        """Write a value; return why it cannot be, or nothing."""
+        """Write a value; return why it was refused, or ""."""
         self._forget()
         if key not in self._entries and len(self._entries) >= MEMBERS_MAX:
             return f"it is full: {MEMBERS_MAX} members"
@@ -71,7 +71,7 @@ class RayTable:
     async def changes(
         self, life: int, number: int
     ) -> tuple[int, int, dict[str, bytes | None]]:
-        """Return what has changed since a number, or all to those of another life.
+        """Return changes since a number; all entries if the actor was started anew.
 
         Waits for a change where there is none.
         """
@@ -145,7 +145,7 @@ class RayDirectory(Directory):
     async def _call(
         self, call: Callable[[Any], Awaitable[Any]], timeout_s: float = _CALL_S
     ) -> Any:
-        """Call the actor, which is looked for on a thread: Ray blocks meanwhile."""
+        """Call the actor, looked up on a thread because Ray blocks meanwhile."""
         try:
             async with asyncio.timeout(_CALL_S):
                 if self._table is None:

@@ -1,4 +1,4 @@
-"""What a member says of itself in a directory: one JSON object of at most 4 KiB.
+"""A member's record in a directory: one JSON object of at most 4 KiB.
 
 Whoever may write to the directory may say anything. So a record is checked before any
 of it is used: its size first, then each field's type, length and characters. A field
@@ -25,7 +25,7 @@ Table = Annotated[dict[Name, Text], Meta(max_length=limits.RECORD_FIELDS_MAX)]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Describes one member of a fleet, in its own words.
+    """One member of a fleet, as it describes itself.
 
     Attributes:
         name: As it calls itself. Two members may have one name.
@@ -66,7 +66,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> str:
-        """Return what tells this member from all others, of the same name as well."""
+        """Return the key of this member, unlike that of a namesake."""
         return self.incarnation or self.address
 
     def encode(self) -> bytes:

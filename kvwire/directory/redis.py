@@ -99,7 +99,7 @@ class RedisDirectory(Directory):
 
     @asynccontextmanager
     async def _used(self) -> AsyncIterator[RedisClient]:
-        """Use a server that takes writes; let go of it when it fails."""
+        """Use a server that accepts writes; drop it when it fails."""
         try:
             await self._servers.connect()
             async with self._servers.use() as client:
@@ -114,7 +114,7 @@ class RedisDirectory(Directory):
             raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc
 
     async def _next(self, client: RedisClient, channel: PubSub) -> dict[str, Any]:
-        """Wait for what arrives; while nothing does, see whether anything would."""
+        """Wait for a message; test the server while none arrives."""
         for _ in range(2):
             message: dict[str, Any] | None = await channel.get_message(
                 timeout=_SILENCE_S
@@ -125,7 +125,7 @@ class RedisDirectory(Directory):
         raise TimeoutError(f"silent for {2 * _SILENCE_S:g} s")
 
     async def _stir(self, client: RedisClient, channel: PubSub) -> None:
-        """Publish a message on the channel, after a test that the server takes writes.
+        """Publish a message on the channel, once the server has accepted a write.
 
         The connection may be fine and lead to a server that others have left: one that
         became a replica of nobody they can reach. A user who may only watch learns that

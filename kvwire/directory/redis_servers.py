@@ -85,12 +85,12 @@ def of_server(error: BaseException) -> bool:
 
 
 def as_pattern(text: str) -> str:
-    """Return a pattern of SCAN that means the characters of a text."""
+    """Escape a text for a pattern of SCAN."""
     return re.sub(r"([*?\[\]\\^])", r"\\\1", text)
 
 
 class Place(NamedTuple):
-    """Says where one server may be: an address of a host."""
+    """One address of a host, where a server may be."""
 
     url: dict[str, Any]
     host: str
@@ -104,7 +104,7 @@ class Place(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RedisClient:
-    """Asks a server that takes writes, or the cluster that it is in.
+    """A client of a server that accepts writes, or of its cluster.
 
     Attributes:
         commands: Sends commands.
@@ -153,7 +153,7 @@ class RedisClient:
 
 
 class RedisServers:
-    """Connects to the one of a URL's servers that takes writes.
+    """The servers of a URL, one of which accepts writes.
 
     Args:
         what: Names the tier or directory in errors.
@@ -208,7 +208,7 @@ class RedisServers:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[RedisClient]:
-        """Use the client; it stays open meanwhile, also if another takes its place.
+        """Use the client; it stays open meanwhile, even if it is replaced.
 
         Raises:
             ConnectionError: No server is known to take writes.
@@ -422,7 +422,7 @@ class _Dialled(Connection):
 
 
 class _DialledTLS(_Dialled, SSLConnection):
-    """Does so with TLS."""
+    """Dials one address of a host with TLS."""
 
 
 async def _mode(client: Redis) -> str:

@@ -1,4 +1,4 @@
-"""Which members are meant: ``"role=decode,model=demo"``."""
+"""Selectors of members, such as ``"role=decode,model=demo"``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHAPE: Final = 'write "role=decode,model=demo"; other keys are labels'
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Chooses members by what they say of themselves; all of its terms must hold.
+    """Match members by the fields of their records; all terms must match.
 
     Attributes:
         terms: Pairs of a key and a value. A key is a field of a record (``name``,
@@ -61,7 +61,7 @@ class Selector:
         return cls(tuple(terms.items()))
 
     def matches(self, record: Record) -> bool:
-        """Tell whether a member is meant."""
+        """Tell whether a member matches."""
         return all(_holds(record, key, value) for key, value in self.terms)
 
 

@@ -322,6 +322,8 @@ class Index:
             pinned.
         """
         size = _size(nbytes)
+        # A tenant without room in its quota pays with its own blocks, also where others
+        # have older ones. What any of the branches returns is pinned once more.
         left_bytes = self.shares.quota_bytes.item(tenant) - self.used_bytes.item(tenant)
         if left_bytes < size:
             return self._own_victims(size, count, tenant)
@@ -374,6 +376,7 @@ class Index:
         self, keys: Keys, slots: Ids, nbytes: int, count: int, tenant: int = 0
     ) -> Ids:
         """Evict pinned blocks, and take up to ``count`` slots, theirs if these fit."""
+        # Now the slots of ``gone`` have no name, and only the caller's pin.
         gone = slots[self.forget(keys, slots, evicted=True)]
         if self.used_bytes.size > 1 or not gone.size:
             np.add.at(self.evicted_blocks, self._owner[gone], 1)
@@ -384,7 +387,8 @@ class Index:
         if self.slabs.slot_bytes.item(gone.item(0) // self.slabs.stride) != size:
             self.give_back(gone)
             return self.take(nbytes, count)
-        # They stay pinned, and counted as used.
+        # Slots of the right size go from the old blocks to the new ones. They stay
+        # pinned, and counted as used, as if ``take`` had given them.
         mine = gone[:count]
         self._state.uses[mine] = 0
         self._born[mine] = 0.0

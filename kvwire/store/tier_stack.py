@@ -272,7 +272,10 @@ class TierStack:
 
     async def _demote(self, named: IndexedSlots) -> str:
         """Write blocks from memory to a tier that accepts them, unless one has them."""
+        # The caller has pinned the blocks: they keep their slots until this returns.
         index = self.memory.index
+        # ``below`` marks blocks that a tier below had. A tier with an index here is
+        # asked again: that costs nothing, and it may have evicted them since.
         lacking = ~self.memory.below[named.slots]
         tiers = self.keepers if self.through else self.below
         for tier in tiers:
@@ -285,6 +288,7 @@ class TierStack:
         for tier in tiers:
             if any_of(lacking):
                 lacking[lacking] = ~await tier.holds(named.keys[lacking])
+        # Until a tier has taken them these blocks are in memory only.
         self.memory.untaken[named.slots] = lacking
         if not any_of(lacking):
             return ""
@@ -294,6 +298,7 @@ class TierStack:
         all_taken = True
         keys, slots = named.keys[lacking], named.slots[lacking]
         digests = list(map(_digest, keys.tolist()))
+        # A batch is of one namespace.
         for digest in set(digests):
             namespace = self.namespaces[digest]
             # Not compared by NumPy, to which zeros at the end of bytes are nothing.

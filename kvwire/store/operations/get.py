@@ -57,12 +57,18 @@ class GetOperation(Operation):
         keys, begun = request.keys[positions], memory.in_flight.begun
         slots = memory.index.find(keys)
         here = slots >= 0
+        # 1. Blocks in memory are handed out at once. They are pinned in the same turn
+        #    of the loop in which they were found, so no eviction comes between.
         if any_of(here):
             memory.index.pin(keys[here], slots[here])
             await self._hand_out(request, positions[here], slots[here], None)
             return here
+        # 2. From here on none of the blocks is in memory. If another call brings one of
+        #    them, that is waited for, and nothing has ended: the caller steps again.
         if memory.in_flight.ends and await memory.in_flight.one_ended(keys):
             return here
+        # 3. Nobody brings them. Each block has a tier to try next; those that are the
+        #    least far go on, and a hash that is listed twice goes once.
         tried, first = self._next.get(request), 0
         which: Ids | slice = _ALL
         if tried is not None:
@@ -73,6 +79,7 @@ class GetOperation(Operation):
             which = places[once(keys[places])]
         asked = positions[which]
         ask = asked.size * request.namespace.image_bytes > STORE_UNASKED_BYTES
+        # 4. Memory may have changed during this await: ``begun`` tells ``_read``.
         number, orders = await self.tiers.source(keys[which], first, ask=ask)
         if number == len(self.tiers.below):
             fresh = asked[self._codes[request][asked] == 0]
@@ -84,6 +91,8 @@ class GetOperation(Operation):
         tier = self.tiers.below[number]
         there, orders = asked[found], orders[found]
         landed, lost = await self._read(request, there, orders, tier, begun)
+        # 5. What has landed has ended. What this tier has not, or did not give, is
+        #    tried at the next one by a later step; all others are where they were.
         if landed.size == positions.size:
             return ~here  # all
         if tried is None:
@@ -156,6 +165,9 @@ class GetOperation(Operation):
             return positions[:0], positions
         taken = await memory.take(nbytes, positions.size, tenant)
         keys = request.keys[positions]
+        # Taking slots may have waited for an eviction. If anybody has begun to fill
+        # meanwhile, only blocks that memory lacks still are read: no key is filled
+        # twice. From ``begin`` to ``end`` others wait for these.
         if memory.in_flight.begun != begun or taken.size < keys.size:
             mine, taken = self._lacking_still(keys, taken)
             keys, orders, positions = keys[mine], orders[mine], positions[mine]

@@ -108,14 +108,14 @@ class ActiveConnection:
         self.works: Callable[[], object] | None = None
 
     async def tell(self, request: ClientMessage) -> None:
-        """Send what has no answer.
+        """Send a message that has no answer.
 
         Cancel safety: safe, it is sent or not.
         """
         await self.connection.send(TAG, encode(request), deadline=self._within)
 
     async def call(self, request: NumberedRequest, kind: type[AnswerT]) -> AnswerT:
-        """Ask, and wait for the answer.
+        """Send a request, and wait for its answer.
 
         Cancel safety: safe, an answer that nobody waits for is dropped.
         """
@@ -185,7 +185,7 @@ def _expire(answer: asyncio.Future[NumberedReply]) -> None:
 
 
 class StoreClient:
-    """Connects to a server, reachable or not. One event loop."""
+    """Keep a connection to a server, and dial again when it is lost. One event loop."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a store server and its clients say to each other, beside the blocks themselves.
+"""The messages between a store server and its clients, without the blocks.
 
 Every request and reply is one kvwire message of :data:`TAG`: a msgspec array, with its
 kind in front and the range of every number spelled out. Fields are numbered by
@@ -90,11 +90,11 @@ _KNOWN_ORDERS: Final = bytes((*range(len(ORDERS)), UNKNOWN, ABSENT))
 
 
 class StoreMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Defines the base of messages and of their parts."""
+    """The base of messages and of their parts."""
 
 
 class Names(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Joins keys of one length, one behind the other."""
+    """Keys of one length, one behind the other."""
 
     width: _Width
     joined: _Joined
@@ -143,7 +143,7 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Spells out a namespace; see :mod:`kvwire.store.namespace`."""
+    """A namespace in full; see :mod:`kvwire.store.namespace`."""
 
     group: _Name
     fields: Annotated[tuple[tuple[_Name, _Text], ...], Meta(max_length=_FIELDS_MAX)]
@@ -168,7 +168,7 @@ def namespace_told(text: NamespaceText, tenant: str = "") -> Namespace:
 
 
 class ClientMessage(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Defines the base of what a client asks."""
+    """The base of a client's messages."""
 
 
 class StoreHello(ClientMessage, array_like=True, frozen=True, gc=False, tag=1):
@@ -191,13 +191,13 @@ class Find(NumberedRequest, array_like=True, frozen=True, gc=False, tag=2):
 
 
 class Touch(ClientMessage, array_like=True, frozen=True, gc=False, tag=3):
-    """Tells that these blocks were used elsewhere."""
+    """Reports that these blocks were used elsewhere."""
 
     names: Names
 
 
 class TransferMessage(NumberedRequest, array_like=True, frozen=True, gc=False):
-    """Names blocks that are to move."""
+    """The base of a put and a get."""
 
     namespace: NamespaceText
     names: Names
@@ -252,7 +252,7 @@ class Pin(NumberedRequest, array_like=True, frozen=True, gc=False, tag=9):
 
 
 class ServerMessage(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Defines the base of what a server answers."""
+    """The base of a server's messages."""
 
 
 class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):

@@ -1,4 +1,4 @@
-"""What the sessions of one store server share, and the memory that each has."""
+"""The state that all sessions of a store server share, and each session's memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Client(Protocol):
 
 @dataclass(slots=True)
 class ServedStore:
-    """Holds a store that is served, and how. One event loop.
+    """A store that is served, and its server's settings. One event loop.
 
     Attributes:
         store: The store.
@@ -72,7 +72,7 @@ class ServedStore:
         self.access = access_to(self.store)
 
     def lend(self, nbytes: int) -> bool:
-        """Count slots that are pinned to be sent; False if there were too many."""
+        """Count bytes pinned to be sent; False if it would be too many."""
         size_bytes = self.access.tiers.memory.counts.size_bytes
         if nbytes > 0 and self.lent_bytes + nbytes > size_bytes // STORE_LENT_SHARE:
             return False
@@ -84,7 +84,7 @@ class ServedStore:
         return self.proofs.get(peer.identity or peer.key_id, "")
 
     def welcome(self, tenant: str, version: int) -> Welcome:
-        """Return what a new client, of a tenant or none, has to know.
+        """Return the welcome for a new client, of a tenant or none.
 
         ``version`` is the one that both sides speak, or 0.
         """
@@ -105,7 +105,7 @@ class ServedStore:
         )
 
     def report(self, number: int, tenant: str) -> StatsReport:
-        """Return what is there and what has happened; to a tenant what is its own."""
+        """Return the server's numbers; a tenant gets only its own."""
         store, errors = self.store, self.store.report
         tenants = [
             TenantRow(

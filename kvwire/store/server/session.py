@@ -136,7 +136,7 @@ class ClientSession:
         return next(iter(self._unsent.values()), math.inf)
 
     async def run(self) -> None:
-        """Serve it until its connection ends; then wait for what it had begun.
+        """Serve until the connection ends, then wait for running requests.
 
         Cancel safety: not to be cancelled; the end of the connection ends it.
         """
@@ -246,7 +246,7 @@ class ClientSession:
         del self._unsent[sent]
 
     def _release_after(self, task: asyncio.Task[Any], nbytes: int) -> None:
-        """Hold memory for as long as a task, whose frames have it."""
+        """Count memory as held until a task has ended, whose frames refer to it."""
         memory = self._served.memory
         task.add_done_callback(lambda _: memory.release(self, nbytes))
 
@@ -443,7 +443,7 @@ class ClientSession:
         await self._send(await self._done(request))
 
     async def _done(self, request: Flush | Delete | Pin) -> StoreDone:
-        """Do what is asked; say why it cannot be done."""
+        """Execute a request; the answer has the reason if it failed."""
         if self._served.read_only:
             # Nothing was put here, so there is nothing to flush.
             reason = "" if isinstance(request, Flush) else _READ_ONLY

@@ -1,4 +1,4 @@
-"""The contract of a tier below memory: somewhere that images of blocks are kept.
+"""The contract of a tier below memory, which keeps images of blocks.
 
 The store moves every block through slots of its memory, so a tier sees whole images
 that lie in one piece each: where a slot of a file, an object or a message begins and
@@ -68,7 +68,7 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
 class BlockResult(enum.IntEnum):
-    """Names what became of one block."""
+    """The result of a read or write, for one block."""
 
     LANDED = 0
     MISSING = 1
@@ -92,7 +92,7 @@ BlockResults: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Batch(NamedTuple):
-    """Lists blocks of one size, each key once.
+    """Some blocks of one size, each key once.
 
     Attributes:
         keys: Their keys, those of a chain from the head on.
@@ -120,13 +120,13 @@ class Batch(NamedTuple):
         return Batch(self.keys[which], self.orders[which], images, sizes, born)
 
     def tell(self, which: Ids, part: Batch) -> None:
-        """Take the sizes of some of the blocks, which were read as a part."""
+        """Copy the sizes from a part that was read as a batch of its own."""
         if self.sizes is not None:
             assert part.sizes is not None
             self.sizes[which] = part.sizes
 
     def stored(self, sizes: Ids) -> tuple[Batch, Bits]:
-        """Return the blocks as so many stored bytes each, and which of them fit.
+        """Return the batch with these lengths, and which blocks have room for theirs.
 
         Those that do not have their whole memory; nothing of use goes there.
         """
@@ -147,7 +147,7 @@ class Batch(NamedTuple):
 
 
 class TierStats(msgspec.Struct, kw_only=True):
-    """Counts what is in a tier, and what has happened to it since it was opened.
+    """A tier's contents, and counts since it was opened.
 
     Attributes:
         blocks: Blocks that can be found; 0 where nobody counts.
@@ -170,7 +170,7 @@ class TierStats(msgspec.Struct, kw_only=True):
     failed_blocks: int = 0
 
     def count(self, results: BlockResults, *, written: bool) -> None:
-        """Count what became of the blocks of one call."""
+        """Count the results of one call."""
         told = results.tobytes()
         landed = told.count(LANDED)
         if written:
@@ -182,7 +182,7 @@ class TierStats(msgspec.Struct, kw_only=True):
 
 
 class TenantUse(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Says what one tenant has in one tier.
+    """The blocks of one tenant in one tier.
 
     Attributes:
         used_bytes: Bytes of its blocks.
@@ -198,7 +198,7 @@ class TenantUse(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class TenantStats(msgspec.Struct, kw_only=True):
-    """Says what one tenant has and does in a store.
+    """The blocks and the calls of one tenant in a store.
 
     Attributes:
         counters: What has happened to its blocks.
@@ -218,7 +218,7 @@ def uses_of(index: Index) -> tuple[TenantUse, ...]:
 
 
 class Touches:
-    """Remembers which blocks were used here, until the tier is told.
+    """Uses of blocks that a remote tier has not been told of yet.
 
     What was moved was touched for that there, and so is not told of once more.
     """
@@ -252,7 +252,7 @@ class Touches:
 
 
 class Tier(ABC):
-    """Keeps blocks below memory. Subclasses say how blocks get there and back.
+    """Keep blocks below memory. A subclass moves them there and back.
 
     A write or read is run to its end and counted here. What a subclass says nothing of
     is as where others keep the blocks: nobody is told of uses, nothing is pinned, and
@@ -299,7 +299,7 @@ class Tier(ABC):
             logger.warning("tier %s: %s", sayable(self.name), sayable(text))
 
     def _is_news(self) -> bool:
-        """Tell whether it was well long enough that a new failure is logged again."""
+        """Tell whether the last failure is so long ago that a new one is logged."""
         return monotonic() - self._ended_at > STORE_LOG_AGAIN_S
 
     @property
@@ -319,7 +319,7 @@ class Tier(ABC):
         """
 
     async def holds(self, keys: Keys) -> Bits:
-        """Tell which blocks it has as far as it knows: they need no writing.
+        """Tell which blocks need no writing, as far as this side knows.
 
         Cancel safety: safe, it only looks.
         """
@@ -363,7 +363,7 @@ class Tier(ABC):
         """Read blocks, whether the caller is cancelled meanwhile or not."""
 
     def touch(self, keys: Keys) -> None:  # noqa: B027 - not everybody is told
-        """Note blocks used in another tier: here they are not the next to go."""
+        """Note that blocks were used in another tier: they are evicted later here."""
 
     @abstractmethod
     async def delete(self, keys: Keys) -> None:
@@ -400,19 +400,19 @@ class Tier(ABC):
         return np.zeros(keys.size, np.bool_)
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
-        """Return what each tenant has here, by its number; nothing where none does."""
+        """Return each tenant's use by number; empty if tenants have no bounds."""
         return ()
 
     def stats(self) -> TierStats:
-        """Return what was moved, and what is in it if this side counts that."""
+        """Return counts of moved blocks, and of the contents where known."""
         return self._counts
 
     def namespaces(self) -> Iterable[Namespace]:
-        """Return the namespaces of what it had when it was opened."""
+        """Return the namespaces of the blocks that were there when it was opened."""
         return ()
 
     async def flush(self) -> None:  # noqa: B027 - see the class
-        """Return when what was written survives a power cut as well.
+        """Return once all written blocks survive a power cut as well.
 
         Raises:
             OSError: It does not, as far as anybody knows.
@@ -422,7 +422,7 @@ class Tier(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of everything; no other call is under way. Never raises.
+        """Release everything. No other call is running. Never raises.
 
         Cancel safety: what is held is let go of in any case.
         """

@@ -68,7 +68,7 @@ def codec_of(address: TierAddress) -> BlockCodec | None:
 
 
 class CodedTier(Tier):
-    """Keeps entries where they are shorter than images. Subclassed.
+    """Encode images on their way down, and decode them on their way up. Subclassed.
 
     Attributes:
         slotted: Whether what it keeps is in slots of a few lengths.
@@ -84,14 +84,14 @@ class CodedTier(Tier):
 
     @abstractmethod
     async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Write images or entries; where they are in slots, all of one length."""
+        """Write images or entries; for a slotted tier, all of one length."""
 
     @abstractmethod
     async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Read what was written into the memory of images, and tell its sizes."""
+        """Read images or entries into the images' memory, and set ``batch.sizes``."""
 
     async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Encode images, and keep what came of it."""
+        """Encode images, and write the entries."""
         if self._codec is None:
             return await self._write_entries(namespace, batch)
         room = np.empty((batch.keys.size, namespace.image_bytes), np.uint8)
@@ -113,7 +113,7 @@ class CodedTier(Tier):
         return results
 
     async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Read what was kept into the images, and decode it there."""
+        """Read entries into the images' memory, and decode them there."""
         sizes = np.zeros(batch.keys.size, np.int64)
         asked = batch._replace(sizes=sizes)
         results = await self._read_entries(namespace, asked)
@@ -149,7 +149,7 @@ class CodedTier(Tier):
         return lengths
 
     def _padded(self, nbytes: int, image_bytes: int) -> int:
-        """Return the bytes that an entry is kept as, or the image without one."""
+        """Return how many bytes to keep: a padded entry, or the whole image."""
         if not nbytes:
             return image_bytes
         step = rounded(-(-image_bytes // _LENGTHS)) if self.slotted else 1
@@ -173,7 +173,7 @@ _Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 
 def _lanes(count: int) -> list[Ids]:
-    """Return positions in as many parts as there are threads for."""
+    """Split positions into a part for each thread."""
     return [p for p in np.array_split(np.arange(count), _LANES) if p.size]
 
 
@@ -182,7 +182,7 @@ def _arrays(images: Fragments) -> list[Bytes]:
 
 
 def _entries(images: Fragments, room: _Rows, lengths: Ids) -> Fragments:
-    """Return each entry, or the image itself where there is none shorter."""
+    """Return each block's entry, or its image if that is shorter."""
     rows = np.arange(lengths.size, dtype=np.uint64) * np.uint64(room.shape[1])
     rows += np.uint64(room.ctypes.data)
     shorter = lengths < room.shape[1]

@@ -24,7 +24,7 @@ _IMAGES: Final = "images"
 
 
 class TierDirectory:
-    """Owns one directory, which no other process uses meanwhile."""
+    """The directory of a disk tier, locked against other processes."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class TierDirectory:
             )
 
     def _named(self) -> list[tuple[int, int]]:
-        """Return which files its names stand for now."""
+        """Return the identity of the files that have its two names now."""
         found = ((self._path / name).stat() for name in (_IMAGES, _INDEX))
         return [(one.st_dev, one.st_ino) for one in found]
 
@@ -109,7 +109,7 @@ _VIEWS: Final = 1024
 
 
 class File:
-    """Reads and writes an open file, from any thread and without a loop."""
+    """An open file, read and written from any thread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,7 +136,7 @@ class File:
         _move(self.pwritev, source, offset)
 
     def resize(self, nbytes: int) -> None:
-        """Make it so long, with room on the disk for all of it."""
+        """Set the length, and allocate disk space for all of it."""
         have = self.nbytes
         if nbytes < have:
             os.ftruncate(self._fd, nbytes)
@@ -191,11 +191,11 @@ class File:
         return os.pwritev(self._fd, views, offset)
 
     def sync(self) -> None:
-        """Return when what was written survives a power cut."""
+        """Return once the written bytes survive a power cut."""
         os.fsync(self._fd)
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        """Have room on the disk for a part of the file, which is longer after that."""
+        """Allocate disk space for a part of the file, which grows to hold it."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._fd, offset, nbytes)
         else:
@@ -214,7 +214,7 @@ def _process(number: int) -> str:
 def _move(
     call: Callable[[Views, int], int], views: Sequence[memoryview], offset: int
 ) -> None:
-    """Call until all is moved; a call may move fewer bytes than it was given."""
+    """Repeat a system call until all bytes are moved: one call may move only a part."""
     first, begun = 0, 0
     while first < len(views):
         some = list(views[first : first + _VIEWS])

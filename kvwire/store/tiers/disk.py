@@ -211,7 +211,11 @@ class DiskTier(CodedTier):
     async def _write_some(
         self, namespace: Namespace, batch: Batch, nbytes: int, tenant: int
     ) -> tuple[BlockResults, Sequence[asyncio.Future[None]]]:
-        """Write what is lacking and has room; who has slots in use, if that was it."""
+        """Write blocks that are lacking and have room.
+
+        Returns:
+            The results, and what to wait for before others may have room.
+        """
         results = np.full(batch.keys.size, LANDED, np.uint8)
         held = await self._look(namespace, batch.keys)
         lacking, names = np.flatnonzero(~held), batch.keys[held]
@@ -352,7 +356,7 @@ class DiskTier(CodedTier):
     # --- on the loop ------------------------------------------------------------------
 
     async def _look(self, namespace: Namespace, keys: Keys) -> Bits:
-        """Tell which blocks are held, once nobody writes them.
+        """Wait for running writes of these blocks, and tell which are held.
 
         The others are not there. Nothing has been awaited since.
         """
@@ -367,7 +371,7 @@ class DiskTier(CodedTier):
             return slots >= 0
 
     async def _verify(self, namespace: Namespace, keys: Keys, slots: Ids) -> None:
-        """Read blocks that may be damaged; those that cannot be read are forgotten."""
+        """Read blocks that may be damaged, and forget those that cannot be read."""
         scratch = np.empty(keys.size * namespace.image_bytes, np.uint8)
         images = images_in(scratch, namespace.image_bytes, keys.size)
         sizes = np.zeros(keys.size, np.int64)
@@ -381,7 +385,7 @@ class DiskTier(CodedTier):
         self._index.drop(failed, slots)
 
     def _room(self, nbytes: int, count: int, tenant: int) -> Ids:
-        """Return slots for some blocks, as many as there are, none in use."""
+        """Return free or evicted slots for blocks, as many as there are."""
         slots = self._index.take(nbytes, count, tenant)
         while slots.size < count:
             evicted = self._index.evict(nbytes, count - slots.size, tenant).slots
@@ -425,7 +429,7 @@ class DiskTier(CodedTier):
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Have who needs room wait for what is done within, and ends in this turn."""
+        """Make writers that need room wait until the block has ended."""
         over = asyncio.get_running_loop().create_future()
         self._users.add(over)
         try:
@@ -435,7 +439,7 @@ class DiskTier(CodedTier):
             over.set_result(None)
 
     async def _discard(self, keys: Keys, slots: Ids) -> None:
-        """Forget pinned blocks that are no good, here and on the disk."""
+        """Forget damaged blocks, which the caller has pinned, here and on the disk."""
         gone = slots[self._index.forget(keys, slots)]
         try:
             await self._erased()
@@ -443,7 +447,7 @@ class DiskTier(CodedTier):
             self._index.give_back(gone)
 
     async def _erased(self) -> bool:
-        """Erase the rows that are stale by now; whether the disk has done so."""
+        """Erase stale rows from the index; return whether the disk has done so."""
         try:
             async with self._writing:
                 stale = [range(slot, slot + 1) for slot in sorted(self._stale)]
@@ -464,7 +468,7 @@ class DiskTier(CodedTier):
     # --- on a thread ------------------------------------------------------------------
 
     def _restore(self) -> None:
-        """Take up what the index has; of two slots with one key the later counts."""
+        """Load the index; of two slots with one key, the later one counts."""
         found = list(self._rows.rows())
         if not found:
             return
@@ -485,7 +489,7 @@ class DiskTier(CodedTier):
             self._adopt(rows.selected(inside), sizes[inside])
 
     def _adopt(self, rows: DiskRows, sizes: Ids) -> None:
-        """Take up rows that fit each other, the newest first."""
+        """Load rows that fit each other, the newest first."""
         self._sums[rows.slots] = rows.sums
         self._nbytes[rows.slots] = rows.nbytes
         self._trusted[rows.slots] = self._directory.whole
@@ -512,7 +516,7 @@ class DiskTier(CodedTier):
         self._index.trim()
 
     def _owners(self, keys: Keys) -> Ids:
-        """Return the number of whose each block is."""
+        """Return the number of each block's tenant."""
         numbers = {
             digest: self._tenants.number(namespace.tenant)
             for digest, namespace in self._rows.namespaces.items()
@@ -556,7 +560,7 @@ class DiskTier(CodedTier):
     def _read_slots(
         self, batch: Batch, slots: Ids, *, at_once: bool = False
     ) -> BlockResults:
-        """Read images, and say of each whether it is what was written."""
+        """Read images, and compare them with their checksums."""
         batch, fit = batch.stored(self._nbytes[slots])
         results = np.full(slots.size, LANDED, np.uint8)
         results[~fit] = DAMAGED

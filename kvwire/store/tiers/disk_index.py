@@ -85,7 +85,7 @@ _AT_ONCE: Final = 64 * 1024
 
 
 class _Described(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
-    """Describes a namespace; what has no tenant is as it was before there were any."""
+    """A namespace as the index stores it."""
 
     group: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
     pairs: tuple[tuple[str, str], ...]
@@ -93,7 +93,7 @@ class _Described(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
 
 
 class DiskRows(NamedTuple):
-    """Holds rows of ``blocks``, each column as an array."""
+    """Rows of the table ``blocks``, each column as an array."""
 
     slots: Ids
     keys: Keys
@@ -108,7 +108,7 @@ class DiskRows(NamedTuple):
 
 
 class DiskIndex:
-    """Keeps the index of one directory, of one process; one thread at a time.
+    """The index of one directory, used by one process and one thread at a time.
 
     Its errors are those of SQLite, ``sqlite3.Error``: after one, nothing of what was
     asked has happened, and it can be asked again.
@@ -142,7 +142,7 @@ class DiskIndex:
             raise
 
     def rows(self) -> Iterator[DiskRows]:
-        """Yield what it has, as far as it makes sense, in no order."""
+        """Yield all valid rows, in no order."""
         asked = self._db.execute(_ROWS, _LIMITS)
         while some := asked.fetchmany(_AT_ONCE):
             slots, keys, orders, nbytes, sums, serials = zip(*some, strict=True)
@@ -157,14 +157,14 @@ class DiskIndex:
             )
 
     def dirty(self) -> None:
-        """Note that an image is to be written: it is not closed in order."""
+        """Record that writing has begun, so that an end without a close is noticed."""
         if self.closed:
             with self._transaction(synced=True):
                 self._db.execute("UPDATE tier SET closed = 0")
             self.closed = False
 
     def record(self, namespace: Namespace, rows: DiskRows) -> None:
-        """Say what slots hold, of which the images are written."""
+        """Write the rows of slots whose images are on the disk."""
         known = self.namespaces
         new = namespace.digest not in known and len(known) < STORE_NAMESPACES_MAX
         with self._transaction():
@@ -196,7 +196,7 @@ class DiskIndex:
             )
 
     def pin(self, keys: Keys, slots: Ids, *, pinned: bool) -> None:
-        """Say that the rows of some blocks are pinned, or no more."""
+        """Mark the rows of some blocks as pinned, or as pinned no more."""
         with self._transaction():
             if pinned:
                 named = zip(slots.tolist(), keys.tolist(), strict=True)
@@ -211,7 +211,7 @@ class DiskIndex:
         return np.fromiter((slot for (slot,) in found), np.int64)
 
     def sync(self) -> None:
-        """Return when all of it survives a power cut."""
+        """Return once all rows survive a power cut."""
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def close(self, *, in_order: bool) -> None:
@@ -248,7 +248,7 @@ class DiskIndex:
 
     @contextlib.contextmanager
     def _transaction(self, *, synced: bool = False) -> Iterator[None]:
-        """Do all that is done within, or nothing of it."""
+        """Apply all changes of the block, or none of them."""
         how = "FULL" if self._synced or synced else "NORMAL"
         self._db.execute(f"PRAGMA synchronous={how}")
         self._db.execute("BEGIN IMMEDIATE")

@@ -108,7 +108,7 @@ class MemoryTier:
         return line_of(self.images(slots, nbytes))
 
     def too_large(self, nbytes: int, tenant: int = 0) -> str:
-        """Return why a block of so many bytes has no room here; "" where it may."""
+        """Return why a block of ``nbytes`` has no room here, or ""."""
         if self.index.fits(nbytes, tenant):
             return ""
         slab_bytes = self.index.slabs.slab_bytes
@@ -129,7 +129,7 @@ class MemoryTier:
             logger.warning("the store keeps none of these blocks: %s", why)
 
     async def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
-        """Take slots for blocks of so many bytes; the caller holds no pin meanwhile.
+        """Take slots for blocks of ``nbytes``. The caller must not hold pins meanwhile.
 
         Returns:
             1 to ``count`` slots, ascending, each pinned.
@@ -164,19 +164,19 @@ class MemoryTier:
         return slots
 
     def give_back(self, slots: Ids) -> None:
-        """Free taken slots that are not going to be named."""
+        """Free taken slots that will not be named."""
         if slots.size:
             self.index.give_back(slots)
             self._notify()
 
     def unpin(self, keys: Keys, slots: Ids) -> None:
-        """Let go of named slots."""
+        """Unpin named slots."""
         self.index.unpin(keys, slots)
         if self._changed is not None:
             self._notify()
 
     async def delete(self, keys: Keys) -> None:
-        """Forget blocks; nobody reads them or writes them down any more.
+        """Forget blocks, once running reads and writes of them have ended.
 
         Cancel safety: safe, it may be called again.
         """
@@ -218,7 +218,7 @@ class MemoryTier:
         return self.counts
 
     async def settle(self) -> None:
-        """Wait for what is being cleared in the background.
+        """Wait until no eviction runs in the background.
 
         Cancel safety: safe, it only watches.
         """
@@ -265,12 +265,12 @@ class MemoryTier:
                 continue
 
     def populate(self) -> None:
-        """Have all pages of the memory now; on a thread, before blocks come."""
+        """Touch all pages of the memory now. On a thread, before the first block."""
         if self._arena is not None:
             self._arena.populate()
 
     def close(self) -> None:
-        """Give the memory back; nothing is in use any more."""
+        """Free the memory, of which nothing is in use."""
         self._bytes = np.empty(0, np.uint8)
         if self._arena is None:
             return
@@ -291,7 +291,7 @@ class MemoryTier:
         take: int = 0,
         lose: bool = True,
     ) -> Ids | None:
-        """Make room for some blocks, and take up to so many slots of it.
+        """Evict blocks, and take up to ``count`` of the slots that this frees.
 
         Without ``lose`` blocks stay that no tier below has taken.
 
@@ -337,7 +337,7 @@ class MemoryTier:
         return self.index.slabs.free(size) * size < self._headroom_bytes
 
     def _notify(self) -> None:
-        """Wake those who wait for room."""
+        """Wake the calls that wait for room."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None
@@ -377,16 +377,16 @@ class InFlightFills:
         return len(self.ends)
 
     def busy(self, keys: Keys) -> Bits:
-        """Return which of these somebody is filling."""
+        """Return which of these blocks are being filled."""
         found = map(self.ends.__contains__, keys.tolist())
         return np.fromiter(found, np.bool_, keys.size)
 
     def of_namespace(self, digest: bytes) -> Keys:
-        """Return which blocks of a namespace somebody is filling."""
+        """Return which blocks of a namespace are being filled."""
         return as_keys(key for key in self.ends if key.startswith(digest))
 
     def begin(self, keys: Keys) -> None:
-        """Note that the caller fills these, which nobody does yet."""
+        """Begin to fill blocks that no other call is filling."""
         self.begun += 1
         self.ends.update(zip(keys.tolist(), repeat(asyncio.Event())))
 
@@ -397,7 +397,7 @@ class InFlightFills:
             ends[0].set()
 
     async def one_ended(self, keys: Keys) -> bool:
-        """Wait until nobody fills the first of these that is being filled, if one is.
+        """Wait for the end of the fill of one of these blocks, if one is being filled.
 
         Cancel safety: safe, it only watches.
         """

@@ -267,7 +267,7 @@ class MooncakeTier(KeyValueTier):
                 future.add_done_callback(lambda _: self._stages.put_nowait(memory))
 
     def _start(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Call on a thread of its own, for which no end of a process waits."""
+        """Call on a daemon thread: the end of the process must not wait for it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._calls.add(returned := threading.Event())

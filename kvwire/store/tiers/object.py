@@ -203,7 +203,7 @@ class ObjectTier(KeyValueTier):
     # --- requests ---------------------------------------------------------------------
 
     async def _whole(self, key: Key, nbytes: int) -> memoryview | BlockResult:
-        """Fetch an object of up to so many bytes.
+        """Fetch an object of up to ``nbytes``.
 
         The first range says how long it is; what is behind that comes at once. Who
         puts it again meanwhile, by another codec, makes it one with a wrong checksum.
@@ -232,7 +232,7 @@ class ObjectTier(KeyValueTier):
     async def _range(
         self, key: Key, begin: int, nbytes: int
     ) -> memoryview | BlockResult:
-        """Fetch up to so many bytes of an object."""
+        """Fetch up to ``nbytes`` of an object, from ``begin`` on."""
         path = self.value_name(key)
 
         async def fetch() -> Any:
@@ -294,7 +294,7 @@ class ObjectTier(KeyValueTier):
     async def _each(
         self, work: Callable[[Any], Awaitable[None]], positions: Iterable[Any]
     ) -> None:
-        """Work on each position, some at a time; a task for each lane and not more."""
+        """Work on each position, as many at once as requests are allowed."""
         left = iter(positions)
 
         async def lane() -> None:
@@ -318,7 +318,7 @@ class ObjectTier(KeyValueTier):
 
 
 def bucket_of(address: TierAddress, timeout_s: float) -> Any:
-    """Return where the objects of a tier are."""
+    """Return obstore's bucket for the address of a tier."""
     with needed_by("a tier in an object store", extra="store"):
         from obstore.exceptions import BaseError  # noqa: PLC0415 - an extra
         from obstore.store import from_url  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""What stands in front of an image in an object: whose it is, and its checksum.
+"""The head in front of an image in an object: the block's key, order and checksums.
 
 An object is 128 bytes of head and the image. The head has the whole key, so that an
 object which was copied, renamed or written by somebody else is not taken for another
@@ -35,7 +35,7 @@ assert _HEAD.size + _SUM.size == HEAD_BYTES
 
 
 class ObjectHead(NamedTuple):
-    """Holds the head of one object."""
+    """The head of one object."""
 
     key: Key
     order: int
@@ -64,7 +64,7 @@ class ObjectHead(NamedTuple):
 
 
 def path_of(key: Key) -> str:
-    """Return where a block lies: a folder for each namespace, and the hash."""
+    """Return the path of a block: a folder for its namespace, and its hash."""
     return f"{key[:DIGEST_BYTES].hex()}/{key[DIGEST_BYTES:].hex()}"
 
 

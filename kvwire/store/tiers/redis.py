@@ -98,7 +98,7 @@ class RedisTier(KeyValueTier):
         return self._servers.client is not None
 
     def touch(self, keys: Keys) -> None:
-        """Note a use; the servers learn of it with the next look-up."""
+        """Note a use; it is sent to the servers with the next look-up."""
         self._touches.add(keys)
 
     # --- values -----------------------------------------------------------------------

@@ -337,14 +337,14 @@ class RemoteTier(Tier):
     def _asked(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> _Asked:
-        """Return the fields of a request to move a batch."""
+        """Return the fields that a put and a get of a batch begin with."""
         text, names = text_of(namespace), Names.of(batch.keys)
         return next(active.numbers), text, names, max(1, int(self._timeout_s * 1000))
 
     def _checked(
         self, active: ActiveConnection, batch: Batch, done: StoreDone
     ) -> BlockResults:
-        """Return what the server says of each block."""
+        """Return the result of each block, from a valid answer."""
         results = done.table.copy()
         if results.size != batch.keys.size:
             raise _lie(active, f"{results.size} results of {batch.keys.size} blocks")

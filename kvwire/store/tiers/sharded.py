@@ -49,7 +49,7 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Holds a server, and the task that dials it for the first time."""
+    """One store server, and the task that dials it for the first time."""
 
     name: str
     address: str
@@ -157,7 +157,7 @@ class ShardedTier(Tier):
             tier.touch(keys[which])
 
     async def delete(self, keys: Keys) -> None:
-        """Forget blocks at every node: one may have them from another membership."""
+        """Delete blocks at every node: earlier nodes may have placed them there."""
         await self._everywhere(lambda tier: tier.delete(keys))
 
     async def delete_namespace(self, digest: bytes) -> None:
@@ -195,7 +195,7 @@ class ShardedTier(Tier):
         return [node for node in self._nodes.values() if node.tier.asks]
 
     def _shards(self, keys: Keys) -> list[tuple[RemoteTier, Ids]]:
-        """Return which blocks are at which node, of those that can be asked."""
+        """Return the connected nodes that have some of the blocks, and which."""
         nodes = self._asked()
         where = placed(keys, [node.seed for node in nodes])
         shards = ((n.tier, np.flatnonzero(where == at)) for at, n in enumerate(nodes))
@@ -232,7 +232,7 @@ class ShardedTier(Tier):
     async def _everywhere(
         self, do: Callable[[RemoteTier], Coroutine[Any, Any, None]]
     ) -> None:
-        """Have every node do something; one that cannot be asked says so."""
+        """Call every node; one without a connection raises."""
         await self._dialled()
         if not self._nodes:
             raise OSError(f"{self.name}: {self.error}")
@@ -246,7 +246,7 @@ class ShardedTier(Tier):
     # --- who is there -----------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Wait for those who are there now; then follow who comes and goes."""
+        """Wait for the nodes there are now, then follow the directory."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 for record in await self._directory.members(self._selector):
@@ -270,7 +270,7 @@ class ShardedTier(Tier):
         self._follow()
 
     def _follow(self) -> None:
-        """Make the nodes those of the records; of two of one name the last heard."""
+        """Dial and drop nodes to match the records; of one name the last counts."""
         wanted = {_name(r): r.address for r in self._records.values()}
         for node in list(self._nodes.values()):
             if wanted.get(node.name) != node.address:
@@ -312,7 +312,7 @@ _LAST: Final = 31
 
 
 def seed_of(node: str) -> int:
-    """Return the number that stands for a node, the same at every client."""
+    """Return a node's seed for :func:`placed`, the same at every client."""
     return xxhash.xxh3_64_intdigest(node.encode())
 
 

@@ -83,7 +83,7 @@ class Slabs:
 
     @property
     def slots(self) -> int:
-        """Slot numbers, whether there is a slot of each or not."""
+        """The number of slot numbers; not each stands for a slot."""
         return len(self) * self.stride
 
     @property
@@ -152,7 +152,7 @@ class Slabs:
             self._blank[slab] = None
 
     def assign(self, slab: int, slot_bytes: int) -> None:
-        """Make a slab one of slots of a size, all of them free."""
+        """Cut a slab into free slots of a size."""
         count = self.capacity(slot_bytes)
         self.slot_bytes[slab] = slot_bytes
         begin = slab * self.stride

@@ -54,7 +54,7 @@ Head: TypeAlias = bytes | memoryview | BlockResult
 
 
 class ValueIO(ABC):
-    """Moves values: all that one service does in another way than the others.
+    """Move values to one service and back: all that differs from other services.
 
     Nothing here raises because of the service, unless it says so. What fails is the
     answer for the values concerned, and :meth:`KeyValueTier.note` gets the reason.
@@ -97,7 +97,7 @@ class ValueIO(ABC):
 
 
 class KeyValueTier(ValueIO, CodedTier):
-    """Keeps each block as a value of a service. Subclassed; made by :meth:`open`.
+    """Keep each block as a value of a service. Subclassed; made by :meth:`open`.
 
     Attributes:
         faults: What its client raises where the service cannot be reached.
@@ -218,7 +218,7 @@ class KeyValueTier(ValueIO, CodedTier):
         self.error = printable(error)
 
     def lost(self, error: BaseException, server: str = "") -> None:
-        """Pass the service over, until a task finds that it is back."""
+        """Report that the service is away; a task asks until it is back."""
         text = error_text(error).partition("\n")[0]
         self.note(f"{server} {text}".strip())
         self._upkeep.lost(self.error)
@@ -268,7 +268,7 @@ class KeyValueTier(ValueIO, CodedTier):
         return results
 
     async def _bring_back(self) -> None:
-        """Ask whether the service is there until it is; then all is tried again."""
+        """Ask the service after each pause until it is back."""
         async for _ in self._upkeep:
             try:
                 if await self.is_back():
@@ -287,7 +287,7 @@ def _order(key: Key, raw: bytes | memoryview) -> int:
 
 
 class _Memory:
-    """Remembers which blocks are there, and for a while which are not.
+    """Memory of which blocks are there, and for a while of which are not.
 
     Calls overlap, so an answer may be of before a change. What is known is changed by a
     look only if it is what it was when the look began, and by a put or a delete only if
@@ -313,7 +313,7 @@ class _Memory:
                 self._contested.add(key)
 
     def end(self, keys: Keys, orders: Iterable[int | None]) -> None:
-        """Note what a put or delete has led to; None for what has failed."""
+        """Note the results of a put or delete: orders, or None where unknown."""
         for key, order in zip(keys.tolist(), orders, strict=False):
             left = self._changing.pop(key) - 1
             if left:
