@@ -76,11 +76,11 @@ async def test_a_server_logs_what_its_operator_has_to_know(tmp_path: Path) -> No
         assert f"WARNING kvwire.store: tier {away}: cannot connect to" in line
         with pytest.raises(UsageError):
             await BlockStore.open([f"{server.where}?psk_file={tmp_path}/other"])
-        line = await server.next_line()
+        line = await server.line()
         assert "WARNING kvwire.connections: " in line
         assert "refused: " in line
         async with serving("--tier", "memory:1MiB", port=port):
-            line = await server.next_line()
+            line = await server.line()
             assert f"WARNING kvwire.store: tier {away}: all is well again" in line
 
 
@@ -131,7 +131,7 @@ async def test_what_is_served_is_shown(tmp_path: Path, run: Run) -> None:
             assert "clients: 2" in out
         # It ends as it should, and what was put is on the disk.
         server.signal(signal.SIGTERM)
-        assert await server.process.wait() == 0
+        assert await server.wait() == 0
     async with BlockStore.open(["memory:1MiB", disk]) as store:
         assert await store.match(chain(3)) == 3
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,7 +23,7 @@ from tests.support.child import Child, child
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, until
 from tests.support.proxy import Cut, Direction, Ending, Proxy
-from tests.support.tree import ROOT
+from tests.support.runs import Beside, beside
 
 INTERVAL_S, MISSES = 0.2, 3
 SILENCE_S = INTERVAL_S * MISSES
@@ -87,19 +86,16 @@ async def test_a_killed_producer_ends_its_transfers_soon(
     transport: str, verb: str
 ) -> None:
     """With the default settings: an outcome, and what landed before is kept."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.fault.producer", verb),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    port = int(await process.stdout.readline())
-    async with kvwire.open(name="consumer") as comm:
+    async with (
+        beside("-m", "tests.fault.producer", verb, kind=Beside) as process,
+        kvwire.open(name="consumer") as comm,
+    ):
+        port = await process.line()
         conn = await comm.connect(f"127.0.0.1:{port}", transport=transport)
         ask = conn.pull if verb == "pull" else comm.expect
         inc = ask("x", Memory().cache, [0, 1])
         await inc.layer(1)
-        process.kill()
+        process.signal(signal.SIGKILL)
         killed = now()
         outcome = await inc
         took_s = now() - killed
@@ -108,7 +104,6 @@ async def test_a_killed_producer_ends_its_transfers_soon(
         assert not outcome.complete
         assert inc.layer_landed(0)
         assert "the peer has ended" in "; ".join(outcome.missing.reasons)
-    await process.communicate()
 
 
 # --- R13: silence ---------------------------------------------------------------------

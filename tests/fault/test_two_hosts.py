@@ -14,8 +14,8 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from kvwire.backend import registry
 from kvwire.limits import PING_INTERVAL_S, PING_MISSES, RESTART_GRACE_S
 from kvwire.security.keys import write_key_file
 from tests.support.depth import parameters
-from tests.support.runs import ran
+from tests.support.runs import Beside, beside, ran
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PORT = 7400
@@ -96,25 +96,8 @@ def wire() -> Iterator[Wire]:
             subprocess.run(["ip", "netns", "delete", namespace], check=False)
 
 
-class Host:
+class Host(Beside):
     """One process in a namespace."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    async def says(self) -> str:
-        """The next line it prints."""
-        assert self._process.stdout is not None
-        async with asyncio.timeout(PATIENCE_S):
-            line = await self._process.stdout.readline()
-        assert line, "the process has ended"
-        return line.decode().strip()
-
-    async def do(self, what: str) -> str:
-        """Tell it something; its answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{what}\n".encode())
-        return await self.says()
 
     async def dials(self) -> str:
         """Connect once the hosts find each other again; what was chosen.
@@ -133,26 +116,19 @@ async def hosts(
 ) -> AsyncIterator[tuple[Host, Host]]:
     """A listener on the left, and on the right who connects; each takes lines."""
     environment = {k: v for k, v in os.environ.items() if k != "KVWIRE_PREFER"}
-    processes = []
-    try:
-        for namespace, role in ((wire.left, "listen"), (wire.right, "connect")):
-            process = await asyncio.create_subprocess_exec(
-                *("ip", "netns", "exec", namespace, sys.executable, "-m"),
-                *("tests.fault.host", role, wire.address, str(key), transports),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=environment,
-                cwd=_ROOT,
-            )
-            processes.append(process)
-            if role == "listen":
-                assert str(_PORT) in await Host(process).says()
-        left, right = map(Host, processes)
-        yield left, right
-    finally:
-        for process in processes:
-            process.kill()
-            await process.communicate()
+    words = ("-m", "tests.fault.host")
+    more = (wire.address, str(key), transports)
+
+    def host(namespace: str, role: str) -> AbstractAsyncContextManager[Host]:
+        under = ("ip", "netns", "exec", namespace)
+        return beside(
+            *(*words, role, *more), kind=Host, reads=True, under=under, env=environment
+        )
+
+    async with host(wire.left, "listen") as left:
+        assert str(_PORT) in await left.line()
+        async with host(wire.right, "connect") as right:
+            yield left, right
 
 
 @pytest.mark.parametrize("transport", parameters(["", "tcp", "ucx"], every=3))
@@ -193,7 +169,7 @@ async def test_an_outage_of_one_direction_loses_no_transfer(
         assert float(ended.split()[1]) <= KNOWN_WITHIN_S
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2 * RESTART_GRACE_S):
-                await left.says()
+                await left.line()
         wire.one_way(whole=True)
         assert await left.do("the rest") == "complete"
         assert await right.do("outcome") == "complete"

@@ -9,39 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
 
 from kvwire.backend.registry import availability
 from tests.gpu.devices import Gpu
-from tests.support.tree import ROOT
+from tests.support.runs import Beside, beside
 
 pytestmark = [pytest.mark.gpu]
 
 
 @contextlib.asynccontextmanager
-async def python(*words: str, **env: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", *words),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-        env={**os.environ, **env},
-    )
-    try:
+async def python(*words: str, **env: str) -> AsyncIterator[Beside]:
+    async with beside("-m", *words, kind=Beside, env={**os.environ, **env}) as process:
         yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
 
 
-async def said(process: asyncio.subprocess.Process) -> list[str]:
+async def said(process: Beside) -> list[str]:
     """All lines that it still prints, once it has ended well."""
-    out, _ = await process.communicate()
-    assert process.returncode == 0
-    return out.decode().splitlines()
+    lines = await process.last_words()
+    assert await process.wait() == 0
+    return lines.splitlines()
 
 
 @pytest.mark.parametrize("transport", ["tcp", "local", "ucx", "nixl", "nccl"])
@@ -52,8 +41,7 @@ async def test_a_cache_goes_from_one_process_to_the_other(transport: str) -> Non
         pytest.skip(f"{transport}: {found.reason}")
     nccl = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     async with python("tests.gpu.side", transport, NCCL_HOSTID="a", **nccl) as consumer:
-        assert consumer.stdout is not None
-        address = (await consumer.stdout.readline()).decode().strip()
+        address = await consumer.line()
         async with python(
             *("tests.gpu.side", transport, address), NCCL_HOSTID="b", **nccl
         ) as producer:

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import json
 import os
-import signal
 import struct
 import sys
 from collections.abc import AsyncIterator
@@ -20,7 +19,7 @@ from typing import Any
 import kvwire
 from kvwire import Communicator, Connection, Grant, KVWireError
 from kvwire.testing.conformance.content import pattern
-from tests.support.tree import ROOT
+from tests.support.runs import Beside, beside
 
 GRANTED_BYTES = 32 << 20
 REPORT_TAG = 3
@@ -33,24 +32,11 @@ def granted() -> bytes:
     return pattern(1, GRANTED_BYTES).tobytes()
 
 
-class Child:
+class Child(Beside):
     """The parent's side of it."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, connection: Connection, grant: Grant
-    ) -> None:
-        self.connection = connection
-        self.grant = grant
-        self._process = process
-
-    def signal(self, number: signal.Signals) -> None:
-        """Kill, stop or continue it."""
-        os.kill(self._process.pid, number)
-
-    async def last_words(self) -> str:
-        """How its connection ended, as it saw it; "" if it was killed."""
-        said, _ = await self._process.communicate()
-        return said.decode().strip()
+    connection: Connection
+    grant: Grant
 
 
 @contextlib.asynccontextmanager
@@ -66,20 +52,12 @@ async def child(comm: Communicator, *, hidden: bool = False) -> AsyncIterator[Ch
         "require": comm.config.require,
         "backends": dict(comm.config.backends),
     }
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", __name__, str(address), json.dumps(config)),
-        *(["hidden"] if hidden else []),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-    )
-    try:
-        connection = await comm.accept()
-        grant = Grant.from_bytes(await connection.recv(1))
-        yield Child(process, connection, grant)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
+    arguments = ("-m", __name__, str(address), json.dumps(config))
+    hiding = ["hidden"] if hidden else []
+    async with beside(*arguments, *hiding, kind=Child) as made:
+        made.connection = await comm.accept()
+        made.grant = Grant.from_bytes(await made.connection.recv(1))
+        yield made
 
 
 async def _main(address: str, config: dict[str, Any], *, hidden: bool) -> None:

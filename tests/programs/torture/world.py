@@ -304,7 +304,7 @@ class World:
         self._trouble = True
         if self._server.running:
             self._server.signal(signal.SIGKILL)
-            await self._server.process.wait()
+            await self._server.wait()
             self._killed("server")
         if self._draw.random() < 0.5:
             await self._start_server()
@@ -344,7 +344,7 @@ class World:
         limits = nbytes, resource.RLIM_INFINITY
         assert self._server is not None
         engines = (self._engines[1].process, self._engines[3].process)
-        for process in (self._server.process, *engines):
+        for process in (self._server, *engines):
             if process is not None:
                 with suppress(ProcessLookupError):
                     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
