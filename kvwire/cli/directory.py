@@ -1,4 +1,4 @@
-"""``kvwire directory``: who is there, and what becomes of them."""
+"""``kvwire directory``: list the members of a directory, and watch their changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ls(
     config: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Show who is there now.
+    """List the members that are there now.
 
     Args:
         selector: Whom to show, such as role=decode,model=demo; everybody without it.
@@ -70,7 +70,7 @@ def watch(
     config: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Show what becomes of members, a line for each change, until Ctrl-C.
+    """Print a line for each change of a member, until Ctrl-C.
 
     Args:
         selector: Whom to show, such as role=decode,model=demo; everybody without it.

@@ -23,7 +23,7 @@ from kvwire.observe.inspect import snapshots, sockets, traces
 from kvwire.observe.trace import document
 from kvwire.types import in_bytes
 
-# A link with nothing to say says so as often.
+# How often an idle link sends a PING.
 _PING_S: Final = 2.0
 _NOBODY: Final = "no process answers: are they started with KVWIRE_INSPECT?"
 
@@ -89,7 +89,7 @@ def trace(folder: Path | None = None, /, *, to: Path = Path("trace.json")) -> No
 def screen(
     found: Sequence[Snapshot], before: Sequence[Snapshot], silent: Sequence[str]
 ) -> RenderableType:
-    """Return the view of ``kvwire top``: a table each of what there is any of."""
+    """Return the view of ``kvwire top``: a table for each kind of open object."""
     parts: list[RenderableType] = [_processes(found, before)]
     tables = (_connections(found), _transfers(found), _stores(found))
     parts += [part for table in tables if table.row_count for part in (Text(), table)]
@@ -183,5 +183,5 @@ def _table(*columns: str) -> Table:
 
 
 def _plain(text: str) -> Text:
-    """Return words of a process, which do nothing to the terminal."""
+    """Return text that a process sent, without what steers a terminal."""
     return Text(printable(text))

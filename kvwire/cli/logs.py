@@ -1,4 +1,4 @@
-"""``--log-level``: what every command writes to the standard error of what it does."""
+"""``--log-level``: which log records a command writes to its standard error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def take_level(tokens: list[str]) -> tuple[list[str], str]:
 
 @contextmanager
 def logging_from(level: str) -> Iterator[None]:
-    """Write what kvwire logs from a level on, and warnings of everybody else."""
+    """Write kvwire's log records from a level on, and others' warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(_FORMAT))
     # What nobody else's logger lets through has no level of its own here.

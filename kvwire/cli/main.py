@@ -25,7 +25,7 @@ INTERRUPTED: Final = 130
 
 
 def _default(value: Any) -> str | None:
-    """Write a default for --help, or nothing where it only says that there is none."""
+    """Write a default for --help, or nothing where the default is None."""
     several = isinstance(value, tuple)
     return (" ".join(map(str, value)) if several else str(value)) if value else None
 
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
 
     Args:
         arguments: Instead of ``sys.argv[1:]``.
-        command: The command; ``kvwire`` unless it is said.
+        command: The command; ``kvwire`` by default.
 
     Returns:
         The exit status.
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
 
 
 def _unread() -> int:
-    """End without a word, now and when Python flushes its output at the end."""
+    """End without a message, now and when Python flushes its output at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
 

@@ -95,7 +95,7 @@ def stats(
     config: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Show what a served store has in its tiers, and who uses it.
+    """Show the tiers of a served store, and its clients.
 
     Args:
         address: Where it listens.
@@ -207,7 +207,7 @@ async def _serve(
 
 
 def _show(report: StatsReport) -> None:
-    """Print the tiers and the clients; a name has a line of its own above its row."""
+    """Print the tiers and the clients, with each name on a line above its row."""
     # Not wrapped: a name may be longer than a screen is wide.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(report.name + (", read-only" if report.read_only else ""))

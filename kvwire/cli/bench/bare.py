@@ -28,8 +28,8 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def streams(b: Bench) -> None:
     """Run the streams of asyncio, bare: a round trip and nothing else.
 
-    In a setup they connect, and have one byte answered with all of a transfer: what
-    cannot be less. No handshake above that of TCP, no plan, no checksum.
+    In a setup they connect and have one byte answered with all of a transfer, which is
+    the least that can be done: no handshake above that of TCP, no plan, no checksum.
     """
     async with AsyncExitStack() as opened:
         ball = Ball()
@@ -97,7 +97,7 @@ async def sockets(b: Bench) -> None:
     """Run blocking sockets, bare: as fast as one stream of Python gets.
 
     The receiving side goes through as many buffers as operations are in flight
-    elsewhere, since one that stays in the cache is not what anybody receives into.
+    elsewhere, since a buffer that stays in the cache would be faster than any in use.
     """
     with await connected(b) as sock:
         # Not made anew, so that no round has to fault them in.

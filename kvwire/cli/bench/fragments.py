@@ -1,11 +1,11 @@
-"""``kvwire bench fragments``: a cache in blocks, from small to large, by everybody.
+"""``kvwire bench fragments``: scattered blocks of a cache, from small to large.
 
-Everybody moves the same bytes, in the same fragments, scattered over both sides' memory
-in the same places (see :mod:`~kvwire.cli.bench.operations`), and the bytes are compared
-once before anything is timed.
+All contenders move the same bytes, in the same fragments, scattered over the memory of
+both sides in the same places (see :mod:`~kvwire.cli.bench.operations`), and the bytes
+are compared once before anything is timed.
 
-Two wires are told apart: whoever goes through the TCP stack, and whoever uses that both
-processes are on one host.
+Rows are grouped by wire: contenders that go through the TCP stack, and those that rely
+on both processes being on one host.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def contenders(
     """Yield the ways of a transport, and the wire of each."""
     name, options = f"kvwire {transport}", {"transport": transport, **options}
     if peer:
-        # The environment of each side says what its UCX may use.
+        # The environment of each side chooses the transports of its UCX.
         yield f"to {peer}", contender(name, peer, **options)
         return
     for wire, more, environment, given in _WAYS.get(transport, _OTHER):

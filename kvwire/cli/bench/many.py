@@ -1,7 +1,7 @@
 """``kvwire bench many``: many transfers at once, and a small one beside large ones.
 
-What is asked is whether anybody has to wait for somebody else's long prompt. Times are
-from the call to the outcome, at the side that pulls.
+It shows whether a short prompt has to wait for the long prompt of another request.
+Times are from the call to the outcome, at the side that pulls.
 
 Every transfer has blocks of its own, scattered over one cache; only the side that
 publishes has the blocks of the others beside once, as a prefix that all of them want. A
@@ -57,7 +57,7 @@ SMALL_BYTES: Final = BLOCK_BYTES
 MEDIUM_BYTES: Final = 1 * MIB
 MEDIUM_SHARE: Final = 0.18
 LARGE_SHARE: Final = 0.02
-# The least whose 99th percentile is not simply the slowest.
+# The least number whose 99th percentile is not simply the slowest one.
 TIMED: Final = 101
 # Between the priority of those beside it and the highest there is.
 URGENT: Final = 1
@@ -105,7 +105,7 @@ class ManyWork(OpsWork):
         return sum(self.sizes())
 
     def shares(self, *, publishes: bool) -> tuple[list[list[int]], list[list[int]]]:
-        """Say which blocks of one side's cache each has that is timed, and each other.
+        """Return the blocks of each transfer that is timed, and of each other one.
 
         Those that are timed one by one have the same. At the side that ``publishes``
         so have the others.
@@ -269,7 +269,7 @@ def by_size(finding: CaseResult) -> Findings:
 
 
 def to_alone(findings: Findings) -> list[RenderableType]:
-    """Say how much longer a transfer takes beside others, by 99th percentiles."""
+    """Compare the 99th percentile beside others with the one alone."""
     lines: list[RenderableType] = []
     alone = {
         (name, f.case.work.nbytes): samples.p99

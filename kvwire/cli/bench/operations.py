@@ -159,7 +159,7 @@ class Pool:
 
     @property
     def chosen(self) -> tuple[kvwire.PagedCache, list[int]]:
-        """Return the cache and the blocks that travel, as a transfer is told them."""
+        """Return the cache and the blocks that travel, as arguments of a transfer."""
         return self.cache, self.blocks
 
     @property
@@ -179,7 +179,7 @@ class Pool:
 
     @property
     def intact(self) -> bool:
-        """Tell whether nothing was written beside what travels."""
+        """Return whether all that does not travel is unchanged."""
         return bool((self._fragments[self._beside] == _BESIDE).all())
 
     def fragments(self) -> Bytes:
@@ -391,7 +391,7 @@ class ConnectionChannel(Channel):
         return msgspec.json.decode(memoryview(self._buffer)[:count])
 
     async def close(self) -> None:
-        """Leave the connection to who has made it."""
+        """Do nothing: the connection belongs to the caller."""
 
 
 def serves(connection: kvwire.Connection, profile: Mapping[str, str]) -> bool:

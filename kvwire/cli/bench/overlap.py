@@ -88,7 +88,7 @@ class OverlapWork(OpsWork):
 async def overlap(b: Bench) -> None:
     """Prefill on the right, decode on the left, and compute that is a timer.
 
-    The option ``way`` says what is marked when.
+    The option ``way`` chooses which layers are marked, and when.
 
     A GPU does not use the CPU while it computes, so neither does this: a thread sleeps
     for as long as a layer would take and marks it. Both processes run on one machine,
@@ -213,7 +213,7 @@ def works(
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Tells what was hidden of what could be, and the least that can stay exposed."""
+    """Holds how much of a transfer was hidden, as a share of what could be."""
 
     name: str
     compute_s: float

@@ -45,7 +45,7 @@ Memory = Annotated[int, within(1, 65_536)]
 
 
 def contender(name: str, peer: str, **options: object) -> Contender:
-    """Make a contender whose other side is a peer, or else a process of this host."""
+    """Make a contender whose right side is a peer, or else a process here."""
     if not peer:
         return Contender(name, operations, options=options)
     Address.parse(peer)  # or else it is refused now
@@ -163,7 +163,7 @@ async def attend_at(
     made: Callable[[Communicator, Connection], B],
     ended: Callable[[B], None],
 ) -> None:
-    """Listen and serve until Ctrl-C, and list on the standard error who was there."""
+    """Listen and serve until Ctrl-C, and list the peers on the standard error."""
     show = Console(stderr=True, highlight=False, markup=False).print
 
     def over(b: B) -> None:

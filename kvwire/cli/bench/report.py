@@ -56,7 +56,7 @@ class Common:
     Attributes:
         loop: The event loop of kvwire, and of bare streams beside it.
         json: Write every sample, and what ran where, to this file; - is the output.
-        beside: Adds who stands beside kvwire as well; no option of the command.
+        beside: Adds other contenders; not an option of the command line.
     """
 
     loop: Loop = "uvloop"
@@ -125,8 +125,8 @@ def require_able(transports: list[str]) -> list[str]:
 def why_unable(transport: str) -> str:
     """Return why an installed backend cannot run here; "" if it can."""
     found = registry.availability(transport)
-    said = "; ".join(filter(None, (found.reason, found.remedy)))
-    return "" if found.available else said or "it cannot run here"
+    why = "; ".join(filter(None, (found.reason, found.remedy)))
+    return "" if found.available else why or "it cannot run here"
 
 
 # --- the table ------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def _cell(row: CaseResult, name: str) -> str:
 
 
 def lines_below(benchmark: Benchmark, findings: Findings) -> Iterator[Text]:
-    """Yield notes, who failed and why, and who was not there."""
+    """Yield notes, failures with their reasons, and missing contenders."""
     yield from map(Text, benchmark.notes)
     places: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
@@ -267,7 +267,7 @@ def row_of(finding: CaseResult) -> dict[str, Any]:
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar that moves on with each call, which says what is done next."""
+    """Show a bar that advances with each call, which names the next step."""
     # Drawn between the rounds only: a thread that draws would be measured too.
     with Progress(
         console=Console(stderr=True), auto_refresh=False, transient=True
@@ -287,7 +287,7 @@ def show(
 ) -> None:
     """Print a table, and write a document if a file is named; - is the output."""
     to_output = json == Path("-")
-    # With the document on the output, the table is for whoever watches.
+    # With the document on the output, the table is for a reader at the terminal.
     Console(stderr=to_output, highlight=False).print(table)
     if json is None:
         return

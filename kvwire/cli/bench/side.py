@@ -55,7 +55,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class BenchError(KVWireError):
-    """Reports a benchmark that could not be run, or whose bytes arrived wrong."""
+    """Reports a benchmark that could not run, or bytes that arrived damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class Channel:
 
 
 class Bench:
-    """Connects a program with its other side, and with who wants its results.
+    """Connects a program with its other side, and with its reader.
 
     Attributes:
         left: Whether this side begins the operations and keeps the time.
@@ -278,7 +278,7 @@ class Bench:
             await asyncio.gather(running, return_exceptions=True)
 
     async def play(self, program: Callable[[Bench], Awaitable[None]]) -> None:
-        """Run a program, and report an error to whoever waits for this side."""
+        """Run a program, and send an error to the process that waits for it."""
         try:
             await self.run(program)
         except Exception as exc:  # noqa: BLE001 - another process reports it

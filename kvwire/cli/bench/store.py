@@ -131,7 +131,7 @@ class StoreWork(Work):
         )
 
     def room(self, sets: int) -> tuple[int, int]:
-        """Return the bytes of so many sets and no block more, and of a slab of them."""
+        """Return the bytes of exactly ``sets`` sets, and of a slab in them."""
         slab_blocks = max(1, min(self.set_blocks // _SLABS, STORE_SLOTS_MAX))
         return sets * self.set_bytes, slab_blocks * self.nbytes
 
@@ -313,7 +313,7 @@ class StoreBlocks(BlockMover):
 
     async def put(self, work: StoreWork) -> None:
         stock = self.stocks[work.nbytes]
-        # Hashes that nobody has used: who gets a block knows its name already.
+        # New hashes: the names of earlier sets would be there already.
         names = [secrets.token_bytes(HASH_BYTES) for _ in range(work.set_blocks)]
         outcome = await stock.store.put(names, *stock.have.chosen)
         if work.verb == FLUSHED_PUT:
@@ -389,9 +389,9 @@ def drop(path: Path) -> None:
 
 
 def can_drop(directory: Path) -> bool:
-    """Say whether files of a directory can be read without their pages in memory.
+    """Return whether files of a directory can be read without their pages in memory.
 
-    A tmpfs has no other place for them, and only Linux says whether a page is there.
+    A tmpfs has no other place for them. Only Linux reports whether a page is there.
     """
     if not hasattr(os, "posix_fadvise"):
         return False
@@ -407,7 +407,7 @@ def can_drop(directory: Path) -> bool:
 def _kept(file: IO[bytes]) -> int:
     """Count the pages of a file that are in memory.
 
-    Reading with ``RWF_NOWAIT`` tells as well, but since Linux 6 it reads ahead too.
+    Reading with ``RWF_NOWAIT`` shows it too, but since Linux 6 it reads ahead too.
     """
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), dtype=np.uint8)

@@ -1,8 +1,8 @@
-"""Cases, and the rounds in which everybody takes turns.
+"""Cases, and the rounds in which contenders take turns.
 
-A machine is not the same from one minute to the next. So nobody does all of their work
+A machine is not the same from one minute to the next. So no contender does all its work
 at once: in each round every contender of every case does a little, one after the other,
-and who begins changes from round to round.
+and another one begins in each round.
 
 A contender that fails is out of that case, with its reason, and is started anew before
 its next one.
@@ -25,7 +25,7 @@ from kvwire.limits import GIB
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Says how seconds are read: as times, or all of a round's as one rate.
+    """Chooses how seconds are shown: as times, or those of a round as one rate.
 
     Values, seconds or bytes a second, times ``scale`` are shown with ``name`` behind.
     """
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def contenders(self) -> list[Contender]:
-        """Everybody."""
+        """All contenders of the case."""
         return [*self.ours, *self.beside]
 
 
@@ -77,8 +77,8 @@ class Missing:
 class Samples:
     """Holds one contender's case: values, and the CPU seconds of each of its sides.
 
-    A value is seconds or bytes a second, as the case's unit says; of each there is one
-    list a round.
+    A value is seconds or bytes a second, depending on the case's unit. Each round adds
+    one list of them.
     """
 
     moved_bytes: int
@@ -92,7 +92,7 @@ class Samples:
 
     @property
     def median(self) -> float:
-        """Half of the values are smaller."""
+        """Return the median of all values."""
         return median(self.values)
 
     @property
@@ -131,7 +131,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """Holds what was measured in a case, who failed and why, and facts."""
+    """Holds the samples of a case, failures with their reasons, and facts."""
 
     case: Case
     samples: dict[str, Samples]
@@ -154,7 +154,7 @@ Findings = Sequence[CaseResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """Lists cases by name, who is missing, and notes for a reader of the table."""
+    """Lists cases, missing contenders, and notes for a reader of the table."""
 
     name: str
     cases: Sequence[Case]
@@ -171,8 +171,8 @@ class Benchmark:
 class Comparison:
     """Sets the first contender beside the best of those that are not kvwire.
 
-    The lowest and highest ratio are those of single rounds. Nothing is known if nobody
-    else took part.
+    The lowest and highest ratio are those of single rounds. All are None if no other
+    contender took part.
     """
 
     best: str = ""
@@ -198,19 +198,19 @@ def compare(finding: CaseResult) -> Comparison:
 
 
 def steps(plan: Benchmark, rounds: int) -> int:
-    """Count how often :func:`take_turns` reports progress if nobody fails."""
+    """Count how often :func:`take_turns` reports progress if no contender fails."""
     return (rounds + 1) * sum(len(case.contenders) for case in plan.cases)
 
 
 def take_turns(
     plan: Benchmark, rounds: int, progress: Callable[[str], None]
 ) -> list[CaseResult]:
-    """Run a benchmark: so many rounds, after one that checks and does not count.
+    """Run a benchmark: one round that checks and does not count, then ``rounds`` more.
 
     Ctrl-C ends it with what there is, and is raised where there is nothing yet.
     """
     findings = [CaseResult(case, {}) for case in plan.cases]
-    # Who runs, or why it could not be started, which is not tried again.
+    # The running pair, or why it could not be started, which is not tried again.
     pairs: dict[Contender, Pair | BenchError] = {}
     try:
         for number, finding in product(range(-1, rounds), findings):

@@ -1,4 +1,4 @@
-"""Checks of a machine and of one of its processes: what is so, and what to do about it.
+"""Checks of a machine and of one of its processes, each with its remedy.
 
 They read ``/proc``, ``/sys`` and ``/dev``, of another process as well, such as a
 running engine: that one has the limits and the libraries that count. No library of a
@@ -80,7 +80,7 @@ class HostFiles:
 
     @property
     def container(self) -> str:
-        """Name what runs this container: "docker", say; "" outside of one."""
+        """Name what runs this container, such as "docker"; "" outside of one."""
         if "KUBERNETES_SERVICE_HOST" in self.environment:
             return "kubernetes"
         if (self.root / "run/.containerenv").exists():
@@ -117,14 +117,14 @@ class HostFiles:
         return UNLIMITED if found[1] == "unlimited" else int(found[1])
 
     def may(self, capability: int) -> bool:
-        """Tell whether a capability of the process is effective."""
+        """Return whether a capability of the process is effective."""
         status = _text(self.process / "status")
         found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
         return found is not None and bool(int(found[1], 16) >> capability & 1)
 
 
 def check(host: HostFiles) -> tuple[Finding, ...]:
-    """Make every finding, in their order: what has a remedy is a warning."""
+    """Make all findings, in the order of the screen: one with a remedy is a warning."""
     return tuple(
         Finding(name=name, state="warn" if remedy else "ok", text=text, remedy=remedy)
         for name, judge in _CHECKS.items()
@@ -155,7 +155,7 @@ def _gpus(host: HostFiles) -> Judgement:
         models = [name for _, _, name in rows]
         asked = True
     kinds = dict.fromkeys(models)
-    # Eight of a kind are said once: "8 x NVIDIA H200".
+    # Eight of a kind are one entry: "8 x NVIDIA H200".
     named = ", ".join(f"{models.count(kind)} x {kind}" for kind in kinds) or "no GPU"
     text = f"{named}, driver {driver}"
     if models and not asked and not any((host.root / "dev").glob("nvidia[0-9]*")):
@@ -305,9 +305,11 @@ def _libraries(host: HostFiles) -> Judgement:
         loaded[name].add(path)
     twice = {name: paths for name, paths in loaded.items() if len(paths) > 1}
     if twice:
-        said = "; ".join(f"lib{k}: {' and '.join(sorted(v))}" for k, v in twice.items())
+        paths = "; ".join(
+            f"lib{k}: {' and '.join(sorted(v))}" for k, v in twice.items()
+        )
         return (
-            f"loaded more than once, which hangs or crashes: {said}",
+            f"loaded more than once, which hangs or crashes: {paths}",
             "keep one of them: the system's, or that of one wheel",
         )
     every = sorted(path for paths in loaded.values() for path in paths)

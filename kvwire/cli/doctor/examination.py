@@ -1,6 +1,6 @@
 """One host as the doctor sees it: everything that is shown, and sent as JSON.
 
-Every installed backend is asked whether it can run, and what it says of this machine.
+Every installed backend reports whether it can run, and what it finds on this machine.
 The exit status is about what the configuration asks for: a transport of ``require`` has
 to run, or one of them if there are several, and so have the key files of the trust
 mode. ``prefer`` and ``forbid`` ask for nothing, but a name that nobody offers is
@@ -31,7 +31,7 @@ _SHOWN: Final = ("uvloop", "msgspec", "numpy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """Tells of one backend; most is of :class:`~kvwire.backend.Availability`."""
+    """Describes one backend; most is from :class:`~kvwire.backend.Availability`."""
 
     name: str
     available: bool
@@ -47,7 +47,7 @@ class Examination:
     Attributes:
         system: Kernel, its release and the architecture.
         cpus: Those that this process may use.
-        container: What runs this container: "docker", say.
+        container: What runs this container, such as "docker".
         pid: The process; 0 is the doctor itself.
         settings: Its environment variables that transports and allocators read.
         findings: Of the machine and the process.
@@ -66,7 +66,7 @@ class Examination:
 
     @property
     def well(self) -> bool:
-        """Tell whether nothing is missing that the configuration asks for."""
+        """Return whether all is here that the configuration asks for."""
         return not any(self.missing())
 
     def missing(self) -> Iterator[Finding]:
@@ -75,7 +75,7 @@ class Examination:
 
 
 def examine(config: Config, host: HostFiles) -> Examination:
-    """Look at a host, and at one of its processes."""
+    """Examine a host, and one of its processes."""
     # First: it loads the libraries that the process is then seen to have.
     backends = installed()
     allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
@@ -103,7 +103,7 @@ def _versions() -> dict[str, str]:
 
 
 def installed() -> tuple[Transport, ...]:
-    """Ask all that some distribution offers, sorted by name."""
+    """Examine each installed backend, sorted by name."""
     return tuple(
         Transport(
             name=name,

@@ -53,7 +53,7 @@ TRIAL_TIMEOUT_S: Final = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Tells how fast a put to the peer, or a get, moved fragments of one size."""
+    """Holds how fast a put to the peer, or a get, moved fragments of one size."""
 
     verb: Literal["put", "get"]
     # Contiguous, at both ends.
@@ -82,23 +82,23 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReport:
-    """Two hosts and what went on between them."""
+    """Holds what was found on two hosts, and between them."""
 
-    # Where the attendant listens.
+    # Where the peer listens.
     address: str
-    # The prober's host, and the attendant's if it said.
+    # The host of the doctor that measures, and that of its peer if it is known.
     here: Examination
     there: Examination | None
     trials: tuple[Trial, ...]
 
     @property
     def well(self) -> bool:
-        """Tell whether something could be measured and nothing was damaged."""
+        """Return whether something was measured and nothing was damaged."""
         measured = any(trial.rates and not trial.error for trial in self.trials)
         return measured and not any(trial.damaged for trial in self.trials)
 
 
-# --- who listens ----------------------------------------------------------------------
+# --- the doctor that listens ----------------------------------------------------------
 
 
 class DoctorBench(ServedBench):
@@ -123,7 +123,7 @@ class DoctorBench(ServedBench):
         return found
 
 
-# --- who asks -------------------------------------------------------------------------
+# --- the doctor that measures ---------------------------------------------------------
 
 
 async def try_out(
@@ -156,8 +156,8 @@ async def try_out(
                         if sizes:
                             trial = await _measured(ask, sizes, trial)
                 else:
-                    said = "the peer is no `kvwire doctor --listen` of this version"
-                    trial = replace(trial, error=f"{said}: nothing to measure")
+                    other = "the peer is no `kvwire doctor --listen` of this version"
+                    trial = replace(trial, error=f"{other}: nothing to measure")
             finally:
                 # Last: a transport may have failed at its first use.
                 report = connection.transport_report.candidates
@@ -182,7 +182,7 @@ async def examine_peer(
     progress("what both sides choose")
     choice, there = await try_out(communicator, address, ())
     trials = [choice]
-    # Why each of the others is not, the first trial says.
+    # The first trial has the reason why each other one is left out.
     for name in [c.name for c in choice.candidates if c.possible and there]:
         progress(f"transport {name}")
         trial, _ = await try_out(communicator, address, FRAGMENT_BYTES, transport=name)

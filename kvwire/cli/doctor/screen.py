@@ -1,6 +1,6 @@
 """The doctor's output: a screen of 80 columns and 40 rows, and the report of a trial.
 
-What is in order is said in as few words as the screen needs; what is not keeps its
+Findings that are in order are shortened until the screen fits; each warning keeps its
 reason and its remedy, whatever room they take. A peer's words are shown only where they
 cannot do anything to a terminal.
 """
@@ -78,16 +78,16 @@ def written(report: PeerReport) -> RenderableType:
         title = f"the side that listened, {report.address}"
         hosts += [Text(), _line(title, "bold"), host(report.there)]
     trials = [part for trial in report.trials for part in (Text(), negotiated(trial))]
-    said = (
+    verdict = (
         "in order"
         if report.well
         else "NOT in order: see what is damaged or stopped above"
     )
-    return Group(*hosts, *trials, Text(), Text(said, style="bold"))
+    return Group(*hosts, *trials, Text(), Text(verdict, style="bold"))
 
 
 def _of(transport: Transport, brief: bool) -> Iterator[Finding]:
-    """Yield a transport, and below it what it finds and its reason has not said."""
+    """Yield a row for a transport, and the findings that its reason leaves out."""
     yield Finding(
         name=transport.name,
         state="ok" if transport.available else "missing",
@@ -102,7 +102,7 @@ def _of(transport: Transport, brief: bool) -> Iterator[Finding]:
 
 
 def _in_brief(found: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield what is to be done, and the names of what is in order."""
+    """Yield each warning with its remedy, and the names of what is in order."""
     yield from (finding for finding in found if finding.state != "ok")
     if well := ", ".join(finding.name for finding in found if finding.state == "ok"):
         yield Finding(name="", state="ok", text=well)
