@@ -316,7 +316,9 @@ class Directory(ABC):
                 if upkeep.lost(_text(exc)):
                     logger.warning(
                         "announcing %r in directory %s: %s; tried again",
-                        *(record.name, self, upkeep.reason),
+                        record.name,
+                        self,
+                        upkeep.reason,
                     )
                 continue
             upkeep.back()
@@ -368,7 +370,8 @@ class Directory(ABC):
         now = asyncio.get_running_loop().time()
         members.resume(now)
         self.reason = ""
-        known, changes = members.ignored, []
+        known = members.ignored
+        changes = []
         for key, raw in batch.items():
             change = members.remove(key) if raw is None else members.put(key, raw, now)
             if change is not None:

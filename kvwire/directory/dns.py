@@ -38,7 +38,8 @@ class DnsDirectory(Directory):
         where = Address.parse(f"{self.url.scheme}://{self.url.netloc}")
         if not where.host or not where.port:
             raise UsageError(f'directory {self}: write "{self.url.scheme}://name:port"')
-        self._host, self._port = where.host, where.port
+        self._host = where.host
+        self._port = where.port
         self._interval_s = self.seconds("interval_s")
         try:
             self._host.encode("idna")  # as a resolver is asked for it

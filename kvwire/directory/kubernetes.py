@@ -190,7 +190,8 @@ class KubernetesDirectory(DnsDirectory):
     def _client(self) -> httpx.AsyncClient:
         """Make a client with the token and CA that the service account has now."""
         account = Path(local_path(self.given["account"]))
-        token, ca = account / "token", account / "ca.crt"
+        token = account / "token"
+        ca = account / "ca.crt"
         return httpx.AsyncClient(
             base_url=self._api,
             headers=(

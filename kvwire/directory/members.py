@@ -164,7 +164,8 @@ class Members:
         """Let leases end again if they were suspended: the directory is back."""
         if self._suspended_at is None:
             return
-        away_s, self._suspended_at = now - self._suspended_at, None
+        away_s = now - self._suspended_at
+        self._suspended_at = None
         for member in self._members.values():
             member.until += away_s
             if member.written:

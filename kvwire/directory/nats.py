@@ -230,7 +230,8 @@ class NatsDirectory(Directory):
 
         The one that is there is taken as it is, whoever has made it.
         """
-        bucket, stream = self.given["bucket"], client.jetstream()
+        bucket = self.given["bucket"]
+        stream = client.jetstream()
         try:
             found = await stream.key_value(bucket)
         except NotFoundError:

@@ -132,7 +132,9 @@ class RayDirectory(Directory):
         await self._call(lambda table: table.erase.remote(key))
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        life, number, first = 0, 0, True
+        life = 0
+        number = 0
+        first = True
         while True:
             life, number, batch = await self._call(
                 partial(_changes, life=life, number=number),

@@ -255,7 +255,8 @@ class RedisServers:
         Cancel safety: nothing stays open.
         """
         client = await self._found()
-        old, self.client = self.client, client
+        old = self.client
+        self.client = client
         if old is not None and not old.users:
             await old.close()
         keys = client.keys_at(doubtful, self._key)
@@ -273,7 +274,8 @@ class RedisServers:
 
         Cancel safety: what is held is let go of in any case.
         """
-        client, self.client = self.client, None
+        client = self.client
+        self.client = None
         if client is not None:
             await client.close()
 
@@ -318,14 +320,16 @@ class RedisServers:
 
         async def resolve(url: dict[str, Any]) -> list[tuple[Any, ...]]:
             async with asyncio.timeout(self._timeout_s):
-                host, port = url["host"], url.get("port", 6379)
+                host = url["host"]
+                port = url.get("port", 6379)
                 return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
         hosts = list(self._hosts)
         hosts += [node for node in self._nodes if node not in hosts]
         answers = await asyncio.gather(*map(resolve, hosts), return_exceptions=True)
         for url, answer in zip(hosts, answers, strict=True):
-            host, port = url["host"], url.get("port", 6379)
+            host = url["host"]
+            port = url.get("port", 6379)
             if isinstance(answer, BaseException):
                 faults[f"{host}:{port}"] = answer
                 continue

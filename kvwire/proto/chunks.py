@@ -146,9 +146,11 @@ class ChunkMover:
             self._holds.take(buffer)
             at = mover.base + position
             if isinstance(mover, SegmentRecord):
-                request, number = mover.request, mover.number
+                request = mover.request
+                number = mover.number
             else:
-                request, number = mover, 0
+                request = mover
+                number = 0
             chunk = Chunk(mover, request, buffer, position, at, length, number)
             self._scheduler.sent(length)
         if chunk is not None:
@@ -196,7 +198,8 @@ class ChunkMover:
             self._again.append(chunk)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
             self._look()
             return
-        mover, end = chunk.mover, chunk.position + chunk.length
+        mover = chunk.mover
+        end = chunk.position + chunk.length
         if chunk.request.state is not RequestStage.MOVING:
             end = chunk.position  # it is over, and its memory on its way back
         for position in range(chunk.position, end, self._chunk_bytes):
@@ -245,7 +248,8 @@ class ChunkMover:
         """Return the numbers of the chunks that a payload has, from its header."""
         chunk_bytes = self._chunk_bytes
         first, beside = divmod(header.offset, chunk_bytes)
-        left, length = nbytes - header.offset, header.length
+        left = nbytes - header.offset
+        length = header.length
         whole = length == left or not length % chunk_bytes
         most = chunk_bytes
         if header.type != _DATA:

@@ -303,9 +303,12 @@ class ConnectionCore:
 
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
         """Return a chunk's header, which takes the next number of a frame."""
-        frame_type, offset, wire_id = _DATA, chunk.position, chunk.request.wire_id
+        frame_type = _DATA
+        offset = chunk.position
+        wire_id = chunk.request.wire_id
         if chunk.number and (mark := self.transfers.said(chunk)) is not None:
-            frame_type, offset = _MARKED_DATA, mark
+            frame_type = _MARKED_DATA
+            offset = mark
         return self.outbox.framing.payload(
             frame_type, chunk.length, wire_id, chunk.number, offset, check
         )

@@ -76,7 +76,8 @@ class ReceiveCredit:
 
     def give_back(self) -> tuple[int, int]:
         """Return the messages and bytes to give back, and reset their count."""
-        messages, nbytes = self.due_messages, self.due_bytes
+        messages = self.due_messages
+        nbytes = self.due_bytes
         self.left.add(messages, nbytes)
         self.due_messages = self.due_bytes = 0
         return messages, nbytes

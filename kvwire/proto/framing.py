@@ -62,7 +62,8 @@ class Framing:
         self, frame_type: int, body: bytes, *, request: int = 0
     ) -> tuple[bytes, bytes]:
         """Return the header and body of the next control frame."""
-        key, sequence = self._seal_key, self.sent & _SEQUENCE_MASK
+        key = self._seal_key
+        sequence = self.sent & _SEQUENCE_MASK
         if key is None:
             header = encode_header(
                 frame_type,
@@ -130,7 +131,8 @@ class Framing:
             if zlib.crc32(body) != header.payload_check:
                 raise MalformedFrame("KVW-HD-07", "a control body that came damaged")
             return body
-        plain, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
+        plain = body[:-SEAL_BYTES]
+        seal = body[-SEAL_BYTES:]
         expected = _seal(self._open_key, self.received - 1, raw, plain)
         if not hmac.compare_digest(seal, expected):
             raise MalformedFrame("KVW-AU-02", "the seal of a control frame is wrong")

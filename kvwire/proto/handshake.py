@@ -195,7 +195,8 @@ class Handshake(ABC):
         except ProtocolError:
             self.state = HandshakeState.FAILED
             raise
-        self._header, self._raw_header = header, bytes(raw)
+        self._header = header
+        self._raw_header = bytes(raw)
         return header.length
 
     def body_received(self, body: bytes) -> None:
@@ -255,7 +256,8 @@ class Handshake(ABC):
     ) -> None:
         """Succeed: set :attr:`agreement` from the frames of both sides."""
         assert self._keys is not None
-        mine, its = self.identity.parameters, said.parameters
+        mine = self.identity.parameters
+        its = said.parameters
         if its == mine:
             its = mine  # one object for all connections, mostly
         self.agreement = Agreement(
@@ -349,7 +351,8 @@ class ClientHandshake(Handshake):
 
     def _accepted(self, body: bytes) -> None:
         """Handle ACCEPT: KVW-HS-06 and KVW-HS-07."""
-        identity, accept = self.identity, Accept.decode(body)
+        identity = self.identity
+        accept = Accept.decode(body)
         low, high = identity.versions
         if not low <= accept.version <= high:
             self.refuse(WireCode.VERSION)
@@ -371,7 +374,9 @@ class ClientHandshake(Handshake):
                 "one, and check what that one announces or advertises",
                 fields=(OWN_INCARNATION,),
             )
-        self._accept, self._digest, self._keys = accept, digest, keys
+        self._accept = accept
+        self._digest = digest
+        self._keys = keys
         self._next()
         proof = keys.client_proof(digest + accept.mac)
         self._send(FrameType.CONFIRM, Confirm(mac=proof).encode())
@@ -414,7 +419,8 @@ class ServerHandshake(Handshake):
 
     def choose(self, choice: TransportChoice) -> None:
         """Send CHOICE; if it takes a transport, the handshake has succeeded."""
-        hello, offer = self._hello, self.offer
+        hello = self._hello
+        offer = self.offer
         assert self.state is HandshakeState.DECISION
         assert hello is not None
         assert offer is not None
@@ -460,7 +466,9 @@ class ServerHandshake(Handshake):
         keys = Keys.derive(secret, hello.nonce, self._nonce)
         self._digest = accepted_digest(body, accept)
         self._proof = keys.server_proof(self._digest)
-        self._hello, self._keys, self._version = hello, keys, version
+        self._hello = hello
+        self._keys = keys
+        self._version = version
         self._next()
         self._send(FrameType.ACCEPT, replace(accept, mac=self._proof).encode())
 

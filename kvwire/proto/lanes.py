@@ -268,12 +268,15 @@ class LaneTable:
         """
         lane = self._lanes[number]
         assert lane.stage is LaneStage.OPEN
-        chunk.lane, chunk.index = number, lane.sent
-        chunk.quiet, chunk.taken = False, None
+        chunk.lane = number
+        chunk.index = lane.sent
+        chunk.quiet = False
+        chunk.taken = None
         lane.sent += 1
         lane.waiting[chunk.index] = chunk  # bounded: LANE_PAYLOADS_MAX
         lane.waiting_bytes += chunk.length
-        request, segment = chunk.request, chunk.number
+        request = chunk.request
+        segment = chunk.number
         body = LaneData(
             lane=number,
             segment=segment,
@@ -328,7 +331,8 @@ class LaneTable:
         if lane.stage is LaneStage.CLOSED:
             return
         arrival = self._place(_as_data(header, body))
-        arrival.lane, arrival.index = body.lane, index
+        arrival.lane = body.lane
+        arrival.index = index
         lane.arriving[index] = arrival  # bounded: LANE_PAYLOADS_MAX
         self._outbox.report(
             LaneDataReceived(arrival=arrival, descriptor=body.descriptor)
@@ -454,7 +458,8 @@ class LaneTable:
         self._outbox.send(FrameType.LANE_OPEN, body)
 
     def _send_close(self, lane: LaneRecord, reason: str) -> None:
-        missed, lane.missed = tuple(lane.missed), []
+        missed = tuple(lane.missed)
+        lane.missed = []
         body = LaneClose(
             lane=lane.number,
             reason=sayable(reason),

@@ -117,7 +117,8 @@ class Liveness:
 
     def pong_received(self, body: Ping) -> None:
         """Handle PONG, which answers the oldest PING."""
-        due, number = self._answered + 1, body.number
+        due = self._answered + 1
+        number = body.number
         if due > self._sent or number != due & _NUMBER_MASK:
             raise UnexpectedFrame(
                 "KVW-LV-01", f"PONG {number}; of {self._sent} pings, {due} is due"

@@ -217,7 +217,8 @@ class Messages:
 
     def message_header(self, header: Header) -> ChunkArrival:
         """Return where the body of a MESSAGE goes: into a receive's memory, or held."""
-        length, tag = header.length, header.offset
+        length = header.length
+        tag = header.offset
         if length > self._eager_bytes or header.request or header.segment:
             raise UnexpectedFrame(
                 "KVW-MS-01",
@@ -255,7 +256,8 @@ class Messages:
         error = None if intact else IntegrityError("the message arrived damaged")
         waiting = self._arriving.pop(arrival)
         if waiting is not None:
-            waiting.whole, waiting.error = True, error
+            waiting.whole = True
+            waiting.error = error
             self._let_go(waiting)
             tag = arrival.header.offset
             if tag in self._unwanted:
@@ -263,7 +265,8 @@ class Messages:
             else:
                 self._meet(tag)
             return
-        request, buffer = arrival.request, arrival.buffer
+        request = arrival.request
+        buffer = arrival.buffer
         assert request is not None
         assert buffer is not None
         # Credit goes back for every message that arrived, also for an ended receive:
@@ -275,7 +278,8 @@ class Messages:
             if error:
                 self._requests.fail(request, error, tell=None)
             return
-        request.state, request.over = _WHOLE, True
+        request.state = _WHOLE
+        request.over = True
         self._requests.finish(request, in_use=True)
 
     def announced(self, header: Header, body: Announce) -> None:

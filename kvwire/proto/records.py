@@ -241,10 +241,13 @@ def packed_mark(box: Box, commit: int) -> int | None:
 
 def read_mark(header: Header) -> SegmentBody:
     """Return the mark that a MARKED_DATA header carries, as a SEGMENT has it."""
-    mark, commit = header.offset, header.offset >> 62
+    mark = header.offset
+    commit = header.offset >> 62
     if commit > _COMMIT_MAX:
         raise MalformedFrame("KVW-TR-13", f"MARKED_DATA with commit {commit}")
-    layer, layers = mark >> 44 & 0xFFF, mark >> 32 & 0xFFF
+    layer = mark >> 44 & 0xFFF
+    layers = mark >> 32 & 0xFFF
     box = (mark >> 56 & 0x3F, layer, layers, mark >> 16 & 0xFFFF, mark & 0xFFFF)
-    number, nbytes = header.segment, header.length
+    number = header.segment
+    nbytes = header.length
     return SegmentBody(number=number, box=box, nbytes=nbytes, commit=commit)

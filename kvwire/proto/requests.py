@@ -127,9 +127,11 @@ class RequestTable:
     def find(self, wire_id: int) -> RequestRecord | None:
         """Return the open request with this number; None if it is over."""
         if (wire_id ^ self._next_theirs) % 2 == 0:
-            request, due = self._theirs.get(wire_id), self._next_theirs
+            request = self._theirs.get(wire_id)
+            due = self._next_theirs
         else:
-            request, due = self._ours.get(wire_id), self._next_id
+            request = self._ours.get(wire_id)
+            due = self._next_id
         if request is None and not 0 < wire_id < due:
             raise UnexpectedFrame(
                 "KVW-RQ-04", f"a frame for request {wire_id}, which never was"
@@ -149,7 +151,8 @@ class RequestTable:
         ``in_use``: its memory has a hold, which ends with it.
         """
         assert request.over
-        wire_id, buffer = request.wire_id, request.buffer
+        wire_id = request.wire_id
+        buffer = request.buffer
         if not wire_id:
             self._unmatched.pop(id(request), None)
         elif (wire_id ^ self._next_theirs) % 2 == 0:

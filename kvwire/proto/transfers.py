@@ -252,7 +252,8 @@ class Transfers:
         """Return the mark that the header of a leaving chunk carries; None if none."""
         segment = chunk.mover
         assert isinstance(segment, SegmentRecord)
-        mark, segment.unsaid = segment.unsaid, None
+        mark = segment.unsaid
+        segment.unsaid = None
         if mark is not None:
             del self.records[chunk.request].unsaid[segment]
         return mark
@@ -493,7 +494,8 @@ class Transfers:
             self._outbox.send(FrameType.FIN, Fin(nbytes=0), request=wire_id)
 
     def _take_last_words(self) -> tuple[int, ...]:
-        taken, self.last_words = tuple(self.last_words), []
+        taken = tuple(self.last_words)
+        self.last_words = []
         return taken
 
     def _confirm(self, done: tuple[int, ...]) -> None:

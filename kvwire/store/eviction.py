@@ -140,7 +140,8 @@ class S3FifoQueue(EvictionQueue):
         new = ~(_among(names, self._small) | _among(names, self._main))
         if not new.any():
             return
-        keys, slots = keys[new], slots[new]
+        keys = keys[new]
+        slots = slots[new]
         names = keys.tolist()
         hot = _among(names, self._ghosts) | (self.state.uses[slots] > 1)
         each(map(self._ghosts.pop, names, repeat(None)))
@@ -154,7 +155,8 @@ class S3FifoQueue(EvictionQueue):
     def pop(self, count: int) -> tuple[Keys, Ids]:
         """Take out the next blocks. Each block is visited at most four times."""
         found: list[tuple[Keys, Ids]] = []
-        uses, pins = self.state.uses, self.state.pins
+        uses = self.state.uses
+        pins = self.state.pins
         while count and (self._small or self._main):
             total = len(self._small) + len(self._main)
             excess = len(self._small) - total // _SMALL_SHARE

@@ -291,11 +291,13 @@ class Index:
         assert all_of(pins[slots]), "somebody has let go twice"
         np.subtract.at(pins, slots, _ONE)
         left = pins[slots] == 0
-        names, numbers = keys[left][::-1], slots[left][::-1]
+        names = keys[left][::-1]
+        numbers = slots[left][::-1]
         doomed = self._doomed[numbers]
         if any_of(doomed):
             self.give_back(np.unique(numbers[doomed]))
-            names, numbers = names[~doomed], numbers[~doomed]
+            names = names[~doomed]
+            numbers = numbers[~doomed]
         self._release(names, numbers)
 
     def used(self, slots: Ids) -> None:
@@ -310,7 +312,8 @@ class Index:
         pins = self._state.pins[slots]
         if any_of(pins):
             free = pins == 0
-            keys, slots = keys[free], slots[free]
+            keys = keys[free]
+            slots = slots[free]
         self._release(keys[::-1], slots[::-1])
 
     def victims(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
@@ -354,7 +357,8 @@ class Index:
                 self._unkeep(slots[kept])
                 alone = (pins[slots] == 1) & ~self._doomed[slots]
             self.unpin(keys[~alone], slots[~alone])
-            keys, slots = keys[alone], slots[alone]
+            keys = keys[alone]
+            slots = slots[alone]
         if self.counts_uses:  # elsewhere what is pinned is in no queue
             for queue, which in self._queues_of(slots):
                 queue.remove(keys[which], slots[which])
@@ -431,7 +435,8 @@ class Index:
         """
         found = map(self._slots.pop, keys.tolist(), repeat(NO_SLOT))
         slots = np.fromiter(found, np.int64, keys.size)
-        keys, slots = keys[slots >= 0], slots[slots >= 0]
+        keys = keys[slots >= 0]
+        slots = slots[slots >= 0]
         if self.unnamed is not None:
             self.unnamed.update(slots.tolist())
         for queue, which in self._queues_of(slots):
@@ -496,7 +501,8 @@ class Index:
 
     def late(self, slots: Ids | slice) -> Bits:
         """Return which slots hold a block past its tenant's time to live."""
-        born, ttl_s = self._born[slots], self.shares.ttl_s[self._owner[slots]]
+        born = self._born[slots]
+        ttl_s = self.shares.ttl_s[self._owner[slots]]
         late: Bits = (born > 0) & (ttl_s > 0) & (born + ttl_s <= self._now())
         return late
 
@@ -524,11 +530,13 @@ class Index:
 
     def _first(self, queues: Iterable[EvictionQueue]) -> EvictionQueue | None:
         """Return the queue whose front block was used least recently."""
-        first, since = None, self._clock + 1
+        first = None
+        since = self._clock + 1
         for queue in queues:
             at = queue.oldest()
             if at is not None and self._used_at[at] < since:
-                first, since = queue, self._used_at.item(at)
+                first = queue
+                since = self._used_at.item(at)
         return first
 
     def _pinned(self, queue: EvictionQueue | None, count: int) -> IndexedSlots:
@@ -570,7 +578,8 @@ class Index:
 
     def _older_slab(self, slot: int, own: EvictionQueue | None) -> int | None:
         """Return a slab of another size that is older than this size's oldest block."""
-        slabs, pins = self.slabs, self._state.pins
+        slabs = self.slabs
+        pins = self._state.pins
         others = ((slabs.slot_bytes != slot) & (slabs.slot_bytes > 0)).nonzero()[0]
         if not others.size or not slabs.capacity(slot):
             return None

@@ -216,7 +216,8 @@ class StoreManagement(AsyncWith):
         """Return the namespace of each group of a cache."""
         if tenant:
             self._tiers.tenants.require(tenant)
-        groups, lossy = cache.groups, self._tiers.lossy
+        groups = cache.groups
+        lossy = self._tiers.lossy
         if hash_tokens is None:
             return computed_once(
                 cache,

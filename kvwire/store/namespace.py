@@ -71,7 +71,8 @@ class Namespace:
 
     def differing(self, other: Namespace) -> tuple[str, ...]:
         """Return the fields in which two namespaces differ, ``group`` first."""
-        here, there = dict(self.spec.to_pairs()), dict(other.spec.to_pairs())
+        here = dict(self.spec.to_pairs())
+        there = dict(other.spec.to_pairs())
         fields = tuple(name for name in here if here[name] != there.get(name))
         return fields if self.group == other.group else ("group", *fields)
 

@@ -469,7 +469,8 @@ class BlockStore(StoreManagement):
                 lambda _: logger.debug("%s: over, %r", self.name, self.counters)
             )
         if RINGS and task.get_loop() in RINGS:
-            ring, key = RINGS[task.get_loop()], f"store {id(work):x}"
+            ring = RINGS[task.get_loop()]
+            key = f"store {id(work):x}"
             ring.note("begin", key, f"{work.blocks} blocks", work.verb)
             task.add_done_callback(lambda _: ring.note("end", key, "over", 0, ""))
 

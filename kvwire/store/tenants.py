@@ -65,7 +65,8 @@ class Tenant:
         if not isinstance(text, str):
             raise UsageError(f"tenant {text!r}: write 'acme?disk=100GiB&ttl=3600'")
         address = TierAddress.parse(f"tenant:{text}")
-        name, options = address.place, address.options
+        name = address.place
+        options = address.options
         if not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
             raise UsageError(
                 f"tenant {shown(name)}: letters, digits, '.', '_' and '-', at most "

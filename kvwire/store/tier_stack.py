@@ -109,7 +109,8 @@ class TierStack:
             for tier in self.below:
                 tier.touch(keys)
         self.memory.counts.read_blocks += keys.size
-        nbytes, count = keys.size * namespace.image_bytes, int(keys.size)
+        nbytes = keys.size * namespace.image_bytes
+        count = int(keys.size)
         for counters in self.counters_of(namespace):
             counters.get_ended(nbytes, there=count, blocks=count)
 
@@ -296,7 +297,8 @@ class TierStack:
         if not takers:
             return "; ".join(f"{tier.name}: {tier.error}" for tier in tiers)
         all_taken = True
-        keys, slots = named.keys[lacking], named.slots[lacking]
+        keys = named.keys[lacking]
+        slots = named.slots[lacking]
         digests = list(map(_digest, keys.tolist()))
         # A batch is of one namespace.
         for digest in set(digests):

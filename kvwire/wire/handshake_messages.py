@@ -131,7 +131,8 @@ class _Fixed:
     @classmethod
     def decode(cls, body: bytes) -> Self:
         """Read a body."""
-        values, found = iter(_unpack(cls._layout, body)[1:]), dict[str, Any]()
+        values = iter(_unpack(cls._layout, body)[1:])
+        found = dict[str, Any]()
         for field in fields(cls):
             if field.name == "trust" and cls._role is not None:
                 _check_role(next(values), cls._role)

@@ -115,7 +115,8 @@ class Operation(ABC):
         self, cache: PagedCache, lists: BlockLists, template: PlanTemplate
     ) -> Outcome:
         end = self._ended
-        first, last = self._first or end, self._last or end
+        first = self._first or end
+        last = self._last or end
         timings = Timings(
             queue_s=first - self._created, wire_s=last - first, commit_s=end - last
         )
@@ -206,7 +207,8 @@ class Operation(ABC):
 
         Cancel safety: the copy is finished first.
         """
-        memory, into_cache = self.tiers.memory, written is None
+        memory = self.tiers.memory
+        into_cache = written is None
         self._first = self._first or monotonic()
         orders = memory.index.orders(slots) if into_cache else _NO_ORDERS
         listed = set(orders.tolist()) if written is None else {written}

@@ -54,7 +54,8 @@ class GetOperation(Operation):
         Cancel safety: a running copy or read is finished first.
         """
         memory = self.tiers.memory
-        keys, begun = request.keys[positions], memory.in_flight.begun
+        keys = request.keys[positions]
+        begun = memory.in_flight.begun
         slots = memory.index.find(keys)
         here = slots >= 0
         # 1. Blocks in memory are handed out at once. They are pinned in the same turn
@@ -69,7 +70,8 @@ class GetOperation(Operation):
             return here
         # 3. Nobody brings them. Each block has a tier to try next; those that are the
         #    least far go on, and a hash that is listed twice goes once.
-        tried, first = self._next.get(request), 0
+        tried = self._next.get(request)
+        first = 0
         which: Ids | slice = _ALL
         if tried is not None:
             first = int(np.minimum.reduce(tried[positions]))
@@ -89,7 +91,8 @@ class GetOperation(Operation):
             return here
         found = orders != ABSENT
         tier = self.tiers.below[number]
-        there, orders = asked[found], orders[found]
+        there = asked[found]
+        orders = orders[found]
         landed, lost = await self._read(request, there, orders, tier, begun)
         # 5. What has landed has ended. What this tier has not, or did not give, is
         #    tried at the next one by a later step; all others are where they were.
@@ -157,7 +160,8 @@ class GetOperation(Operation):
         Returns:
             The positions that have landed, and those that this tier does not give.
         """
-        memory, nbytes = self.tiers.memory, request.namespace.image_bytes
+        memory = self.tiers.memory
+        nbytes = request.namespace.image_bytes
         named = request.namespace.tenant
         tenant = self.tiers.tenants.number(named) if named else 0
         if why := memory.too_large(nbytes, tenant):
@@ -170,8 +174,12 @@ class GetOperation(Operation):
         # twice. From ``begin`` to ``end`` others wait for these.
         if memory.in_flight.begun != begun or taken.size < keys.size:
             mine, taken = self._lacking_still(keys, taken)
-            keys, orders, positions = keys[mine], orders[mine], positions[mine]
-        landed, whole, images = np.zeros(keys.size, np.bool_), not keys.size, None
+            keys = keys[mine]
+            orders = orders[mine]
+            positions = positions[mine]
+        landed = np.zeros(keys.size, np.bool_)
+        whole = not keys.size
+        images = None
         memory.in_flight.begin(keys)
         try:
             if keys.size:

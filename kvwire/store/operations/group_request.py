@@ -99,7 +99,8 @@ class GroupRequest(BlockRequest):
 
     def fragments(self, positions: Ids, order: int) -> Fragments:
         """Return where the images of some blocks lie in the cache."""
-        here, unit = self.group.spec.block_tokens, self.namespace.spec.block_tokens
+        here = self.group.spec.block_tokens
+        unit = self.namespace.spec.block_tokens
         granule = math.gcd(here, unit)
         # Where a granule's elements lie, but for its block.
         steps = computed_once(

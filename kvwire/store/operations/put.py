@@ -61,7 +61,8 @@ class PutOperation(Operation):
 
         Cancel safety: a running copy or write is finished first.
         """
-        memory, nbytes = self.tiers.memory, request.namespace.image_bytes
+        memory = self.tiers.memory
+        nbytes = request.namespace.image_bytes
         keys = request.keys[positions]
         if self.tiers.through:
             ask = positions.size * nbytes > STORE_UNASKED_BYTES
@@ -89,7 +90,8 @@ class PutOperation(Operation):
         if ends and await memory.in_flight.one_ended(keys[lacking]):
             return done
         count = int(np.add.reduce(lacking))
-        slots, begun = NO_SLOTS, memory.in_flight.begun
+        slots = NO_SLOTS
+        begun = memory.in_flight.begun
         if count and not self._arrived.size:
             slots = await memory.take(nbytes, count, tenant)
         fresh = count == keys.size and memory.in_flight.begun == begun
@@ -114,17 +116,20 @@ class PutOperation(Operation):
         Returns:
             Which blocks are in memory now, and their slots, which are pinned.
         """
-        memory, keys = self.tiers.memory, request.keys[positions]
+        memory = self.tiers.memory
+        keys = request.keys[positions]
         if fresh:
             held = np.zeros(keys.size, np.bool_)
-            slots, free = np.zeros(keys.size, np.int64), ~held
+            slots = np.zeros(keys.size, np.int64)
+            free = ~held
         else:
             slots = memory.index.find(keys)
             held = slots >= 0
             free = ~held & ~memory.in_flight.busy(keys)
         if request.repeats:
             free &= once(keys)
-        lacking, copying = free.nonzero()[0], not self._arrived.size
+        lacking = free.nonzero()[0]
+        copying = not self._arrived.size
         if copying:
             # Without room for all, the head of the chain comes last and stays.
             mine = lacking[max(0, lacking.size - taken.size) :]
@@ -132,7 +137,8 @@ class PutOperation(Operation):
                 memory.give_back(taken[mine.size :])
                 taken = taken[: mine.size]
         else:
-            mine, taken = lacking, self._arrived[positions[lacking]]
+            mine = lacking
+            taken = self._arrived[positions[lacking]]
             self._arrived[positions[lacking]] = NO_SLOT
         if any_of(held):
             memory.index.pin(keys[held], slots[held])
@@ -150,7 +156,8 @@ class PutOperation(Operation):
             raise
         finally:
             memory.in_flight.end(keys[mine])
-        held[mine], slots[mine] = True, taken
+        held[mine] = True
+        slots[mine] = taken
         self.settled(int(np.add.reduce(held)))
         memory.counts.written_blocks += mine.size
         return held, slots[held]
@@ -158,7 +165,8 @@ class PutOperation(Operation):
     async def _write_through(
         self, request: BlockRequest, positions: Ids, slots: Ids
     ) -> None:
-        memory, keys = self.tiers.memory, request.keys[positions]
+        memory = self.tiers.memory
+        keys = request.keys[positions]
         first = once(keys) if request.repeats else slice(None)
         images = memory.images(slots[first], request.namespace.image_bytes)
         orders = memory.index.orders(slots[first])

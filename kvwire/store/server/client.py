@@ -250,7 +250,8 @@ class StoreClient:
         except BaseException as exc:
             connection.abort(str(exc))
             raise
-        self.active, self.reason = active, ""
+        self.active = active
+        self.reason = ""
         # Not before it has answered something: only then are pauses short again.
         active.works = self._upkeep.back
         self._changed()

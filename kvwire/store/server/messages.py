@@ -118,7 +118,8 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
     def keys_of(self, tenant: str) -> Keys:
         """Return the keys that a tenant's blocks have in a store of several."""
         if not tenant:
-            width, end = self.width, len(self.joined)
+            width = self.width
+            end = len(self.joined)
             if end == width:
                 return np.array((self.joined,), np.object_)
             return as_keys(np.frombuffer(self.joined, f"V{width}").tolist())

@@ -106,7 +106,8 @@ class ServedStore:
 
     def report(self, number: int, tenant: str) -> StatsReport:
         """Return the server's numbers; a tenant gets only its own."""
-        store, errors = self.store, self.store.report
+        store = self.store
+        errors = self.store.report
         tenants = [
             TenantRow(
                 name,

@@ -114,7 +114,8 @@ class StoreServer:
             )
         tenants = tiers.tenants.listed
         self._where = Address.parse(address)
-        self._labels, self._advertise = labels, advertise
+        self._labels = labels
+        self._advertise = advertise
         if advertise is not None:
             self._advertised(1)
         proofs = _proofs(tenants)

@@ -320,8 +320,10 @@ class ClientSession:
 
     async def _slots_for(self, keys: Keys, namespace: Namespace) -> Ids:
         """Take slots for new blocks; none if they have to come by way of a berth."""
-        memory, nbytes = self._tiers.memory, namespace.image_bytes
-        none, lent = np.empty(0, np.int64), keys.size * rounded(nbytes)
+        memory = self._tiers.memory
+        nbytes = namespace.image_bytes
+        none = np.empty(0, np.int64)
+        lent = keys.size * rounded(nbytes)
         tenant = self._tiers.tenants.number(namespace.tenant)
         if not memory.index.fits(nbytes, tenant) or not all_of(once(keys)):
             return none
@@ -353,7 +355,8 @@ class ClientSession:
 
     def _get(self, request: Get) -> Awaitable[object] | None:
         """Send few bytes that are all in memory at once; go for all others."""
-        memory, keys = self._tiers.memory, request.names.keys_of(self._tenant)
+        memory = self._tiers.memory
+        keys = request.names.keys_of(self._tenant)
         namespace, refusal = self._namespace(request, keys.size)
         if refusal:
             return self._send(_all(request, BlockResult.REFUSED, refusal))
@@ -398,7 +401,8 @@ class ClientSession:
             landed = got.landed(blocks)
             results = np.where(landed, LANDED, FAILED)
             results[got.absent(blocks)] = MISSING
-            reason, found = "; ".join(got.reasons), room.selected(landed)
+            reason = "; ".join(got.reasons)
+            found = room.selected(landed)
             await self._send_found(request, results, reason, blocks.orders, found)
 
     async def _send_found(

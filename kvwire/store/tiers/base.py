@@ -247,7 +247,8 @@ class Touches:
 
     def take(self) -> Keys:
         """Return the blocks whose use is not reported yet, and forget them."""
-        used, self.used = as_keys(self.used), {}
+        used = as_keys(self.used)
+        self.used = {}
         return used
 
 
@@ -292,7 +293,8 @@ class Tier(ABC):
     def error(self, text: str) -> None:
         self._error = text
         if not text and self._logged:
-            self._logged, self._ended_at = False, monotonic()
+            self._logged = False
+            self._ended_at = monotonic()
             logger.warning("tier %s: all is well again", sayable(self.name))
         elif text and not self._logged and self._is_news():
             self._logged = True

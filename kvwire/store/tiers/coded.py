@@ -159,13 +159,15 @@ class CodedTier(Tier):
         """Decode the entries that images begin with."""
         results = np.full(batch.keys.size, LANDED, np.uint8)
         assert batch.sizes is not None
-        sizes, orders = batch.sizes.tolist(), batch.orders.tolist()
+        sizes = batch.sizes.tolist()
+        orders = batch.orders.tolist()
         for at, image in enumerate(_arrays(batch.images)):
             form = form_of(namespace.spec, ORDERS[orders[at]])
             try:
                 decode_entry(image[: sizes[at]].copy(), form, image, self.lossy)
             except (IntegrityError, ModuleNotFoundError) as exc:
-                results[at], self.error = FAILED, str(exc)
+                results[at] = FAILED
+                self.error = str(exc)
         return results
 
 

@@ -155,7 +155,8 @@ class File:
     def locked_by(self) -> str:
         """Name who has it locked, as far as this host knows."""
         found = os.fstat(self._fd)
-        major, minor = os.major(found.st_dev), os.minor(found.st_dev)
+        major = os.major(found.st_dev)
+        minor = os.minor(found.st_dev)
         where = f"{major:02x}:{minor:02x}:{found.st_ino}"
         with contextlib.suppress(OSError, ValueError):
             for line in Path("/proc/locks").read_text().splitlines():
@@ -170,7 +171,8 @@ class File:
 
     def close(self) -> None:
         """Close it; nobody uses it any more."""
-        number, self._fd = self._fd, -1
+        number = self._fd
+        self._fd = -1
         if number >= 0:
             os.close(number)
 
@@ -215,7 +217,8 @@ def _move(
     call: Callable[[Views, int], int], views: Sequence[memoryview], offset: int
 ) -> None:
     """Repeat a system call until all bytes are moved: one call may move only a part."""
-    first, begun = 0, 0
+    first = 0
+    begun = 0
     while first < len(views):
         some = list(views[first : first + _VIEWS])
         some[0] = some[0][begun:]

@@ -132,7 +132,8 @@ class DiskTier(CodedTier):
         slab_bytes = address.slab_bytes(nbytes)
         sync = address.choice("sync", _SYNCS, "flush")
         evict = address.choice("evict", EVICTIONS, "lru")
-        place, threads = Path(address.place), Threads()
+        place = Path(address.place)
+        threads = Threads()
         opened: list[TierDirectory] = []
 
         def open_it() -> DiskTier:
@@ -218,7 +219,8 @@ class DiskTier(CodedTier):
         """
         results = np.full(batch.keys.size, LANDED, np.uint8)
         held = await self._look(namespace, batch.keys)
-        lacking, names = np.flatnonzero(~held), batch.keys[held]
+        lacking = np.flatnonzero(~held)
+        names = batch.keys[held]
         self.touch(names)
         if not lacking.size:
             return results, ()
@@ -246,7 +248,8 @@ class DiskTier(CodedTier):
             return results
         # In the order that it has by now: it may have been put anew since it was found.
         batch.orders[here] = self._index.orders(slots[here])
-        part, slots = batch.selected(here), slots[here]
+        part = batch.selected(here)
+        slots = slots[here]
         if batch.born is not None:
             batch.born[here] = self._index.born(slots)
         self._index.pin(part.keys, slots)
@@ -380,7 +383,8 @@ class DiskTier(CodedTier):
         self._counts.count(results, written=False)
         failed = keys[results == FAILED]
         slots = self._index.find(failed)
-        failed, slots = failed[slots >= 0], slots[slots >= 0]
+        failed = failed[slots >= 0]
+        slots = slots[slots >= 0]
         self._index.pin(failed, slots)
         self._index.drop(failed, slots)
 
@@ -476,7 +480,8 @@ class DiskTier(CodedTier):
         self._serial = int(rows.serials.max())
         newest = np.argsort(rows.serials, kind="stable")[::-1]
         rows = rows.selected(newest)
-        slabs, sizes = rows.slots // self._slabs.stride, rounded(rows.nbytes)
+        slabs = rows.slots // self._slabs.stride
+        sizes = rounded(rows.nbytes)
         # All rows of a slab are of slots of one size; those that are not make no sense.
         inside = slabs < len(self._slabs)
         known, first = np.unique(slabs[inside], return_index=True)
@@ -550,7 +555,8 @@ class DiskTier(CodedTier):
         self._serial += slots.size
         rows = DiskRows(slots, batch.keys, batch.orders, nbytes, sums, serials)
         self._rows.record(namespace, rows)
-        self._sums[slots], self._nbytes[slots] = sums, nbytes
+        self._sums[slots] = sums
+        self._nbytes[slots] = nbytes
 
     def _sync(self) -> None:
         self._directory.check()

@@ -76,8 +76,11 @@ _ROWS: Final = """
 _KEY_BYTES: Final = (DIGEST_BYTES, DIGEST_BYTES + STORE_HASH_BYTES_MAX)
 _SLOT_MAX: Final = 2**62
 _LIMITS: Final = (
-    *(_SLOT_MAX, *_KEY_BYTES),
-    *(len(ORDERS) - 1, STORE_SLAB_BYTES_MAX, 2**62),
+    _SLOT_MAX,
+    *_KEY_BYTES,
+    len(ORDERS) - 1,
+    STORE_SLAB_BYTES_MAX,
+    2**62,
 )
 _SLABS: Final = range(GRAIN_BYTES, STORE_SLAB_BYTES_MAX + 1, GRAIN_BYTES)
 # Rows that are read at once: some of Python's objects for each.

@@ -238,7 +238,8 @@ class MemoryTier:
         """
         if self._demote is None:
             return 0
-        left, here = 0, self.index.named()
+        left = 0
+        here = self.index.named()
         wanted = here.keys if every else here.keys[self.untaken[here.slots]]
         step = max(1, STORE_BATCH_BYTES // max(self.index.sizes, default=1))
         for first in range(0, wanted.size, step):

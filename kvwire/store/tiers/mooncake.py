@@ -61,8 +61,14 @@ _STAGES_MAX: Final = 8
 _NO_ROOM: Final = -200
 _NOT_FOUND: Final = -704
 _OPTIONS: Final = (
-    *("prefix", "timeout", "buffer", "host", "metadata", "protocol"),
-    *("device", "segment"),
+    "prefix",
+    "timeout",
+    "buffer",
+    "host",
+    "metadata",
+    "protocol",
+    "device",
+    "segment",
 )
 # Their own buffer, for calls that we do not make.
 _LOCAL_BYTES: Final = 16 * MIB
@@ -84,7 +90,8 @@ class MooncakeTier(KeyValueTier):
         super().__init__(address)
         if not re.fullmatch(r"//.+:\d{1,5}", address.place):
             raise UsageError(f"tier {address.text!r}: write mooncake://MASTER:PORT")
-        options, master = address.options, address.place.removeprefix("//")
+        options = address.options
+        master = address.place.removeprefix("//")
         host, _, port = master.rpartition(":")
         self._master = host, int(port)
         self._buffer_bytes = address.size_option("buffer", 32 * MIB)
@@ -116,7 +123,8 @@ class MooncakeTier(KeyValueTier):
         codes = await self._ask(lambda native, _: native.batch_is_exist(names))
         if codes is None:
             return [BlockResult.FAILED] * keys.size
-        there, absent = BlockResult.LANDED, BlockResult.MISSING
+        there = BlockResult.LANDED
+        absent = BlockResult.MISSING
         return [there if code == 1 else absent for code in codes]
 
     async def remove_folder(self, folder: str) -> None:
@@ -280,7 +288,8 @@ class MooncakeTier(KeyValueTier):
                 future.exception()  # seen: it may have been given up
 
         def run() -> None:
-            result, error = None, None
+            result = None
+            error = None
             try:
                 result = call()
             except Exception as exc:  # noqa: BLE001 - whatever their binding raises
@@ -311,7 +320,8 @@ class MooncakeTier(KeyValueTier):
                 self._add_stage(native)
         except BaseException:
             # The next client does not know the stages that were registered with it.
-            self._stages, self._stages_made = asyncio.Queue(), 0
+            self._stages = asyncio.Queue()
+            self._stages_made = 0
             self._start(native.close)
             raise
         self._native = native
@@ -331,7 +341,8 @@ class MooncakeTier(KeyValueTier):
         return code == 0 and not self._stages.empty()
 
     async def disconnect(self) -> None:
-        native, self._native = self._native, None
+        native = self._native
+        self._native = None
         if native is None:
             return
         calls = [returned for returned in self._calls if not returned.is_set()]

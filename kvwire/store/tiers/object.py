@@ -58,7 +58,16 @@ T = TypeVar("T")
 # Options of the tier; the others are obstore's.
 _OWN: Final = frozenset({"timeout", "requests", "codec"})
 _SCHEMES: Final = (
-    *("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file", "memory"),
+    "s3",
+    "s3a",
+    "gs",
+    "az",
+    "adl",
+    "azure",
+    "abfs",
+    "abfss",
+    "file",
+    "memory",
 )
 # They would be in every report and log that names the tier.
 _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
@@ -119,7 +128,8 @@ class ObjectTier(KeyValueTier):
         objects = await self._threads.run(partial(packed, batch))
 
         async def put(at: int) -> None:
-            key, data = batch.keys[at], objects[at].data
+            key = batch.keys[at]
+            data = objects[at].data
             in_parts = data.nbytes > STORE_OBJECT_PART_BYTES
             # obstore bounds each request, and takes back the parts of an upload that
             # fails. Those of one that is cut short from here stay, and cost money: only
@@ -379,7 +389,8 @@ def url_of(address: TierAddress) -> str:
 
     Amazon, Google and Microsoft do not redirect uploads to another host.
     """
-    where, endpoint = urlsplit(address.place), _endpoint(_settings(address))
+    where = urlsplit(address.place)
+    endpoint = _endpoint(_settings(address))
     if where.scheme not in ("s3", "s3a") or not endpoint:
         return ""
     return f"{endpoint.rstrip('/')}/{where.netloc}/"

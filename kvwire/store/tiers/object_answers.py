@@ -84,7 +84,8 @@ def is_named(error: BaseException) -> bool:
 def words_of(error: BaseException) -> str:
     """Return an error in few words: the store's name for it, and what to do."""
     text = str(error).partition(_DEBUG)[0]
-    code, status = _CODE.search(text), _STATUS.search(text)
+    code = _CODE.search(text)
+    status = _STATUS.search(text)
     if code is not None:
         message = _MESSAGE.search(text)
         said = code[1] + (f": {html.unescape(message[1])}" if message else "")

@@ -109,7 +109,8 @@ def read_objects(batch: Batch, raws: list[memoryview]) -> BlockResults:
         if head is None or not fit[at] or head.nbytes != behind[at]:
             continue
         if head.key == batch.keys[at]:
-            results[at], sums[at] = BlockResult.LANDED, head.image_sum
+            results[at] = BlockResult.LANDED
+            sums[at] = head.image_sum
             batch.orders[at] = head.order
     whole = np.flatnonzero(results == BlockResult.LANDED)
     if whole.size:

@@ -81,7 +81,8 @@ def _plugged_in(address: TierAddress) -> Callable[[TierAddress], Awaitable[Tier]
         UsageError: There is no such kind.
         BackendUnavailable: Two distributions have it, or it cannot be imported.
     """
-    scheme, which = address.scheme, f"tier {address.text!r}"
+    scheme = address.scheme
+    which = f"tier {address.text!r}"
     found = {p.value: p for p in metadata.entry_points(group=GROUP, name=scheme)}
     if not found:
         others = sorted(set(metadata.entry_points(group=GROUP).names))

@@ -273,7 +273,8 @@ class RemoteTier(Tier):
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """Send the images of one request, and the request."""
-        asked, order = self._asked(active, namespace, batch), int(batch.orders[0])
+        asked = self._asked(active, namespace, batch)
+        order = int(batch.orders[0])
         if batch.images.nbytes <= STORE_INLINE_BYTES:
             put = Put(*asked, order, line_of(batch.images))
             return self._checked(active, batch, await active.call(put, StoreDone))
@@ -338,7 +339,8 @@ class RemoteTier(Tier):
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> _Asked:
         """Return the fields that a put and a get of a batch begin with."""
-        text, names = text_of(namespace), Names.of(batch.keys)
+        text = text_of(namespace)
+        names = Names.of(batch.keys)
         return next(active.numbers), text, names, max(1, int(self._timeout_s * 1000))
 
     def _checked(

@@ -320,12 +320,14 @@ def placed(keys: Keys, seeds: Sequence[int]) -> Ids:
     """Return for each block the position of its node; there is at least one."""
     digests = map(xxhash.xxh3_64_intdigest, keys.tolist())
     names = np.fromiter(digests, np.uint64, keys.size)
-    best, where = np.zeros(keys.size, np.uint64), np.zeros(keys.size, np.int64)
+    best = np.zeros(keys.size, np.uint64)
+    where = np.zeros(keys.size, np.int64)
     for number, seed in enumerate(seeds):
         drawn = names ^ np.uint64(seed)
         for shift, factor in _STEPS:
             drawn = (drawn ^ (drawn >> np.uint64(shift))) * np.uint64(factor)
         drawn ^= drawn >> np.uint64(_LAST)
         better = drawn > best
-        best[better], where[better] = drawn[better], number
+        best[better] = drawn[better]
+        where[better] = number
     return where

@@ -132,7 +132,8 @@ class Slabs:
             return
         slabs = slots // self.stride
         order = slabs.argsort(kind="stable")
-        slots, slabs = slots[order], slabs[order]
+        slots = slots[order]
+        slabs = slabs[order]
         borders = (slabs[1:] != slabs[:-1]).nonzero()[0] + 1
         for begin, end in pairwise((0, *borders.tolist(), slots.size)):
             if end > begin:

@@ -61,6 +61,7 @@ _OVER = (
     "kvwire/aio.py",
     "kvwire/backend/",
     "kvwire/config.py",
+    "kvwire/directory/",
     "kvwire/errors.py",
     "kvwire/extras.py",
     "kvwire/integrations/",
@@ -68,9 +69,12 @@ _OVER = (
     "kvwire/limits.py",
     "kvwire/memory/",
     "kvwire/observe/",
+    "kvwire/proto/",
     "kvwire/security/",
+    "kvwire/store/",
     "kvwire/testing/",
     "kvwire/types.py",
+    "kvwire/wire/",
 )
 
 CHECKS = (
