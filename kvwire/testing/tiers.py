@@ -23,6 +23,7 @@ from typing import Any, Final, TypeAlias, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.aio import gather_all
 from kvwire.errors import KVWireError
 from kvwire.kv.spec import KVSpec
 from kvwire.store.spi import (
@@ -447,7 +448,7 @@ async def _(rig: TierRig) -> None:
     writes = (blocks.write(tier) for _ in range(4))
     reads = (blocks.read(tier) for _ in range(4))
     finds = (blocks.found(tier) for _ in range(4))
-    await asyncio.gather(*writes, *reads, *finds)
+    await gather_all(*writes, *reads, *finds)
     await blocks.expect(tier, ALL)
 
 
@@ -456,7 +457,7 @@ async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     for _ in range(8):
         blocks = Blocks(rig)
-        await asyncio.gather(
+        await gather_all(
             blocks.write(tier, landed=False),
             blocks.read(tier),
             _try_delete(tier, blocks.keys[::2]),
@@ -485,6 +486,7 @@ async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
     await blocks.write(tier)
+    await blocks.expect(tier, ALL)
     for _ in range(2):  # what is gone may be deleted again
         await tier.delete(blocks.keys[:3])
         await blocks.expect(tier, ALL[3:])
@@ -500,6 +502,7 @@ async def _(rig: TierRig) -> None:
     others = Blocks(rig)
     await blocks.write(tier)
     await others.write(tier)
+    await blocks.expect(tier, ALL)
     for _ in range(2):
         await tier.delete_namespace(blocks.namespace.digest)
         await blocks.expect(tier, [])
@@ -643,6 +646,7 @@ async def check_tier(
         name or (tier if isinstance(tier, str) else "tier"),
         checks_with(away=away is not None, damage=damage is not None),
         lambda: TierRig(opens, away, damage, timeout_s),
+        kind=" of tiers",
         what="tier",
         **options,
     )

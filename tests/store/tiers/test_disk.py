@@ -26,7 +26,7 @@ from kvwire.store.tiers.directory import File
 from kvwire.store.tiers.disk import DiskTier
 from kvwire.store.tiers.disk_index import DiskIndex
 from kvwire.store.tiers.slabs import GRAIN_BYTES
-from tests.store.contract import expect_shared, put_before, tier_of
+from tests.store.contract import put_before, tier_of
 from tests.store.files import Faults, disk, store_on
 from tests.support import inside
 from tests.support.caches import STORED as SPEC
@@ -50,10 +50,6 @@ async def landed(store: BlockStore, source: Filled, hashes: list[bytes]) -> list
 
 def tiers(path: Path, size: str = "1MiB") -> list[str]:
     return ["memory:128KiB", f"disk:{path}?size={size}"]
-
-
-async def test_what_one_store_puts_another_one_gets(tmp_path: Path) -> None:
-    await expect_shared(f"disk:{tmp_path}?size=1MiB")
 
 
 async def test_an_order_that_is_another_one_is_damage(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
 from tests.store.contract import (
     NAMESPACE,
     expect_miss,
-    expect_shared,
     put_before,
     tier_of,
 )
@@ -212,10 +211,6 @@ class Requests:
 
 
 # --- blocks ---------------------------------------------------------------------------
-
-
-async def test_what_one_store_puts_another_one_gets(tmp_path: Path) -> None:
-    await expect_shared(f"object:file://{tmp_path}")
 
 
 async def test_in_memory() -> None:
@@ -480,31 +475,6 @@ async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "127.0.0.1:1" in put.missing["kv", 0]
         assert "Connection refused" in put.missing["kv", 0]
         assert tier_of(store, ObjectTier).reason
-
-
-@pytest.mark.parametrize("call", ["write", "read"])
-async def test_a_cancelled_call_is_finished_first(tmp_path: Path, call: str) -> None:
-    """Else a request would go on with memory that is another block's by then."""
-    memory = np.zeros(SPEC.block_bytes, np.uint8)
-    images = images_in(memory, SPEC.block_bytes, 1)
-    keys = as_keys([NAMESPACE.digest + chain(1)[0]])
-    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        tier = tier_of(store, ObjectTier)
-        requests, go = Requests(tier), asyncio.Event()
-
-        async def wait(_: str) -> None:
-            await go.wait()
-
-        requests.before = wait
-        moved = getattr(tier, call)(NAMESPACE, Batch(keys, np.zeros(1, "u1"), images))
-        moving = asyncio.create_task(moved)
-        await until(lambda: bool(requests.made))
-        moving.cancel()
-        await turns(10)
-        assert not moving.done()
-        go.set()
-        with pytest.raises(asyncio.CancelledError):
-            await moving
 
 
 async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> None:

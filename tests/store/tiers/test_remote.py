@@ -16,7 +16,7 @@ import kvwire
 from kvwire import BlockStore, KVSpec, StoreServer, UsageError
 from kvwire.store.server import messages
 from kvwire.store.tiers.remote import RemoteTier
-from tests.store.contract import expect_shared, tier_of
+from tests.store.contract import tier_of
 from tests.store.server_child import serving
 from tests.support import inside
 from tests.support.caches import STORED as SPEC
@@ -28,11 +28,6 @@ BLOCKS = 256
 # So a batch of a store is sixteen requests, and whoever is killed has some to go.
 BERTH = LARGE.block_bytes * BLOCKS // 16
 ARGUMENTS = ("--tier", "memory:64MiB", "--berth", f"{BERTH}B")
-
-
-async def test_what_one_store_puts_another_one_gets() -> None:
-    async with serving("--tier", "memory:4MiB") as server:
-        await expect_shared(server.where)
 
 
 async def test_a_server_tells_what_it_has_blocks_of() -> None:
