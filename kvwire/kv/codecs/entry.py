@@ -66,7 +66,11 @@ def decode_entry(entry: Bytes, form: ImageForm, into: Bytes, lossy: str = "") ->
         raise IntegrityError(f"an entry of {entry.size} bytes; its head has more")
     head = entry[: _HEAD.size].tobytes()
     magic, number, image_bytes, nbytes, digest = _HEAD.unpack(head)
-    if magic != _MAGIC or number not in _BY_NUMBER:
+    if magic != _MAGIC:
+        raise IntegrityError(
+            f"an entry that begins with {magic!r}; this kvwire reads {_MAGIC!r}"
+        )
+    if number not in _BY_NUMBER:
         raise IntegrityError(f"an entry of codec {number}, which is not known here")
     codec = _BY_NUMBER[number]
     if codec.lossy and codec.name != lossy:

@@ -55,13 +55,10 @@ _TABLES: Final = (
         slot INTEGER PRIMARY KEY, key BLOB NOT NULL, image_order INTEGER NOT NULL,
         nbytes INTEGER NOT NULL, checksum INTEGER NOT NULL, serial INTEGER NOT NULL
     )""",
+    # A pin is for the row that had this serial number in this slot, and no later one.
+    "CREATE TABLE pins (slot INTEGER PRIMARY KEY, serial INTEGER NOT NULL)",
     f"PRAGMA user_version={FORMAT}",
 )
-# Of the row that had this serial number in this slot, and of no later one. Whoever does
-# not know this table leaves it alone.
-_PINS: Final = """
-    CREATE TABLE IF NOT EXISTS pins (slot INTEGER PRIMARY KEY, serial INTEGER NOT NULL)
-"""
 _PIN: Final = """
     INSERT OR REPLACE INTO pins SELECT slot, serial FROM blocks WHERE slot=? AND key=?
 """
@@ -133,7 +130,6 @@ class DiskIndex:
         )
         try:
             self._set_up(path, slab_bytes)
-            self._db.execute(_PINS)
             found = self._db.execute("SELECT slab_bytes, closed FROM tier").fetchone()
             if not found or found[0] not in _SLABS:
                 raise sqlite3.DatabaseError("its slabs have no length")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -96,10 +98,14 @@ def test_an_entry_is_decoded_only_into_what_it_is_of(codec: BlockCodec) -> None:
                 decoded(entry, form(), unasked)
 
 
-def test_a_codec_of_a_later_version_is_not_known() -> None:
+def test_a_codec_and_an_entry_of_a_later_version_are_refused_by_name() -> None:
     entry = encoded(LOSSLESS[0], image(form()), form())
     entry[4] = 77
     with pytest.raises(IntegrityError, match="codec 77, which is not known"):
+        decoded(entry, form())
+    entry[3] = 2
+    said = re.escape("begins with b'KVE\\x02'; this kvwire reads b'KVE\\x01'")
+    with pytest.raises(IntegrityError, match=said):
         decoded(entry, form())
 
 

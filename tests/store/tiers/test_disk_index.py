@@ -120,6 +120,15 @@ def test_a_later_format_and_another_database_are_refused(
             pass
 
 
+def test_a_table_of_a_later_minor_version_is_left_alone(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        pass
+    change(tmp_path, "CREATE TABLE later (one)")
+    with opened(tmp_path):
+        pass
+    change(tmp_path, "INSERT INTO later VALUES (1)")
+
+
 @pytest.mark.parametrize("length", [0, "'x'", 4097, 2**40])
 def test_slabs_of_no_length_are_damage(tmp_path: Path, length: object) -> None:
     with opened(tmp_path):
