@@ -210,6 +210,8 @@ class Upkeep:
     @property
     def resting(self) -> bool:
         """Whether the pause after the last loss is still running."""
+        if not self.reason:
+            return False
         return asyncio.get_running_loop().time() < self._retry_at
 
     def lost(self, reason: str, *, within_s: float = math.inf) -> bool:

@@ -165,7 +165,7 @@ class TierStack:
         return tuple(t for t in self.below if t.durable) or self.below
 
     @property
-    def trouble(self) -> str:
+    def reason(self) -> str:
         """Why the tiers that a complete put needs accept no blocks."""
         return "; ".join(f"{t.name}: {t.error}" for t in self.keepers if t.error)
 

@@ -114,7 +114,7 @@ async def test_a_far_tier_is_not_asked_for_little() -> None:
         assert not (await tiers.kept(keys, ask=False)).any()
         results = await tiers.write_through(NAMESPACE, batch(tiers, keys))
         assert (results == BlockResult.LANDED).all()
-        assert not tiers.trouble
+        assert not tiers.reason
         slots = await fill(tiers, keys)
         tiers.memory.below[slots] = True
         await tiers.memory.empty()
@@ -168,7 +168,7 @@ async def test_only_what_a_tier_lacks_is_written_there() -> None:
     async with hierarchy(full, some) as tiers:
         results = await tiers.write_through(NAMESPACE, batch(tiers, keys))
         assert (results == BlockResult.LANDED).all()
-        assert not tiers.trouble
+        assert not tiers.reason
     assert full.written == []
     assert some.written == [[keys[0], keys[2]]]
     assert some.touched == [[keys[1]]]
@@ -182,7 +182,7 @@ async def test_the_best_of_the_tiers_that_count_counts() -> None:
     async with hierarchy(cache, disk) as tiers:
         results = await tiers.write_through(NAMESPACE, batch(tiers, keys))
         assert (results == BlockResult.REFUSED).all()
-        assert tiers.trouble == "disk: it is full"
+        assert tiers.reason == "disk: it is full"
         assert cache.written == [keys.tolist()]
         disk.durable = False
         results = await tiers.write_through(NAMESPACE, batch(tiers, keys))

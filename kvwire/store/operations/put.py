@@ -178,5 +178,5 @@ class PutOperation(Operation):
         if any_of(failed):
             names = set(batch.keys[failed].tolist())
             lost = np.fromiter(map(names.__contains__, keys.tolist()), np.bool_)
-            error = self.tiers.trouble or UNSAID
+            error = self.tiers.reason or UNSAID
             self.lost(request, positions[lost], f"it is in memory only: {error}")

@@ -104,6 +104,8 @@ class ObjectTier(KeyValueTier):
         self._upkeep = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
         # Of writes alone: a store that refuses them may still be read.
         self._writes = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
+        # Whether one of the two has a reason: asked with each request.
+        self._away = False
 
     @property
     def taking(self) -> bool:
@@ -266,7 +268,7 @@ class ObjectTier(KeyValueTier):
     ) -> T | BlockResult:
         """Make one request; MISSING if there is no such object, FAILED otherwise."""
         async with self._room:
-            if self._resting(writes):
+            if self._away and self._resting(writes):
                 return BlockResult.FAILED
             try:
                 async with asyncio.timeout(limit_s or self._timeout_s):
@@ -281,12 +283,8 @@ class ObjectTier(KeyValueTier):
                     raise
                 self._became_unavailable(exc, writes=writes)
                 return BlockResult.FAILED
-        if not self._resting(writes):  # or it is an answer from before a failure
-            self._upkeep.back()
-            if writes:
-                self._writes.back()
-            if not self._writes.reason:
-                self.error = ""
+        if self._away or self._error:
+            self._came_back(writes)
         return found
 
     async def _prove(self) -> None:
@@ -316,6 +314,16 @@ class ObjectTier(KeyValueTier):
     def _resting(self, writes: bool) -> bool:
         return self._upkeep.resting or (writes and self._writes.resting)
 
+    def _came_back(self, writes: bool) -> None:
+        if self._resting(writes):
+            return  # it is an answer from before a failure
+        self._upkeep.back()
+        if writes:
+            self._writes.back()
+        if not self._writes.reason:
+            self.error = ""
+        self._away = bool(self._writes.reason)
+
     def _became_unavailable(self, error: BaseException, *, writes: bool) -> None:
         """Report a failed request, and make no others of its kind for a while."""
         words = words_of(error) or f"no answer in {self._timeout_s:g} s"
@@ -325,6 +333,7 @@ class ObjectTier(KeyValueTier):
         self._unproved = self._url
         if not self._resting(writes):
             (self._writes if writes else self._upkeep).lost(self.error)
+            self._away = True
 
 
 def bucket_of(address: TierAddress, timeout_s: float) -> Any:

@@ -175,7 +175,9 @@ class KeyValueTier(ValueIO, CodedTier):
             if memory is not None:
                 # An answer from before a put or a delete means nothing after it.
                 unchanged = memory.state_of(key) == before[number]
-                if unchanged and head is not BlockResult.FAILED:
+                if unchanged and order == ABSENT and head is not BlockResult.FAILED:
+                    memory.lacks(key, STORE_OBJECT_ABSENT_S)
+                elif unchanged and order != ABSENT:
                     memory.note(key, order)
                 order = memory.present.get(key, ABSENT)
             orders[at] = order
