@@ -1,4 +1,4 @@
-"""``kvwire config show``: every value, and where it came from."""
+"""``kvwire config show``: every configured value, and its source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ app: App = App(name="config")
 def show(*, config: Path | None = None, json: bool = False) -> None:
     """Print every value of the configuration, and where it came from.
 
-    A key, a value or a name that kvwire would refuse is an error here as well.
+    If kvwire would refuse a key, a value or a name, this command fails with the same
+    error.
 
     Args:
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.

@@ -14,7 +14,7 @@ _PIPED_COLUMNS: Final = 10_000
 def console(*, stderr: bool = False) -> Console:
     """Return a console that wraps lines for a terminal, and never for a pipe or a file.
 
-    ``COLUMNS`` in the environment is the width in any case.
+    ``COLUMNS`` in the environment sets the width in each case.
     """
     made = Console(stderr=stderr, highlight=False, markup=False)
     if not made.file.isatty() and "COLUMNS" not in os.environ:

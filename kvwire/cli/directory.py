@@ -34,7 +34,7 @@ def ls(
     """List the members that are there now.
 
     Args:
-        selector: Whom to show, such as role=decode,model=demo; everybody without it.
+        selector: The members to show, such as role=decode,model=demo; all without it.
         url: The directory, such as redis://host:6379. Without it that of the
             configuration, or else the folder of this user on this host, file:
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
@@ -73,7 +73,7 @@ def watch(
     """Print a line for each change of a member, until Ctrl-C.
 
     Args:
-        selector: Whom to show, such as role=decode,model=demo; everybody without it.
+        selector: The members to show, such as role=decode,model=demo; all without it.
         url: The directory, such as redis://host:6379. Without it that of the
             configuration, or else the folder of this user on this host, file:
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.

@@ -1,4 +1,4 @@
-"""``kvwire top`` and ``kvwire trace``: a look into live processes, read only."""
+"""``kvwire top`` and ``kvwire trace``: a read-only look into live processes."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def top(
     json: bool = False,
     interval_s: Annotated[PositiveFloat, Parameter(name="--interval")] = 1.0,
 ) -> None:
-    """Show what is open in live processes, and what each transfer waits for.
+    """Show the open connections and transfers of live processes, and why they wait.
 
-    Processes that were started with KVWIRE_INSPECT, or the key ``inspect``.
+    The processes must be started with KVWIRE_INSPECT, or the key ``inspect``.
 
     Args:
         folder: The folder of their sockets, or one socket; KVWIRE_INSPECT without it.
         once: Print it once; without it, until Ctrl-C.
         json: Print snapshots as JSON, one line for each process.
-        interval_s: Seconds between two looks.
+        interval_s: Seconds between two screens.
     """
     paths = sockets(folder)
     found, silent = snapshots(paths)

@@ -1,4 +1,4 @@
-"""``kvwire keygen``."""
+"""``kvwire keygen``: a new key file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 def keygen(file: Path, /) -> None:
     """Make a key of 32 random bytes in a new file that only you can read.
 
-    Copy the file to every peer, by a way you trust with secrets. The key itself is
-    never shown, and a file that exists is never overwritten.
+    Copy the file to every peer, by a way that you trust with secrets. The command never
+    shows the key, and never overwrites an existing file.
 
     Args:
         file: Where to write it.

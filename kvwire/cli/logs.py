@@ -22,9 +22,9 @@ _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def take_level(tokens: list[str]) -> tuple[list[str], str]:
-    """Return a command line without the option, and the level that is asked for.
+    """Return a command line without the option, and the option's level.
 
-    The option stands anywhere in front of ``--``. The last one counts.
+    The option may stand anywhere in front of ``--``. The last one counts.
     """
     level = os.environ.get(LOG_LEVEL_VARIABLE) or "warning"
     source = LOG_LEVEL_VARIABLE

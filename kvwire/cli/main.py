@@ -1,8 +1,8 @@
-"""The ``kvwire`` command: its subcommands, and how its errors look.
+"""The ``kvwire`` command: its subcommands, and the output of their errors.
 
-A subcommand that needs much is imported when it is called. An error of kvwire,
-a missing package and what the system refuses are one line that says what to do, and an
-exit status: 2 if the command was called wrong, 1 for everything else.
+A subcommand that needs many modules is imported only when it is called. kvwire's
+errors, missing packages and the system's errors are each printed as one line with a
+remedy. The exit status is then 2 if the command was called wrong, and 1 otherwise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``kvwire store``: serve a store to other processes, and look at one."""
+"""``kvwire store``: serve a store to other processes, and inspect one."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     label: list[str] | None = None,
     advertise: str = "",
 ) -> None:
-    """Serve a store to other processes, whose tier it is as kvwire://HOST:PORT.
+    """Serve a store to other processes, which open it as the tier kvwire://HOST:PORT.
 
-    Until Ctrl-C or SIGTERM; then what was begun is finished, and the tiers are closed.
+    The server runs until Ctrl-C or SIGTERM; then it finishes running operations and
+    closes the tiers.
 
     Args:
         listen: Where to listen, such as 0.0.0.0:7500. Other hosts need a key.
@@ -63,14 +64,14 @@ def serve(  # noqa: PLR0913 - each is an option of the command
             memory has it.
         metrics: Answer GET of /metrics (Prometheus) and /health here, to anybody who
             can reach it; such as 127.0.0.1:9400. Needs the extra `metrics`.
-        tenant: Who shares it, what each may have, and the key that proves it: --tenant
+        tenant: A tenant's name, quotas and key: --tenant
             'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key', several times.
             A client with the key of --psk-file is the operator.
-        directory: Announce it here as a node of role "store", such as
-            redis://host:6379; clients have kvwire://role=store?directory=URL.
-        label: What else selectors may ask for: --label pool=a, several times. The label
-            `node` names a node whose address changes.
-        advertise: The host, or HOST:PORT, under which others reach it.
+        directory: Announce the server here as a node of role "store", such as
+            redis://host:6379; clients use kvwire://role=store?directory=URL.
+        label: A label for selectors: --label pool=a, several times. The label `node`
+            names a node whose address changes.
+        advertise: The host, or HOST:PORT, that others dial.
     """
     settings: dict[str, Any] = {"config": config, "read_only": read_only}
     if psk_file is not None:
@@ -98,8 +99,8 @@ def stats(
     """Show the tiers of a served store, and its clients.
 
     Args:
-        address: Where it listens.
-        psk_file: The key that it asks for.
+        address: The server's address.
+        psk_file: The key that the server requires.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
         json: Print JSON instead.
     """
@@ -122,16 +123,17 @@ def delete(
     psk_file: Path | None = None,
     config: Path | None = None,
 ) -> None:
-    """Delete all blocks of a tenant from a served store; print how many there were.
+    """Delete all blocks of a tenant from a store server; print their number.
 
-    Without --tenant and --all it asks first; where nobody can answer, it is an error.
+    Without --tenant and --all, the command asks for confirmation on the terminal;
+    without a terminal, it fails.
 
     Args:
-        address: Where it listens.
-        tenant: Which one, with the key of the operator.
+        address: The server's address.
+        tenant: The tenant's name; needs the operator's key.
         every: All blocks of the tenant whose key is given; or, with the operator's key
-            or none, all that is no tenant's.
-        psk_file: The key that it asks for.
+            or none, all blocks without a tenant.
+        psk_file: The key that the server requires.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
     """
     wanted = _wanted(psk_file, config)
@@ -143,7 +145,7 @@ def delete(
 
 
 def _agreed(question: str) -> bool:
-    """Ask on the terminal, if there is one."""
+    """Ask for confirmation on the terminal; return False without a terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
         return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
@@ -282,7 +284,7 @@ def _lines(
 
 
 def _plain(report: StatsReport) -> dict[str, Any]:
-    """Return the report with names for its fields, which the wire numbers."""
+    """Return the report with names for its fields, which are numbers on the wire."""
     return _named(report) | {
         "tiers": [_tier(row) for row in report.tiers],
         "clients": [_named(row) for row in report.clients],

@@ -1,4 +1,4 @@
-"""What stands beside kvwire: the streams of asyncio, bare sockets, and a memcpy."""
+"""The programs that kvwire is compared with: asyncio's streams, sockets, and memcpy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def streams(b: Bench) -> None:
-    """Run the streams of asyncio, bare: a round trip and nothing else.
+    """Run asyncio's bare streams: a round trip and nothing else.
 
     In a setup they connect and have one byte answered with all of a transfer, which is
     the least that can be done: no handshake above that of TCP, no plan, no checksum.
@@ -49,7 +49,7 @@ async def streams(b: Bench) -> None:
 
 
 class Ball:
-    """Holds the bytes that travel, as they have come last."""
+    """The bytes that travel back and forth, as they arrived last."""
 
     data: bytes
     setup: bool
@@ -85,7 +85,7 @@ class Ball:
     async def answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Right: send back what comes, or the bytes of a transfer."""
+        """Right side: send back each message, or answer with a transfer's bytes."""
         while received := await reader.read(KIB):
             if not self.setup:
                 self.data = received
@@ -94,7 +94,7 @@ class Ball:
 
 
 async def sockets(b: Bench) -> None:
-    """Run blocking sockets, bare: as fast as one stream of Python gets.
+    """Run bare blocking sockets, as fast as one stream can be in Python.
 
     The receiving side goes through as many buffers as operations are in flight
     elsewhere, since a buffer that stays in the cache would be faster than any in use.
@@ -132,7 +132,7 @@ async def stream(
     sent: list[memoryview],
     received: list[memoryview],
 ) -> Seconds:
-    """Send all parts from one side to the other; the left one takes the time."""
+    """Send all parts from one side to the other; the left side measures the time."""
     if b.left:
         await b.receive()
     else:
@@ -167,7 +167,7 @@ def receive_into(source: socket.socket, part: memoryview) -> None:
 
 
 async def memcpy(b: Bench) -> None:
-    """Copy as many bytes that lie side by side: what memory does at best."""
+    """Copy the same number of contiguous bytes: the best that memory can do."""
     source = sink = np.zeros(0, np.uint8)
     b.facts["numpy"] = np.__version__
     async for work in b.works(OpsWork):

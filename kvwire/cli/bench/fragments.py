@@ -68,7 +68,7 @@ Member = tuple[str, Contender]
 def work_of(
     verb: str, layer_bytes: int, *, cross_layer: bool, round_bytes: int
 ) -> OpsWork:
-    """Make one transfer of about ``round_bytes``, with ``layer_bytes`` a layer."""
+    """Make the work of one transfer of about ``round_bytes``."""
     fragments = max(2, round_bytes // layer_bytes)
     layers = min(LAYERS_MAX, fragments // 2)
     blocks = fragments // layers
@@ -97,7 +97,7 @@ def why_not(transport: str) -> str:
 def contenders(
     transport: str, options: Mapping[str, object], peer: str = ""
 ) -> Iterator[Member]:
-    """Yield the ways of a transport, and the wire of each."""
+    """Yield a transport's variants, each with the wire that it uses."""
     name, options = f"kvwire {transport}", {"transport": transport, **options}
     if peer:
         # The environment of each side chooses the transports of its UCX.
@@ -114,7 +114,7 @@ def contenders(
 def fragments(
     transports: list[str], works: Sequence[OpsWork], loop: str, peer: str = ""
 ) -> Benchmark:
-    """Make the benchmark, with those of the transports that can run here."""
+    """Make the benchmark, with the variants of ``transports`` that can run here."""
     reasons = {transport: why_not(transport) for transport in require_known(transports)}
     team = [
         one
@@ -155,9 +155,9 @@ def fragments(
 def joined(
     benchmark: Benchmark, team: Sequence[Member], streams: Sequence[Member] = ()
 ) -> Benchmark:
-    """Have others stand beside kvwire, each at its wire.
+    """Add other contenders to a benchmark, each to the rows with its wire.
 
-    Those that are ``streams`` move bytes side by side, which have no layout: they are
+    Those in ``streams`` move contiguous bytes, which have no layout, so they are
     measured once.
     """
 

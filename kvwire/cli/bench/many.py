@@ -3,9 +3,9 @@
 It shows whether a short prompt has to wait for the long prompt of another request.
 Times are from the call to the outcome, at the side that pulls.
 
-Every transfer has blocks of its own, scattered over one cache; only the side that
-publishes has the blocks of the others beside once, as a prefix that all of them want. A
-block is 64 KiB in 16 layers, so everything travels in fragments of 4 KiB.
+Every transfer has blocks of its own, scattered over one cache. Only the blocks of the
+``others`` exist once at the publishing side, as a prefix that all of them share. A
+block is 64 KiB in 16 layers, so all data moves in fragments of 4 KiB.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class ManyWork(OpsWork):
 
     * ``at once``: all of them begin together, spread over all connections; ``nbytes``
       is the size of the largest;
-    * ``one by one``: each of ``nbytes``, begun when the one before is over;
-    * ``beside``: likewise, and on the same connection ``others`` are always under way,
-      whose priority is 0.
+    * ``one by one``: each has ``nbytes``, and begins when the previous one has ended;
+    * ``beside``: likewise, while ``others`` of priority 0 always run on the same
+      connection.
     """
 
     others: int = 0
@@ -101,14 +101,14 @@ class ManyWork(OpsWork):
 
     @property
     def moved_bytes(self) -> int:
-        """Count the bytes of a round, without those of the others."""
+        """The bytes that a round moves, without those of the others."""
         return sum(self.sizes())
 
     def shares(self, *, publishes: bool) -> tuple[list[list[int]], list[list[int]]]:
         """Return the blocks of each transfer that is timed, and of each other one.
 
-        Those that are timed one by one have the same. At the side that ``publishes``
-        so have the others.
+        All transfers that are timed one by one share the same blocks. At the side that
+        ``publishes``, so do the others.
         """
         own = self.sizes() if self.verb == AT_ONCE else [self.nbytes]
         different = min(self.others, 1) if publishes else self.others
@@ -120,12 +120,12 @@ class ManyWork(OpsWork):
 
 
 class ManyMemory(BenchMemory):
-    """Holds one cache for all transfers of a side.
+    """One cache for all transfers of a side.
 
     Attributes:
-        cache: With blocks of 64 KiB.
-        own: The blocks of each transfer that is timed.
-        others: The blocks of each transfer beside.
+        cache: The cache, with blocks of 64 KiB.
+        own: The blocks of each timed transfer.
+        others: The blocks of each of the other transfers.
     """
 
     cache: kvwire.PagedCache
@@ -145,13 +145,13 @@ class ManyMemory(BenchMemory):
         vars(self).pop("cache", None)
 
     def digest(self) -> str:
-        """Digest the blocks that are timed: the others need not come to their end."""
+        """Return a digest of the timed blocks; the others may not be complete."""
         layers = self.bytes.reshape(LAYERS, -1, LAYER_BYTES)
         return digest(layers[:, np.concatenate(self.own)].copy())
 
 
 async def many(b: Bench) -> None:
-    """Pull many transfers on the left, each of which the right side publishes."""
+    """Pull many transfers on the left, all published by the right side."""
     memory = ManyMemory(b)
     async with joined(b) as ends:
         async for work in b.works(ManyWork):
@@ -171,7 +171,7 @@ async def many(b: Bench) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Does one round; its transfers have names of their own, alike on both sides."""
+    """Runs one round; its transfers have the same names on both sides."""
 
     b: Bench
     ends: Ends
@@ -180,7 +180,7 @@ class Crowd:
     name: str
 
     async def pull_all(self) -> Seconds:
-        """Left: returns the seconds of each transfer, in their order."""
+        """Left side: pull, and return the seconds of each transfer, in order."""
         work = self.work
 
         async def pulled(number: int) -> float:
@@ -199,7 +199,7 @@ class Crowd:
         return seconds
 
     async def publish_all(self) -> None:
-        """Right: publishes each transfer before it is pulled."""
+        """Right side: publish each transfer before it is pulled."""
         work = self.work
         ahead = work.count if work.verb == AT_ONCE else min(_AHEAD, work.count)
 
@@ -225,7 +225,7 @@ class Crowd:
         return connection.pull(name, cache, blocks, priority=priority)
 
     def _publish(self, id: str, blocks: Sequence[int], at: int = 0) -> kvwire.Outgoing:
-        """Publish at the communicator that has the connection of the pull."""
+        """Publish at the communicator that has the pull's connection."""
         communicators, connections = self.ends.communicators, self.ends.connections
         publish = communicators[at % len(connections) // len(communicators)].publish
         return mark_all(publish(f"{self.name}-{id}", self.memory.cache, blocks))
@@ -234,7 +234,7 @@ class Crowd:
     async def _beside(
         self, begin: Callable[[str, Sequence[int]], End]
     ) -> AsyncIterator[None]:
-        """Keep one end of each of the others under way; the last ones are given up."""
+        """Keep one end of each other transfer running; abort the last ones at exit."""
 
         async def keep(index: int, blocks: Sequence[int]) -> None:
             for number in itertools.count():
@@ -255,7 +255,7 @@ class Crowd:
 
 
 def by_size(finding: CaseResult) -> Findings:
-    """Make a row of each size of transfers of one case."""
+    """Turn one case into a row for each size of transfers."""
     if finding.case.group != AT_ONCE:
         return [finding]
     sizes = finding.case.work.sizes()

@@ -1,8 +1,8 @@
-"""Operations of kvwire between two sides: the work, its memory, and the program.
+"""kvwire's operations between two sides: the work, its memory, and the program.
 
-The blocks of a cache lie scattered: a side's memory is a pool with twice the blocks
-that travel. Which of them travel, and in what order, is drawn at random for each side,
-and no two of them lie side by side, so that nobody can merge two fragments into one.
+A cache's blocks lie scattered: a side's memory is a pool with twice the blocks that
+travel. The travelling blocks and their order are drawn at random for each side. No two
+of them are adjacent, so that no transport can merge two fragments into one.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ End = kvwire.Incoming | kvwire.Outgoing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpsWork(Work):
-    """``count`` operations of ``nbytes``: one after the other, or ``in_flight``.
+    """``count`` operations of ``nbytes``, with up to ``in_flight`` at a time.
 
-    A ``setup`` is a new connection, a pull and another one; ``ready`` is a push whose
+    A ``setup`` is a new connection, a pull and another pull; ``ready`` is a push whose
     layers are marked one by one.
     """
 
@@ -106,7 +106,7 @@ class OpsWork(Work):
 
     @property
     def name(self) -> str:
-        """Name it as it is shown."""
+        """The work's name in the output."""
         if self.verb == READY:
             return f"ready of a layer, {in_bytes(self.nbytes // self.layers)}"
         layers = f", {self.layers} layers" if self.layers else ""
@@ -114,27 +114,27 @@ class OpsWork(Work):
 
     @property
     def fragments(self) -> int:
-        """Fragments of an operation."""
+        """The number of fragments in an operation."""
         return self.blocks * (1 if self.cross_layer else self.layers)
 
     @property
     def layer_bytes(self) -> int:
-        """Count the bytes of one layer of one block."""
+        """The bytes of one layer of one block."""
         return self.nbytes // (self.layers * self.blocks)
 
     @property
     def layout(self) -> str:
-        """Name it as it is shown."""
+        """The layout's name in the output."""
         return "cross-layer" if self.cross_layer else "per-layer"
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of each side: that of a pool, or of what is in flight."""
+        """The memory of each side: that of a pool, or of the operations in flight."""
         return self.nbytes * (self.spread if self.layers else self.in_flight)
 
 
 class Pool:
-    """Holds the memory of one side as the cache of a work."""
+    """The memory of one side, as the cache of a work."""
 
     def __init__(self, memory: Bytes, work: OpsWork, side: int) -> None:
         self.memory = memory
@@ -164,7 +164,7 @@ class Pool:
 
     @property
     def lent(self) -> Fragments:
-        """Return the memory of those that travel, in the same order."""
+        """The memory of the travelling blocks, in the same order."""
         size = self._fragments.shape[1]
         return Fragments.uniform(
             np.uint64(self.memory.ctypes.data) + self.rows.astype(np.uint64) * size,
@@ -174,7 +174,7 @@ class Pool:
         )
 
     def mark_beside(self) -> None:
-        """Write what :attr:`intact` finds again to all that does not travel."""
+        """Write a pattern to all other memory, for :attr:`intact` to check."""
         self._fragments[self._beside] = _BESIDE
 
     @property
@@ -183,16 +183,16 @@ class Pool:
         return bool((self._fragments[self._beside] == _BESIDE).all())
 
     def fragments(self) -> Bytes:
-        """Copy the fragments that travel, layer after layer."""
+        """Copy the travelling fragments, layer after layer."""
         return self._fragments[self.rows]
 
 
 def paged(
     memory: Bytes, layers: int, blocks: int, *, cross_layer: bool = False
 ) -> kvwire.PagedCache:
-    """Make a cache of memory: blocks of 16 tokens, or of one if they are tiny.
+    """Make a cache from memory: blocks of 16 tokens, or of one if they are tiny.
 
-    In one that is ``cross_layer`` a block has all layers side by side.
+    With ``cross_layer``, all layers of a block are contiguous.
     """
     nbytes = memory.size // (layers * blocks)
     whole = nbytes % (4 * _TOKENS * _HEADS) == 0
@@ -215,14 +215,14 @@ def paged(
 
 
 class BenchMemory:
-    """Holds what one side moves, for one work at a time.
+    """The memory that one side moves, for one work at a time.
 
-    All works use the same pages, so that none is missing in a round.
+    All works use the same pages, so that no round has to allocate any.
 
     Attributes:
         bytes: All of it.
-        parts: That of each operation in flight.
-        pool: Its cache, where the work has one.
+        parts: The part of each operation in flight.
+        pool: Its cache, if the work has one.
     """
 
     def __init__(self, b: Bench) -> None:
@@ -236,14 +236,14 @@ class BenchMemory:
         self._work: OpsWork | None = None
 
     def have(self, work: Any) -> None:
-        """Have the memory of a work; nothing changes if it has it already."""
+        """Prepare the memory for a work; no change if it is already prepared."""
         if self._work != work:
             self.forget()
             self.lay_out(work)
             self._work = work
 
     def lay_out(self, work: Any) -> None:
-        """Divide the memory as a work wants it."""
+        """Divide the memory into a work's parts or pool."""
         self.take(work.memory_bytes)
         self.parts = np.split(self.bytes, work.in_flight)
         if work.layers:
@@ -251,7 +251,7 @@ class BenchMemory:
             self.parts = [self.pool.lent]
 
     def take(self, nbytes: int) -> None:
-        """Have as many bytes; an old memory goes before a new one is made."""
+        """Allocate memory, after freeing the previous one."""
         if self._room.size < nbytes:
             self._room = np.zeros(0, np.uint8)
             if self._in_arena:
@@ -264,22 +264,22 @@ class BenchMemory:
         self.bytes = self._room[:nbytes]
 
     def forget(self) -> None:
-        """Drop every view of the memory."""
+        """Drop all views of the memory."""
         self._work, self.pool, self.parts = None, None, ()
         self.bytes = np.zeros(0, np.uint8)
 
     async def fill(self) -> None:
-        """Write random bytes to it, and a mark beside the blocks that travel."""
+        """Write random bytes to it, and a pattern beside the travelling blocks."""
         await fill(self.bytes)
         if self.pool is not None:
             self.pool.mark_beside()
 
     async def digested(self, checks: bool = True) -> str:
-        """Digest what has travelled, if a round checks that."""
+        """Return a digest of the bytes that travelled, if the round ``checks`` them."""
         return await asyncio.to_thread(self.digest) if checks else ""
 
     def digest(self) -> str:
-        """Digest the blocks that travel, or the bytes of one operation."""
+        """Return a digest of the travelling blocks, or of one operation's bytes."""
         if self.pool is None:
             return digest(self.bytes[: self.bytes.size // max(1, len(self.parts))])
         found = digest(self.pool.fragments())
@@ -301,7 +301,7 @@ class BenchMemory:
 
 @dataclass(slots=True)
 class Ends:
-    """Holds a side's communicators, each connected to each of the other side."""
+    """One side's communicators, each connected to all of the other side's."""
 
     communicators: list[kvwire.Communicator] = field(default_factory=list)
     connections: list[kvwire.Connection] = field(default_factory=list)
@@ -312,12 +312,12 @@ class Ends:
 
     @property
     def communicator(self) -> kvwire.Communicator:
-        """Return the first one."""
+        """The first communicator."""
         return self.communicators[0]
 
     @property
     def connection(self) -> kvwire.Connection:
-        """Return the first one."""
+        """The first connection."""
         return self.connections[0]
 
 
@@ -325,8 +325,8 @@ class Ends:
 async def joined(b: Bench) -> AsyncIterator[Ends]:
     """Connect the communicators of both sides, and yield those of this one.
 
-    Options are the ``transport``, which is that of the link with ``by_link`` if it has
-    links, and otherwise a lane beside one over TCP; the number of ``endpoints``; and
+    The options are ``transport``; ``by_link``, with which a transport that has links is
+    used as the link, instead of as a lane beside TCP; the number of ``endpoints``; and
     the address of a ``peer`` that is the right side.
     """
     ends, transport = Ends(), b.options["transport"]
@@ -371,9 +371,9 @@ async def _facts(ends: Ends) -> dict[str, Any]:
 
 
 class ConnectionChannel(Channel):
-    """Carries what two sides send each other over the connection that is measured.
+    """Carries the two sides' messages over the measured connection itself.
 
-    So there is no way in beside a connection that both sides have authenticated.
+    So there is no way in besides a connection that both sides have authenticated.
     """
 
     def __init__(self, connection: kvwire.Connection) -> None:
@@ -400,7 +400,7 @@ def serves(connection: kvwire.Connection, profile: Mapping[str, str]) -> bool:
 
 
 async def meet_peer(b: Bench, connection: kvwire.Connection) -> None:
-    """Have the other end of a connection be the right side, and take its facts."""
+    """Make a connection's other end the right side, and receive its facts."""
     if not serves(connection, PROFILE):
         raise BenchError("the peer is no `kvwire bench serve` of this version")
     b.meet(ConnectionChannel(connection))
@@ -411,19 +411,19 @@ async def meet_peer(b: Bench, connection: kvwire.Connection) -> None:
 
 
 async def operations(b: Bench) -> None:
-    """Do every operation over the first connection of both sides."""
+    """Run all operations over the first connection of both sides."""
     async with joined(b) as ends:
         await operate(b, ends)
 
 
 async def operate_with_peer(b: Bench, ends: Ends) -> None:
-    """Do every operation with the peer of a connection that there is already."""
+    """Run all operations with the peer of an existing connection."""
     await meet_peer(b, ends.connection)
     await operate(b, ends)
 
 
 async def operate(b: Bench, ends: Ends) -> None:
-    """Do every operation over the first of these connections."""
+    """Run all operations over the first of these connections."""
     memory = BenchMemory(b)
     try:
         async for work in b.works(OpsWork):
@@ -444,7 +444,7 @@ async def operate(b: Bench, ends: Ends) -> None:
 async def _granted(
     b: Bench, ends: Ends, memory: BenchMemory, work: OpsWork
 ) -> AsyncIterator[Sequence[kvwire.Grant]]:
-    """Lend the right side's memory to the left side, if a work wants that.
+    """Lend the right side's memory to the left side, if the work needs it.
 
     The left side gets a grant for each operation in flight.
     """
@@ -484,7 +484,7 @@ class OpsRound:
     # --- left -------------------------------------------------------------------------
 
     async def _begin_all(self) -> Seconds:
-        """Do the operations, and time them: each, or all that are in flight."""
+        """Run and time the operations: each one, or all those in flight together."""
         work = self.work
         await self.b.receive()  # the other side is ready
         if work.verb == READY:
@@ -511,7 +511,7 @@ class OpsRound:
     def _begin_on(
         self, connection: kvwire.Connection, at: int = 0
     ) -> Awaitable[object]:
-        """Begin one operation, by its number among those in flight."""
+        """Start one operation, given by its number among those in flight."""
         parts = self.memory.parts
         match self.work.verb:
             case "pull" | "setup":
@@ -533,7 +533,7 @@ class OpsRound:
         await connection.recv(_BACK, self.memory.parts[0])
 
     async def _mark_layers(self) -> Seconds:
-        """Time each ``ready`` of a layer but the first."""
+        """Time each call of ``ready``, except for the first layer."""
         end = self.ends.connection.push(
             next(self.ends.ids), *self._chosen, group_bytes=1
         )
@@ -550,7 +550,7 @@ class OpsRound:
     # --- right ------------------------------------------------------------------------
 
     async def _answer_all(self) -> None:
-        """Be the other end of what the left side begins."""
+        """Act as the other end of the left side's operations."""
         b, work, connection = self.b, self.work, self.ends.connection
         parts = self.memory.parts
         if work.layers and work.verb not in (PUT, GET):
@@ -601,7 +601,7 @@ class OpsRound:
         return self.memory.pool.chosen
 
     async def _keep_busy(self, begin: Callable[[int], Awaitable[object]]) -> None:
-        """Do the work with ``in_flight`` operations begun at any time."""
+        """Do the work, with ``in_flight`` operations at any time."""
         pending: deque[Awaitable[object]] = deque()
         for number in range(self.work.count):
             if len(pending) == self.work.in_flight:
@@ -612,13 +612,13 @@ class OpsRound:
 
 
 async def over(end: End) -> None:
-    """Wait until a transfer is complete, and its memory free."""
+    """Wait until a transfer is complete and its memory is free."""
     require_complete(await end)
     await end.drained()
 
 
 def require_complete(outcome: kvwire.Outcome) -> None:
-    """Refuse an outcome that lacks something."""
+    """Raise if an outcome lacks any block."""
     if not outcome.complete:
         reasons = "; ".join(outcome.missing.reasons)
         raise RuntimeError(f"{len(outcome.missing)} blocks are missing: {reasons}")

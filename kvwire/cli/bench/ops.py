@@ -42,7 +42,7 @@ _LAYERS: Final = 16
 
 
 def operations() -> dict[str, OpsWork]:
-    """Return all but those of a store, by the name of their row."""
+    """Return all operations but a store's, by the name of their row."""
     kib64 = 64 * KIB
     works = [
         OpsWork(verb=verb, nbytes=nbytes, count=count, layers=layers, blocks=blocks)
@@ -63,7 +63,7 @@ def operations() -> dict[str, OpsWork]:
 
 
 def store_operations() -> dict[str, StoreWork]:
-    """Return one block into a store server and out of it, likewise."""
+    """Return a put and a get of one block at a store server, by row name."""
     return {
         f"store {verb}, {in_bytes(nbytes)}": StoreWork(
             verb=verb,
@@ -79,7 +79,7 @@ def store_operations() -> dict[str, StoreWork]:
 
 
 def sides_cpu_s(row: CaseResult) -> list[float]:
-    """Return CPU seconds of an operation, of the side that asks and of the other."""
+    """Return an operation's CPU seconds: on the initiating side, and on the other."""
     samples = row.samples.get(row.case.ours[0].name)
     if samples is None:
         return []
@@ -87,7 +87,7 @@ def sides_cpu_s(row: CaseResult) -> list[float]:
 
 
 def table_of(findings: Findings) -> list[RenderableType]:
-    """Make a table of the CPU that each operation takes."""
+    """Return a table of each operation's CPU time."""
     table = report.new_table("CPU of one operation", "us", "of the other side")
     for row in findings:
         table.add_row(row.case.name, *(f"{1e6 * s:.0f}" for s in sides_cpu_s(row)))
@@ -233,7 +233,7 @@ def setup(
 
 
 def by_column(found: CaseResult) -> Findings:
-    """Make a row of each thing that is timed of a connection."""
+    """Turn a connection's timings into a row for each of them."""
 
     def row(at: int, name: str) -> CaseResult:
         whole = f"{found.case.name} {name}"

@@ -86,14 +86,14 @@ class OverlapWork(OpsWork):
 
 
 async def overlap(b: Bench) -> None:
-    """Prefill on the right, decode on the left, and compute that is a timer.
+    """Prefill on the right, decode on the left, with timers for compute.
 
     The option ``way`` chooses which layers are marked, and when.
 
-    A GPU does not use the CPU while it computes, so neither does this: a thread sleeps
-    for as long as a layer would take and marks it. Both processes run on one machine,
-    whose monotonic clock they share, so an instant of one can be subtracted from one of
-    the other.
+    A GPU does not use the CPU while it computes, and neither does this program: a
+    thread sleeps for a layer's compute time and marks the layer. Both processes run on
+    one machine and share its monotonic clock, so their instants can be subtracted from
+    each other.
     """
     memory, way = OverlapMemory(b), b.options["way"]
     async with joined(b) as ends:
@@ -113,7 +113,7 @@ async def overlap(b: Bench) -> None:
 
 
 class OverlapMemory(BenchMemory):
-    """Holds the cache; of one layer alone, the others have not been sent."""
+    """The cache; for one layer alone, a cache of which no other layer was sent."""
 
     def __init__(self, b: Bench) -> None:
         super().__init__(b)
@@ -130,7 +130,7 @@ class OverlapMemory(BenchMemory):
 async def _decode(
     b: Bench, ends: Ends, room: OverlapMemory, work: OverlapWork
 ) -> float:
-    """Pull a transfer; returns the seconds from its last mark, or the first one."""
+    """Pull a transfer; return the seconds from its last mark, or its first."""
     assert room.pool is not None
     incoming = ends.connection.pull(next(ends.ids), *room.pool.chosen)
     await ends.connection.send(_GO, b"")
@@ -165,7 +165,7 @@ async def _prefill(
 def _mark(
     outgoing: kvwire.Outgoing, way: str, work: OverlapWork, compute_s: float = 0.0
 ) -> tuple[float, float]:
-    """Compute and mark layer by layer; when the first and last mark was made."""
+    """Compute and mark layer by layer; return the first and the last mark's time."""
     began = time.monotonic()
     times = []
     for layer in range(work.layers):
@@ -181,7 +181,7 @@ def _mark(
 
 
 def work_of(verb: str, layers: int, layer_bytes: int) -> OverlapWork:
-    """Make one transfer."""
+    """Make the work of one transfer."""
     return OverlapWork(
         verb=verb,
         nbytes=layers * layer_bytes,
@@ -194,7 +194,7 @@ def work_of(verb: str, layers: int, layer_bytes: int) -> OverlapWork:
 def works(
     one_layer: Contender, layers: Sequence[int], layer_bytes: int, rounds: int
 ) -> dict[str, OverlapWork]:
-    """Return everything that is measured; computes are multiples of one transfer."""
+    """Return all works; compute times are multiples of one transfer's time."""
     found = {}
     with one_layer.start() as pair:
         for count in layers:
@@ -222,7 +222,7 @@ class Efficiency:
 
 
 def efficiency(finding: CaseResult) -> Efficiency:
-    """Compare what stays exposed with what no schedule can hide."""
+    """Compare the exposed time with the least that any schedule can reach."""
     streamed_s, whole_s, alone_s = (finding.samples[way].median for way in WAYS)
     work = finding.case.work
     ideal_s = max(alone_s, whole_s - (work.layers - 1) * work.compute_s)
@@ -232,13 +232,13 @@ def efficiency(finding: CaseResult) -> Efficiency:
 
 
 def efficiencies(findings: Findings) -> list[Efficiency]:
-    """Judge everything that is exposed."""
+    """Return the efficiency of each finding that has one."""
     exposed = (f for f in findings if f.case.work.verb == EXPOSED)
     return [efficiency(f) for f in exposed if len(f.samples) == len(WAYS)]
 
 
 def judged(findings: Findings) -> list[RenderableType]:
-    """Make the table of efficiencies."""
+    """Return the table of efficiencies."""
     table = new_table("", "compute, ms", "ideal, ms", "efficiency")
     for one in efficiencies(findings):
         table.add_row(

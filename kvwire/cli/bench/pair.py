@@ -1,8 +1,8 @@
-"""Contenders, and the two processes that do the work of one.
+"""Contenders, and the two processes that run one.
 
-They are started from scratch and never forked, so that neither inherits a loop, a lock
-or a warm cache of the other's. This process sends work to the left one and waits: while
-a round is timed it does nothing.
+The processes are started from scratch and never forked, so that neither inherits the
+other's loop, locks or warm caches. This process sends work to the left one and waits:
+while a round is timed, it is idle.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMAND: Final = (sys.executable, "-m", "kvwire.cli.bench")
 
 @dataclass(frozen=True, eq=False)
 class Contender:
-    """Names one way to do the work: kvwire, or what stands beside it."""
+    """One way to do the work: kvwire, or a program to compare it with."""
 
     name: str
     # What both sides run, or what the command knows it by.
@@ -56,10 +56,10 @@ class Contender:
 
 
 class SideProcess:
-    """Runs one process, with a socket as its standard input.
+    """One process, with a socket as its standard input.
 
-    Its output is not shown, since some peers log whatever they do; the last line of its
-    standard error is in the error if the process ends.
+    Its output is not shown, since some programs log a lot; if the process ends early,
+    the error contains the last line of its standard error.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class SideProcess:
         )
 
     def end(self) -> str:
-        """Wait until the process has ended; returns why it failed, or "" if it did not.
+        """Wait until the process has ended; return the reason if it failed, or "".
 
-        It is killed if it does not end by itself.
+        A process that does not end by itself is killed.
         """
         try:
             self.process.wait(END_TIMEOUT_S)
@@ -96,13 +96,13 @@ class SideProcess:
         return f"ended with status {status}" + (f": {lines[-1]}" if lines else "")
 
     def stop(self) -> None:
-        """End the process, as :meth:`end` does."""
+        """End the process, like :meth:`end`, but ignore its reason."""
         self.end()
         self._errors.close()
 
 
 class Pair:
-    """Holds the processes of a contender, connected; the left one keeps the time."""
+    """A contender's connected processes; the left one measures the time."""
 
     def __init__(self, contender: Contender) -> None:
         self._contender = contender
@@ -129,7 +129,7 @@ class Pair:
         self.sides.append(SideProcess(self._contender, side, *sockets))
 
     def round(self, work: Work, *, checks: bool = False) -> Sample:
-        """Do the work once; random bytes are compared if it ``checks``."""
+        """Do the work once; with ``checks``, compare random bytes."""
         with suppress(OSError):  # the answer has the reason
             asked = {"work": asdict(work), "checks": checks}
             self._control.sendall(json.dumps(asked).encode() + b"\n")
@@ -163,7 +163,7 @@ class Pair:
         self.stop()
 
     def stop(self) -> None:
-        """End what was started; never raises."""
+        """End the processes; never raises."""
         self._answers.close()
         self._control.close()
         for side in self.sides:

@@ -1,9 +1,9 @@
 """Benchmarks against another host: ``kvwire bench serve`` there, ``--peer`` here.
 
-The left process connects to the peer, over the transport that is measured, and the peer
-runs the right side of :func:`~kvwire.cli.bench.operations.operate` on that connection,
-and nothing else. It does one round at a time for all its peers, so that no round is
-measured beside another one. The memory of a work is bounded.
+The left process connects to the peer over the measured transport, and the peer runs
+only the right side of :func:`~kvwire.cli.bench.operations.operate` on that connection.
+The peer runs one round at a time for all its clients, so that no two rounds are
+measured at the same time. It bounds the memory of a work.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ def contender(name: str, peer: str, **options: object) -> Contender:
 
 
 class ServedBench(Bench):
-    """Bounds what the right side does for one peer, of several.
+    """The right side for one of several peers, with bounds on its work.
 
     Args:
-        communicator: Has ``connection``, and those of others.
-        connection: The one that is measured.
-        memory_bytes_max: What the memory of a work may be.
+        communicator: The communicator of ``connection`` and of other peers'
+            connections.
+        connection: The measured connection.
+        memory_bytes_max: The most memory that a work may have.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ServedBench(Bench):
         self._in_turn = False
 
     async def serve(self, turn: asyncio.Lock) -> None:
-        """Do rounds until the peer goes, or fails; each of them is a ``turn``."""
+        """Run rounds until the peer disconnects or fails; each takes a ``turn``."""
         self._turn = turn
         self.meet(ConnectionChannel(self.connection))
         try:
@@ -135,7 +136,8 @@ async def attend(
 ) -> None:
     """Serve connections until the communicator is closed.
 
-    ``made`` makes a bench for each, and ``ended`` gets it when its peer has gone.
+    ``made`` makes a bench for each connection, and ``ended`` gets it after its peer has
+    gone.
     """
     turn, room = asyncio.Lock(), asyncio.Semaphore(BENCH_PEERS_MAX)
 

@@ -1,4 +1,4 @@
-"""How a benchmark is shown: a table, a JSON document, a bar meanwhile."""
+"""A benchmark's output: a table, a JSON document, and a progress bar."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvwire.cli.bench.turns import (
 
 
 def within(low: int, high: int, *, consume_multiple: bool = False) -> Parameter:
-    """Let an option be a number from ``low`` to ``high``, or several."""
+    """Return an option's parameter: numbers from ``low`` to ``high``."""
     limits = Number(gte=low, lte=high)
     return Parameter(validator=limits, consume_multiple=consume_multiple)
 
@@ -66,9 +66,10 @@ class Common:
     )
 
     def run(self, benchmark: Benchmark, **settings: Any) -> int:
-        """Measure a benchmark and show what was found; 1 if kvwire failed somewhere.
+        """Measure a benchmark and show the results; return 1 if kvwire failed.
 
-        The settings are how the command was called; ``rounds`` is one of them.
+        The command's arguments are the settings in the document; ``rounds`` is one of
+        them.
         """
         benchmark, rounds = self.beside(benchmark), settings["rounds"]
         with progress_bar(steps(benchmark, rounds)) as progress:
@@ -101,7 +102,7 @@ def between_processes() -> list[str]:
 
 
 def require_known(transports: list[str]) -> list[str]:
-    """Refuse transports that are not installed, or do not join two processes."""
+    """Raise if a transport is not installed, or does not join two processes."""
     known = between_processes()
     for name in transports:
         if name not in known:
@@ -115,7 +116,7 @@ def require_known(transports: list[str]) -> list[str]:
 
 
 def require_able(transports: list[str]) -> list[str]:
-    """Refuse transports that are not known, or cannot run here."""
+    """Raise if a transport is unknown, or cannot run here."""
     for name in require_known(transports):
         if why := why_unable(name):
             raise kvwire.BackendUnavailable(f"--transport {name}: {why}")
@@ -133,7 +134,7 @@ def why_unable(transport: str) -> str:
 
 
 def new_table(title: str | None, *columns: str) -> Table:
-    """Make a table with a column for what a row is, and columns of numbers."""
+    """Make a table with one column for the row's name, and others for numbers."""
     table = Table(
         title=title,
         title_justify="left",
@@ -161,7 +162,7 @@ def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
 
 
 def _tables(rows: Findings) -> Iterator[Table]:
-    """Yield tables with as many contenders side by side as there is room for."""
+    """Yield tables, each with as many contenders side by side as fit."""
     names = list(dict.fromkeys(name for row in rows for name in row.samples))
     room, endless = min(WIDTH, Console().width), Console(width=sys.maxsize)
     while names:
@@ -173,7 +174,7 @@ def _tables(rows: Findings) -> Iterator[Table]:
 
 
 def _table(rows: Findings, names: Sequence[str]) -> Table:
-    """Judge the first contender by the best that is not kvwire."""
+    """Return a table that compares the first contender with the best of the rest."""
     found = [compare(row) for row in rows]
     judged = any(one.ratio is not None for one in found)
     table = new_table(None, *names, *["ratio"] * judged)
@@ -214,7 +215,7 @@ def lines_below(benchmark: Benchmark, findings: Findings) -> Iterator[Text]:
 
 
 def head(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what every document begins with: what was run, and where."""
+    """Return the beginning of every document: the command, and the machine."""
     return {
         "benchmark": name,
         "kvwire": kvwire.__version__,
@@ -232,7 +233,7 @@ def head(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def document(
     benchmark: Benchmark, findings: Findings, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return everything that was measured; times are seconds, rates bytes a second."""
+    """Return all measurements; times are in seconds, rates in bytes per second."""
     everybody = [one.name for case in benchmark.cases for one in case.contenders]
     facts: dict[str, dict[str, Any]] = {}
     for finding in findings:
@@ -249,7 +250,7 @@ def document(
 
 
 def row_of(finding: CaseResult) -> dict[str, Any]:
-    """Return everything that was measured in a case."""
+    """Return all measurements of a case."""
     case = finding.case
     return {
         "name": case.name,

@@ -60,9 +60,9 @@ class BenchError(KVWireError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Describes what every contender of a case does in a round: ``count`` operations.
+    """A contender's work in one round of a case: ``count`` operations.
 
-    Up to ``in_flight`` of them are under way at a time.
+    Up to ``in_flight`` of them run at a time.
     """
 
     verb: str
@@ -72,7 +72,7 @@ class Work:
 
     @property
     def moved_bytes(self) -> int:
-        """Count the bytes of a round."""
+        """The bytes that a round moves."""
         return self.nbytes * self.count
 
 
@@ -83,7 +83,7 @@ Seconds = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Holds one round: what was timed, and the CPU seconds of each side."""
+    """One round: the measured times, and the CPU seconds of each side."""
 
     seconds: Seconds
     cpu_s: Seconds
@@ -94,7 +94,7 @@ class Sample:
 
 
 class Channel:
-    """Carries JSON values in both directions between two processes, a line each."""
+    """Carries JSON values in both directions between two processes, one per line."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -104,7 +104,7 @@ class Channel:
 
     @classmethod
     async def over(cls, sock: socket.socket) -> Channel:
-        """Make one of a connected socket, which it closes."""
+        """Make a channel from a connected socket, which the channel will close."""
         return cls(
             *await asyncio.open_unix_connection(sock=sock, limit=BENCH_CALL_BYTES_MAX)
         )
@@ -126,7 +126,7 @@ class Channel:
         raise EOFError(GONE)
 
     async def close(self) -> None:
-        """Close the socket when all is sent; never raises."""
+        """Close the socket once all data is sent; never raises."""
         self._writer.close()
         with suppress(OSError):
             await self._writer.wait_closed()
@@ -136,12 +136,12 @@ class Bench:
     """Connects a program with its other side, and with its reader.
 
     Attributes:
-        left: Whether this side begins the operations and keeps the time.
-        options: Those of the contender.
-        control: Where the left side gets work, and reports what it measured.
-        facts: What is shown of this side in the JSON document.
-        checks: Whether the bytes of this round are random, and compared.
-        cpu_s: Reads the CPU seconds that this side has used.
+        left: Whether this side begins the operations and measures the time.
+        options: The contender's options.
+        control: The channel on which the left side gets work and reports results.
+        facts: Facts about this side for the JSON document.
+        checks: Whether this round's bytes are random, and compared.
+        cpu_s: Returns the CPU seconds that this side has used.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Bench:
     # --- the other side ---------------------------------------------------------------
 
     def meet(self, other: Channel) -> None:
-        """Begin to read what the other side sends; its end is the program's end."""
+        """Start reading the other side's messages; its end also ends this program."""
         self._other = other
         self._reading = asyncio.ensure_future(self._read(other))
 
@@ -194,7 +194,7 @@ class Bench:
     # --- rounds -----------------------------------------------------------------------
 
     async def works(self, kind: type[W]) -> AsyncIterator[W]:
-        """Yield the work of each round, when it is asked for."""
+        """Yield each round's work as it arrives."""
         while asked := await self.asked():
             work = msgspec.convert(asked["work"], kind)
             self.admit(work)
@@ -204,7 +204,7 @@ class Bench:
             yield work
 
     async def asked(self) -> Any:
-        """Wait until a round is asked for; None if there are no more."""
+        """Wait for the next request for a round; return None after the last."""
         if not self.left:
             return await self.receive()
         assert self.control is not None
@@ -217,13 +217,13 @@ class Bench:
             return None
 
     def admit(self, work: Any) -> None:
-        """Raise if this side must not do a work."""
+        """Raise if this side must refuse a work."""
 
     @asynccontextmanager
     async def clock(self) -> AsyncIterator[None]:
-        """Count the CPU of a round; it ends, at both sides, when the left one is done.
+        """Count a round's CPU time; ends on both sides once the left one is done.
 
-        Both sides do their part of the work inside.
+        Both sides do their part of the work inside the block.
         """
         began_s = self.cpu_s()
         yield
@@ -236,12 +236,12 @@ class Bench:
     async def report(
         self, seconds: Seconds = (), digest: str = "", more: object = None
     ) -> None:
-        """Report a round: both sides call this at its end, and need not agree.
+        """Report a round: both sides call this at its end, with figures of their own.
 
         Args:
-            seconds: Everything that was timed, at the left side.
-            digest: Of the bytes that were moved; the same at both sides.
-            more: What a program measures besides, at each side.
+            seconds: All measured times, at the left side.
+            digest: A digest of the moved bytes; the same at both sides.
+            more: Other figures that a program measures, at each side.
         """
         if not self.left:
             await self.send([self._used_s, digest, more])
@@ -262,7 +262,7 @@ class Bench:
 
         Raises:
             EOFError: The other side ended.
-            BenchError: The other side failed; what it reports is in the text.
+            BenchError: The other side failed; the text contains its report.
             Exception: The program failed.
         """
         running = asyncio.ensure_future(program(self))
@@ -306,20 +306,20 @@ Program = Callable[[Bench], Coroutine[Any, Any, None]]
 
 
 class Drive(Protocol):
-    """Asks a left side of this process for a round."""
+    """Requests a round from a left side in this process."""
 
     async def __call__(self, work: Work, *, checks: bool = False) -> Sample: ...
 
 
 def reason(exc: Exception) -> str:
-    """Write an error in one line, with its type unless it is one of a benchmark's."""
+    """Return an error in one line, with its type unless it is a BenchError."""
     if isinstance(exc, BenchError) or str(exc) == GONE:
         return str(exc)
     return f"{type(exc).__name__}: {exc}"
 
 
 def difference(left: str, right: str) -> str:
-    """Return how the digests of both sides differ; "" if they do not."""
+    """Return how the two sides' digests differ; "" if they are equal."""
     if left == right:
         return ""
     return (
@@ -331,7 +331,7 @@ def found_in(answer: dict[str, Any]) -> dict[str, Any]:
     """Return an answer of the left side.
 
     Raises:
-        BenchError: It is an error.
+        BenchError: The answer is an error.
     """
     if "error" in answer:
         raise BenchError(answer["error"])
@@ -342,7 +342,7 @@ def found_in(answer: dict[str, Any]) -> dict[str, Any]:
 async def driven(
     b: Bench, program: Program
 ) -> AsyncIterator[tuple[dict[str, Any], Drive]]:
-    """Run a left side in this process; yields its facts, and what asks for a round."""
+    """Run a left side in this process; yield its facts, and a function for rounds."""
     mine, its = socket.socketpair()
     control, b.control = await Channel.over(mine), await Channel.over(its)
     playing = asyncio.ensure_future(b.play(program))
@@ -365,7 +365,7 @@ async def driven(
 async def each_timed(
     count: int, once: Callable[[int], Awaitable[object]]
 ) -> list[float]:
-    """Do something ``count`` times in a row; returns the seconds of each."""
+    """Call ``once`` a number of times in a row; return the seconds of each call."""
     clock, seconds = time.perf_counter, []
     for number in range(count):
         began = clock()
@@ -380,7 +380,7 @@ async def setups_timed(
     transfer: Callable[[C], Awaitable[object]],
     close: Callable[[C], Awaitable[None]],
 ) -> list[float]:
-    """Make connections; seconds of each, of its first transfer and of its second."""
+    """Make connections; return the seconds of each, and of its first two transfers."""
     clock, seconds = time.perf_counter, []
     for _ in range(count):
         times = [clock()]
@@ -395,7 +395,7 @@ async def setups_timed(
 
 
 def digest(data: bytes | bytearray | memoryview | Bytes) -> str:
-    """Return what two sides compare instead of the bytes."""
+    """Return a digest, which two sides compare instead of the bytes."""
     return hashlib.blake2b(
         np.frombuffer(data, np.uint8).data, digest_size=_DIGEST_BYTES
     ).hexdigest()
@@ -404,7 +404,8 @@ def digest(data: bytes | bytearray | memoryview | Bytes) -> str:
 async def fill(memory: bytearray | memoryview | Bytes) -> None:
     """Fill memory with random bytes.
 
-    In a thread: to a peer, a loop that stands still for long is dead.
+    This runs in a thread: if the loop stood still for long, a peer would take it for
+    dead.
     """
     words = np.frombuffer(memory, np.uint8)
 
@@ -418,19 +419,20 @@ async def fill(memory: bytearray | memoryview | Bytes) -> None:
 
 
 def name_of(program: Program | str) -> str:
-    """Name a program so that another process finds it."""
+    """Return a program's name, by which another process finds it."""
     if isinstance(program, str):
         return program
     return f"{program.__module__}:{program.__qualname__}"
 
 
 def main(text: str, first: socket.socket, other: socket.socket | None) -> None:
-    """Be one side until it is done.
+    """Run one side until it is done.
 
     Args:
         text: JSON with the ``program``, whether it is ``left``, and its ``options``.
-        first: To the process that runs the benchmark; of a right side, to the left.
-        other: Of a left side that has a right one, to that.
+        first: A socket to the process that runs the benchmark; for a right side, to the
+            left one.
+        other: A socket to the right side, for a left side that has one.
     """
     given = json.loads(text)
     module, _, name = given["program"].partition(":")
@@ -450,7 +452,7 @@ def main(text: str, first: socket.socket, other: socket.socket | None) -> None:
 
 
 def run(main: Coroutine[Any, Any, None], loop: str) -> None:
-    """Run a coroutine on a loop of asyncio or uvloop."""
+    """Run a coroutine on asyncio's or uvloop's loop."""
     if loop == "uvloop":
         import uvloop  # noqa: PLC0415 - not on every platform
 

@@ -1,10 +1,10 @@
 """``kvwire bench store``: blocks into the tiers of a store and out of them again.
 
-A *set* is the blocks of one call. Its memory is a pool in which they lie scattered, as
-in ``kvwire bench fragments``. A tier has room for more than two sets and the memory in
-front of it for one, and what is got is the one of the last two sets that was used
-longer ago: so it comes from that tier each time, and the store is in its steady state,
-in which everything that comes in takes the room of something older.
+A *set* is the blocks of one call. They lie scattered in a pool of memory, as in
+``kvwire bench fragments``. A tier has room for more than two sets, and the memory in
+front of it for one. Each get reads the less recently used of the last two sets, so it
+comes from that tier each time. The store is full all the time: each new block takes an
+older one's room.
 """
 
 from __future__ import annotations
@@ -111,17 +111,17 @@ class StoreWork(Work):
 
     @property
     def set_bytes(self) -> int:
-        """Count the bytes of a set."""
+        """The bytes of a set."""
         return self.nbytes * self.set_blocks
 
     @property
     def fragment_bytes(self) -> int:
-        """Count the bytes of one layer of a block."""
+        """The bytes of one layer of a block."""
         return self.nbytes // self.layers
 
     @property
     def transfer(self) -> OpsWork:
-        """Return the set as a transfer between two caches."""
+        """The set as a transfer between two caches."""
         return OpsWork(
             verb="push" if self.verb in PUTS else "pull",
             nbytes=self.set_bytes,
@@ -137,7 +137,7 @@ class StoreWork(Work):
 
 
 def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
-    """Make a work of about ``round_bytes`` of blocks of a shape."""
+    """Make a work of about ``round_bytes``, in blocks of a shape."""
     layers, layer_bytes = SHAPES[shape]
     blocks = max(_SLABS, round_bytes // (layers * layer_bytes))
     # A set has whole slabs.
@@ -158,28 +158,28 @@ def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
 
 
 class BlockMover(ABC):
-    """Moves sets of blocks into one place and out of it, at each size of blocks."""
+    """Moves sets of blocks into one place and out of it, for each size of blocks."""
 
     @abstractmethod
     async def ready(self, work: StoreWork) -> None:
         """Prepare a round."""
 
     async def fill(self, work: StoreWork) -> None:
-        """Put random bytes, so that they are in both sets that are got from now on."""
+        """Put random bytes into both sets that later rounds get."""
         await self.put(work)
         await self.put(work)
 
     @abstractmethod
     async def put(self, work: StoreWork) -> None:
-        """Put a set, until it is kept."""
+        """Put a set, and wait until it is stored."""
 
     @abstractmethod
     async def get(self, work: StoreWork) -> None:
-        """Get the set that was used longer ago."""
+        """Get the less recently used set."""
 
     @abstractmethod
     async def get_one(self, work: StoreWork, at: int) -> None:
-        """Get one block of it; the first one is asked for first."""
+        """Get one block of that set, beginning with the first one."""
 
     async def match(self, work: StoreWork) -> None:
         """Match the hashes of a set."""
@@ -187,7 +187,7 @@ class BlockMover(ABC):
 
     @abstractmethod
     async def verify(self, work: StoreWork) -> None:
-        """Raise if what a round has got differs from what was put."""
+        """Raise if a round's gets returned other bytes than were put."""
 
     async def move(self, work: StoreWork) -> Seconds:
         """Time a put or get of each set, or each of several gets or matches."""
@@ -200,7 +200,7 @@ class BlockMover(ABC):
         return await each_timed(sets, lambda _: once(work))
 
     async def rounds(self, b: Bench) -> None:
-        """Do every work of a benchmark."""
+        """Run all works of a benchmark."""
         async for work in b.works(StoreWork):
             await self.ready(work)
             if b.checks:
@@ -214,7 +214,7 @@ class BlockMover(ABC):
 async def store(b: Bench) -> None:
     """Move blocks into a store and out of it, on the left; serve one on the right.
 
-    Options are the ``tier`` that is measured, and its ``place`` on a disk.
+    The options are ``tier``, the tier to measure, and ``place``, its folder on a disk.
     """
     async with AsyncExitStack() as opened:
         if b.left:
@@ -243,7 +243,7 @@ async def serve_stores(b: Bench, opened: AsyncExitStack) -> None:
 
 @dataclass(slots=True)
 class Stock:
-    """Holds blocks of one size: a cache with them, one that wants them, a store."""
+    """Blocks of one size: a cache that has them, one to get them into, and a store."""
 
     store: kvwire.BlockStore
     # Of a tier on a disk.
@@ -256,7 +256,7 @@ class Stock:
     read_blocks: int = 0
 
     def read(self) -> int:
-        """Count the blocks that came from the tier itself."""
+        """Return the number of blocks that came from the tier itself."""
         return [*self.store.stats().values()][-1].read_blocks
 
 
@@ -328,7 +328,7 @@ class StoreBlocks(BlockMover):
         await self._get(self.stocks[work.nbytes], [at])
 
     async def _get(self, stock: Stock, which: Sequence[int]) -> None:
-        """Get some of the set that was used longer ago, the first block first."""
+        """Get blocks of the less recently used set."""
         if which[0] == 0:
             stock.sets.reverse()
         names = [stock.sets[-1][at] for at in which]
@@ -336,14 +336,14 @@ class StoreBlocks(BlockMover):
         require_complete(await stock.store.get(names, stock.want.cache, blocks))
 
     async def match(self, work: StoreWork) -> None:
-        """Match a set that is not in the memory in front of a tier."""
+        """Match a set that is not in the memory in front of the tier."""
         stock = self.stocks[work.nbytes]
         found = await stock.store.match(stock.sets[0])
         if found != work.set_blocks:
             raise RuntimeError(f"{found} of {work.set_blocks} hashes match")
 
     async def verify(self, work: StoreWork) -> None:
-        """Compare what was got with what was put; what was put last is got first."""
+        """Compare a round's gets with the puts; the latest put is read first."""
         stock = self.stocks[work.nbytes]
         if work.verb == MATCH:
             return
@@ -362,7 +362,7 @@ class StoreBlocks(BlockMover):
 
 
 def compare(stock: Stock, work: StoreWork) -> None:
-    """Compare the first blocks of the wanted cache with what was put."""
+    """Compare the first blocks of the target cache with those that were put."""
     have, want = (
         pool.fragments().reshape(work.layers, work.set_blocks, -1)[:, : work.count]
         for pool in (stock.have, stock.want)
@@ -377,7 +377,7 @@ def _memory(work: StoreWork, sets: int) -> str:
 
 
 def drop(path: Path) -> None:
-    """Write a file to the disk, and forget its pages, so that reading it reads that."""
+    """Write a file to the disk and drop its cached pages, so that it is read anew."""
     with path.open("rb") as file:
         for _ in range(_DROPS_MAX):
             os.fsync(file.fileno())
@@ -405,7 +405,7 @@ def can_drop(directory: Path) -> bool:
 
 
 def _kept(file: IO[bytes]) -> int:
-    """Count the pages of a file that are in memory.
+    """Return the number of a file's cached pages.
 
     Reading with ``RWF_NOWAIT`` shows it too, but since Linux 6 it reads ahead too.
     """
@@ -425,7 +425,7 @@ Mebibytes = Annotated[int, within(4, 4096)]
 
 
 def contender(tier: str, transport: str, place: Path, loop: str) -> Contender:
-    """Make a store in one process, or in two where a server is its tier."""
+    """Make a contender: one process, or two if the tier is a store server."""
     places = {DISK: place / "kv", OBJECT: place / "objects" / "kv"}
     return Contender(
         f"kvwire {tier} {transport}".rstrip(),
@@ -520,7 +520,7 @@ def _case(ours: Contender, work: StoreWork) -> Case:
 
 
 def filesystem(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Name what a directory lies on, such as ``ext4 on /dev/vda``: a disk's speed."""
+    """Return a directory's file system, such as ``ext4 on /dev/vda``."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:

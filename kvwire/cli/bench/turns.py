@@ -5,7 +5,7 @@ at once: in each round every contender of every case does a little, one after th
 and another one begins in each round.
 
 A contender that fails is out of that case, with its reason, and is started anew before
-its next one.
+its next case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from kvwire.limits import GIB
 class Unit:
     """Chooses how seconds are shown: as times, or those of a round as one rate.
 
-    Values, seconds or bytes a second, times ``scale`` are shown with ``name`` behind.
+    Values, seconds or bytes a second, are multiplied by ``scale`` and followed by
+    ``name``.
     """
 
     name: str
@@ -42,7 +43,7 @@ GIGABYTES_PER_SECOND = Unit("GB/s", 1e-9, is_time=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Describes one row: the first of ``ours`` is judged by the best ``beside``."""
+    """One row: compares the first of ``ours`` with the best of ``beside``."""
 
     name: str
     # Of a subclass of Work.
@@ -63,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Names what would have been measured too, and what would change that."""
+    """A contender that cannot run here, and the remedy."""
 
     name: str
     remedy: str
@@ -75,7 +76,7 @@ class Missing:
 
 @dataclass(slots=True)
 class Samples:
-    """Holds one contender's case: values, and the CPU seconds of each of its sides.
+    """One contender's results in a case: values, and the CPU seconds of each side.
 
     A value is seconds or bytes a second, depending on the case's unit. Each round adds
     one list of them.
@@ -87,7 +88,7 @@ class Samples:
 
     @property
     def values(self) -> list[float]:
-        """Return all of them."""
+        """The values of all rounds."""
         return [value for values in self.rounds for value in values]
 
     @property
@@ -97,22 +98,22 @@ class Samples:
 
     @property
     def p99(self) -> float:
-        """Return the nearest-rank percentile, which is one of the values."""
+        """The nearest-rank 99th percentile, which is one of the values."""
         ordered = sorted(self.values)
         return ordered[-(-99 * len(ordered) // 100) - 1]
 
     @property
     def sides_cpu_s(self) -> list[float]:
-        """CPU seconds of each side: the median of the rounds."""
+        """The CPU seconds of each side: the median of the rounds."""
         return [median(side) for side in zip(*self.cpu_s, strict=True)]
 
     @property
     def cpu_s_per_gib(self) -> float:
-        """CPU seconds of both sides together for a GiB moved, likewise."""
+        """Both sides' CPU seconds for a GiB moved: the median of the rounds."""
         return median(map(sum, self.cpu_s)) * GIB / self.moved_bytes
 
     def document(self) -> dict[str, Any]:
-        """Return all of it; mad is the median absolute deviation from the median."""
+        """Return all results; mad is the median absolute deviation from the median."""
         values, middle = self.values, self.median
         return {
             "count": len(values),
@@ -141,7 +142,7 @@ class CaseResult:
     def part(
         self, name: str, part: Callable[[Sequence[float]], Sequence[float]]
     ) -> CaseResult:
-        """Make a row of a part of the values of each round."""
+        """Return a row of its own for one part of each round's values."""
         samples = {
             who: replace(these, rounds=list(map(part, these.rounds)))
             for who, these in self.samples.items()
@@ -169,7 +170,7 @@ class Benchmark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Sets the first contender beside the best of those that are not kvwire.
+    """Compares the first contender with the best of those that are not kvwire.
 
     The lowest and highest ratio are those of single rounds. All are None if no other
     contender took part.
@@ -182,7 +183,7 @@ class Comparison:
 
 
 def compare(finding: CaseResult) -> Comparison:
-    """Judge a case by its medians."""
+    """Compare a case's contenders by their medians."""
     case, samples, first = finding.case, finding.samples, finding.case.ours[0].name
     beside = [one.name for one in case.beside if one.name in samples]
     if not beside or first not in samples:
@@ -207,7 +208,7 @@ def take_turns(
 ) -> list[CaseResult]:
     """Run a benchmark: one round that checks and does not count, then ``rounds`` more.
 
-    Ctrl-C ends it with what there is, and is raised where there is nothing yet.
+    Ctrl-C ends it early with the results so far; without any, it is raised again.
     """
     findings = [CaseResult(case, {}) for case in plan.cases]
     # The running pair, or why it could not be started, which is not tried again.
@@ -242,7 +243,7 @@ def _take_turn(
     *,
     counts: bool,
 ) -> None:
-    """Have a contender do its work once; a round that does not count checks it."""
+    """Let a contender do its work once; a round that does not count checks it."""
     name, work = contender.name, finding.case.work
     try:
         pair = pairs[contender] = pairs.get(contender) or _start(contender)

@@ -1,5 +1,6 @@
-"""``kvwire doctor``: what can run here, what cannot, and what to do about it.
+"""``kvwire doctor``: what can run here, what cannot, and the remedies.
 
-The ``checks`` of a host are put together with what is asked for (``examination``) and
-shown (``screen``). With a ``peer``, one doctor measures what the other one serves.
+A host's ``checks`` and the configuration's requirements together make an
+``examination``, which a ``screen`` shows. With a ``peer``, one doctor measures the path
+to another.
 """

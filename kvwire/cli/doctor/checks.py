@@ -1,13 +1,13 @@
 """Checks of a machine and of one of its processes, each with its remedy.
 
-They read ``/proc``, ``/sys`` and ``/dev``, of another process as well, such as a
-running engine: that one has the limits and the libraries that count. No library of a
-GPU is loaded: its driver says in ``/proc`` what there is. What cannot be read, on macOS
-or of somebody else's process, is empty, and nothing here raises for it; only a process
-that is not there is refused.
+They read ``/proc``, ``/sys`` and ``/dev``, for another process as well: a running
+engine's limits and libraries are those that count. They load no GPU library, since the
+driver lists the GPUs in ``/proc``. Files that cannot be read, as on macOS or for
+another user's process, count as empty, and no check raises for them. Only a process
+that does not exist is refused.
 
-What is plainly missing, the configuration decides (``examination``) or a backend
-(``Backend.diagnose``).
+A check does not decide what is missing: the configuration (``examination``) or a
+backend (``Backend.diagnose``) does.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HostFiles:
     """Reads a machine whose ``proc``, ``sys`` and ``dev`` lie below ``root``.
 
     Attributes:
-        pid: Which of its processes; 0 is this one, and has ``environment``.
+        pid: The process to read; 0 is this one, and has ``environment``.
     """
 
     root: Path = Path("/")
@@ -96,7 +96,7 @@ class HostFiles:
         return {k: v for k, v in variables.items() if _SETTINGS.fullmatch(k)}
 
     def rdma_ports(self) -> Iterator[tuple[str, bool]]:
-        """Yield what a port is, and whether it is up; see sysfs-class-infiniband."""
+        """Yield each RDMA port's description, and whether it is up."""
         folder = self.root / "sys/class/infiniband"
         for port in sorted(folder.glob("*/ports/[0-9]*")):
             # "4: ACTIVE", "200 Gb/sec (4X HDR)"
@@ -109,7 +109,7 @@ class HostFiles:
             )
 
     def limit(self, name: str) -> int | None:
-        """Return a soft limit of the process, or UNLIMITED; None is not known."""
+        """Return a soft limit of the process, or UNLIMITED; None if it is not known."""
         rows = _text(self.process / "limits")
         found = re.search(rf"^{name} +(\d+|unlimited) ", rows, re.MULTILINE)
         if found is None:
@@ -136,7 +136,7 @@ def check(host: HostFiles) -> tuple[Finding, ...]:
 
 
 def _gpus(host: HostFiles) -> Judgement:
-    """Name NVIDIA GPUs, and whether this process can open them."""
+    """Judge NVIDIA GPUs, and whether this process can open them."""
     folder = host.root / "proc/driver/nvidia"
     asked = False
     version = re.search(
@@ -168,7 +168,7 @@ def _gpus(host: HostFiles) -> Judgement:
 
 
 def _ask_nvidia_smi() -> list[str]:
-    """Ask for "driver, model" of each GPU: under WSL, /proc and /dev have neither."""
+    """Return "driver, model" of each GPU: under WSL, /proc and /dev lack them."""
     query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
     try:
         done = subprocess.run(  # noqa: S603 - a fixed command
@@ -180,10 +180,10 @@ def _ask_nvidia_smi() -> list[str]:
 
 
 def _expandable_segments(host: HostFiles) -> Judgement:
-    """Memory from cuMemMap has no CUDA IPC handle, and not every stack registers it.
+    """Judge the allocator's setting: not every stack registers memory of cuMemMap.
 
-    openucx/ucx #11548, ai-dynamo/nixl #1754: registering succeeds, and the bytes then
-    go through the host.
+    Such memory has no CUDA IPC handle. openucx/ucx #11548, ai-dynamo/nixl #1754:
+    registering succeeds, and the bytes then go through the host.
     """
     settings = host.settings()
     on = [name for name in _ALLOCATOR if _EXPANDABLE.search(settings.get(name, ""))]
@@ -199,7 +199,7 @@ def _expandable_segments(host: HostFiles) -> Judgement:
 
 
 def _rdma(host: HostFiles) -> Judgement:
-    """Name RDMA devices, whether a port is up, and whether they can be opened."""
+    """Judge RDMA devices: whether a port is up, and whether they can be opened."""
     found = dict(host.rdma_ports())
     if not found:
         text = "no device: UCX uses shared memory and TCP, and asking it for RDMA fails"
@@ -219,7 +219,7 @@ def _rdma(host: HostFiles) -> Judgement:
 
 
 def _locked_memory(host: HostFiles) -> Judgement:
-    """RDMA pins the memory it reaches, and the kernel counts that."""
+    """Judge the limit of locked memory, since RDMA pins the memory that it reaches."""
     limit = host.limit("Max locked memory")
     if limit is None:
         return "limit is not known here", ""
@@ -235,7 +235,7 @@ def _locked_memory(host: HostFiles) -> Judgement:
 
 
 def _pid_namespace(host: HostFiles) -> Judgement:
-    """Processes of two PID namespaces cannot name each other."""
+    """Judge the PID namespace: processes of two namespaces cannot name each other."""
     container = host.container
     inside = f"in a container ({container})" if container else "in no known container"
     try:
@@ -254,7 +254,7 @@ def _pid_namespace(host: HostFiles) -> Judgement:
 
 
 def _ptrace(host: HostFiles) -> Judgement:
-    """Reading another process's memory, which is what ``local`` does, is tracing it.
+    """Judge the right to trace, which ``local`` needs to read a process' memory.
 
     Scopes as in Documentation/admin-guide/LSM/Yama.rst of the kernel.
     """
@@ -299,7 +299,7 @@ def _shared_memory(host: HostFiles) -> Judgement:
 
 
 def _libraries(host: HostFiles) -> Judgement:
-    """Two copies of one library in a process: ai-dynamo/nixl #1668, vLLM #32379."""
+    """Judge second copies of a library: ai-dynamo/nixl #1668, vLLM #32379."""
     loaded: dict[str, set[str]] = {"nccl": set(), "ucp": set()}
     for path, name in _LIBRARIES.findall(_text(host.process / "maps")):
         loaded[name].add(path)
@@ -327,7 +327,7 @@ def _copies(_: HostFiles) -> Judgement:
 
 
 def _descriptors(host: HostFiles) -> Judgement:
-    """Judge the limit of descriptors: a connection is a socket, a lane another."""
+    """Judge the limit of descriptors: each connection and each lane needs one."""
     limit = host.limit("Max open files")
     if limit is None or limit == UNLIMITED or limit >= _FILES_MIN:
         shown = {None: "limit is not known here", UNLIMITED: "unlimited"}.get(limit)

@@ -36,14 +36,14 @@ def doctor(
     pid: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
     json: bool = False,
 ) -> int:
-    """Say what can run here, what cannot and why, and what to do about it.
+    """Show what can run here, what cannot and why, and the remedies.
 
-    The exit status is 1 if something is missing that the configuration asks for.
+    The exit status is 1 if something is missing that the configuration requires.
 
     Args:
-        peer: Connect to this address, say which transport was chosen and why, and
-            measure every transport that both sides can use. The other side runs
-            `kvwire doctor --listen` and prints the same report.
+        peer: Connect to this address, show the chosen transport and the reason, and
+            measure every transport that both sides can use. The other side runs `kvwire
+            doctor --listen` and prints the same report.
         listen: Let doctors of other hosts measure with this one, until Ctrl-C.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
         pid: Look at this process instead: a running engine has limits, libraries and

@@ -1,4 +1,4 @@
-"""One host as the doctor sees it: everything that is shown, and sent as JSON.
+"""One host as the doctor sees it, for its screen and for its JSON report.
 
 Every installed backend reports whether it can run, and what it finds on this machine.
 The exit status is about what the configuration asks for: a transport of ``require`` has
@@ -42,7 +42,7 @@ class Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """Holds what was found on one host.
+    """The findings about one host.
 
     Attributes:
         system: Kernel, its release and the architecture.
@@ -50,8 +50,8 @@ class Examination:
         container: What runs this container, such as "docker".
         pid: The process; 0 is the doctor itself.
         settings: Its environment variables that transports and allocators read.
-        findings: Of the machine and the process.
-        asked: What the configuration asks for.
+        findings: Findings about the machine and the process.
+        asked: Findings about the configuration's requirements.
     """
 
     system: str
@@ -70,7 +70,7 @@ class Examination:
         return not any(self.missing())
 
     def missing(self) -> Iterator[Finding]:
-        """Yield what the configuration asks for and is not here."""
+        """Yield the configuration's requirements that are not met."""
         return (finding for finding in self.asked if finding.state == "missing")
 
 
@@ -131,7 +131,7 @@ def _findings(name: str) -> tuple[Finding, ...]:
 
 
 def asked(config: Config, transports: Sequence[Transport]) -> tuple[Finding, ...]:
-    """Make a finding for each thing that a configuration asks for."""
+    """Return a finding for each requirement of a configuration."""
     return (*_transports(config, transports), _settings(config), _trust(config))
 
 
@@ -181,7 +181,7 @@ def _trust(config: Config) -> Finding:
 
 
 def _certificates(made: Credentials) -> Finding:
-    """Judge files that can be used: whether peers accept what is in them."""
+    """Judge usable certificate files: whether peers would accept them."""
     state, text = made.trouble()
     notes = [text]
     if len(made.own.roles) < len(Role):

@@ -1,10 +1,10 @@
-"""Two doctors: one serves as ``kvwire bench serve`` does, the other measures with it.
+"""Two doctors: one serves like ``kvwire bench serve``, the other measures with it.
 
-``kvwire doctor --peer`` measures as ``kvwire bench --peer`` does (see
+``kvwire doctor --peer`` measures like ``kvwire bench --peer`` (see
 :mod:`kvwire.cli.bench.peer`): round trip, put and get, and every byte. It is small and
-bounded: it shows whether a path is in order, not which of two is faster. A doctor that
-listens also sends what it found on its host, and takes the report. Its profile names it
-a doctor; no other server is asked.
+bounded: it shows whether a path works, not which of two is faster. A doctor that
+listens also sends the examination of its host, and receives the other's report. Its
+profile names it a doctor; other servers are not measured.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Holds one connection, and what it did."""
+    """One connection and its results."""
 
     # The transport that was required; "" for the configured choice.
     asked: str = ""
@@ -117,7 +117,7 @@ class DoctorBench(ServedBench):
         self.facts["examination"] = msgspec.to_builtins(examination)
 
     async def receive(self) -> Any:
-        """Wait for what the peer sends next, and keep its report."""
+        """Wait for the peer's next message, and keep its report."""
         while isinstance(found := await super().receive(), dict) and "report" in found:
             self.given = msgspec.convert(found["report"], PeerReport)
         return found
@@ -133,10 +133,10 @@ async def try_out(
     *,
     transport: str = "",
 ) -> tuple[Trial, Examination | None]:
-    """Connect and measure; without sizes, the choice of transport alone.
+    """Connect and measure; without sizes, find only the choice of transport.
 
-    What went wrong is found as well. The second is what the peer's host is like, if it
-    is a doctor's.
+    Failures are part of the trial. The second result is the examination of the peer's
+    host, if the peer is a doctor.
     """
     trial = Trial(asked=transport)
     there = None
@@ -178,7 +178,7 @@ async def examine_peer(
     here: Examination,
     progress: Callable[[str], None],
 ) -> PeerReport:
-    """Try every transport that both sides can use, and give the peer the report too."""
+    """Try every transport that both sides can use, and send the report to the peer."""
     progress("what both sides choose")
     choice, there = await try_out(communicator, address, ())
     trials = [choice]

@@ -36,7 +36,7 @@ def fitting(examination: Examination, console: Console) -> RenderableType:
 
 
 def host(examination: Examination, *, brief: bool = False) -> RenderableType:
-    """Show one host; in brief, what is in order has only its name."""
+    """Return the view of one host; in brief, good findings have only their name."""
     versions = "  ".join(f"{k} {v}" for k, v in examination.versions.items())
     container = examination.container
     pid = examination.pid
@@ -59,7 +59,7 @@ def host(examination: Examination, *, brief: bool = False) -> RenderableType:
 
 
 def negotiated(trial: Trial) -> RenderableType:
-    """Show one trial: the choice, and what was measured."""
+    """Return the view of one trial: the choice of transport, and the measurements."""
     table = _table()
     for candidate in trial.candidates:
         if trial.asked not in ("", candidate.name):
@@ -71,7 +71,7 @@ def negotiated(trial: Trial) -> RenderableType:
 
 
 def written(report: PeerReport) -> RenderableType:
-    """Show a report in full, for a file or a mail."""
+    """Return a report in full, for a file or a mail."""
     hosts: list[RenderableType] = [Text("the side that connected", style="bold")]
     hosts.append(host(report.here))
     if report.there is not None:
@@ -150,7 +150,7 @@ def _measured(trial: Trial) -> Iterator[RenderableType]:
 
 
 def _rates(rates: Sequence[Rate]) -> Table:
-    """Make a row for each size, a column for each direction."""
+    """Return a table with a row for each size, and a column for each direction."""
     table = Table.grid(padding=(0, 3))
     for name in ("fragments of", "put, to the peer", "get, from the peer"):
         table.add_column(name, justify="right")
@@ -166,5 +166,5 @@ def _rates(rates: Sequence[Rate]) -> Table:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Text that may be a peer's: nothing in it steers a terminal."""
+    """Return text, perhaps a peer's, with all terminal control removed."""
     return Text("".join(c if c.isprintable() else "?" for c in text), style)
