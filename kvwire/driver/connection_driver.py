@@ -114,6 +114,7 @@ class ConnectionDriver(LinkHandler):
     Attributes:
         core: Decides what is sent, and what an arrived frame means.
         peer: The other side.
+        services: What the parts of the communicator share.
         front: The :class:`~kvwire.Connection` that users hold.
         transfers: The core's part for KV transfers.
         chunk_bytes: Bytes of a chunk that arrives here.
@@ -135,6 +136,7 @@ class ConnectionDriver(LinkHandler):
         loop = services.loop
         self.link = link
         self.core = core
+        self.services = services
         self.peer = peer
         self.front: Any = None
         self.transfers: Transfers = core.transfers
@@ -164,7 +166,13 @@ class ConnectionDriver(LinkHandler):
         # Sends payload in a turn of the loop of its own; none is sent before it.
         self._again: asyncio.Handle | None = None
         self._times_put_off = 0
-        self._open_paths(services, lanes)
+        # What moves payload: staging for device memory, and lanes.
+        self.lanes = lanes
+        self.staging: DeviceStaging = DeviceStaging(self)
+        self.transfers.only_link = lanes.possible == (lanes.scheme,)
+        self.active: ActiveTransport = ActiveTransport(lanes, peer, services.counters)
+        self._scheduler = LaneScheduler(self, self.staging, self._checks)
+        self.lane_setup: LaneSetup = LaneSetup(self, self.active, self._scheduler)
         # Events of the link and its lanes; all others go to the front.
         self._acts: EventActs = {
             LaneDataReceived: self._receive_on_lane,
@@ -349,7 +357,7 @@ class ConnectionDriver(LinkHandler):
         self.core.link_lost(_as_closed(error))
         self.run()
         self.lane_setup.cancel()
-        self._check_ended()
+        self.check_ended()
 
     # --- draining the core ------------------------------------------------------------
 
@@ -549,7 +557,8 @@ class ConnectionDriver(LinkHandler):
         except ProtocolError as exc:
             self._broken(exc)
 
-    def _check_ended(self) -> None:
+    def check_ended(self) -> None:
+        """End the connection once link, lanes and staging touch no memory any more."""
         if not self._closed or self.ended.done():
             return
         if not self.lane_setup.busy and self.lanes.quiet and self.staging.quiet:

@@ -26,21 +26,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvwire.backend import Link, Payload
-from kvwire.driver.buffers import BufferTable
+from kvwire.backend import Payload
 from kvwire.driver.limits import STAGING_SLOTS
+from kvwire.driver.ports import PathOwner
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import SPAN_BYTES_MAX
 from kvwire.memory.device.copy_engine import CopyEngine, Done
 from kvwire.proto.chunks import Chunk
-from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.records import ChunkArrival
 from kvwire.proto.state import RequestStage
 from kvwire.types import BufferId, Device
 
 if TYPE_CHECKING:
-    from kvwire.driver.devices import Devices
+    pass
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
@@ -56,23 +55,13 @@ class DeviceStaging:
             core.
     """
 
-    def __init__(
-        self,
-        core: ConnectionCore,
-        link: Link,
-        buffers: BufferTable,
-        devices: Devices,
-        *,
-        run: Callable[[], None],
-        check_ended: Callable[[], None],
-    ) -> None:
+    def __init__(self, owner: PathOwner) -> None:
         self.ready: deque[Chunk] = deque()
-        self._core = core
-        self._link = link
-        self._buffers = buffers
-        self._devices = devices
-        self._run = run
-        self._check_ended = check_ended
+        self._owner = owner
+        self._core = owner.core
+        self._link = owner.link
+        self._buffers = owner.services.buffers
+        self._devices = owner.services.devices
         # As many as there are devices in this host.
         self._slots: dict[Device, tuple[_Slots, _Slots]] = {}
         self.waiting: Chunk | None = None
@@ -223,12 +212,12 @@ class DeviceStaging:
                     then()
                 else:
                     self._failed(copy_engine, error)
-                self._run()
+                self._owner.run()
             except Exception:
                 # Nobody called: the completion thread has others to tell.
                 logger.exception("a bug of kvwire; its connection is aborted")
                 self._link.abort()
-            self._check_ended()
+            self._owner.check_ended()
 
         try:
             begin(done)

@@ -9,15 +9,14 @@ not, the connection ends.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvwire.backend import Landing, Payload
 from kvwire.backend.lane import Lane, LaneHandler
 from kvwire.driver.checksums import ChecksumPolicy, matches
-from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
+from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneState
+from kvwire.driver.ports import PathOwner
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import DESCRIPTOR_BYTES_MAX, LINK_QUEUE_BYTES, SPAN_PIECES_MAX
@@ -28,7 +27,6 @@ from kvwire.types import BufferId, MemoryKind
 
 if TYPE_CHECKING:
     from kvwire.driver.device_staging import DeviceStaging
-    from kvwire.proto.connection import ConnectionCore
 
 logger: logging.Logger = logging.getLogger("kvwire.lanes")
 
@@ -55,25 +53,14 @@ class LaneScheduler(LaneHandler):
     """
 
     def __init__(
-        self,
-        core: ConnectionCore,
-        lanes: LaneSet,
-        staging: DeviceStaging,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        checks: ChecksumPolicy,
-        run: Callable[[], None],
-        lane_broke: Callable[[LaneEndpoint], None],
-        check_ended: Callable[[], None],
+        self, owner: PathOwner, staging: DeviceStaging, checks: ChecksumPolicy
     ) -> None:
-        self._core = core
-        self._lanes = lanes
+        self._owner = owner
+        self._core = owner.core
+        self._lanes = owner.lanes
         self._staging = staging
-        self._loop = loop
+        self._loop = owner.services.loop
         self._checks = checks
-        self._run = run
-        self._lane_broke = lane_broke
-        self._check_ended = check_ended
         self.dirty: dict[Lane, None] = {}
 
     # --- sending ----------------------------------------------------------------------
@@ -165,7 +152,8 @@ class LaneScheduler(LaneHandler):
         assert isinstance(token, Chunk)
         self._staging.sent(token)
         if self._core.chunk_sent(token):
-            self._run()  # else it is held until LANE_ACK, and there is nothing new
+            # Else it is held until LANE_ACK, and there is nothing new.
+            self._owner.run()
 
     def payload_received(self, lane: Lane, landing: Landing) -> None:
         assert isinstance(landing, _Landing)
@@ -174,10 +162,10 @@ class LaneScheduler(LaneHandler):
         if self._staging.landed(arrival, self._in_place, intact=intact):
             return
         self._core.payload_landed(arrival, self._loop.time(), intact=intact)
-        self._run()
+        self._owner.run()
 
     def lane_writable(self, lane: Lane) -> None:
-        self._run()
+        self._owner.run()
 
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
         endpoint = self._lanes.of(lane)
@@ -193,8 +181,8 @@ class LaneScheduler(LaneHandler):
             endpoint.reason,
         )
         self._go_on(endpoint, left, error)
-        self._run()
-        self._check_ended()
+        self._owner.run()
+        self._owner.check_ended()
 
     def peer_closed(self, event: LaneClosed) -> None:
         """End a lane whose endpoint at the peer is gone."""
@@ -243,7 +231,7 @@ class LaneScheduler(LaneHandler):
         elif left is not LaneState.OPEN:
             return
         elif self._lanes.open or self._lanes.fallback:
-            self._lane_broke(endpoint)
+            self._owner.lane_broke(endpoint)
         else:
             lost = ConnectionLost(
                 f"{endpoint.backend} failed and no other transport is allowed: "

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Final
 
 from kvwire.aio import start_task
 from kvwire.backend.lane import LaneContext, LaneHandler
 from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.reconnect import LaneReconnector
-from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
+from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneState
 from kvwire.driver.limits import LANE_TIMEOUT_LAST_S
-from kvwire.driver.services import Services
+from kvwire.driver.ports import PathOwner
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_S
-from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpened
 from kvwire.proto.state import CloseState
-from kvwire.types import Address
 
 logger: logging.Logger = logging.getLogger("kvwire.lanes")
 
@@ -44,25 +41,14 @@ class LaneSetup:
     """
 
     def __init__(
-        self,
-        core: ConnectionCore,
-        lanes: LaneSet,
-        active: ActiveTransport,
-        handler: LaneHandler,
-        remote: Address | None,
-        services: Services,
-        *,
-        run: Callable[[], None],
-        check_ended: Callable[[], None],
+        self, owner: PathOwner, active: ActiveTransport, handler: LaneHandler
     ) -> None:
-        self._core = core
-        self._lanes = lanes
+        self._owner = owner
+        self._core = owner.core
+        self._lanes = owner.lanes
         self._active = active
         self._handler = handler
-        self._remote = remote
-        self._services = services
-        self._run = run
-        self._check_ended = check_ended
+        self._services = owner.services
         # Server: lanes that the client has asked for.
         self._tasks: set[asyncio.Task[None]] = set()
         # Client: the peer's bootstrap of the lane that is being opened, the task that
@@ -120,7 +106,7 @@ class LaneSetup:
             raise BackendUnavailable(f"no transport that is allowed works: {reasons}")
         self._core.lanes.end_initial_set()
         self._end_initial_set()
-        self._run()
+        self._owner.run()
         self.reopen_lost()  # if one has broken while others were opening
 
     async def _open_more(self, name: str, count: int) -> int:
@@ -175,7 +161,7 @@ class LaneSetup:
         self._bootstrap = number, bootstrap
         self._core.lanes.open(number, name, ours)
         self._lanes.add(endpoint)
-        self._run()
+        self._owner.run()
         # In a task of its own, which the end of the connection cancels.
         self._joining = start_task(self._join(endpoint, bootstrap))
         try:
@@ -193,7 +179,7 @@ class LaneSetup:
             raise BackendUnavailable(endpoint.reason or "it broke as soon as it was up")
         self._core.lanes.ready(number)
         self._ready(endpoint)
-        self._run()
+        self._owner.run()
         return endpoint
 
     async def _join(
@@ -254,7 +240,7 @@ class LaneSetup:
             if endpoint is None:
                 reason = str(exc)
                 self._core.lane_gone(number, reason)
-                self._run()
+                self._owner.run()
             else:
                 reason = str(self._give_up(endpoint, exc, LANE_TIMEOUT_LAST_S))
             if name in self._lanes.possible:  # and not whatever the peer has made up
@@ -264,11 +250,11 @@ class LaneSetup:
             return
         if endpoint.state is LaneState.JOINED:
             self._core.lanes.answer(number, bootstrap)
-            self._run()
+            self._owner.run()
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._check_ended()
+        self._owner.check_ended()
 
     async def wait_initial_set(self) -> None:
         """Wait, on the server, until the client has opened its lanes, or has gone.
@@ -296,7 +282,7 @@ class LaneSetup:
         """Open lanes in place of the broken ones."""
         if self._reconnector is None and self._lacks():
             self._reconnector = LaneReconnector(
-                self._lacks, self._reopen, self._check_ended
+                self._lacks, self._reopen, self._owner.check_ended
             )
         if self._reconnector is not None:
             self._reconnector.lost()
@@ -340,7 +326,7 @@ class LaneSetup:
             role=self._core.agreement.role,
             number=number,
             secret=self._core.agreement.keys.lane_secret(number),
-            remote_address=self._remote,
+            remote_address=self._core.agreement.peer.address,
             settings=self._services.config.backends.get(name, {}),
         )
         try:
@@ -372,8 +358,8 @@ class LaneSetup:
         left = self._lanes.advance(endpoint, LaneInput.GIVE_UP, reason)
         if left in (LaneState.JOINING, LaneState.ABANDONED):
             self._core.lane_gone(endpoint.number, reason)
-            self._run()
-            self._check_ended()
+            self._owner.run()
+            self._owner.check_ended()
         return exc
 
 
