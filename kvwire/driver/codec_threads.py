@@ -33,7 +33,7 @@ class CodecThreads:
         def work() -> None:
             try:
                 job()
-            except Exception as exc:  # noqa: BLE001 - it is told, whatever it is
+            except Exception as exc:  # noqa: BLE001 - passed on, whatever it is
                 then(exc)
             else:
                 then(None)

@@ -76,7 +76,7 @@ _PUT_OFF_MAX: Final = 64
 
 
 EventActs: TypeAlias = "Mapping[type[Event], Callable[[Any], object]]"
-"""Says who acts on an event, by its type."""
+"""The function that acts on an event, by the event's type."""
 
 _BUFFER: Final = ChunkPlace.BUFFER
 _CONTROL: Final = ChunkPlace.CONTROL
@@ -386,7 +386,7 @@ class ConnectionDriver(LinkHandler):
                     queued = True
                 if events:
                     # Taken out first: after a bug the others are left, of which each is
-                    # the only word on a request, or on memory. The end of the link
+                    # the only report on a request, or on memory. The end of the link
                     # follows, and with it another run.
                     event = events.pop(0)
                     acts[type(event)](event)
@@ -441,7 +441,7 @@ class ConnectionDriver(LinkHandler):
             if not (self._chunks.sending or self.staging.ready):
                 break
             if moved_bytes >= WAKEUP_BYTES:
-                if not self._scheduler.full:  # else a lane tells when it has room
+                if not self._scheduler.full:  # else a lane calls when it has room
                     self._run_again()
                 break
         if unsent_bytes > self._unsent_bytes_max:
@@ -586,7 +586,7 @@ class ConnectionDriver(LinkHandler):
         self._timer = None
         core, now = self.core, self._loop.time()
         if self.staging.paused:
-            core.heard(now)  # it is we who do not listen
+            core.heard(now)  # it is this side that does not listen
         elif self.link.received_bytes != self._seen_bytes:
             # Part of a frame, some time since: counted from the earliest, so that a
             # peer that dies in the middle of a frame is not known an interval too late.

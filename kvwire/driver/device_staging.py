@@ -214,7 +214,7 @@ class DeviceStaging:
                     self._failed(copy_engine, error)
                 self._owner.run()
             except Exception:
-                # Nobody called: the completion thread has others to tell.
+                # Nobody called: the completion thread has more calls to make.
                 logger.exception("a bug of kvwire; its connection is aborted")
                 self._link.abort()
             self._owner.check_ended()

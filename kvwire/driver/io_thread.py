@@ -252,7 +252,7 @@ class IOThread:
         _name_in_kernel(self._thread.name)
         try:
             self._loop = _new_loop()
-        except BaseException as exc:  # noqa: BLE001 - whoever began it raises it
+        except BaseException as exc:  # noqa: BLE001 - the caller of begin() raises it
             self._failure = exc
             self._made.set()
             self._forget()

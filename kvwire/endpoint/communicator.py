@@ -230,7 +230,7 @@ class Communicator(AsyncWith):
     # --- fleets -----------------------------------------------------------------------
 
     def peer(self, where: str | Record) -> Peer:
-        """Name a peer by its address, or by what it says of itself in the directory.
+        """Name a peer by its address, or by what its record in the directory says.
 
         Nothing is dialled before it is used. The same text names the same peer, and a
         peer has one connection: to spread load, name a peer for each of
@@ -308,7 +308,7 @@ class Communicator(AsyncWith):
 
         Returns at once: the record is written as soon as the directory can be reached,
         renewed, and withdrawn by :meth:`close`. Another call replaces it, for instance
-        with another load. What a record says is believed by nobody: see
+        with another load. A record proves nothing, and peers trust none: see
         docs/topics/directories.md.
 
         Args:
@@ -365,7 +365,7 @@ class Communicator(AsyncWith):
         self._membership.announce(record)
 
     async def withdraw(self) -> None:
-        """Take the announcement back: nobody who asks the directory is sent here now.
+        """Withdraw the announcement: the directory sends no new peer here.
 
         Connections stay as they are. Never raises; if the directory cannot be reached
         the lease ends the record.
@@ -399,7 +399,7 @@ class Communicator(AsyncWith):
         blocks: Blocks,
         **options: Unpack[PublishOptions],
     ) -> Outgoing:
-        """Offer a transfer to whoever pulls it by its id.
+        """Offer a transfer to the peers that pull it by its id.
 
         Args:
             id: The name both applications know it by; free again once it has ended.
@@ -489,11 +489,11 @@ class Communicator(AsyncWith):
     async def close(self) -> None:
         """Close every listener and connection, gracefully; at most ``close_timeout_s``.
 
-        A producer whose transfer is settled here, and whose link was lost before it
-        knew, is told so over another link within that time.
+        If a transfer is settled here, and the link was lost before its producer got the
+        report, the report is sent over another link within that time.
 
-        A transport that cannot say by then that it touches no memory any more is left
-        alone with it, and an error is logged: that memory stays in quarantine.
+        A transport that may still touch memory by then is left alone with it, and an
+        error is logged: that memory stays in quarantine.
 
         Cancel safety: safe. What has begun to close goes on; call it again for the
         rest.
@@ -510,7 +510,7 @@ class Communicator(AsyncWith):
         closing = [connection.close() for connection in links.connections]
         await at_most(patience_s, [registry.all_settled(), *closing])
         await self._end_links()
-        # Those that were made to tell a producer what has landed.
+        # Those that were made to report to a producer what has landed.
         await at_most(CLOSE_SLACK_S, [c.close() for c in links.connections])
         registry.stop(ClosedOK("the communicator was closed"))
         for driver in links.drivers:

@@ -405,7 +405,7 @@ class Connection(AsyncWith):
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Deliver what was begun, tell the peer, and end; at most ``close_timeout_s``.
+        """Deliver what was begun, send CLOSE, and end; at most ``close_timeout_s``.
 
         Receives that have met no message fail with :exc:`~kvwire.ClosedOK`, on both
         sides. Returns when this connection no longer touches any memory.

@@ -50,7 +50,7 @@ class Dialling:
 
         Raises:
             UsageError: The name is malformed, or needs a trust mode.
-            ConnectError: It is unknown, or no address answers; says why for each.
+            ConnectError: It is unknown, or no address answers; has the reason of each.
 
         Cancel safety: safe, half-made links are closed.
         """
@@ -103,8 +103,8 @@ class Dialling:
 
     def late(self, timeout_s: float) -> ConnectError:
         """Make the error for a name of which no address has answered in time."""
-        said = self._each(f"no answer within {timeout_s:g} s")
-        return self._error(said, errno.ETIMEDOUT)
+        reasons = self._each(f"no answer within {timeout_s:g} s")
+        return self._error(reasons, errno.ETIMEDOUT)
 
     def _refused(self) -> ConnectError:
         first = next(iter(self._failures.values()))
@@ -128,8 +128,8 @@ class Dialling:
         pairs = zip(self._addresses, reasons, strict=True)
         return "; ".join(f"{address}: {reason}" for address, reason in pairs)
 
-    def _error(self, said: str, number: int | None) -> ConnectError:
-        text = f"cannot connect to {self._name}: {said}"
+    def _error(self, reasons: str, number: int | None) -> ConnectError:
+        text = f"cannot connect to {self._name}: {reasons}"
         return ConnectError(text, address=str(self._name), errno=number)
 
 

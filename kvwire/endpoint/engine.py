@@ -187,7 +187,7 @@ class Engine:
         """End every transfer and connection, then the thread.
 
         Takes about ``close_timeout_s`` at most. Transfers in flight end with an outcome
-        and those who wait for them are woken with it; other calls fail with
+        and threads that wait for them get it; other calls fail with
         :exc:`~kvwire.ClosedOK`. Every caller returns once all is over; calling it again
         does no harm. After a fork the child's copy has nothing to close.
 
@@ -225,7 +225,7 @@ class EngineConnection:
 
     @property
     def peer(self) -> PeerInfo:
-        """Tell who is at the other end."""
+        """Return the peer's name, address and identity."""
         return self._connection.peer
 
     @property

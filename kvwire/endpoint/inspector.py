@@ -1,7 +1,7 @@
 """Answers ``kvwire top`` and ``kvwire trace`` about one communicator, if asked to.
 
-A Unix socket in a folder that only its user can enter: who can connect may read this
-process's memory anyway. It is read only. A client sends a line, ``snapshot`` or
+A Unix socket in a folder that only its user can enter, who may read this process's
+memory anyway. It is read only. A client sends a line, ``snapshot`` or
 ``trace``, and gets a line of JSON; everything is bounded.
 """
 
@@ -48,7 +48,7 @@ class Inspector:
         self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def start(self) -> None:
-        """Begin to serve, and to dump on a signal, as far as the configuration says.
+        """Begin to serve, and to dump on a signal, if the configuration sets them.
 
         Raises:
             UsageError: The folder cannot be used.

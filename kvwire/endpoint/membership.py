@@ -1,4 +1,4 @@
-"""What one communicator has to do with a directory: who is there, and that it is.
+"""One communicator and its directory: it watches the members, and announces itself.
 
 The directory that the configuration names is made with the communicator, and connected
 when it is first needed. It is watched from the first peer on that is named by a
@@ -38,12 +38,12 @@ class Membership:
         url: Names the directory; empty for the folder of this user.
 
     Attributes:
-        members: Who is there, by key, as far as this side knows.
+        members: The members that this side knows of, by their keys.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url or _DEFAULT
-        # What is named is made at once: a name that means nothing is said now.
+        # A named directory is made at once, so that a wrong name is an error now.
         self._directory: Directory | None = open_directory(url) if url else None
         self._listeners: list[Callable[[Change], None]] = []
         self._announced = ""
@@ -52,7 +52,7 @@ class Membership:
         self.members: dict[str, Record] = {}
 
     def listen(self, listener: Callable[[Change], None]) -> None:
-        """Tell a peer of every change from now on."""
+        """Call a peer with every change from now on."""
         self._begin_watching()
         self._listeners.append(listener)  # bounded: PEERS_MAX
 

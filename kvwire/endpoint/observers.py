@@ -1,6 +1,6 @@
 """Observers of KV transfers' begin and end: traces, logs, accounting of requests.
 
-They are told in the middle of the work, so they must be quick. One that raises is
+They are called in the middle of the work, so they must be quick. One that raises is
 logged and nothing else: what it watches does not depend on it.
 """
 
@@ -22,13 +22,13 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 transfers_logger: logging.Logger = logging.getLogger("kvwire.transfers")
 
-# What users hold of a connection.
+# The connection that users hold.
 C_contra = TypeVar("C_contra", contravariant=True)
 C = TypeVar("C")
 
 
 class Observer(Protocol[C_contra]):
-    """Hears of each transfer, on the communicator's loop."""
+    """Is called when a transfer begins and ends, on the communicator's loop."""
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
         """Note that a transfer has begun, in the context of the call that made it."""
@@ -60,7 +60,7 @@ class Observers(Generic[C]):
         self.traced: bool = False
 
     def add(self, watcher: Observer[C]) -> None:
-        """Tell it of every transfer that begins from here on.
+        """Call it for every transfer that begins from now on.
 
         One that has a method ``trace_context`` is a tracer. It returns the trace that
         the caller is in, as :attr:`kvwire.transfers.description.TransferOffer.trace`
@@ -83,7 +83,7 @@ class Observers(Generic[C]):
             self.watchers.remove(watcher)
 
     def begun(self, transfer: KVTransfer) -> None:
-        """Tell that a transfer has begun."""
+        """Call every observer: a transfer has begun."""
         for watcher in tuple(self.watchers):
             with _logged():
                 watcher.begun(_public(transfer))
@@ -94,7 +94,7 @@ class Observers(Generic[C]):
         outcome: Outcome,
         connections: Iterable[ConnectionPort],
     ) -> None:
-        """Tell that a transfer has an outcome."""
+        """Call every observer: a transfer has an outcome."""
         ran_on: tuple[Any, ...] = tuple(c.front for c in connections)
         for watcher in tuple(self.watchers):
             with _logged():
@@ -114,7 +114,7 @@ class TransferLog:
         outcome: Outcome,
         connections: tuple[object, ...],
     ) -> None:
-        """Log what became of a transfer."""
+        """Log the outcome of a transfer."""
         reasons = "; ".join(outcome.missing.reasons)
         text = "%r: %d bytes in %.3f s%s; %s"
         why = f", {reasons}" if reasons else ""

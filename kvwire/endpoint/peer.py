@@ -3,10 +3,11 @@
 A peer has one connection at a time. It is made when something needs it, and again when
 it has ended. Attempts are bounded: they are made only while somebody waits, at most
 ``PEER_ATTEMPTS_MAX`` in a round, with a pause after each round that doubles. So a
-forged record costs its attempts and no more: who answers has to prove a key or a
-certificate, and has to be the start that the record names.
+forged record costs its attempts and no more: the process that answers has to prove a
+key or a certificate, and has to be the start that the record names.
 
-What becomes of a member in the directory decides who is dialled next, and nothing else.
+A change of a member in the directory decides which one is dialled next, and nothing
+else.
 A connection whose member has left, or has moved, is used for nothing new as soon as
 somebody else is there, and is closed when it is idle.
 """
@@ -447,7 +448,7 @@ class Peer:
             upkeep.lost(upkeep.reason)
 
     def _candidates(self) -> list[Record] | list[None]:
-        """Return whom to try: who has not failed first, then the least busy."""
+        """Return the members to try: the one with the fewest failures first, then by load."""
         if self._selector is None:
             return [None]
         meant = {

@@ -29,9 +29,9 @@ from kvwire.proto.state import CloseState
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
-# The kernel's, or this process's, word that nobody listens there.
+# The kernel, or this process, has found that nobody listens there.
 _REFUSALS: Final = (ConnectionRefusedError, FileNotFoundError)
-# What the kernel says of a peer that is silent; all else it knows from the peer's host.
+# Errors of the kernel for a silent peer; all others come from the peer's host.
 _SILENCE: Final = (
     errno.ETIMEDOUT,
     errno.EHOSTUNREACH,
@@ -63,7 +63,7 @@ class Reconnector:
         self._run(self._recover(connection, gone=heard and _was_reset(error)))
 
     def taken_over(self, connection: Connection, resumes: bytes) -> None:
-        """Replace the connection that a peer that has come back says it has lost."""
+        """Replace a lost connection: the peer has dialled again, and names it."""
         if not self._links.ended:
             self._run(self._take_over(connection, resumes))
 
@@ -174,7 +174,7 @@ class Reconnector:
             upkeep.lost(reason, within_s=left_s)
 
     async def _met(self, new: Connection, lost: Connection) -> bool:
-        """Check the process that answered a redial; tell whether redialling is over."""
+        """Check which process answered a redial; return whether redialling is over."""
         origin = lost.peer.origin
         if new.peer.origin == origin:
             self._note_redial(origin)

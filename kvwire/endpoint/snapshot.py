@@ -26,7 +26,7 @@ from kvwire.types import text_of
 if TYPE_CHECKING:
     from kvwire.transfers.matching import End
 
-# Shorter silence is what a link with nothing to say looks like.
+# A link with nothing to send is silent for less.
 SILENCE_S = 1.0
 
 
@@ -69,7 +69,7 @@ class ConnectionSnapshot:
         transport: What carries its data now.
         state: How far it is, such as ``"open"``.
         age_s: Since its handshake.
-        silent_s: Since anything was heard of the peer.
+        silent_s: Seconds since the peer last sent anything.
         queued_bytes: Bytes that its link has taken and not sent.
         requests: What is open on it: messages, puts, gets, transfers.
         unreceived: Messages that are here, or announced, and that nobody receives.
@@ -127,7 +127,7 @@ class Snapshot:
     Attributes:
         name: Of the communicator.
         pid: Of its process.
-        incarnation: What tells this start of it from others, in hexadecimal.
+        incarnation: Random bytes of this start of it, in hexadecimal.
         at_s: When, in seconds since 1970.
         connections: Its connections; ``SNAPSHOT_ROWS_MAX`` at most.
         transfers: Its open transfers, oldest first; ``SNAPSHOT_ROWS_MAX`` at most.

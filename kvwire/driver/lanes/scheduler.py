@@ -141,7 +141,7 @@ class LaneScheduler(LaneHandler):
         except ProtocolError:
             if event.descriptor:
                 raise
-            # Sent by an endpoint that had ended and could not say so yet.
+            # Sent by an endpoint that had ended and could not report that yet.
             endpoint.lane.abort()
             return
         self.dirty[endpoint.lane] = None  # bounded: LANES_MAX

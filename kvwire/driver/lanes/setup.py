@@ -345,7 +345,7 @@ class LaneSetup:
         """
         ended = self._core.error
         if ended is not None:
-            # Whatever this lane says about it, it is not to blame.
+            # Whatever reason this lane has, it is not to blame.
             exc = exc if _is_cancelled() else ended
         else:
             self._services.counters.lanes_failed += 1

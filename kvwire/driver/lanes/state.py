@@ -70,7 +70,7 @@ LANE_TRANSITIONS: Final[dict[tuple[LaneState, LaneInput], LaneState]] = {
     (LaneState.JOINED, LaneInput.GONE): LaneState.CLOSED,
     (LaneState.OPEN, LaneInput.CLOSE): LaneState.CLOSING,
     (LaneState.OPEN, LaneInput.GONE): LaneState.CLOSED,
-    # It ended here while the frame that says READY was on its way.
+    # It ended here while the frame LANE_READY was on its way.
     (LaneState.CLOSING, LaneInput.READY): LaneState.CLOSING,
     (LaneState.CLOSING, LaneInput.CLOSE): LaneState.CLOSING,
     (LaneState.CLOSING, LaneInput.GIVE_UP): LaneState.CLOSING,
