@@ -35,8 +35,8 @@ T = TypeVar("T")
 # How a ClientHello begins, and how a TLS server's alert begins (RFC 8446 5.1). No frame
 # of ours has these types.
 _TLS: Final = (b"\x16\x03", b"\x15\x03")
-# The alert `protocol_version`, so that a peer that speaks TLS can name the reason. Links
-# send headers of one length only, and nobody reads behind an alert.
+# The alert `protocol_version`, so that a peer that speaks TLS can name the reason.
+# Links send headers of one length only, and nobody reads behind an alert.
 _NO_TLS: Final = b"\x15\x03\x03\x00\x02\x02\x46".ljust(HEADER_BYTES, b"\0")
 _TYPES: Final = frozenset(FrameType)
 

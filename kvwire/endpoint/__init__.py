@@ -1,5 +1,7 @@
-"""Internal: the state behind ``Communicator`` and ``Connection``.
+"""The objects that users hold, and what accepts, dials and brings back their links.
 
-Users hold the objects of :mod:`kvwire.communicator` and :mod:`kvwire.connection`, which
-have the documented names and nothing else; the rest of kvwire works on what is here.
+``Communicator``, ``Connection``, ``Peer``, ``Request`` and ``Region`` are the machines
+themselves. Their public names are the documented ones; within this folder they use
+each other's private names. Other rooms get the driver of a connection, and
+:class:`kvwire.driver.services.Services`, in their place.
 """

@@ -448,7 +448,7 @@ class Peer:
             upkeep.lost(upkeep.reason)
 
     def _candidates(self) -> list[Record] | list[None]:
-        """Return the members to try: the one with the fewest failures first, then by load."""
+        """Return the members to try: by failures, and then by load."""
         if self._selector is None:
             return [None]
         meant = {
