@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import deque
+from collections.abc import AsyncIterator
 from typing import Final
 
 from kvwire.aio import start_task, yields_before_raising
 from kvwire.backend import Backend, Link, Listener
 from kvwire.backend.selection import crosses_hosts, offered
 from kvwire.driver.handshake import HandshakeDriver
-from kvwire.endpoint.accept_queue import AcceptQueue
 from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.dialling import listen_on_all
 from kvwire.endpoint.limits import (
@@ -45,7 +46,7 @@ class Acceptor:
     """
 
     def __init__(self, links: Links, recovery: Reconnector) -> None:
-        self.inbound: AcceptQueue[Connection] = AcceptQueue()
+        self.inbound: AcceptQueue = AcceptQueue()
         self.listeners: list[Listener] = []
         self._links = links
         self._recovery = recovery
@@ -190,3 +191,50 @@ class Acceptor:
         if len(self.inbound) >= limit:
             return f"connections_max={limit} wait to be taken"
         return ""
+
+
+class AcceptQueue(AsyncIterator[Connection]):
+    """Holds inbound connections that nobody has taken; iterate it for them, in order.
+
+    Any number of tasks may iterate at once, and each connection goes to one of them. A
+    connection that has ended meanwhile is handed out too, since what its peer sent
+    before it closed can still be received.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Connection] = deque()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Return the number of connections that nobody has taken."""
+        return len(self._waiting)
+
+    def put(self, connection: Connection) -> None:
+        """Hand a connection to the next caller that waits."""
+        self._waiting.append(connection)  # bounded: CONNECTIONS_MAX, by the caller
+        self._changed.set()
+
+    def close(self) -> None:
+        """End every iteration; connections that nobody has taken are forgotten."""
+        self._closed = True
+        self._waiting.clear()
+        self._changed.set()
+
+    async def take(self) -> Connection:
+        """Wait for the next connection.
+
+        Cancel safety: safe, no connection is lost.
+        """
+        while not self._waiting:
+            if self._closed:
+                raise ClosedOK("the communicator is closed")
+            self._changed.clear()
+            await self._changed.wait()
+        return self._waiting.popleft()
+
+    async def __anext__(self) -> Connection:
+        try:
+            return await self.take()
+        except ClosedOK:
+            raise StopAsyncIteration from None
