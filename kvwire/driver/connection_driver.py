@@ -232,43 +232,6 @@ class ConnectionDriver(LinkHandler):
         """Refuse a request of the peer, which gets the error's text and the code."""
         self.core.refuse(request, error, code)
 
-    def _open_paths(self, services: Services, lanes: LaneSet) -> None:
-        """Make the paths for payload: staging for device memory, and lanes."""
-        core, link = self.core, self.link
-        self.staging: DeviceStaging = DeviceStaging(
-            core,
-            link,
-            self._buffers,
-            services.devices,
-            run=self.run,
-            check_ended=self._check_ended,
-        )
-        self.lanes = lanes
-        core.transfers.only_link = lanes.possible == (lanes.scheme,)
-        self.active: ActiveTransport = ActiveTransport(
-            lanes, core.agreement.peer, services.counters
-        )
-        self._scheduler = LaneScheduler(
-            core,
-            lanes,
-            self.staging,
-            self._loop,
-            checks=self._checks,
-            run=self.run,
-            lane_broke=self._lane_broke,
-            check_ended=self._check_ended,
-        )
-        self.lane_setup: LaneSetup = LaneSetup(
-            core,
-            lanes,
-            self.active,
-            self._scheduler,
-            link.remote_address,
-            services,
-            run=self.run,
-            check_ended=self._check_ended,
-        )
-
     # --- the link ---------------------------------------------------------------------
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
@@ -564,7 +527,7 @@ class ConnectionDriver(LinkHandler):
         if not self.lane_setup.busy and self.lanes.quiet and self.staging.quiet:
             self.ended.set_result(None)
 
-    def _lane_broke(self, endpoint: LaneEndpoint) -> None:
+    def lane_broke(self, endpoint: LaneEndpoint) -> None:
         """Log a broken lane, and open another in its place."""
         self.active.lane_broke(endpoint)
         self.lane_setup.reopen_lost()

@@ -24,7 +24,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvwire.backend import Payload
 from kvwire.driver.limits import STAGING_SLOTS
@@ -37,9 +37,6 @@ from kvwire.proto.chunks import Chunk
 from kvwire.proto.records import ChunkArrival
 from kvwire.proto.state import RequestStage
 from kvwire.types import BufferId, Device
-
-if TYPE_CHECKING:
-    pass
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 

@@ -44,9 +44,9 @@ class LaneScheduler(LaneHandler):
     """Send and receive on the lanes of one connection, and choose between them.
 
     Args:
+        owner: The connection's driver.
+        staging: Copies between devices and pinned memory.
         checks: Decides which payloads have checksums.
-        lane_broke: Called with an open lane that has broken.
-        check_ended: Called when a lane touches no memory any more.
 
     Attributes:
         dirty: Lanes with something to flush, in order.

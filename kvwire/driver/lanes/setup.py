@@ -35,9 +35,9 @@ class LaneSetup:
     """Open the lanes of one connection, on either side.
 
     Args:
+        owner: The connection's driver.
         active: The active transport, which logs changes.
-        remote: The address of the control link's other end.
-        check_ended: Called when no lane is being opened any more.
+        handler: What the lanes call.
     """
 
     def __init__(
