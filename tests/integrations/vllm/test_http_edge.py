@@ -6,8 +6,8 @@ import asyncio
 import gzip
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -18,6 +18,7 @@ from kvwire.integrations.vllm.proxy import admission as proxy_admission
 from kvwire.integrations.vllm.proxy import app as proxy_app
 from kvwire.integrations.vllm.proxy import server as proxy_server
 from kvwire.integrations.vllm.proxy.admission import Admission
+from kvwire.integrations.vllm.proxy.app import ProxyApp
 from kvwire.integrations.vllm.proxy.limits import (
     PROXY_BODY_VALUES_MAX,
     PROXY_HEADERS_MAX,
@@ -82,10 +83,20 @@ class Client:
             return True
 
 
-async def client(stack: AsyncExitStack, port: int) -> Client:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    stack.callback(writer.close)
-    return Client(reader, writer)
+@asynccontextmanager
+async def connecting(
+    serves: Engines | ProxyApp, **options: Any
+) -> AsyncIterator[Callable[[], Coroutine[Any, Any, Client]]]:
+    """A proxy at a port; each call is another client of it."""
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(proxy(serves, **options))
+
+        async def connect() -> Client:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            return Client(reader, writer)
+
+        yield connect
 
 
 def says(
@@ -150,9 +161,8 @@ UNCLEAR = {
 async def test_what_two_servers_may_read_differently(sent: bytes, offer: bytes) -> None:
     """It is refused and its connection is closed, also after an offer of HTTP/2."""
     engines = Engines()
-    async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(proxy(engines))
-        one = await client(stack, port)
+    async with connecting(engines) as connect:
+        one = await connect()
         if offer:
             assert (await one.ask(generate(offer + LENGTH)))[0] == 200
             await one.reader.readuntil(b"\r\n0\r\n\r\n")
@@ -188,9 +198,8 @@ async def test_a_head_without_an_end(
     """It is refused before much of it has come; what is behind a body when that is."""
     monkeypatch.setattr(proxy_app, "PROXY_BODY_S", 0.5)
     engines = Engines()
-    async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(proxy(engines))
-        one = await client(stack, port)
+    async with connecting(engines) as connect:
+        one = await connect()
         one.writer.write(sent)
         answered = asyncio.ensure_future(one.rest())
         written = 0
@@ -211,9 +220,8 @@ async def test_a_head_without_an_end(
 
 async def test_a_head_that_comes_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_server, "PROXY_IDLE_S", 0.2)
-    async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(proxy(Engines()))
-        silent, slow = await client(stack, port), await client(stack, port)
+    async with connecting(Engines()) as connect:
+        silent, slow = await connect(), await connect()
         slow.writer.write(generate(LENGTH)[:20])
         assert await silent.is_cut()
         assert await slow.is_cut()
@@ -236,24 +244,22 @@ async def test_a_body_that_comes_slowly(
     monkeypatch.setattr(proxy_app, "PROXY_BODY_BYTES_PER_S", 10 * len(BODY))
     admission = Admission(1, 0)
     application = app(Engines(), admission=admission)
-    async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(proxy(application))
-        one = await client(stack, port)
+    async with connecting(application) as connect:
+        one = await connect()
         began = asyncio.get_running_loop().time()
         status, _ = await one.ask(sent)
         assert status == 408
         assert asyncio.get_running_loop().time() - began > 0.2
         await one.rest()
-        other = await client(stack, port)
+        other = await connect()
         assert (await other.ask(generate(LENGTH)))[0] == 200
 
 
 async def test_a_body_counts_before_it_is_read() -> None:
     """As one that waits; who comes then is sent away before a body is sent."""
     application = app(Engines(), admission=Admission(1, 0))
-    async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(proxy(application))
-        slow, other = await client(stack, port), await client(stack, port)
+    async with connecting(application) as connect:
+        slow, other = await connect(), await connect()
         status, _ = await slow.ask(generate(b"expect: 100-continue\r\n" + LENGTH, b""))
         assert status == 100
         status, headers = await other.ask(
@@ -310,13 +316,12 @@ async def test_a_body_that_becomes_more() -> None:
             headers={"content-encoding": coding},
         )
         assert said.status_code == 415
-    async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(proxy(engines))
-        one = await client(stack, port)
+    async with connecting(engines) as connect:
+        one = await connect()
         packed = gzip.compress(BODY)
         headers = b"content-encoding: gzip\r\ncontent-length: %d\r\n" % len(packed)
         assert (await one.ask(generate(headers, packed)))[0] == 415
-        other = await client(stack, port)
+        other = await connect()
         coded = b"transfer-encoding: gzip, chunked\r\n"
         assert (await other.ask(generate(coded, CHUNKS)))[0] == 415
     assert not any(body for _, body in engines.asked)
@@ -324,10 +329,9 @@ async def test_a_body_that_becomes_more() -> None:
 
 async def test_a_length_that_is_too_much() -> None:
     """It is refused before it comes."""
-    async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(proxy(Engines()))
+    async with connecting(Engines()) as connect:
         for length in (b"67108865", b"4611686018427387904"):
-            one = await client(stack, port)
+            one = await connect()
             status, _ = await one.ask(generate(b"content-length: %s\r\n" % length, b""))
             assert status == 413
 
@@ -347,21 +351,20 @@ async def test_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
             ended.set()
 
     engine = says(EVENTS, much)
-    async with AsyncExitStack() as stack:
-        engines = Engines(d1=engine, d2=engine)
-        application = app(engines, admission=Admission(1, 0))
-        port = await stack.enter_async_context(proxy(application))
-        one = await client(stack, port)
+    engines = Engines(d1=engine, d2=engine)
+    application = app(engines, admission=Admission(1, 0))
+    async with connecting(application) as connect:
+        one = await connect()
         one.writer.transport.pause_reading()
         one.writer.write(generate(LENGTH))
         async with asyncio.timeout(60):
             await begun.wait()
-        refused = await client(stack, port)
+        refused = await connect()
         assert (await refused.ask(generate(LENGTH)))[0] == 429
         async with asyncio.timeout(60):
             await ended.wait()
         engines.handlers.clear()
-        other = await client(stack, port)
+        other = await connect()
         assert (await other.ask(generate(LENGTH)))[0] == 200
 
 
@@ -377,18 +380,17 @@ async def test_more_connections_than_there_may_be() -> None:
         return await fine(body)
 
     engines = Engines(d1=waits, d2=waits)
-    async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(proxy(app(engines), connections_max=2))
-        busy, idle = await client(stack, port), await client(stack, port)
+    async with connecting(app(engines), connections_max=2) as connect:
+        busy, idle = await connect(), await connect()
         asking = asyncio.ensure_future(busy.ask(generate(LENGTH)))
         assert (await idle.ask(HEALTH))[0] == 200
         await asyncio.wait_for(asked.get(), 60)
-        third = await client(stack, port)
+        third = await connect()
         also_busy = asyncio.ensure_future(third.ask(generate(LENGTH)))
         await idle.reader.readexactly(len(b'{"status":"ok"}'))
         assert await idle.is_cut()
         await asyncio.wait_for(asked.get(), 60)
-        assert await (await client(stack, port)).is_cut()
+        assert await (await connect()).is_cut()
         may_answer.set()
         assert [(await one)[0] for one in (asking, also_busy)] == [200, 200]
 
@@ -435,10 +437,9 @@ async def test_a_length_that_an_engine_gives(version: bytes) -> None:
     ):
         length = {"content-length": str(len(said))} if given else {}
         engine = whole(kind | length, said)
-        async with AsyncExitStack() as stack:
-            application = app(Engines(d1=engine, d2=engine))
-            port = await stack.enter_async_context(proxy(application))
-            one = await client(stack, port)
+        application = app(Engines(d1=engine, d2=engine))
+        async with connecting(application) as connect:
+            one = await connect()
             status, got = await one.ask(generate(LENGTH, version=version))
             assert status == 200
             kept = given and kind is plain
@@ -467,19 +468,17 @@ async def test_a_length_that_an_engine_does_not_keep() -> None:
         raise aiohttp.ClientError("reset")
 
     breaks = says({"content-type": "text/plain", "content-length": "8"}, parts)
-    async with AsyncExitStack() as stack:
-        application = app(Engines(d1=breaks, d2=breaks))
-        port = await stack.enter_async_context(proxy(application))
-        one = await client(stack, port)
+    application = app(Engines(d1=breaks, d2=breaks))
+    async with connecting(application) as connect:
+        one = await connect()
         assert (await one.ask(generate(LENGTH)))[0] == 200
         assert await one.rest() == b"half"
 
 
 async def test_a_head_alone() -> None:
     """An answer to HEAD has no body, or what follows it would be read as one."""
-    async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(proxy(Engines()))
-        one = await client(stack, port)
+    async with connecting(Engines()) as connect:
+        one = await connect()
         for path in (b"/v1/models", b"/health", b"/nothing", b"/v1/completions"):
             head = b"HEAD %s HTTP/1.1\r\nhost: x\r\n\r\n" % path
             status, headers = await one.ask(head)
