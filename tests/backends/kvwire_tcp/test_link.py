@@ -172,28 +172,23 @@ async def test_frames_sent_before_the_peer_broke_are_delivered_first() -> None:
         assert recorder.sent == []
 
 
+@pytest.mark.parametrize(
+    ("unread", "linger_s", "left"),
+    [(0, 0.01, "all was sent"), (MORE_THAN_FITS, 0.05, "bytes unsent")],
+)
 async def test_a_peer_that_does_not_end_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, unread: int, linger_s: float, left: str
 ) -> None:
-    monkeypatch.setattr(duplex_module, "LINGER_S", 0.01)
+    """Or that does not read: the error has what is left."""
+    monkeypatch.setattr(duplex_module, "LINGER_S", linger_s)
     async with against_a_socket() as (link, recorder, _):
+        if unread:
+            link.send(header(unread), memoryview(bytes(unread)), 1)
         link.close()
         error = await recorder.end()
         assert isinstance(error, ConnectionLost)
-        assert "did not end the connection within 0.01 s" in str(error)
-        assert "all was sent" in str(error)
-
-
-async def test_a_peer_that_does_not_read_is_given_up_with_what_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(duplex_module, "LINGER_S", 0.05)
-    async with against_a_socket() as (link, recorder, _):
-        link.send(header(MORE_THAN_FITS), memoryview(bytes(MORE_THAN_FITS)), 1)
-        link.close()
-        error = await recorder.end()
-        assert isinstance(error, ConnectionLost)
-        assert "bytes unsent" in str(error)
+        assert f"did not end the connection within {linger_s} s" in str(error)
+        assert left in str(error)
 
 
 async def test_a_slow_peer_is_waited_for_while_it_takes_something() -> None:
