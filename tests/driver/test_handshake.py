@@ -75,7 +75,7 @@ async def test_a_loop_that_ends_in_a_handshake_leaves_no_exception_to_be_logged(
         address = await server.listen("127.0.0.1:0")
         async with dial(address, shake=False):
             await until(lambda: inside.drivers(server))
-            for task in inside.reception(server)._tasks:
+            for task in inside.accepting(server):
                 task.cancel()
             (opening,) = inside.drivers(server)
         await opening.ended

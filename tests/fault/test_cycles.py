@@ -129,7 +129,7 @@ async def test_nothing_is_left_of_a_thousand_failures() -> None:
                 pair = Pair(near, far, left, right, address)
                 await cycle(pair, rng.choice(FAILURES))
             await until(lambda: not inside.drivers(near) and not inside.drivers(far))
-            await until(lambda: not inside.reception(far)._tasks)
+            await until(lambda: not inside.accepting(far))
 
         await run(len(FAILURES))
         objects, descriptors = counted(), open_descriptors()

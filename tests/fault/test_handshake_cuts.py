@@ -111,7 +111,7 @@ async def test_every_byte(
         for _ in range(AT_ONCE[ending]):
             group.create_task(attempts(near, address, cuts))
     await until(lambda: not inside.drivers(near) and not inside.drivers(far))
-    await until(lambda: not inside.reception(far)._tasks)
+    await until(lambda: not inside.accepting(far))
 
     # Of a cut before the first byte the server may hear nothing.
     assert len(accepted) >= len(places) - 1

@@ -81,7 +81,7 @@ async def test_memory_comes_with_bytes_and_not_with_a_number(pair: Pair) -> None
                 FrameType.DATA, b"x" * CHUNK_BYTES, request=number, offset=CHUNK_BYTES
             )
             await stranger.say(chunk)
-        await until(lambda: all((c := r._record) and c.moved for r in receives))
+        await until(lambda: all((c := inside.record(r)) and c.moved for r in receives))
         grown = memory_bytes()[1] - before
         assert COUNT * CHUNK_BYTES <= grown < 8 * MIB + 2 * COUNT * CHUNK_BYTES
     await there.wait_closed()

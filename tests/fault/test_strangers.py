@@ -161,13 +161,13 @@ async def test_a_stranger_pins_little_memory(
         Crowd(await comm.listen("127.0.0.1:0")) as crowd,
     ):
         await crowd.grow(50, data)  # warms up what is only paid once
-        await until(lambda: len(inside.reception(comm)._pending) == 50)
+        await until(lambda: len(inside.opening(comm)) == 50)
         gc.collect()
         # Or what others have freed would be reused and not be seen.
         ctypes.CDLL(None).malloc_trim(0)
         before = resident_bytes()
         await crowd.grow(count, data)
-        await until(lambda: len(inside.reception(comm)._pending) == 50 + count)
+        await until(lambda: len(inside.opening(comm)) == 50 + count)
         await turns(100)
         gc.collect()
         each = (resident_bytes() - before) / count
@@ -184,17 +184,13 @@ async def test_pending_handshakes_are_bounded_and_the_oldest_give_way(
         Crowd(await far.listen("127.0.0.1:0")) as crowd,
     ):
         await crowd.grow(PENDING_HANDSHAKES_MAX)
-        await until(
-            lambda: len(inside.reception(far)._pending) == PENDING_HANDSHAKES_MAX
-        )
+        await until(lambda: len(inside.opening(far)) == PENDING_HANDSHAKES_MAX)
         address = Address("tcp", *crowd._target)
         for _ in range(20):
             connection = await pair.near.connect(address)
             await connection.close()
         await crowd.grow(50)
-        await until(
-            lambda: len(inside.reception(far)._pending) == PENDING_HANDSHAKES_MAX
-        )
+        await until(lambda: len(inside.opening(far)) == PENDING_HANDSHAKES_MAX)
         oldest = crowd.sockets[0]
         with pytest.raises(ConnectionError):
             await asyncio.get_running_loop().sock_recv(oldest, 1)
@@ -257,7 +253,7 @@ async def test_slow_strangers_are_gone_by_the_deadline(
         await going
         stop.set()
         worst_s = max(await healthy)
-        assert not inside.reception(pair.far)._pending
+        assert not inside.opening(pair.far)
     print(f"gone after {took_s:.2f} s; slowest round trip {worst_s * 1e3:.0f} ms")
     assert took_s < HANDSHAKE_S + SLACK_S
     assert worst_s < SLACK_S
@@ -296,7 +292,7 @@ async def test_nonsense_costs_its_own_connection(
             except ConnectionError:
                 pass
     await until(lambda: len(inside.drivers(far)) == 1)
-    await until(lambda: not inside.reception(far)._tasks)
+    await until(lambda: not inside.accepting(far))
     assert len(caplog.records) == len(said)
     assert {record.levelno for record in caplog.records} == {logging.INFO}
     connection = await tls_pair.near.connect(address)

@@ -7,6 +7,7 @@ goes through here, so that only this file knows how the objects are made.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any, overload
 
 import kvwire
@@ -20,6 +21,8 @@ from kvwire.endpoint.communicator import services_of
 from kvwire.endpoint.connection import driver_of
 from kvwire.endpoint.links import Driver, Links
 from kvwire.proto.connection import ConnectionCore
+from kvwire.proto.records import RequestRecord
+from kvwire.store.server.served import ServedStore
 from kvwire.store.tier_stack import TierStack
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.matching import TransferRegistry
@@ -54,6 +57,16 @@ def drivers(of: kvwire.Communicator) -> dict[Driver, None]:
 def reception(of: kvwire.Communicator) -> Acceptor:
     """Its connections from others that are not accepted yet."""
     return of._acceptor
+
+
+def opening(of: kvwire.Communicator) -> Collection[Any]:
+    """Handshakes with others that are under way."""
+    return of._acceptor._pending
+
+
+def accepting(of: kvwire.Communicator) -> Collection[asyncio.Task[None]]:
+    """What takes the links of others in."""
+    return of._acceptor._tasks
 
 
 def registry(of: kvwire.Communicator) -> TransferRegistry:
@@ -94,6 +107,11 @@ def staging(of: kvwire.Connection) -> DeviceStaging:
     return driver(of).staging
 
 
+def record(of: kvwire.Request[Any]) -> RequestRecord | None:
+    """The core's record of a request, while it is posted."""
+    return of._record
+
+
 # --- a transfer -----------------------------------------------------------------------
 
 
@@ -124,6 +142,11 @@ def planned(of: kvwire.Incoming) -> bool:
 def tiers(of: kvwire.BlockStore) -> TierStack:
     """The tiers of a store: its memory, and those below."""
     return of._tiers
+
+
+def served(of: kvwire.StoreServer) -> ServedStore:
+    """What a server shows of its store, and counts."""
+    return of._served
 
 
 def now() -> float:

@@ -16,6 +16,7 @@ from kvwire.store.namespace import Namespace
 from kvwire.store.server import client_memory, messages
 from kvwire.store.server.client_memory import ClientMemory, MemoryHolder
 from tests.store.server.test_server import Client, client, serving
+from tests.support import inside
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
 from tests.support.pairs import until
@@ -120,7 +121,7 @@ async def test_clients_that_take_nothing_hold_no_more_than_the_bound(
 
     async with serving("memory:1MiB") as (store, server):
         await store.put(chain(1), cache, [0])
-        memory = server._served.memory
+        memory = inside.served(server).memory
         most = 0
         hold = memory.hold
 

@@ -123,7 +123,7 @@ async def works(server: StoreServer, seed: int = 9) -> bool:
 
 
 async def nothing_is_taken(store: BlockStore, server: StoreServer) -> None:
-    slabs, served = inside.tiers(store).memory.index.slabs, server._served
+    slabs, served = inside.tiers(store).memory.index.slabs, inside.served(server)
     await until(lambda: slabs.used_bytes == 0 and served.lent_bytes == 0)
 
 
@@ -259,7 +259,7 @@ async def test_a_put_comes_into_its_slots(monkeypatch: pytest.MonkeyPatch) -> No
         async with client(server) as other:
             late = chain(2)
             await one.say(moving(messages.Put, late, APART, timeout_ms=600_000))
-            await until(lambda: server._served.lent_bytes > 0)
+            await until(lambda: inside.served(server).lent_bytes > 0)
             images = [bytes([n]) * LARGE.block_bytes for n in range(2)]
             sent = other.connection.send(messages.payload_tag(1), b"".join(images))
             done = await other.ask(moving(messages.Put, late, APART))
@@ -279,14 +279,14 @@ async def test_a_put_comes_into_its_slots(monkeypatch: pytest.MonkeyPatch) -> No
         assert not copies
         used_bytes = inside.tiers(store).memory.index.slabs.used_bytes
         assert used_bytes == 2 * rounded(LARGE.block_bytes)
-        await until(lambda: server._served.lent_bytes == 0)
+        await until(lambda: inside.served(server).lent_bytes == 0)
 
 
 async def test_who_dies_in_a_put_takes_no_slots_along() -> None:
     async with serving() as (store, server):
         async with client(server) as one:
             await one.say(moving(messages.Put, chain(2), APART, timeout_ms=600_000))
-            await until(lambda: server._served.lent_bytes > 0)
+            await until(lambda: inside.served(server).lent_bytes > 0)
             one.connection.abort("it dies")
         await nothing_is_taken(store, server)
         assert await works(server)
@@ -435,7 +435,7 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
         # It does not expect what is pushed. Others are served meanwhile.
         assert await works(server)
         # By the deadline its berth is free again, and what was pinned for it.
-        await until(lambda: server._served.lent_bytes == 0)
+        await until(lambda: inside.served(server).lent_bytes == 0)
         await inside.tiers(store).memory.empty()
         assert not len(inside.tiers(store).memory.index)
         again = await idle.ask(moving(messages.Get, hashes, APART, number=2))
@@ -514,7 +514,7 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
     async with serving(*tiers) as (_, server), client(server) as one:
         assert await works(server)
         await until(lambda: len(server.clients()) == 1)
-        report = server._served.report(5, "")
+        report = inside.served(server).report(5, "")
         assert isinstance(
             messages.decode_reply(messages.encode(report)), messages.NumberedReply
         )
@@ -522,7 +522,7 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
         assert [row.stats.blocks for row in report.tiers] == [4, 4]
         (row,) = report.clients
         assert row.name == one.communicator.name
-        welcome = server._served.welcome("", 1)
+        welcome = inside.served(server).welcome("", 1)
         assert welcome.durable
         assert [messages.namespace_told(text) for text in welcome.namespaces] == [
             NAMESPACE

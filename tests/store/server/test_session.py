@@ -33,7 +33,7 @@ async def test_small_blocks_that_come_while_a_get_waits_are_in_its_answer() -> N
         client(server) as other,
     ):
         await one.say(moving(messages.Put, chain(2), APART, number=1))
-        await until(lambda: server._served.lent_bytes > 0)
+        await until(lambda: inside.served(server).lent_bytes > 0)
         await one.say(moving(messages.Get, chain(2), number=2))
         await until(lambda: any(row.requests == 2 for row in server.clients()))
         await other.ask(moving(messages.Put, chain(2), images=images))
