@@ -93,9 +93,10 @@ def control_rejection(config: Config, scheme: str) -> str:
 
 def local_rejection(config: Config, name: str, scheme: str) -> str:
     """Return why a transport is not offered beside a scheme's link; "" if it is."""
-    ruled_out = refusal(config, name)
-    if ruled_out:
-        return ruled_out
+    if config.forbid or config.require:
+        ruled_out = refusal(config, name)
+        if ruled_out:
+            return ruled_out
     found = registry.availability(name)
     if not found.available:
         return found.reason

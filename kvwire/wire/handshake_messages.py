@@ -82,7 +82,7 @@ class ConnectionParameters:
     @classmethod
     def read(cls, numbers: Iterable[int]) -> ConnectionParameters:
         """Read a peer's parameters from the numbers in a body."""
-        names = (field.name for field in fields(cls))
+        names = [field.name for field in fields(cls)]
         parameters = cls(**dict(zip(names, numbers, strict=True)))
         for name, low, high in (
             ("chunk_bytes", CHUNK_BYTES_MIN, CHUNK_BYTES_MAX),

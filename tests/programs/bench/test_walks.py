@@ -17,7 +17,7 @@ CEILINGS: Final = {
     "pull to OPEN on the link": (41, 25, 36),
     "mark to socket": (60, 25, 47),
     "ready to layer": (146, 35, 121),
-    "connect": (570, 61, 394),
+    "connect": (556, 61, 396),
 }
 # Objects of kvwire's classes, and how many classes.
 ALIVE_CEILINGS: Final = {
