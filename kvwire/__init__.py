@@ -81,7 +81,8 @@ if TYPE_CHECKING:
     from kvwire.store.request import StoreRequest
     from kvwire.store.server.server import StoreServer
     from kvwire.store.store import BlockStore
-    from kvwire.transfer import Incoming, Joined, Outgoing, join
+    from kvwire.transfers.incoming import Incoming, Joined, join
+    from kvwire.transfers.outgoing import Outgoing
 
 __version__ = "0.1.0"
 
@@ -164,9 +165,9 @@ _HOMES: Final = {
     "StoreSnapshot": "kvwire.endpoint.snapshot",
     "TransferSnapshot": "kvwire.endpoint.snapshot",
     "Engine": "kvwire.endpoint.engine",
-    "Incoming": "kvwire.transfer",
-    "Joined": "kvwire.transfer",
-    "join": "kvwire.transfer",
+    "Incoming": "kvwire.transfers.incoming",
+    "Joined": "kvwire.transfers.incoming",
+    "join": "kvwire.transfers.incoming",
     "Outcome": "kvwire.kv.outcome",
     "Timings": "kvwire.kv.outcome",
     "PagedCache": "kvwire.kv.paged",
@@ -175,7 +176,7 @@ _HOMES: Final = {
     "PrefillRequest": "kvwire.kv.prefill_plan",
     "plan_prefill": "kvwire.kv.prefill_plan",
     "KVSpec": "kvwire.kv.spec",
-    "Outgoing": "kvwire.transfer",
+    "Outgoing": "kvwire.transfers.outgoing",
     "Peer": "kvwire.endpoint.peer",
     "Region": "kvwire.endpoint.region",
     "Request": "kvwire.endpoint.request",

@@ -13,7 +13,7 @@ from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.layout import AXES
 from kvwire.kv.spec import DTYPE_BYTES, KVSpec
 from kvwire.proto.auth import Keys
-from kvwire.transfers.description import TRACE_BYTES, TransferOffer
+from kvwire.transfers.offer import TRACE_BYTES, TransferOffer
 from kvwire.types import Role
 from kvwire.wire.control import _BODIES
 from kvwire.wire.header import _BODY_BYTES, FIRST_PAYLOAD_TYPE, FrameType

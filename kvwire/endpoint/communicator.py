@@ -55,12 +55,11 @@ from kvwire.memory.buffers import Memory
 from kvwire.proto.handshake import Identity
 from kvwire.security.keys import load_keys
 from kvwire.security.tls import CredentialFiles
-from kvwire.transfer import Incoming, Outgoing
-from kvwire.transfers.coded import incoming_kind, outgoing_kind
 from kvwire.transfers.event_wait import wait_event
-from kvwire.transfers.matching import TransferRegistry
+from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.options import PublishOptions, ReceiveOptions, check_options
-from kvwire.transfers.ports import TransferServices
+from kvwire.transfers.outgoing import Outgoing
+from kvwire.transfers.registry import TransferRegistry, TransferServices
 from kvwire.types import Access, AccessName, Address
 from kvwire.wire.handshake_messages import ConnectionParameters
 
@@ -418,12 +417,10 @@ class Communicator(AsyncWith):
         self._thread.check("Communicator.publish")
         check_options("publish", options)
         consumers = options.get("consumers", 1)
-        state = outgoing_kind(options)(
-            self._services, id, cache, blocks, options, consumers
-        )
+        outgoing = Outgoing(self._services, id, cache, blocks, options, consumers)
         self._links.check_open()
-        self._registry.offer(state)
-        return Outgoing(state)
+        self._registry.offer(outgoing)
+        return outgoing
 
     def expect(
         self,
@@ -441,10 +438,10 @@ class Communicator(AsyncWith):
         """
         self._thread.check("Communicator.expect")
         check_options("expect", options)
-        state = incoming_kind(options)(self._services, id, cache, blocks, options)
+        incoming = Incoming(self._services, id, cache, blocks, options)
         self._links.check_open()
-        self._registry.offer(state)
-        return Incoming(state)
+        self._registry.offer(incoming)
+        return incoming
 
     def transfers(self) -> tuple[TransferSnapshot, ...]:
         """Show the transfers that are open now, oldest first, and what each waits for.
@@ -452,7 +449,7 @@ class Communicator(AsyncWith):
         For operators and logs: it looks at every open transfer.
         """
         self._thread.check("Communicator.transfers")
-        return transfer_snapshots(list(self._registry.live))
+        return transfer_snapshots(self._registry.views())
 
     def snapshot(self) -> Snapshot:
         """Show what is open now: connections, transfers, stores on this loop, counters.

@@ -53,11 +53,11 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
-from kvwire.transfer import Incoming, Outgoing
-from kvwire.transfers.base import Attempt
-from kvwire.transfers.coded import incoming_kind, outgoing_kind
-from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.incoming import Incoming
+from kvwire.transfers.leg import Leg
+from kvwire.transfers.offer import TransferOffer
 from kvwire.transfers.options import ReceiveOptions, SendOptions, check_options
+from kvwire.transfers.outgoing import Outgoing
 from kvwire.types import (
     Address,
     BufferId,
@@ -70,7 +70,7 @@ from kvwire.types import (
 from kvwire.wire.control import AccessBody
 
 if TYPE_CHECKING:
-    from kvwire.transfers.ports import TransferServices
+    from kvwire.transfers.registry import TransferServices
 
 _TAG_MAX: Final = 2**64 - 1
 _new: Final = object.__new__
@@ -367,9 +367,9 @@ class Connection(AsyncWith):
         self._thread.check("Connection.pull")
         check_options("pull", options)
         services = self._services
-        state = incoming_kind(options)(services, id, cache, blocks, options)
-        services.registry.ask(state, self._driver)
-        return Incoming(state)
+        incoming = Incoming(services, id, cache, blocks, options)
+        services.registry.ask(incoming, self._driver)
+        return incoming
 
     def push(
         self,
@@ -398,9 +398,9 @@ class Connection(AsyncWith):
         self._thread.check("Connection.push")
         check_options("push", options)
         services = self._services
-        state = outgoing_kind(options)(services, id, cache, blocks, options)
-        services.registry.ask(state, self._driver)
-        return Outgoing(state)
+        outgoing = Outgoing(services, id, cache, blocks, options)
+        services.registry.ask(outgoing, self._driver)
+        return outgoing
 
     # --- the end ----------------------------------------------------------------------
 
@@ -604,28 +604,28 @@ class Connection(AsyncWith):
         }
 
     def _of_segment(self, event: SegmentMarked | SegmentLanded) -> None:
-        attempt = event.segment.request.context
-        if isinstance(attempt, Attempt):
+        leg = event.segment.request.context
+        if isinstance(leg, Leg):
             try:
-                attempt.event(event)
+                leg.event(event)
             except ProtocolError as exc:
                 self._core.fail(exc)
 
     def _of_transfer(
         self, event: SegmentsAcknowledged | TransferSettled | TransferAgreed
     ) -> None:
-        attempt = event.request.context
-        if not isinstance(attempt, Attempt):
+        leg = event.request.context
+        if not isinstance(leg, Leg):
             return
         try:
             if isinstance(event, TransferAgreed):
-                attempt.agreed(TransferOffer.decode(event.description))
+                leg.agreed(TransferOffer.decode(event.description))
             else:
-                attempt.event(event)
+                leg.event(event)
         except ProtocolError as exc:
             self._core.fail(exc)
         except ProfileMismatch as exc:
-            attempt.refuse(exc, WireCode.PROFILE)
+            leg.refuse(exc, WireCode.PROFILE)
 
     def _provide(self, event: MemoryWanted) -> None:
         """Give a receive without a buffer memory for the message it has met."""
@@ -646,7 +646,7 @@ class Connection(AsyncWith):
         record = event.request
         request = record.context
         if record.kind in _TRANSFERS:
-            if isinstance(request, Attempt):
+            if isinstance(request, Leg):
                 request.ended(event.error)
             else:
                 self._services.registry.request_over(record, self._driver)

@@ -28,8 +28,9 @@ from kvwire.endpoint.snapshot import Snapshot
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
-from kvwire.transfer import Incoming, Outgoing
+from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.options import PublishOptions, ReceiveOptions, SendOptions
+from kvwire.transfers.outgoing import Outgoing
 from kvwire.transfers.ready_log import Which
 from kvwire.types import Address, PeerInfo, TransportReport
 

@@ -43,7 +43,7 @@ from kvwire.proto.handshake import (
     Identity,
 )
 from kvwire.proto.regions import RegionRecord, RegionTable
-from kvwire.transfers.ports import TransferServices
+from kvwire.transfers.registry import TransferServices
 from kvwire.types import Address
 from kvwire.wire.control import BackendOffer, TransportOffer
 from kvwire.wire.handshake_messages import NONCE_BYTES

@@ -12,10 +12,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvwire.kv.outcome import Outcome
-from kvwire.transfer import Incoming, Outgoing
-from kvwire.transfers.base import KVTransfer
-from kvwire.transfers.incoming import IncomingState
-from kvwire.transfers.outgoing import OutgoingState
+from kvwire.transfers.incoming import Incoming
+from kvwire.transfers.outgoing import Outgoing
 from kvwire.transfers.ports import ConnectionPort
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
@@ -63,7 +61,7 @@ class Observers(Generic[C]):
         """Call it for every transfer that begins from now on.
 
         One that has a method ``trace_context`` is a tracer. It returns the trace that
-        the caller is in, as :attr:`kvwire.transfers.description.TransferOffer.trace`
+        the caller is in, as :attr:`kvwire.transfers.offer.TransferOffer.trace`
         has it, which is sent to the peer.
         """
         self.watchers.append(watcher)
@@ -82,15 +80,15 @@ class Observers(Generic[C]):
         if watcher in self.watchers:
             self.watchers.remove(watcher)
 
-    def begun(self, transfer: KVTransfer) -> None:
+    def begun(self, transfer: Incoming | Outgoing) -> None:
         """Call every observer: a transfer has begun."""
         for watcher in tuple(self.watchers):
             with _logged():
-                watcher.begun(_public(transfer))
+                watcher.begun(transfer)
 
     def ended(
         self,
-        transfer: KVTransfer,
+        transfer: Incoming | Outgoing,
         outcome: Outcome,
         connections: Iterable[ConnectionPort],
     ) -> None:
@@ -98,7 +96,7 @@ class Observers(Generic[C]):
         ran_on: tuple[Any, ...] = tuple(c.front for c in connections)
         for watcher in tuple(self.watchers):
             with _logged():
-                watcher.ended(_public(transfer), outcome, ran_on)
+                watcher.ended(transfer, outcome, ran_on)
 
 
 class TransferLog:
@@ -122,14 +120,6 @@ class TransferLog:
         transfers_logger.debug(
             text, transfer, outcome.nbytes, spent_s, why, outcome.timings
         )
-
-
-def _public(transfer: KVTransfer) -> Incoming | Outgoing:
-    """Return the object that users have of a transfer, or one equal to it."""
-    if isinstance(transfer, IncomingState):
-        return Incoming(transfer)
-    assert isinstance(transfer, OutgoingState)
-    return Outgoing(transfer)
 
 
 @contextlib.contextmanager

@@ -40,17 +40,14 @@ from kvwire.errors import (
     KVWireError,
     RequestCancelled,
     UsageError,
-    WireCode,
 )
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.memory.buffers import Memory, as_payload
 from kvwire.proto.state import RequestKind
-from kvwire.transfer import Incoming, Outgoing
-from kvwire.transfers.coded import incoming_kind, outgoing_kind
-from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.options import ReceiveOptions, SendOptions, check_options
-from kvwire.transfers.outgoing import OutgoingState
+from kvwire.transfers.outgoing import Outgoing
 from kvwire.types import Address, Deadline, Grant
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
@@ -232,9 +229,9 @@ class Peer:
         """
         self._thread.check("Peer.pull")
         check_options("pull", options)
-        state = incoming_kind(options)(self._services, id, cache, blocks, options)
-        self._start(state)
-        return Incoming(state)
+        incoming = Incoming(self._services, id, cache, blocks, options)
+        self._start(incoming)
+        return incoming
 
     def push(
         self,
@@ -254,9 +251,9 @@ class Peer:
         """
         self._thread.check("Peer.push")
         check_options("push", options)
-        state = outgoing_kind(options)(self._services, id, cache, blocks, options)
-        self._start(state)
-        return Outgoing(state)
+        outgoing = Outgoing(self._services, id, cache, blocks, options)
+        self._start(outgoing)
+        return outgoing
 
     # --- the end ----------------------------------------------------------------------
 
@@ -301,7 +298,7 @@ class Peer:
         """Make a request that is posted as soon as there is a connection."""
         return self._post(Request(self, kind, what, payload, absolute(deadline)))
 
-    def _start(self, end: IncomingState | OutgoingState) -> None:
+    def _start(self, end: Incoming | Outgoing) -> None:
         """Ask the peer for a transfer, now or as soon as there is a connection."""
         self._links.check_open()
         connection = None if self._closed else self.connection
@@ -313,14 +310,12 @@ class Peer:
         self._tasks.add(task)  # bounded: REQUESTS_MAX, each is a transfer of the caller
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask(self, end: IncomingState | OutgoingState) -> None:
+    async def _ask(self, end: Incoming | Outgoing) -> None:
         try:
             connection = await self._connect()
-            if end.outcome is None:
-                end.ask(connection._driver)
+            self._services.registry.ask_deferred(end, connection._driver)
         except KVWireError as exc:
-            if end.outcome is None:
-                end.stop(exc, WireCode.GOING_AWAY)
+            self._services.registry.give_up(end, exc)
 
     async def _post_on_connection(self, request: Request[Any]) -> None:
         """Post a request as soon as there is a connection; errors are its end."""

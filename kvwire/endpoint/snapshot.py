@@ -24,7 +24,7 @@ from kvwire.limits import NAME_CHARS_MAX, SNAPSHOT_ROWS_MAX
 from kvwire.types import text_of
 
 if TYPE_CHECKING:
-    from kvwire.transfers.matching import End
+    from kvwire.transfers.transfer import TransferView
 
 # A link with nothing to send is silent for less.
 SILENCE_S = 1.0
@@ -177,17 +177,17 @@ def show_store(store: StorePort) -> None:
 def snapshot_of(links: Links) -> Snapshot:
     """Take a snapshot of a communicator, on its loop."""
     services, connections = links.services, list(links.connections)
-    live = list(services.registry.live)
-    asked = services.registry.unanswered[:SNAPSHOT_ROWS_MAX]
+    registry = services.registry
+    asked = registry.unanswered[:SNAPSHOT_ROWS_MAX]
     return Snapshot(
         name=services.config.name,
         pid=os.getpid(),
         incarnation=links.identity.incarnation.hex(),
         at_s=time.time(),
         connections=tuple(map(_connection, connections[:SNAPSHOT_ROWS_MAX])),
-        transfers=transfer_snapshots(live[:SNAPSHOT_ROWS_MAX]),
+        transfers=transfer_snapshots(registry.views(SNAPSHOT_ROWS_MAX)),
         open_connections=len(connections),
-        open_transfers=len(live),
+        open_transfers=len(registry.live),
         asked=tuple(printable(name) for name in asked),
         stores=tuple(store._snapshot() for store in _stores.get(services.loop, ())),
         quarantined_bytes=services.buffers.quarantined_bytes,
@@ -195,30 +195,29 @@ def snapshot_of(links: Links) -> Snapshot:
     )
 
 
-def transfer_snapshots(ends: Sequence[End]) -> tuple[TransferSnapshot, ...]:
+def transfer_snapshots(views: Sequence[TransferView]) -> tuple[TransferSnapshot, ...]:
     """Show transfers; call it on their loop."""
-    return tuple(map(_transfer, ends))
+    return tuple(map(_transfer, views))
 
 
-def _transfer(end: End) -> TransferSnapshot:
-    progress = end.progress
-    waits_for = end.waits_for
+def _transfer(view: TransferView) -> TransferSnapshot:
+    progress = view.progress
     silent = [
         f"{printable(c.peer.name)} is silent for {c.silent_s:.1f} s"
-        for c in end.connections
+        for c in view.links
         if c.silent_s >= SILENCE_S
     ]
     return TransferSnapshot(
-        id=text_of(end.id)[:NAME_CHARS_MAX],
-        side="incoming" if end.receives else "outgoing",
-        peers=tuple(printable(c.peer.name) for c in end.connections),
-        age_s=end.age_s,
+        id=text_of(view.id)[:NAME_CHARS_MAX],
+        side="incoming" if view.receives else "outgoing",
+        peers=tuple(printable(c.peer.name) for c in view.links),
+        age_s=view.age_s,
         layers=progress.layers,
         layers_marked=progress.marked,
         layers_landed=progress.landed,
         nbytes=progress.nbytes,
         landed_bytes=progress.landed_bytes,
-        waits_for="; ".join((waits_for, *silent)),
+        waits_for="; ".join((view.waits_for, *silent)),
     )
 
 

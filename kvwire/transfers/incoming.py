@@ -1,116 +1,140 @@
-"""The consumer's end of a KV transfer: segments land and layers open."""
+"""The consumer's end of a KV transfer: segments land and layers open.
+
+On each link a flow checks every segment against the plan and gives it memory. With a
+codec, what has landed is decoded on threads before it counts as a layer that may be
+read, or as landed in the outcome.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Generator, Mapping
+from threading import get_ident
+from typing import Any, Final
 
+import numpy as np
+
+from kvwire.backend import Payload
 from kvwire.errors import (
+    BackendUnavailable,
     ConnectionClosed,
     IntegrityError,
     KVWireError,
     PeerCancelled,
     ProfileMismatch,
+    ProtocolError,
     RequestCancelled,
     RequestError,
     UsageError,
     WireCode,
     shown,
+    wrong_type,
 )
-from kvwire.kv.blocks import Blocks
+from kvwire.kv.blocks import Bits, BlockLists, Blocks
+from kvwire.kv.geometry import Geometry
 from kvwire.kv.landed import Landed
-from kvwire.kv.outcome import Outcome, outcome_of
+from kvwire.kv.outcome import Outcome, join_outcomes
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.plan import PlanSide, Segment, TransferPlan
-from kvwire.limits import LANDED_BOXES_MAX
-from kvwire.proto.records import SegmentRecord
-from kvwire.transfers.base import (
-    DAMAGED,
-    Answer,
-    KVTransfer,
-    Progress,
-    UnnotifiedPeers,
-    damaged_of,
-    note_silence,
-    recoverable,
-)
+from kvwire.kv.plan import PlanSide, Segment
+from kvwire.limits import LANDED_BOXES_MAX, SEGMENT_BYTES_MAX
+from kvwire.memory.device.device_copies import DeviceFailed
+from kvwire.memory.iovec import simplest
+from kvwire.proto.events import SegmentLanded, SegmentMarked
+from kvwire.proto.records import CHUNK_LANDED, SegmentRecord
+from kvwire.transfers.codec import Decoding
 from kvwire.transfers.dedup import digest, held, listed_hashes
-from kvwire.transfers.description import TransferOffer, pack_have
+from kvwire.transfers.leg import DAMAGED, Leg, TransferEvent
+from kvwire.transfers.offer import TransferOffer, pack_have
 from kvwire.transfers.options import ReceiveOptions
-from kvwire.transfers.ports import ConnectionPort, TransferServices
-from kvwire.transfers.receiver import ReceiveAttempt, missing_chunks
-from kvwire.transfers.settle import SettleAttempt
-from kvwire.transfers.state import (
-    ATTEMPT_TRANSITIONS,
-    OFF_LINK,
-    ON_LINK,
-    OVER,
-    UNNOTIFIED,
-    AttemptInput,
-    AttemptState,
-    TransferState,
-)
+from kvwire.transfers.ports import SharedServices
+from kvwire.transfers.state import OFF_LINK, OVER, LegState, TransferState
+from kvwire.transfers.transfer import Progress, Transfer
 from kvwire.types import whole
-
-if TYPE_CHECKING:
-    from kvwire.kv.blocks import Bits
-
 
 _OF_CONTENT: Final = frozenset({"hashes", "content", "have"})
 
 
-class IncomingState(KVTransfer):
-    """Holds the state of a transfer that this side consumes."""
+class Incoming(Transfer):
+    """Receives a transfer that this side consumes. Made by ``pull`` and ``expect``.
 
-    plan: TransferPlan
-    landed: Landed
+    Await it for its :class:`~kvwire.Outcome`: a partial or failed transfer is an
+    outcome and not an exception. All methods belong to the loop of the communicator.
+    """
 
-    receives: bool = True
-    # The layers that may be read; None while none may.
+    _receives = True
+    _side = PlanSide.CONSUMER
+    # Decodes what has landed; None if it moves as it is.
+    _decoding: Decoding | None = None
+    # What may be read; None while nothing may.
     _readable: Landed | None = None
+    # Something was on its way, which another link need not bring again.
+    _has_moved = False
+    # What the last offer has named as landed.
+    _reported: tuple[Segment, ...] = ()
 
     def __init__(
         self,
-        communicator: TransferServices,
+        services: SharedServices,
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
         options: ReceiveOptions,
     ) -> None:
-        super().__init__(communicator, id, cache, blocks, options)
-        if not self.cache.writable:
+        super().__init__(services, id, cache, blocks, options)
+        if not cache.writable:
             raise UsageError(
                 "this cache has a tensor that is not writable: nothing can land in it"
             )
-        self.have: dict[str, Bits] = {}
+        self._have: dict[str, Bits] = {}
         if options.keys() & _OF_CONTENT:
-            listed = listed_hashes(options.get("hashes"), self.geometry)
-            self.have = held(options.get("have"), listed, self.lists)
-            self.hashes: bytes = digest(listed, options.get("content"))
-        self.attempt: ReceiveAttempt | None = None
-        self.peer_id: bytes = b""
-        self.reported: list[Segment] = []
-        # The most layers of a segment.
-        self.layers_grouped: int = 1
-        self._damaged: list[Segment] = []
-        # Something was on its way, which another link need not bring again.
-        self.has_moved: bool = False
-        self._error: KVWireError | None = None
+            listed = listed_hashes(options.get("hashes"), self._geometry)
+            self._have = held(options.get("have"), listed, self._lists)
+            self._hashes = digest(listed, options.get("content"))
         self._gates: dict[tuple[int, str | None], list[asyncio.Future[None]]] = {}
 
+    # --- what users call --------------------------------------------------------------
+
+    @property
+    def met(self) -> bool:
+        """Tell whether the peer has published or pushed it, and the two sides fit."""
+        return any(leg.planned for leg in self._legs)
+
+    @property
+    def carries(self) -> Mapping[str, tuple[range, range]]:
+        """Return the model's layers and KV heads that it brings, by group.
+
+        Those that both sides hold; nothing before it is :attr:`met`.
+        """
+        groups = self._legs[0].plan.groups if self.met else ()
+        return {walk.group: (walk.layers, walk.heads) for walk in groups}
+
     async def layer(self, layer: int, group: str | None = None) -> None:
-        """Wait until a layer is here.
+        """Wait until a layer of every block has landed, and may be read.
+
+        Args:
+            layer: By the model's index.
+            group: Of a hybrid model's cache; None for every group that has the layer.
+
+        Raises:
+            UsageError: There is no such layer or group.
+            RequestError, ConnectionClosed: The transfer ended without it, for this
+                reason; the outcome says what is here. Among them RequestCancelled:
+                :meth:`abort` was called. PeerCancelled: the producer ended it, or did
+                not mark the layer ready. DeadlineExceeded: its deadline or its lease.
+            ProfileMismatch: The two sides do not fit; names the fields.
 
         Cancel safety: safe, it only watches.
         """
+        if get_ident() != self._thread.ident:
+            self._thread.check("Incoming.layer")
         try:
             if self.layer_landed(layer, group):
                 return
         except UsageError:
             await asyncio.sleep(0)  # one turn of the loop: see kvwire.aio
             raise
-        if self.outcome is None:
-            gate: asyncio.Future[None] = self.loop.create_future()
+        if self._outcome is None:
+            gate: asyncio.Future[None] = self._loop.create_future()
             gates = self._gates.setdefault((layer, group), [])
             gates.append(gate)
             try:
@@ -118,29 +142,42 @@ class IncomingState(KVTransfer):
             finally:
                 if gate in gates:
                     gates.remove(gate)
-        if self.outcome is not None and not self.layer_landed(layer, group):
+        if self._outcome is not None and not self.layer_landed(layer, group):
             await asyncio.sleep(0)
-            assert self._error is not None
-            raise _not_landed(layer, self.outcome, self._error) from self._error
+            assert self._cause is not None
+            raise _not_landed(layer, self._outcome, self._cause) from self._cause
 
     def layer_event(self, layer: int, group: str | None = None) -> Any:
-        """Return an event that fires when a layer is here."""
-        landed, device = self.layer_landed(layer, group), self.cache.device
+        """Return an event behind which a layer that has landed may be read.
+
+        For streams of the device that the cache lies on. The layer has landed for the
+        host as well, so the event has fired: it names the order for tools and for
+        streams of other devices, and costs the stream that waits for it nothing.
+
+        Returns:
+            An event of the library that moves the cache: torch's or CuPy's.
+
+        Raises:
+            UsageError: There is no such layer, it has not landed, or the cache lies in
+                host memory.
+        """
+        self._thread.check("Incoming.layer_event")
+        landed, device = self.layer_landed(layer, group), self._cache.device
         if device is None:
             raise UsageError(
                 "layer_event: this cache lies in host memory; await layer(n)"
             )
         if not landed:
             raise UsageError(f"layer_event: layer {layer} has not landed yet")
-        return self.communicator.devices.copy_engine(device).landed
+        return self._services.devices.copy_engine(device).landed
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
-        """Tell whether a layer is here.
+        """Tell whether a layer of every block has landed.
 
         Raises:
             UsageError: There is no such layer or group.
         """
-        groups = self.cache.groups
+        groups = self._cache.groups
         if type(layer) is not int and whole(layer) is None:
             raise UsageError(f"layer {layer!r}: a number, by the model's index")
         if group is not None and group not in groups:
@@ -151,294 +188,272 @@ class IncomingState(KVTransfer):
             if layer in range(first, first + part.spec.layers):
                 readable = self._readable
                 return readable is not None and readable.layer(layer, group)
-        held = {part.spec.layer_indices for part in named}
-        there = ", ".join(f"{one.start} to {one.stop - 1}" for one in held)
+        indices = {part.spec.layer_indices for part in named}
+        there = ", ".join(f"{one.start} to {one.stop - 1}" for one in indices)
         raise UsageError(f"layer {layer} is not in this cache: there is {there}")
 
-    # --- for the registry -------------------------------------------------------------
+    # --- the consumer's half ----------------------------------------------------------
 
-    def answer_to(
-        self, connection: ConnectionPort, description: TransferOffer
-    ) -> Answer:
-        """Tell whether a peer that offers the transfer may send it."""
-        attempt = self.attempt
-        if self.state is not TransferState.OPEN:
-            return Answer.LATER
-        if attempt is None:
-            return Answer.YES
-        same_peer = attempt.origin == connection.peer.origin
-        if not same_peer or self.peer_id != description.endpoint_id:
-            return Answer.NO
-        if attempt.state is AttemptState.WAITING:
-            return Answer.YES
-        return Answer.LATER
-
-    @property
-    def planned(self) -> bool:
-        """Tell whether a producer was met, on this link or an earlier one."""
-        return bool(self.peer_id)
-
-    @property
-    def settling(self) -> bool:
-        """Tell whether all is here and the producer does not know that yet."""
-        return self._in(AttemptState.SETTLED)
-
-    @property
-    def unnotified(self) -> UnnotifiedPeers:
-        """Return the producer if it may still ask once the transfer is over."""
-        attempt = self.attempt
-        if attempt is None:
-            return UnnotifiedPeers(1, frozenset())
-        known = [attempt.peer_id] if attempt.state in UNNOTIFIED else []
-        return UnnotifiedPeers(0, frozenset(known))
-
-    @property
-    def waits_for(self) -> str:
-        if self.attempt is None:
-            return "no peer has pushed it"
-        peer = shown(self.attempt.connection.peer.name)
-        if self._in(AttemptState.ASKED):
-            return f"the peer {peer} has not published it"
-        if self._in(*OFF_LINK):
-            return f"the connection to {peer} is lost"
-        layers, marked, landed, _, _ = self.progress
-        said = "all that was marked has landed, and the commit is missing"
-        if landed < marked:
-            said = f"{landed} of {marked} marked layers have landed, of {layers}"
-        elif marked < layers:
-            said = f"it has marked {marked} of {layers} layers"
-        return f"the peer {peer} has not finished it: {said}"
-
-    @property
-    def progress(self) -> Progress:
-        if not self.planned or self.attempt is None:
-            return Progress()
-        layers = sum(len(walk.layers) for walk in self.plan.groups)
-        landed = self.landed.layers
-        return Progress(
-            layers,
-            max(self.attempt.marked_layers, landed),
-            landed,
-            self.plan.nbytes,
-            self.landed.nbytes,
+    def _offer(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
+        # What does not fit is sent again, which is only slower.
+        landed = self._legs[0].landed.boxes(LANDED_BOXES_MAX) if self._has_moved else ()
+        self._reported = tuple(landed)
+        return TransferOffer(
+            geometry=self._geometry.encoded,  # type: ignore[arg-type]
+            endpoint_id=self._endpoint_id,
+            peer_id=peer_id,
+            hashes=self._hashes,
+            have=pack_have(self._have) if self._have else (),
+            landed=self._reported,
+            plan=plan,
+            settled=self._state in OVER and self._given_up is None,
+            trace=self._trace,
         )
 
-    @property
-    def connections(self) -> tuple[ConnectionPort, ...]:
-        return () if self.attempt is None else (self.attempt.connection,)
-
-    def interrupted(self, origin: bytes) -> bool:
-        """Tell whether the transfer waits for another link to a peer."""
-        attempt = self.attempt
-        return self._in(*OFF_LINK) and attempt is not None and attempt.origin == origin
-
-    def asks(self, origin: bytes) -> bool:
-        """Tell whether this side asks that peer again on another link."""
-        attempt = self.attempt
-        if attempt is None or not self._in(AttemptState.WAITING):
-            return False
-        return (
-            self.state is TransferState.OPEN
-            and attempt.asks
-            and attempt.origin == origin
+    def _coded(self, codec: object) -> tuple[PagedCache, BlockLists]:
+        threads = self._services.codec_threads
+        self._decoding = Decoding(
+            threads, self._cache, self._lists, codec, self._loop, self._piece_over
         )
+        return self._decoding.memory, self._decoding.lists
 
-    def ask(self, connection: ConnectionPort) -> None:
-        """Pull: ask the peer of a connection for the transfer."""
-        if self.state in OVER:
-            return
-        before, attempt = self.attempt, self._new_attempt(connection, asks=True)
-        try:
-            attempt.ask(connection, self)
-        except KVWireError:
-            self.attempt = before
-            if before is not None:
-                self.start_lease()
-            raise
+    def _held_by(self, offer: TransferOffer, peer: Geometry) -> Mapping[str, Bits]:
+        return self._have
 
-    def matched(
-        self, connection: ConnectionPort, core: Any, description: TransferOffer
-    ) -> None:
-        """Push: answer the peer of a connection that offers the transfer."""
-        attempt = self._new_attempt(connection, asks=False)
-        attempt.core, core.context = core, attempt
-        attempt.peer_id = description.endpoint_id
-        try:
-            self.plan_with(description)
-        except KVWireError as exc:
-            attempt.refuse(exc, WireCode.PROFILE)
-            return
-        answer = self.description(self.peer_id, self.plan.digest)
-        attempt.begin()
-        connection.transfers.agree(core, answer.encode())
-        connection.run()
+    def _flow(self, leg: Leg) -> ReceiveFlow:
+        return ReceiveFlow(self, leg)
 
-    def stop(self, error: KVWireError, code: WireCode) -> None:
-        if self.attempt is not None:
-            self.attempt.refuse(error, code)
-        self.end(error)
-
-    def runs_on(self, connection: ConnectionPort) -> bool:
-        return self.attempt is not None and self.attempt.connection is connection
-
-    def lost(self, connection: ConnectionPort) -> None:
-        attempt = self.attempt
-        if attempt is not None and attempt.connection is connection:
-            self.release(attempt)
-
-    # --- the attempt ------------------------------------------------------------------
-
-    def plan_with(self, description: TransferOffer) -> None:
-        """Plan against the producer's half.
-
-        Raises:
-            ProfileMismatch: The two halves do not fit; names the fields.
-            BackendUnavailable: This connection cannot move memory of the device.
-        """
-        self.phases.enter("handshake")
-        assert self.attempt is not None
-        if description.trace or self.ring is not None:
-            self.note_peer(self.attempt.connection, description.trace)
-        if self.memory.device is not None:
-            self.attempt.connection.staging.open(self.memory.device)
-        description.require_same_hashes(self.hashes)
-        if self.peer_id not in (b"", description.endpoint_id):
-            raise ProfileMismatch(
-                "the peer has another transfer of this name now", fields=("end",)
-            )
-        # Without hashes on both sides nobody knows that it has the same blocks.
-        comparable = self.hashes and description.hashes
-        plan = TransferPlan(
-            self.memory,
-            self.memory_lists,
-            description.read_geometry(),
-            PlanSide.CONSUMER,
-            tokens=self.tokens,
-            have=self.have if comparable else None,
-            local=self.geometry,
-            named=self.lists,
-        )
-        first = not self.peer_id
-        self.peer_id = self.attempt.peer_id = description.endpoint_id
-        if first:
-            self.plan, self.landed = plan, Landed(plan)
-            self._readable = self.landed
+    def _met(self, leg: Leg, offer: TransferOffer) -> None:
+        if self._readable is None:
+            self._readable = leg.landed
+            if self._decoding is not None:
+                self._readable = self._decoding.begin(leg.plan)
             # What is not carried, or was here before, is not waited for.
             if self._gates:
                 self._open_gates()
-        self.phases.enter("mark_wait")
 
-    def segment_landed(self, core: SegmentRecord, segment: Segment) -> None:
-        """Note a segment that is here in whole, and open the gates it opens."""
-        if core.damaged:
-            self._damaged.append(segment)  # bounded: SEGMENTS_MAX
-            assert self.attempt is not None
-            missing = missing_chunks(core, self.attempt.chunk_bytes())
-            self.landed.mark_but(segment, missing)
-            return
-        self.landed.mark(segment)
-        if self.ring is not None:
-            self.note("landed", segment.layer, segment.layers, core.nbytes)
-        self._lease_until = None
-        if self._lease is not None:
-            self.renew_lease()
-        if self._gates:
-            self._open_gates()
-
-    def attempt_ended(self, error: KVWireError | None) -> None:
-        """Take in the end of the attempt's request."""
-        attempt = self.attempt
-        assert attempt is not None
-        lost = recoverable(error) and self.communicator.config.resume
-        if lost and self.state is TransferState.OPEN:
-            self._name_phase(attempt)
-            self.phases.enter("lost")
-            attempt.state = ATTEMPT_TRANSITIONS[attempt.state, AttemptInput.LOSE]
-            if self.ring is not None:
-                self.note("lost")
-            self.start_lease()
-            return
-        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, AttemptInput.END]
-        if self.state in OVER:
-            if self.outcome is not None:
-                attempt.release()
-            if lost:
-                self.registry.unconfirmed(
-                    SettleAttempt(self, attempt, plan=self.plan.digest)
-                )
-            self.registry.settled(self)
-        elif self.state is TransferState.OPEN:
-            assert error is not None, "an attempt ended well before its transfer"
-            self.end(error)
-
-    # --- inside -----------------------------------------------------------------------
-
-    def _new_attempt(self, connection: ConnectionPort, *, asks: bool) -> ReceiveAttempt:
-        if self._lease is not None:
-            self.stop_lease()
-        self.attempt = ReceiveAttempt(self, connection, asks=asks)
-        self.attempt.peer_id = self.peer_id
-        return self.attempt
-
-    def _in(self, *states: AttemptState) -> bool:
-        """Tell whether there is an attempt in one of these states."""
-        return self.attempt is not None and self.attempt.state in states
-
-    def description(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
-        # What does not fit is sent again, which is only slower.
-        self.reported = self.landed.boxes(LANDED_BOXES_MAX) if self.has_moved else []
-        given_up = isinstance(self._error, RequestCancelled)
-        return TransferOffer(
-            geometry=self.geometry.encoded,  # type: ignore[arg-type]
-            endpoint_id=self.endpoint_id,
-            peer_id=peer_id,
-            hashes=self.hashes,
-            have=pack_have(self.have) if self.have else (),
-            landed=tuple(self.reported),
-            plan=plan,
-            settled=self.state in OVER and not given_up,
-            trace=self.trace,
-        )
+    def _leg_over(self, leg: Leg, error: KVWireError | None) -> None:
+        assert error is not None, "a leg ended well before its transfer"
+        self._end(error)
 
     def _open_gates(self) -> None:
         """Wake those whose layers are here; all of them at the end."""
         readable = self._readable
         for (layer, group), gates in list(self._gates.items()):
-            over = self.outcome is not None
+            over = self._outcome is not None
             if over or (readable is not None and readable.layer(layer, group)):
                 del self._gates[layer, group]
                 for gate in gates:
                     if not gate.done():
                         gate.set_result(None)
 
-    def end_now(self, cause: KVWireError) -> None:
-        self._error, reason = cause, str(cause)
-        attempt = self.attempt
-        if attempt is None or not self.peer_id:
-            outcome = self.nothing(reason)
-        else:
-            if attempt.state in ON_LINK or attempt.state is AttemptState.REFUSED:
-                self._name_phase(attempt)
-            outcome = outcome_of(
-                self.landed,
-                reasons=damaged_of(self.plan, self._damaged) if self._damaged else (),
-                otherwise=reason,
-                timings=self.phases.timings(),
-                layers_grouped=self.layers_grouped,
-            )
-        attempts = [] if attempt is None else [attempt]
-        self.registry.over(self, cause, attempts)
-        self.record(outcome, attempts)
-        self._open_gates()
+    # --- the end ----------------------------------------------------------------------
 
-    def _name_phase(self, attempt: ReceiveAttempt) -> None:
-        """Say what it has waited for, now that it waits no more."""
-        if self.phases.phase == "mark_wait" and self.landed.complete:
-            self.phases.phase = "commit"
-        if attempt.state is AttemptState.SETTLED:
-            return  # by a word that has come just now
-        interval_s = self.communicator.config.ping_interval_s
-        note_silence(self.phases, attempt.connection, interval_s)
+    def _stop(self, error: KVWireError, code: WireCode) -> None:
+        if self._decoding is not None and self._state not in OVER:
+            self._decoding.stopped = True  # what was not begun is left out
+        super()._stop(error, code)
+
+    def _record(self) -> None:
+        """See Transfer; with a codec, the outcome waits for what is being decoded."""
+        decoding = self._decoding
+        if decoding is not None and self._readable is not None:
+            self._decode_landed()
+            if decoding.jobs:
+                return  # the last of them ends it
+            self._legs[0].landed = self._readable
+        super()._record()
+        self._decoding = None  # it and the transfer name each other
+        if self._gates:
+            self._open_gates()
+
+    def _decode_landed(self) -> None:
+        """Begin to decode all that has landed and was not begun with."""
+        decoding = self._decoding
+        if decoding is not None and self._readable is not None:
+            for segment in self._legs[0].landed.boxes(LANDED_BOXES_MAX):
+                decoding.begin_with(segment)
+
+    def _piece_over(self, error: Exception | None) -> None:
+        """Take in that a piece was decoded, or was not; the loop calls it."""
+        decoding = self._decoding
+        assert decoding is not None
+        if error is None:
+            if self._gates:
+                self._open_gates()
+        elif not isinstance(error, RequestCancelled):
+            self._busy += isinstance(error, DeviceFailed)  # and may write for good
+            wrong = BackendUnavailable(f"what has landed was not decoded: {error}")
+            if self._state in OVER:
+                self._cause = wrong
+            self._stop(wrong, WireCode.OTHER)
+        if self._state is TransferState.ENDING and not decoding.jobs:
+            self._try_to_end()
+
+    # --- what snapshots show ----------------------------------------------------------
+
+    @property
+    def _waits_for(self) -> str:
+        if not self._legs:
+            return "no peer has pushed it"
+        leg = self._legs[0]
+        peer = shown(leg.link.peer.name)
+        if leg.state is LegState.ASKED:
+            return f"the peer {peer} has not published it"
+        if leg.state in OFF_LINK:
+            return f"the connection to {peer} is lost"
+        layers, marked, landed, _, _ = self._progress
+        text = "all that was marked has landed, and the commit is missing"
+        if landed < marked:
+            text = f"{landed} of {marked} marked layers have landed, of {layers}"
+        elif marked < layers:
+            text = f"it has marked {marked} of {layers} layers"
+        return f"the peer {peer} has not finished it: {text}"
+
+    @property
+    def _progress(self) -> Progress:
+        if not self.met:
+            return Progress()
+        leg = self._legs[0]
+        layers = sum(len(walk.layers) for walk in leg.plan.groups)
+        landed, flow = leg.landed, leg.flow
+        marked = flow.marked_layers if isinstance(flow, ReceiveFlow) else 0
+        return Progress(
+            layers,
+            max(marked, landed.layers),
+            landed.layers,
+            leg.plan.nbytes,
+            landed.nbytes,
+        )
+
+
+class ReceiveFlow:
+    """Receives what one producer marks, over one link."""
+
+    __slots__ = ("_inc", "_leg", "_promised", "_segments", "_under_way")
+
+    def __init__(self, inc: Incoming, leg: Leg) -> None:
+        self._inc = inc
+        self._leg = leg
+        self._segments: dict[int, Segment] = {}
+        # How many of them are on their way.
+        self._under_way = 0
+        # What was marked, or was reported to the producer as landed. Nothing may be
+        # marked twice.
+        self._promised = Landed(leg.plan)
+        for segment in inc._reported:
+            self._promised.mark(segment)
+
+    @property
+    def marked_layers(self) -> int:
+        """Count the layers that the producer has marked, as far as is known here."""
+        return self._promised.layers
+
+    def event(self, event: TransferEvent) -> None:
+        """Take in that a segment was marked, or is here in whole."""
+        if isinstance(event, SegmentMarked):
+            self._marked(event.segment)
+        else:
+            assert isinstance(event, SegmentLanded)
+            self._landed(event.segment)
+
+    def _marked(self, record: SegmentRecord) -> None:
+        """Check a segment that the producer has marked, and give it memory.
+
+        Raises:
+            ProtocolError: It is no part of the plan, or was marked before.
+        """
+        leg, inc, segment = self._leg, self._inc, self._checked(record)
+        self._segments[record.number] = segment  # bounded: SEGMENTS_MAX
+        if not self._under_way:
+            leg.phases.enter("wire")
+        self._under_way += 1
+        inc._has_moved = True
+        leg.grouped = max(leg.grouped, segment.layers)
+        memory: Payload = leg.plan.fragments(segment)
+        transfers = leg.link.transfers
+        if transfers.only_link:  # lanes know memory by its owner
+            memory = simplest(memory)
+        transfers.place(record, inc._lend(memory))
+
+    def _landed(self, record: SegmentRecord) -> None:
+        """Note a segment that is here in whole; its layers may be read."""
+        leg, inc = self._leg, self._inc
+        segment = self._segments[record.number]
+        self._under_way -= 1
+        if not self._under_way:
+            leg.phases.enter("mark_wait")
+        if record.damaged:
+            leg.damaged.append(segment)  # bounded: SEGMENTS_MAX
+            missing = missing_chunks(record, leg.link.chunk_bytes)
+            leg.landed.mark_but(segment, missing)
+            return
+        leg.landed.mark(segment)
+        if inc._ring is not None:
+            inc._note("landed", segment.layer, segment.layers, record.nbytes)
+        inc._lease_until = None
+        if inc._lease is not None:
+            inc._renew_lease()
+        if inc._decoding is not None:
+            inc._decoding.begin_with(segment)
+        if inc._gates:
+            inc._open_gates()
+
+    def send(self) -> None:
+        """Send nothing: a consumer has no marks."""
+
+    def end(self, error: KVWireError | None) -> None:
+        """Note the parts that are here of segments that never became whole."""
+        leg, inc = self._leg, self._inc
+        if inc._outcome is not None:
+            return
+        if leg.core is not None and self._segments:
+            segments = leg.link.transfers.records[leg.core].segments
+            before = leg.landed.left
+            for number, segment in self._segments.items():
+                if not segments[number].over:
+                    missing = missing_chunks(segments[number], leg.link.chunk_bytes)
+                    leg.landed.mark_but(segment, missing)
+            if leg.landed.left < before:
+                inc._renew_lease()
+        inc._decode_landed()  # parts that landed do not come again
+
+    def _checked(self, record: SegmentRecord) -> Segment:
+        """Return what of the plan a marked segment is."""
+        plan, segment = self._leg.plan, tuple.__new__(Segment, record.box)
+        try:
+            nbytes = plan.check(segment)
+        except UsageError as exc:
+            raise ProtocolError("KVW-TR-09", str(exc)) from None
+        if record.nbytes != nbytes:
+            raise ProtocolError(
+                "KVW-TR-09",
+                f"segment {record.number} of {record.nbytes} bytes, the plan has "
+                f"{nbytes}",
+            )
+        if segment.granules > 1 and record.nbytes > SEGMENT_BYTES_MAX:
+            raise ProtocolError(
+                "KVW-TR-12",
+                f"segment {record.number}: {record.nbytes} bytes of {segment.granules} "
+                f"granules; {SEGMENT_BYTES_MAX} are the most of more than one",
+            )
+        if not self._promised.claim(segment):
+            raise ProtocolError(
+                "KVW-TR-11", f"segment {record.number}: part of it was marked before"
+            )
+        return segment
+
+
+def missing_chunks(core: SegmentRecord, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Return (offset, bytes) of each run of a segment's chunks that have not landed."""
+    count = -(-core.nbytes // chunk_bytes)
+    landed = np.ones(count + 2, np.bool_)
+    landed[1:-1] = np.frombuffer(core.arrived or bytes(count), np.uint8) == CHUNK_LANDED
+    edges = np.flatnonzero(landed[1:] != landed[:-1]) * chunk_bytes
+    ends = np.minimum(edges, core.nbytes).tolist()
+    return [
+        (first, end - first) for first, end in zip(ends[::2], ends[1::2], strict=True)
+    ]
 
 
 def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError:
@@ -452,3 +467,99 @@ def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError
     if isinstance(error, RequestError | ConnectionClosed):
         return type(error)(text)
     return error
+
+
+class Joined:
+    """Joins several incoming transfers of the same blocks. Made by :func:`join`.
+
+    A tensor-parallel producer group sends each rank's heads of the same blocks; the
+    consumer waits for all of them, layer by layer, and gets one outcome.
+    """
+
+    def __init__(self, parts: tuple[Incoming, ...]) -> None:
+        self._parts = parts
+
+    def __await__(self) -> Generator[Any, Any, Outcome]:
+        return self._outcome().__await__()
+
+    def done(self) -> bool:
+        """Tell whether the outcome is known, which is when every part's is."""
+        return all(part.done() for part in self._parts)
+
+    @property
+    def is_drained(self) -> bool:
+        """Tell whether nothing of kvwire can touch the blocks any more."""
+        return all(part.is_drained for part in self._parts)
+
+    def layer_landed(self, layer: int, group: str | None = None) -> bool:
+        """Tell whether a layer has landed from every producer.
+
+        Raises:
+            UsageError: There is no such layer or group.
+        """
+        return all(part.layer_landed(layer, group) for part in self._parts)
+
+    async def layer(self, layer: int, group: str | None = None) -> None:
+        """Wait until a layer has landed from every producer.
+
+        Raises:
+            UsageError: There is no such layer or group.
+            RequestError, ConnectionClosed, ProfileMismatch: One of them ended without
+                it, for this reason; the others are not waited for.
+
+        Cancel safety: safe, it only watches.
+        """
+        gates = [
+            asyncio.ensure_future(part.layer(layer, group)) for part in self._parts
+        ]
+        try:
+            await asyncio.gather(*gates)
+        finally:
+            for gate in gates:
+                gate.cancel()
+            await asyncio.gather(*gates, return_exceptions=True)
+
+    async def drained(self) -> None:
+        """Wait until nothing of kvwire can touch the blocks any more.
+
+        Cancel safety: safe, it only watches.
+        """
+        for part in self._parts:
+            await part.drained()
+
+    def abort(self, reason: str = "aborted") -> None:
+        """End all of them."""
+        for part in self._parts:
+            part.abort(reason)
+
+    async def _outcome(self) -> Outcome:
+        return join_outcomes([await part for part in self._parts])
+
+
+def join(*parts: Incoming) -> Joined:
+    """Follow several incoming transfers of the same blocks as one.
+
+    Raises:
+        UsageError: There is none, or their block lists differ.
+    """
+    if not parts:
+        raise UsageError("join: pass the Incoming of each producer")
+    for part in parts:
+        if not isinstance(part, Incoming):
+            raise wrong_type("join", part, "the Incoming of a producer")
+        _require_same_lists(parts[0], part)
+    return Joined(parts)
+
+
+def _require_same_lists(one: Incoming, another: Incoming) -> None:
+    if one._lists.keys() != another._lists.keys():
+        raise UsageError(
+            f"join: {one.id!r} has the groups {', '.join(one._lists)}, "
+            f"{another.id!r} has {', '.join(another._lists)}"
+        )
+    for group, ids in one._lists.items():
+        if not np.array_equal(ids, another._lists[group]):
+            raise UsageError(
+                f"join: the block lists of {one.id!r} and {another.id!r} differ in "
+                f"group {group!r}"
+            )

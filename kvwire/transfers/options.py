@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, TypedDict
 
 from kvwire.errors import UsageError, nearest
+from kvwire.kv.blocks import BlockLists
 from kvwire.kv.codecs.rows import TransferCodec
-from kvwire.kv.geometry import Tokens
+from kvwire.kv.geometry import Tokens, checked_tokens
+from kvwire.kv.paged import PagedCache
+from kvwire.limits import KV_BLOCKS_MAX, TRANSFER_ID_BYTES_MAX
 from kvwire.transfers.dedup import Hashes, Have
-from kvwire.types import Deadline, plain
+from kvwire.types import Deadline, plain, whole
 
 
 class TransferOptions(TypedDict, total=False):
@@ -61,3 +65,57 @@ def check_options(verb: str, options: Any) -> None:
             raise UsageError(f"{verb}: no option {name!r}; {nearest(name, names)}")
         if name in _NUMBERS:
             options[name] = plain(value)
+
+
+def grown_lists(lists: BlockLists, tokens: Tokens, cache: PagedCache) -> BlockLists:
+    """Return the lists of a growing transfer, with room for all its tokens.
+
+    Raises:
+        UsageError: ``tokens`` is missing, needs fewer blocks than are listed, or more
+            than a transfer may have.
+    """
+    if tokens is None:
+        raise UsageError(
+            "growing=True: tokens= says how many the whole transfer will have"
+        )
+    room: dict[str, int] = {}
+    for name, ids in lists.items():
+        count = checked_tokens(tokens, cache)
+        if isinstance(count, Mapping):
+            if name not in count:
+                raise UsageError(f"growing=True: tokens= lacks group {name!r}")
+            count = count[name]
+        room[name] = -(-count // cache.groups[name].spec.block_tokens)
+        if room[name] < ids.size:
+            raise UsageError(
+                f"growing=True: {ids.size} blocks of group {name!r} are more than "
+                f"the {room[name]} that tokens={count} need"
+            )
+    if sum(room.values()) > KV_BLOCKS_MAX:
+        raise UsageError(
+            f"growing=True: tokens={tokens} need {sum(room.values())} "
+            f"blocks; a transfer has 1 to {KV_BLOCKS_MAX}"
+        )
+    return lists.padded(room)
+
+
+def transfer_key(id: str | bytes | int) -> bytes:
+    """Return the bytes that name a transfer on the wire; 1, "1", b"1" are three names.
+
+    Raises:
+        UsageError: Another type, or too long.
+    """
+    if isinstance(id, str):
+        try:
+            key = b"s" + id.encode()
+        except UnicodeEncodeError as exc:
+            raise UsageError(f"transfer id {id!r}: {exc}") from None
+    elif isinstance(id, bytes):
+        key = b"b" + id
+    elif (number := whole(id)) is not None:
+        key = b"i%d" % number
+    else:
+        raise UsageError(f"transfer id {id!r}: pass a str, bytes or int")
+    if not 1 < len(key) <= TRANSFER_ID_BYTES_MAX:
+        raise UsageError(f"a transfer id of {len(key) - 1} bytes; 1 to 255 are allowed")
+    return key

@@ -1,15 +1,23 @@
 """The producer's end of a KV transfer: marks go in, segments go out.
 
-One transfer may serve several consumers, such as the ranks of a
-tensor-parallel group, each with its own plan: a
-:class:`~kvwire.transfers.sender.SendAttempt`. They all read the same log of marks.
+One transfer may serve several consumers, such as the ranks of a tensor-parallel group,
+each with a leg and a plan of its own. They all read the same log of marks, and on each
+link a flow turns marks into segments. Small layers go at once while nothing is under
+way, and wait for their neighbours while something is (as Nagle's algorithm has it for
+small packets); large marks are cut.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
 
+from kvwire.aio import FORKED, AsyncWith
+from kvwire.backend import Payload
 from kvwire.errors import (
     KVWireError,
     PeerCancelled,
@@ -19,55 +27,56 @@ from kvwire.errors import (
     WireCode,
     shown,
 )
-from kvwire.kv.blocks import BlockLists, Blocks
-from kvwire.kv.geometry import checked_tokens
-from kvwire.kv.outcome import join_outcomes
+from kvwire.kv.blocks import Bits, BlockLists, Blocks
+from kvwire.kv.geometry import Geometry
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.plan import TransferPlan
-from kvwire.limits import GROUP_BYTES, KV_BLOCKS_MAX
-from kvwire.transfers.base import (
-    UNMARKED,
-    Answer,
-    KVTransfer,
-    Progress,
-    UnnotifiedPeers,
-    recoverable,
+from kvwire.kv.plan import Segment, TransferPlan
+from kvwire.limits import (
+    AHEAD_BYTES,
+    GROUP_BYTES,
+    SEGMENT_BYTES,
+    SEGMENTS_MAX,
+    SEGMENTS_TOGETHER,
 )
+from kvwire.memory.iovec import simplest
+from kvwire.proto.events import SegmentsAcknowledged
+from kvwire.transfers.codec import Encoding
 from kvwire.transfers.dedup import digest, listed_hashes
-from kvwire.transfers.description import TransferOffer
-from kvwire.transfers.options import SendOptions
-from kvwire.transfers.ports import ConnectionPort, TransferServices
-from kvwire.transfers.ready_log import Encoder, ReadyLog
-from kvwire.transfers.sender import SendAttempt
-from kvwire.transfers.state import (
-    ATTEMPT_TRANSITIONS,
-    OFF_LINK,
-    ON_LINK,
-    OVER,
-    UNNOTIFIED,
-    AttemptInput,
-    AttemptState,
-    TransferState,
-)
+from kvwire.transfers.leg import UNMARKED, Leg, TransferEvent
+from kvwire.transfers.offer import TransferOffer
+from kvwire.transfers.options import SendOptions, grown_lists
+from kvwire.transfers.ports import SharedServices
+from kvwire.transfers.ready_log import ReadyLog, ReadyRange, Which
+from kvwire.transfers.state import OFF_LINK, ON_LINK, LegInput, LegState
+from kvwire.transfers.transfer import Progress, Transfer
 
 
-class OutgoingState(KVTransfer):
-    """Holds the state of a transfer that this side produces."""
+class Outgoing(Transfer, AsyncWith):
+    """Sends a transfer that this side produces. Made by ``publish`` and ``push``.
+
+    Await it for its :class:`~kvwire.Outcome`: a partial or failed transfer is an
+    outcome and not an exception. ``async with out:`` finishes at the end of the block,
+    and aborts if the block is left by an exception. All methods belong to the loop of
+    the communicator, unless they say otherwise.
+    """
+
+    # Encodes what is marked, before it is sent; None if it moves as it is.
+    _encoding: Encoding | None = None
 
     def __init__(
         self,
-        communicator: TransferServices,
+        services: SharedServices,
         id: str | bytes | int,
         cache: PagedCache,
         blocks: Blocks,
         options: SendOptions,
         consumers: int = 1,
     ) -> None:
-        self.growing: bool = options.get("growing", False)
-        super().__init__(communicator, id, cache, blocks, options)
+        self._growing = options.get("growing", False)
+        super().__init__(services, id, cache, blocks, options)
         if type(consumers) is not int or consumers < 1:
             raise UsageError(f"consumers={consumers!r}: a number, at least 1")
-        self.consumers = consumers
+        self._peers = consumers
         group_bytes = options.get("group_bytes")
         number = type(group_bytes) is int
         if group_bytes is not None and not (number and group_bytes > 0):
@@ -76,235 +85,134 @@ class OutgoingState(KVTransfer):
                 f"number of bytes"
             )
         if "hashes" in options or "content" in options:
-            listed = listed_hashes(options.get("hashes"), self.geometry)
-            self.hashes: bytes = digest(listed, options.get("content"))
-        self.group_bytes: int = GROUP_BYTES if group_bytes is None else group_bytes
-        self.ready_log: ReadyLog = ReadyLog(
-            self.cache,
-            self.lists,
-            self.loop,
-            self._marked,
-            self.communicator.devices,
-            self.encoder(),
+            listed = listed_hashes(options.get("hashes"), self._geometry)
+            self._hashes = digest(listed, options.get("content"))
+        self._group_bytes: int = GROUP_BYTES if group_bytes is None else group_bytes
+        encode = None if self._encoding is None else self._encoding.encode
+        self._log: ReadyLog = ReadyLog(
+            cache, self._lists, self._loop, self._marked, services.devices, encode
         )
-        self.attempts: list[SendAttempt] = []
 
-    def encoder(self) -> Encoder | None:
-        """Return what has to be done with a part before it may be sent, if anything."""
-        return None
+    # --- what users call --------------------------------------------------------------
 
     def extend(self, blocks: Blocks) -> None:
-        """Name blocks that were not known before."""
-        if not self.growing:
+        """Name the next blocks of a growing transfer. Thread-safe and non-blocking.
+
+        Args:
+            blocks: Their ids, or ``{group: ids}``. They follow those named before.
+
+        Raises:
+            UsageError: The transfer is not growing, they are more than ``tokens`` need,
+                or one of them is out of range or named before.
+        """
+        self._thread.check_process("Outgoing.extend")
+        if not self._growing:
             raise UsageError("extend: this transfer was not begun with growing=True")
-        self.ready_log.name(self.cache.block_lists(blocks))
+        self._log.name(self._cache.block_lists(blocks))
 
-    def padded(self, lists: BlockLists) -> BlockLists:
-        if self.tokens is None:
-            raise UsageError(
-                "growing=True: tokens= says how many the whole transfer will have"
-            )
-        room: dict[str, int] = {}
-        for name, ids in lists.items():
-            tokens = checked_tokens(self.tokens, self.cache)
-            if isinstance(tokens, Mapping):
-                if name not in tokens:
-                    raise UsageError(f"growing=True: tokens= lacks group {name!r}")
-                tokens = tokens[name]
-            room[name] = -(-tokens // self.cache.groups[name].spec.block_tokens)
-            if room[name] < ids.size:
-                raise UsageError(
-                    f"growing=True: {ids.size} blocks of group {name!r} are more than "
-                    f"the {room[name]} that tokens={tokens} need"
-                )
-        if sum(room.values()) > KV_BLOCKS_MAX:
-            raise UsageError(
-                f"growing=True: tokens={self.tokens} need {sum(room.values())} blocks; "
-                f"a transfer has 1 to {KV_BLOCKS_MAX}"
-            )
-        return lists.padded(room)
-
-    # --- for the registry -------------------------------------------------------------
-
-    def answer_to(
-        self, connection: ConnectionPort, description: TransferOffer
-    ) -> Answer:
-        """Tell whether a peer that asks may have the transfer."""
-        if self.state is not TransferState.OPEN:
-            return Answer.LATER
-        known = self._known(connection, description) if self.attempts else None
-        if known is None:
-            return Answer.YES if len(self.attempts) < self.consumers else Answer.NO
-        match known.state:
-            case AttemptState.WAITING:
-                return Answer.YES
-            case AttemptState.OVER:
-                return Answer.NO
-        return Answer.LATER
-
-    @property
-    def unnotified(self) -> UnnotifiedPeers:
-        """Return the consumers that may still ask once the transfer is over."""
-        return UnnotifiedPeers(
-            self.consumers - len(self.attempts),
-            frozenset(d.peer_id for d in self._in(*UNNOTIFIED)),
-        )
-
-    @property
-    def waits_for(self) -> str:
-        peers = [shown(d.connection.peer.name) for d in self._in(*OFF_LINK)]
-        if peers:
-            return f"the connection to {', '.join(peers)} is lost"
-        peers = [shown(d.connection.peer.name) for d in self._in(AttemptState.ASKED)]
-        if peers:
-            return f"the peer {', '.join(peers)} has not expected it"
-        if len(self.attempts) < self.consumers:
-            return f"{len(self.attempts)} of {self.consumers} consumers have pulled it"
-        marked, layers = self.ready_log.layers
-        if not self.ready_log.finished:
-            said = f"{marked} of {layers} layers are marked"
-            return f"finish() has not been called: {said}"
-        if not self.ready_log.all_in:
-            return "an event that a mark is behind has not fired"
-        said = ", ".join(
-            f"{shown(d.connection.peer.name)} has {d.landed.layers} of {layers} layers"
-            for d in self.attempts
-            if d.planned and d.state is not AttemptState.OVER
-        )
-        return f"the consumer has not taken all of it: {said}"
-
-    @property
-    def progress(self) -> Progress:
-        marked, layers = self.ready_log.layers
-        met = [d for d in self.attempts if d.planned]
-        if not met:
-            return Progress(layers, marked)
-        slowest = min(met, key=lambda d: d.landed.nbytes)
-        return Progress(
-            layers,
-            marked,
-            slowest.landed.layers,
-            slowest.plan.nbytes,
-            slowest.landed.nbytes,
-        )
-
-    @property
-    def connections(self) -> tuple[ConnectionPort, ...]:
-        return tuple(attempt.connection for attempt in self.attempts)
-
-    def interrupted(self, origin: bytes) -> bool:
-        """Tell whether the transfer waits for another link to a peer."""
-        return any(d.origin == origin for d in self._in(*OFF_LINK))
-
-    def asks(self, origin: bytes) -> bool:
-        """Tell whether this side asks that peer again on another link."""
-        if self.state is not TransferState.OPEN:
-            return False
-        waiting = self._in(AttemptState.WAITING)
-        return any(d.asks and d.origin == origin for d in waiting)
-
-    def description(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
-        return TransferOffer(
-            geometry=self.geometry.encoded,  # type: ignore[arg-type]
-            endpoint_id=self.endpoint_id,
-            peer_id=peer_id,
-            hashes=self.hashes,
-            plan=plan,
-            trace=self.trace,
-        )
-
-    def ask(self, connection: ConnectionPort) -> None:
-        """Push: ask the peer of a connection to take the transfer."""
-        if self.state in OVER:
-            return
-        self.phases.phase = "memory_wait"
-        waiting = self._in(AttemptState.WAITING)
-        known = waiting[0] if waiting else None
-        attempt = self._attempt_on(connection, known, asks=True)
-        try:
-            attempt.ask(connection, self)
-        except KVWireError:
-            if known is None:
-                self.attempts.remove(attempt)
-            self._watch()
-            raise
-
-    def matched(
-        self, connection: ConnectionPort, core: Any, description: TransferOffer
+    def ready(
+        self,
+        layers: Which = None,
+        blocks: Which = None,
+        *,
+        group: str | None = None,
+        after: Any = None,
     ) -> None:
-        """Pull: answer the peer of a connection that asks for the transfer."""
-        known = self._known(connection, description) if self.attempts else None
-        attempt = self._attempt_on(connection, known, asks=False)
-        attempt.core, core.context = core, attempt
-        transfer = connection.transfers.records[core]
-        # Chunks are scheduled here, for whichever side is in the greater hurry.
-        transfer.priority = max(transfer.priority, self.priority)
-        try:
-            attempt.plan_with(description)
-        except KVWireError as exc:
-            attempt.refuse(exc, WireCode.PROFILE)
-            return
-        answer = self.description(plan=attempt.plan.digest)
-        connection.transfers.agree(core, answer.encode())
-        attempt.begin(settled=description.settled)
+        """Mark a part of the cache that will not change any more; it flows at once.
 
-    def stop(self, error: KVWireError, code: WireCode) -> None:
-        for attempt in list(self.attempts):
-            attempt.refuse(error, code)
-        self.end(error)
+        Thread-safe and non-blocking. The memory may be neither written nor reused until
+        :meth:`drained`.
 
-    @property
-    def finishing(self) -> bool:
-        return self.ready_log.finished and bool(self.attempts)
+        Args:
+            layers: A layer by the model's index, or a slice of them; None for all.
+            blocks: A position in the transfer's block list (not a block id), or a
+                slice; None for all.
+            group: Of a hybrid model's cache; None where there is one group.
+            after: The part is ready when this is done: a future, or a torch or CuPy
+                event that was recorded on the stream that writes it. The caller does
+                not wait, nor does the device.
 
-    def runs_on(self, connection: ConnectionPort) -> bool:
-        return any(
-            attempt.connection is connection
-            for attempt in self.attempts
-            if attempt.state is not AttemptState.OVER
-        )
+        Raises:
+            UsageError: There is no such part, or it was marked before.
+        """
+        if self._thread.ident == FORKED:
+            self._thread.check_process("Outgoing.ready")
+        self._log.add(layers, blocks, group, after)
 
-    def lost(self, connection: ConnectionPort) -> None:
-        for attempt in self._in(*OFF_LINK):
-            if attempt.connection is connection:
-                self.release(attempt)
+    def finish(self, *, partial: bool = False) -> None:
+        """Commit: no more marks. Thread-safe and non-blocking.
 
-    # --- inside -----------------------------------------------------------------------
+        Does nothing once the transfer is over, so a forward pass that was left early
+        because of :meth:`done` need not remember that.
 
-    def attempt_ended(self, attempt: SendAttempt, error: KVWireError | None) -> None:
-        """Take in the end of an attempt: its consumer is served, or its link lost."""
-        going_on = self.state is TransferState.OPEN
-        lost = error is not None and recoverable(error)
-        if going_on and lost and self.communicator.config.resume:
-            attempt.note_lost()
-            attempt.state = ATTEMPT_TRANSITIONS[attempt.state, AttemptInput.LOSE]
-            if self.ring is not None:
-                self.note("lost")
-            self._watch()
-            return
-        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, AttemptInput.END]
-        if not going_on:
-            return
-        attempt.reason = "" if error is None else str(error)
-        if error is not None:
-            # What one rank of a group lacks, the group cannot use.
-            for other in self._in(*ON_LINK):
-                other.refuse(RequestCancelled(str(error)), WireCode.CANCELLED)
-            self.end(error)
-        elif self.consumers == 1 or len(self._in(AttemptState.OVER)) == self.consumers:
-            self.end(PeerCancelled(UNMARKED))
+        Args:
+            partial: Commit although parts were not marked; the outcome names them.
+
+        Raises:
+            UsageError: Parts were not marked, and ``partial`` is not set.
+        """
+        if self._thread.ident == FORKED:
+            self._thread.check_process("Outgoing.finish")
+        if self._outcome is None:
+            self._log.finish(partial=partial)
+
+    def renew_lease(self) -> None:
+        """Hold the blocks for a whole lease more, although a consumer is missing.
+
+        For a producer that knows that its consumer will still come. Does nothing once
+        the transfer is over.
+        """
+        self._thread.check("Outgoing.renew_lease")
+        self._renew_lease()
+
+    async def __aenter__(self) -> Self:
+        """Return the transfer itself."""
+        self._thread.check("async with Outgoing")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish, or abort if the block was left by an exception.
+
+        Raises:
+            UsageError: Parts were not marked; the transfer is aborted.
+        """
+        if self._thread.ident == FORKED:
+            return  # it is its parent's
+        if kind is not None:
+            self.abort(f"{kind.__name__} in the producer")
         else:
-            attempt.note_served()
-            self.renew_lease()
+            try:
+                self.finish()
+            except UsageError as exc:
+                self.abort(str(exc))
+                raise
 
-    def require_same_tokens(self, plan: TransferPlan) -> None:
+    # --- the producer's half ----------------------------------------------------------
+
+    def _padded(self, lists: BlockLists) -> BlockLists:
+        return grown_lists(lists, self._tokens, self._cache)
+
+    def _coded(self, codec: object) -> tuple[PagedCache, BlockLists]:
+        threads = self._services.codec_threads
+        self._encoding = Encoding(threads, self._cache, self._lists, codec)
+        return self._encoding.memory, self._encoding.lists
+
+    def _held_by(self, offer: TransferOffer, peer: Geometry) -> Mapping[str, Bits]:
+        return offer.read_have(peer)
+
+    def _check_plan(self, plan: TransferPlan) -> None:
         """Refuse a consumer whose list is for more or fewer tokens than another's.
 
         Raises:
             ProfileMismatch: It is.
         """
         mine = plan.template.tokens
-        for other in self.attempts:
+        for other in self._legs:
             theirs = other.plan.template.tokens if other.planned else mine
             if mine != theirs:
                 raise ProfileMismatch(
@@ -313,58 +221,321 @@ class OutgoingState(KVTransfer):
                     fields=("tokens",),
                 )
 
-    def _known(
-        self, connection: ConnectionPort, description: TransferOffer
-    ) -> SendAttempt | None:
-        """Return the attempt that a peer asks to go on with, or None."""
-        for attempt in self.attempts:
-            same_peer = attempt.origin == connection.peer.origin
-            if same_peer and attempt.peer_id == description.endpoint_id:
-                return attempt
-        return None
+    def _flow(self, leg: Leg) -> SendFlow:
+        return SendFlow(self, leg)
 
-    def _attempt_on(
-        self, connection: ConnectionPort, known: SendAttempt | None, *, asks: bool
-    ) -> SendAttempt:
-        """Return the attempt of a new consumer, or resume that of a known one."""
-        if known is None:
-            attempt = SendAttempt(self, connection, asks=asks)
-            self.attempts.append(attempt)  # bounded by `consumers`
-            # As renew_lease; the timer is set again below, if it has to run.
-            armed = self._lease is not None
-            self._lease_until = self.loop.time() + self.lease_s if armed else None
-        else:
-            attempt = known
-            attempt.resume(connection)
-        self._watch()
-        return attempt
-
-    def _watch(self) -> None:
-        """Let the lease run while a consumer is missing."""
-        self.stop_lease()
-        if len(self.attempts) - len(self._in(*OFF_LINK)) < self.consumers:
-            self.start_lease()
-
-    def _in(self, *states: AttemptState) -> list[SendAttempt]:
-        """Return the attempts in one of these states."""
-        return [d for d in self.attempts if d.state in states]
+    def _met(self, leg: Leg, offer: TransferOffer) -> None:
+        if offer.landed:
+            before = leg.landed.left
+            leg.landed.mark_boxes([Segment(*box) for box in offer.landed])
+            if leg.landed.left < before:
+                self._renew_lease()
 
     def _marked(self) -> None:
-        if self.ready_log.failed and self.outcome is None:
-            self.abort(self.ready_log.failed)
-        if self.ring is not None:
-            self.note("marked", *self.ready_log.layers)
-        for attempt in self.attempts:
-            attempt.send_ready()
+        """Let every leg send what was marked since the last time."""
+        if self._log.failed and self._outcome is None:
+            self.abort(self._log.failed)
+        if self._ring is not None:
+            self._note("marked", *self._log.layers)
+        for leg in self._legs:
+            if leg.flow is not None:
+                leg.flow.send()
 
-    def end_now(self, cause: KVWireError) -> None:
-        reason = str(cause)
-        outcomes = [d.outcome(reason) for d in self.attempts if d.planned]
-        if len(outcomes) < self.consumers:
-            # Those who never came have nothing.
-            tokens = dict(outcomes[0].tokens) if outcomes else None
-            outcomes.append(self.nothing(reason, tokens))
-        outcome = join_outcomes(outcomes)
-        self.registry.over(self, cause, self.attempts)
-        self.record(outcome, self.attempts)
-        self.ready_log.close()
+    def _leg_over(self, leg: Leg, error: KVWireError | None) -> None:
+        if error is not None:
+            leg.reason = str(error)
+            # What one rank of a group lacks, the group cannot use.
+            for other in self._in(*ON_LINK):
+                other.refuse(RequestCancelled(leg.reason), WireCode.CANCELLED)
+            self._end(error)
+        elif self._peers == 1 or len(self._in(LegState.OVER)) == self._peers:
+            self._end(PeerCancelled(UNMARKED))
+        else:
+            leg.phases.enter("commit")  # the others' frames are what is waited for
+            self._renew_lease()
+
+    def _record(self) -> None:
+        super()._record()
+        self._log.close()
+
+    def _stop_jobs(self) -> int:
+        # Threads that encode read the caller's blocks: the last of them drains it.
+        reads = None if self._encoding is None else self._encoding.stop()
+        if reads is None:
+            return 0
+        reads.add_done_callback(self._jobs_over)
+        return 1
+
+    def _jobs_over(self, reads: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._one_free)
+
+    @property
+    def _finishing(self) -> bool:
+        return self._log.finished and bool(self._legs)
+
+    @property
+    def _waits_for(self) -> str:
+        peers = [shown(leg.link.peer.name) for leg in self._in(*OFF_LINK)]
+        if peers:
+            return f"the connection to {', '.join(peers)} is lost"
+        peers = [shown(leg.link.peer.name) for leg in self._in(LegState.ASKED)]
+        if peers:
+            return f"the peer {', '.join(peers)} has not expected it"
+        if len(self._legs) < self._peers:
+            return f"{len(self._legs)} of {self._peers} consumers have pulled it"
+        marked, layers = self._log.layers
+        if not self._log.finished:
+            text = f"{marked} of {layers} layers are marked"
+            return f"finish() has not been called: {text}"
+        if not self._log.all_in:
+            return "an event that a mark is behind has not fired"
+        text = ", ".join(
+            f"{shown(leg.link.peer.name)} has {leg.landed.layers} of {layers} layers"
+            for leg in self._legs
+            if leg.planned and leg.state is not LegState.OVER
+        )
+        return f"the consumer has not taken all of it: {text}"
+
+    @property
+    def _progress(self) -> Progress:
+        marked, layers = self._log.layers
+        met = [leg for leg in self._legs if leg.planned]
+        if not met:
+            return Progress(layers, marked)
+        slowest = min(met, key=lambda leg: leg.landed.nbytes)
+        landed = slowest.landed
+        return Progress(
+            layers, marked, landed.layers, slowest.plan.nbytes, landed.nbytes
+        )
+
+
+class SendFlow:
+    """Sends what is marked to one consumer, over one link."""
+
+    __slots__ = (
+        "_cursor",
+        "_held",
+        "_held_as",
+        "_held_bytes",
+        "_leg",
+        "_out",
+        "_pieces",
+        "_record",
+        "_sent",
+        "_turn",
+        "under_way",
+    )
+
+    def __init__(self, out: Outgoing, leg: Leg) -> None:
+        assert leg.core is not None
+        self._out = out
+        self._leg = leg
+        self._record = leg.link.transfers.records[leg.core]
+        self._record.on_sent = self._link_sent
+        # Chunks of a device overtake each other in staging.
+        self._record.in_order = out._memory.device is None
+        # How much of the log of marks was read.
+        self._cursor = 0
+        # Marks that wait for their neighbours, as one, and what of the plan that is.
+        self._held: ReadyRange | None = None
+        self._held_as: Segment | None = None
+        self._held_bytes = 0
+        # Segments that are not acknowledged.
+        self.under_way: int = 0
+        # Sends what is held back, in a turn of the loop of its own.
+        self._turn: asyncio.Handle | None = None
+        # To be sent, in this turn or when the link has sent others.
+        self._pieces: deque[tuple[Segment, int]] = deque()
+        self._sent: dict[int, Segment] = {}
+
+    def send(self, *, in_turn: bool = False) -> None:
+        """Turn the marks that have come since the last time into segments."""
+        leg, log = self._leg, self._out._log
+        if leg.state is not LegState.MOVING and leg.state is not LegState.SETTLED:
+            return
+        assert leg.core is not None
+        if leg.core.over:  # and the leg is about to take that in
+            return
+        # Asked before the log is read: another thread may add the last mark meanwhile.
+        all_in = log.all_in
+        try:
+            while self._cursor < len(log.log):
+                self._take(log.log[self._cursor])
+                self._cursor += 1
+            if self._held is not None:
+                if all_in or in_turn or not self.under_way:
+                    self._flush()
+                else:
+                    self._take_turn()
+        except UsageError as exc:
+            self._out._stop(exc, WireCode.TOO_LARGE)
+            return
+        self._send_pieces(all_in=all_in, complete=all_in and log.complete)
+        leg.link.run()
+
+    def _send_pieces(self, *, all_in: bool, complete: bool) -> None:
+        """Send pieces until the link has enough, and commit behind the last one.
+
+        Both sides look up where each fragment lies: of a GiB at once that would hold
+        their loops for milliseconds. So no more than AHEAD_BYTES are looked up ahead of
+        the link, which calls again when half of them have gone.
+        """
+        leg, out, pieces, record = self._leg, self._out, self._pieces, self._record
+        transfers, core, phases = leg.link.transfers, leg.core, leg.phases
+        assert core is not None
+        if leg.state is LegState.SETTLED:
+            pieces.clear()  # the consumer has all of it, and may have reused its memory
+        # The last segment says that it is the last one. Where there is none, COMMIT is
+        # a frame of its own.
+        rides = all_in and bool(pieces)
+        while pieces and record.sending_bytes < AHEAD_BYTES:
+            segment, nbytes = pieces.popleft()
+            if phases.phase != "wire":
+                phases.enter("wire")
+            leg.grouped = max(leg.grouped, segment.layers)
+            memory: Payload = leg.plan.fragments(segment)
+            if transfers.only_link:  # lanes know memory by its owner
+                memory = simplest(memory)
+            # From here on the memory is held until the link lets go of it.
+            lent = out._lend(memory)
+            commit = 1 + complete if rides and not pieces else 0
+            sent = transfers.mark(core, segment, lent, nbytes, commit)
+            self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
+            self.under_way += 1
+            if out._ring is not None:
+                out._note("sent", segment.layer, segment.layers, nbytes)
+        record.on_sent_bytes = AHEAD_BYTES // 2 if pieces else 0
+        if all_in and not pieces:
+            leg.step(LegInput.COMMIT)
+            if not (self.under_way and phases.phase == "wire"):
+                phases.enter("wire" if self.under_way else "commit")
+            if not rides:
+                transfers.commit(core, complete=complete)
+
+    def event(self, event: TransferEvent) -> None:
+        """Note that the consumer has some segments."""
+        assert isinstance(event, SegmentsAcknowledged)
+        leg, out, numbers = self._leg, self._out, event.numbers
+        leg.confirmed = True
+        for number in numbers:
+            leg.landed.mark(self._sent.pop(number))
+        out._renew_lease()
+        self.under_way -= len(numbers)
+        if out._ring is not None:
+            out._note("acknowledged", len(numbers))
+        if not self.under_way:
+            committed = leg.state is LegState.COMMITTED
+            leg.phases.enter("commit" if committed else "mark_wait")
+        self.send()
+
+    def end(self, error: KVWireError | None) -> None:
+        """Note what has landed that no event has named, and what came damaged."""
+        self._record.on_sent = None  # the record and the flow name each other
+        if error is not None:
+            return
+        leg, out, segments = self._leg, self._out, self._record.segments
+        leg.confirmed = True
+        for number, segment in self._sent.items():
+            if segments[number].damaged:
+                leg.damaged.append(segment)  # bounded: SETTLED_MAX
+            else:
+                leg.landed.mark(segment)
+        landed = len(self._sent) - len(leg.damaged)
+        if out._ring is not None and landed:
+            out._note("acknowledged", landed)
+
+    def _link_sent(self) -> None:
+        """Send the next pieces, or wait for marks: the link has sent what there was."""
+        leg = self._leg
+        if self._pieces:
+            if self._turn is None:
+                self._turn = self._out._loop.call_soon(self._in_turn)
+        elif leg.state is LegState.MOVING:
+            leg.phases.enter("mark_wait")
+            if self._held is not None:
+                self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Send what is held back after this turn of the loop, if not too much is sent.
+
+        The marks of one turn go together.
+        """
+        if self._turn is not None or self.under_way >= SEGMENTS_TOGETHER:
+            return
+        if not self._record.sending_bytes:
+            self._turn = self._out._loop.call_soon(self._in_turn)
+
+    def _in_turn(self) -> None:
+        self._turn = None
+        if self._leg.flow is self:  # and no later link carries the leg
+            self.send(in_turn=True)
+
+    def _take(self, mark: ReadyRange) -> None:
+        """Hold a mark back until it makes a segment, together with its neighbours."""
+        held, plan = self._held, self._leg.plan
+        if held is not None:
+            if _joins(held, mark):
+                layers = range(held.layers.start, mark.layers.stop)
+                mark = ReadyRange(mark.group, layers, mark.blocks)
+            else:
+                self._flush()
+        named = plan.marked(plan.indices[mark.group], mark.layers, mark.blocks)
+        self._held, self._held_as = mark, named
+        self._held_bytes = 0 if named is None else plan.nbytes_of(named)
+        if self._held_bytes >= self._out._group_bytes:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Queue what is held back, as one segment or in pieces."""
+        leg, named, nbytes = self._leg, self._held_as, self._held_bytes
+        self._held = None
+        if named is None or leg.state is LegState.SETTLED:
+            return
+        parts = [(named, nbytes)]
+        if leg.links > 1:  # after a lost link, what has not landed
+            parts = [(p, leg.plan.nbytes_of(p)) for p in leg.landed.lacking(named)]
+        for part, nbytes in parts:
+            if nbytes > SEGMENT_BYTES:
+                self._cut(part, nbytes)
+            elif nbytes:
+                self._pieces.append((part, nbytes))  # bounded: SEGMENTS_MAX
+        if len(self._record.segments) + len(self._pieces) > SEGMENTS_MAX:
+            raise UsageError(
+                f"more than {SEGMENTS_MAX} segments in one transfer: mark more layers "
+                f"or blocks at once"
+            )
+
+    def _cut(self, segment: Segment, nbytes: int) -> None:
+        """Queue a segment in pieces, none much larger than SEGMENT_BYTES.
+
+        Of whole layers, so that the first can be read while the others come, unless the
+        bytes of a block's layers lie together.
+        """
+        plan = self._leg.plan
+        order = plan.groups[segment.group].order
+        layers = segment.layers
+        if order.index("layer") < order.index("block"):
+            layers = max(1, SEGMENT_BYTES * segment.layers // nbytes)
+        pieces = -(-nbytes * layers // segment.layers // SEGMENT_BYTES)
+        granules = -(-segment.granules // max(1, pieces))
+        for layer in _cut_range(segment.layer_range, layers):
+            for part in _cut_range(segment.granule_range, granules):
+                piece = Segment(
+                    segment.group, layer.start, len(layer), part.start, len(part)
+                )
+                if nbytes := plan.nbytes_of(piece):
+                    self._pieces.append((piece, nbytes))  # bounded: SEGMENTS_MAX
+
+
+def _cut_range(whole: range, step: int) -> list[range]:
+    return [whole[start : start + step] for start in range(0, len(whole), step)]
+
+
+def _joins(before: ReadyRange, mark: ReadyRange) -> bool:
+    """Tell whether a mark goes on with the layers of the one before."""
+    return (
+        before.group == mark.group
+        and before.blocks == mark.blocks
+        and before.layers.stop == mark.layers.start
+    )

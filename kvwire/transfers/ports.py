@@ -1,12 +1,12 @@
 """What a KV transfer needs of the connections it runs on, and of its communicator.
 
-Transfers know nothing else of either: who implements these stands above them.
+Transfers know nothing else of either; those that implement these stand above them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from kvwire.config import Config
 from kvwire.driver.device_staging import DeviceStaging
@@ -17,10 +17,6 @@ from kvwire.proto.records import RequestRecord
 from kvwire.proto.transfers import Transfers
 from kvwire.security.tls import CredentialFiles
 from kvwire.types import PeerInfo
-
-if TYPE_CHECKING:
-    from kvwire.transfers.base import Attempt, KVTransfer
-    from kvwire.transfers.matching import TransferRegistry
 
 
 class ConnectionPort(Protocol):
@@ -43,14 +39,14 @@ class ConnectionPort(Protocol):
 
     def start_transfer(
         self,
-        attempt: Attempt,
+        leg: Any,
         *,
         key: bytes,
         priority: int,
         description: bytes,
         pull: bool,
     ) -> None:
-        """Send OPEN; the attempt has its request of the core from here on."""
+        """Send OPEN; the leg has its request of the core from here on."""
 
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
@@ -77,19 +73,32 @@ class ObserverPort(Protocol):
     def trace_context(self) -> bytes:
         """Return the trace that the caller is in; b"" if it is in none."""
 
-    def begun(self, transfer: KVTransfer) -> None:
+    def begun(self, transfer: Any) -> None:
         """Tell that a transfer was taken on."""
 
     def ended(
         self,
-        transfer: KVTransfer,
+        transfer: Any,
         outcome: Outcome,
         connections: Iterable[ConnectionPort],
     ) -> None:
         """Tell that a transfer has an outcome, and which connections it ran on."""
 
 
-class TransferServices(Services):
+class RegistryPort(Protocol):
+    """Stands for all transfers of a communicator, as each of them uses it."""
+
+    def over(self, end: Any, cause: KVWireError) -> None:
+        """Remove a transfer that has ended; keep the cause for late peers."""
+
+    def owe(self, leg: Any) -> None:
+        """Keep a leg that is over here until its peer knows how it ended."""
+
+    def peer_knows(self, leg: Any) -> None:
+        """Drop a leg whose peer knows how it ended."""
+
+
+class SharedServices(Services):
     """Adds what transfers share to what the parts of a communicator share.
 
     Attributes:
@@ -101,9 +110,9 @@ class TransferServices(Services):
         self,
         config: Config,
         tls: CredentialFiles | None,
-        registry: TransferRegistry,
+        registry: RegistryPort,
         watchers: ObserverPort,
     ) -> None:
         super().__init__(config, tls)
-        self.registry = registry
+        self.registry: RegistryPort = registry
         self.watchers: ObserverPort = watchers

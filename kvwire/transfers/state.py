@@ -1,18 +1,18 @@
-"""Every state of a KV transfer and of its attempts, and every step between them.
+"""Every state of a KV transfer and of its legs, and every step between them.
 
 Rule 1: what decides a transition stands in this file. Rule 2: the tables do not know
 which end runs them. A step that is not listed does not exist: asking for it is a bug.
 
-A transfer is one end, over all links. An attempt is what one peer gets of it, or sends
-to it, on the link that carries it now (kvwire.proto.state calls that a request).
+A transfer is one end, over all peers and links. A leg is what one peer gets of it, or
+sends to it, over all links (on one link, kvwire.proto.state calls that a request).
 
 States of a transfer:
 
 * NEW: made and checked; no observer knows of it.
-* DOOMED: ended while its peer was being asked; observers hear of it first.
+* DOOMED: ended while its peer was being asked; observers learn of it first.
 * OPEN: under way, or waiting for its peers; its deadline counts.
 * ENDING: it will have an outcome as soon as there is memory for one, and what has
-  landed of it is decoded.
+  landed of it is decoded. Nothing is begun for it any more; a leg only reports its end.
 * ENDED: it has an outcome. Links may still touch its memory.
 * DRAINED: nothing of kvwire can touch its memory any more.
 
@@ -23,26 +23,27 @@ Inputs of a transfer:
 * RECORD: the outcome is made.
 * DRAIN: the last of its buffers is free.
 
-States of an attempt:
+States of a leg:
 
 * ASKED: one side has asked for the transfer, and the other has not agreed.
 * MOVING: both have agreed on a plan; segments may move.
 * SETTLED: the consumer has all that comes; no segment may move any more. On its side
   the producer does not know that yet.
-* COMMITTED: the producer has said that nothing more comes, and waits for the consumer.
-* REFUSED: this side has ended it. Whether the peer hears of that before its link is
-  lost is unknown. What the peer still says changes nothing.
+* COMMITTED: the producer has sent that nothing more comes, and waits for the consumer.
+* REFUSED: this side has ended it. Whether the peer learns of that before its link is
+  lost is unknown. What the peer has sent before it knew changes nothing.
 * LOST: its link is lost, and may still touch memory.
 * WAITING: that link has touched memory for the last time; another one may carry it on.
 * OVER: it ended, and the peer knows.
 
-Inputs of an attempt:
+Inputs of a leg:
 
-* AGREE: the two plans are the same.
-* SETTLE: all that the producer has committed is here, or the consumer says so.
+* AGREE: the two plans are the same; or the transfer is over on this side, and the peer
+  is about to learn how it ended.
+* SETTLE: all that the producer has committed is here, or the consumer reports that.
 * COMMIT: no mark will come any more.
 * REFUSE: this side ends it.
-* LOSE: the link was lost, and the transfer goes on with another.
+* LOSE: the link was lost, and the leg goes on with another.
 * RELEASE: the lost link has touched memory for the last time.
 * RESUME: another link carries it on.
 * END: its request is over for good.
@@ -93,8 +94,8 @@ TRANSFER_TRANSITIONS: Final = Transitions[TransferState, TransferInput](
 )
 
 
-class AttemptState(Symbol):
-    """Names how far an attempt is."""
+class LegState(Symbol):
+    """Names how far a leg is."""
 
     ASKED = "asked"
     MOVING = "moving"
@@ -106,8 +107,8 @@ class AttemptState(Symbol):
     OVER = "over"
 
 
-class AttemptInput(Symbol):
-    """Names what can happen to an attempt."""
+class LegInput(Symbol):
+    """Names what can happen to a leg."""
 
     AGREE = "agree"
     SETTLE = "settle"
@@ -119,36 +120,29 @@ class AttemptInput(Symbol):
     END = "end"
 
 
-# A link carries the attempt.
+# A link carries the leg.
 ON_LINK: Final = frozenset(
-    {
-        AttemptState.ASKED,
-        AttemptState.MOVING,
-        AttemptState.SETTLED,
-        AttemptState.COMMITTED,
-    }
+    {LegState.ASKED, LegState.MOVING, LegState.SETTLED, LegState.COMMITTED}
 )
 # It goes on if another link comes.
-OFF_LINK: Final = frozenset({AttemptState.LOST, AttemptState.WAITING})
-# The peer may not have heard how it ended.
-UNNOTIFIED: Final = OFF_LINK | {AttemptState.REFUSED}
+OFF_LINK: Final = frozenset({LegState.LOST, LegState.WAITING})
+# The peer may not know how it ended.
+UNNOTIFIED: Final = OFF_LINK | {LegState.REFUSED}
 
-ATTEMPT_TRANSITIONS: Final = Transitions[AttemptState, AttemptInput](
-    "an attempt",
+LEG_TRANSITIONS: Final = Transitions[LegState, LegInput](
+    "a leg",
     {
-        (AttemptState.ASKED, AttemptInput.AGREE): AttemptState.MOVING,
-        (AttemptState.MOVING, AttemptInput.SETTLE): AttemptState.SETTLED,
-        (AttemptState.MOVING, AttemptInput.COMMIT): AttemptState.COMMITTED,
+        (LegState.ASKED, LegInput.AGREE): LegState.MOVING,
+        (LegState.MOVING, LegInput.SETTLE): LegState.SETTLED,
+        (LegState.MOVING, LegInput.COMMIT): LegState.COMMITTED,
         # A producer commits to a consumer that settled on an earlier link.
-        (AttemptState.SETTLED, AttemptInput.COMMIT): AttemptState.COMMITTED,
-        (AttemptState.LOST, AttemptInput.RELEASE): AttemptState.WAITING,
-        (AttemptState.WAITING, AttemptInput.RESUME): AttemptState.ASKED,
-        # Words that were under way when this side ended it.
-        (AttemptState.REFUSED, AttemptInput.AGREE): AttemptState.REFUSED,
-        (AttemptState.REFUSED, AttemptInput.SETTLE): AttemptState.REFUSED,
-        (AttemptState.REFUSED, AttemptInput.END): AttemptState.REFUSED,
+        (LegState.SETTLED, LegInput.COMMIT): LegState.COMMITTED,
+        (LegState.LOST, LegInput.RELEASE): LegState.WAITING,
+        (LegState.WAITING, LegInput.RESUME): LegState.ASKED,
+        # The end of its request follows each refusal.
+        (LegState.REFUSED, LegInput.END): LegState.REFUSED,
     }
-    | {(state, AttemptInput.REFUSE): AttemptState.REFUSED for state in ON_LINK}
-    | {(state, AttemptInput.LOSE): AttemptState.LOST for state in ON_LINK}
-    | {(state, AttemptInput.END): AttemptState.OVER for state in ON_LINK},
+    | {(state, LegInput.REFUSE): LegState.REFUSED for state in ON_LINK}
+    | {(state, LegInput.LOSE): LegState.LOST for state in ON_LINK}
+    | {(state, LegInput.END): LegState.OVER for state in ON_LINK},
 )

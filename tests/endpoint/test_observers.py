@@ -7,7 +7,6 @@ import pytest
 import kvwire
 from kvwire import Connection, Incoming, Outcome, Outgoing
 from kvwire.driver.connection_driver import ConnectionDriver
-from kvwire.transfers.incoming import IncomingState
 from tests.support.caches import Memory
 from tests.support.pairs import connected
 
@@ -62,15 +61,15 @@ async def test_a_begin_and_an_end() -> None:
 
 async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a link does that turns out to be lost when it is used."""
-    notes, ask = Notes(), IncomingState.ask
+    notes, ask = Notes(), Incoming._ask
 
-    def ask_and_end(self: IncomingState, connection: ConnectionDriver) -> None:
+    def ask_and_end(self: Incoming, connection: ConnectionDriver) -> None:
         ask(self, connection)
         self.abort()
 
     async with connected("inproc") as pair:
         pair.near.watchers.add(notes)
-        monkeypatch.setattr(IncomingState, "ask", ask_and_end)
+        monkeypatch.setattr(Incoming, "_ask", ask_and_end)
         assert not (await pair.left.pull("x", Memory().cache, [0])).complete
     assert notes.lines == [("begun", "x"), ("ended", "x", "failed", ["far"])]
 

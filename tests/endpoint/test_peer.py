@@ -362,7 +362,7 @@ async def test_a_transfer_that_is_aborted_before_its_peer_is_there() -> None:
         await incoming.drained()
         await far.listen(f"127.0.0.1:{port}")
         await peer.connect()
-        assert inside.registry(far)._asked == {}
+        assert inside.questions(far) == []
 
 
 # --- by what it does ------------------------------------------------------------------

@@ -30,9 +30,9 @@ async def half_way(w: World) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
 
 async def cut_and_resumed(w: World, inc: kvwire.Incoming) -> None:
     """Lose the link, and wait until the transfer is on the next one."""
-    before = inside.attempt(inc)
+    before = inside.carrier(inc)
     w.cut()
-    await w.until(lambda: inside.attempt(inc) is not before)
+    await w.until(lambda: inside.carrier(inc) is not before)
 
 
 @pytest.fixture

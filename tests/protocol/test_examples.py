@@ -8,7 +8,7 @@ import sys
 from kvwire.kv.canonical import negotiate
 from kvwire.proto.auth import Keys
 from kvwire.proto.framing import Framing
-from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.offer import TransferOffer
 from kvwire.types import Role
 from kvwire.wire.control import Ping, encode_body
 from kvwire.wire.handshake_messages import key_id as kvwire_key_id

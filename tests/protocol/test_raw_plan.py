@@ -16,7 +16,7 @@ from kvwire.kv.geometry import Geometry, describe
 from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import DTYPE_BYTES
 from kvwire.transfers.dedup import digest
-from kvwire.transfers.description import pack_have
+from kvwire.transfers.offer import pack_have
 from tests.kv.reference import walk_elements
 from tests.kv.scenarios import Scenario, scenarios
 from tests.protocol import raw_plan as plans

@@ -37,11 +37,11 @@ async def test_r25_a_commit_that_overtakes_the_data(w: World) -> None:
     out.finish()
 
     def committed() -> bool:
-        receipt = inside.attempt(inc)
+        receipt = inside.leg(inc)
         assert receipt is not None
         if receipt.core is None:
             return True
-        return receipt.connection.transfers.records[receipt.core].committed
+        return receipt.link.transfers.records[receipt.core].committed
 
     await w.turns_until(committed)
     assert not inc.done(), "the commit is here, and most of the data is not"
@@ -127,7 +127,7 @@ async def test_r45_a_layer_fails_and_the_last_one_succeeds(w: World) -> None:
     out.ready(layers=2, after=kernel)
     await inc.layer(3)
     # SEGMENT_ACK may come later than the layer.
-    await w.until(lambda: inside.state(out).progress.landed == LAYERS - 1)
+    await w.until(lambda: out._progress.landed == LAYERS - 1)
     out.finish()
     kernel.set_exception(ValueError("the kernel failed"))
     for end, blocks in ((inc, DEST), (out, LIST)):

@@ -202,7 +202,7 @@ async def expect_freed(
         assert (await inc).complete == (await out).complete == (gives_up == "nobody")
         await asyncio.gather(out.drained(), inc.drained())
         ends: list[weakref.ref[object]]
-        ends = [weakref.ref(inside.state(out)), weakref.ref(inside.state(inc))]
+        ends = [weakref.ref(out), weakref.ref(inc)]
         del out, inc
         await w.until(lambda: not any(end() for end in ends))
     finally:

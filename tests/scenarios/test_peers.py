@@ -43,7 +43,7 @@ async def test_r12_peer_leaves_while_transfers_run(w: World) -> None:
     thaw = w.freeze(w.pull_side)
     out.ready()
     out.finish()
-    await w.until(lambda: inside.attempts(out))
+    await w.until(lambda: inside.legs(out))
     leaving = inside.services(w.p).loop.create_task(w.push_side.close())
     await w.until(lambda: inside.core(w.push_side).phase.value != "open")
     assert not leaving.done(), "what is in flight is waited for"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from typing import Any, overload
+from typing import Any
 
 import kvwire
 from kvwire.backend import Link
@@ -20,16 +20,15 @@ from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.communicator import services_of
 from kvwire.endpoint.connection import driver_of
 from kvwire.endpoint.links import Driver, Links
+from kvwire.kv.plan import Segment
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.records import RequestRecord
 from kvwire.store.server.served import ServedStore
 from kvwire.store.tier_stack import TierStack
-from kvwire.transfers.incoming import IncomingState
-from kvwire.transfers.matching import TransferRegistry
-from kvwire.transfers.outgoing import OutgoingState
-from kvwire.transfers.ports import TransferServices
-from kvwire.transfers.receiver import ReceiveAttempt
-from kvwire.transfers.sender import SendAttempt
+from kvwire.transfers.leg import Leg
+from kvwire.transfers.outgoing import SendFlow
+from kvwire.transfers.registry import Question, TransferRegistry, TransferServices
+from kvwire.transfers.state import OFF_LINK
 
 # --- a communicator -------------------------------------------------------------------
 
@@ -115,28 +114,62 @@ def record(of: kvwire.Request[Any]) -> RequestRecord | None:
 # --- a transfer -----------------------------------------------------------------------
 
 
-@overload
-def state(of: kvwire.Outgoing) -> OutgoingState: ...
-@overload
-def state(of: kvwire.Incoming) -> IncomingState: ...
-def state(of: Any) -> Any:
-    """What is behind an object that users hold."""
-    return of._state
+def legs(of: kvwire.Outgoing | kvwire.Incoming) -> list[Leg]:
+    """Its parts with its peers."""
+    return of._legs
 
 
-def attempt(of: kvwire.Incoming) -> ReceiveAttempt | None:
-    """Its way over one connection, if there is one."""
-    return of._state.attempt
+def leg(of: kvwire.Incoming) -> Leg | None:
+    """Its part with its producer, if that was asked or has come."""
+    return of._legs[0] if of._legs else None
 
 
-def attempts(of: kvwire.Outgoing) -> list[SendAttempt]:
-    """Its ways to its consumers."""
-    return of._state.attempts
+def carrier(of: kvwire.Incoming) -> object:
+    """What moves its segments on the link that carries it now, or did last."""
+    return of._legs[0].flow if of._legs else None
 
 
-def planned(of: kvwire.Incoming) -> bool:
-    """Whether a producer has met it, over this link or an earlier one."""
-    return of._state.planned
+def under_way(of: kvwire.Outgoing) -> int:
+    """How many segments were sent to its consumer, and are not acknowledged."""
+    flow = of._legs[0].flow
+    return flow.under_way if isinstance(flow, SendFlow) else 0
+
+
+def sent(of: kvwire.Outgoing) -> dict[int, Segment]:
+    """Which, by number; it changes while they are sent and acknowledged."""
+    flow = of._legs[0].flow
+    return flow._sent if isinstance(flow, SendFlow) else {}
+
+
+def planned(of: kvwire.Outgoing | kvwire.Incoming) -> bool:
+    """Whether a peer has met it, over this link or an earlier one."""
+    return any(leg.planned for leg in of._legs)
+
+
+def key(of: kvwire.Incoming | kvwire.Outgoing) -> bytes:
+    """Its name on the wire."""
+    return of._key
+
+
+def half(of: kvwire.Incoming) -> bytes:
+    """Its half, as it goes on with a producer that it has met."""
+    return of._offer(of._legs[0].peer_id).encode()
+
+
+def questions(of: kvwire.Communicator) -> list[Question]:
+    """What peers ask for and wait for, by name."""
+    slots = registry(of)._slots.values()
+    return [question for slot in slots for question in slot.asked.values()]
+
+
+def remembered(of: kvwire.Communicator) -> list[bytes]:
+    """The names whose last use some peer does not know the end of."""
+    return [key[0] for key, asker in registry(of)._past if not asker]
+
+
+def owed(of: kvwire.Communicator) -> list[Leg]:
+    """What is over here and may not be known to the peer, without a link."""
+    return [leg for leg in registry(of)._owed if leg.state in OFF_LINK]
 
 
 def tiers(of: kvwire.BlockStore) -> TierStack:

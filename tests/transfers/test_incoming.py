@@ -140,7 +140,7 @@ async def test_a_gate_raises_what_ended_the_transfer(
     out, inc = w.begin(theirs={"deadline": 9.0})
     await w.turns_until(lambda: inside.planned(inc))
     gate = asyncio.create_task(inc.layer(0))
-    await w.turns_until(lambda: bool(inside.state(inc)._gates))
+    await w.turns_until(lambda: bool(inc._gates))
     end(w, inc, out)
     for waiting in (gate, inc.layer(1)):
         with pytest.raises(error, match=f"did not land: .*{reason}") as caught:

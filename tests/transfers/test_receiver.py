@@ -11,8 +11,8 @@ import kvwire
 from kvwire.kv.plan import Segment
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.state import RequestKind
-from kvwire.transfers import receiver as receipt_module
-from kvwire.transfers.receiver import missing_chunks
+from kvwire.transfers import incoming as receipt_module
+from kvwire.transfers.incoming import missing_chunks
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
 from tests.scenarios.world import DEST, LIST, World, play, scenario
@@ -35,10 +35,10 @@ class Hostile:
         return cls(w, out, inc)
 
     def say(self, frame_type: FrameType, body: Any, *, producer: bool = True) -> None:
-        end = inside.attempts(self.out)[0] if producer else inside.attempt(self.inc)
+        end = inside.legs(self.out)[0] if producer else inside.leg(self.inc)
         assert end is not None
         assert end.core is not None
-        connection: Any = end.connection
+        connection: Any = end.link
         outbox = connection.core.outbox
         outbox.send(frame_type, body, request=end.core.wire_id)
         connection.run()
@@ -90,9 +90,10 @@ async def test_one_granule_may_be_marked_however_long_it_is(
     monkeypatch.setattr(receipt_module, "SEGMENT_BYTES_MAX", 1)
     hostile = await Hostile.of(w)
     hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 4, 2, 1), SPEC.block_bytes))
-    receipt = inside.attempt(hostile.inc)
+    receipt = inside.leg(hostile.inc)
     assert receipt is not None
-    await w.until(lambda: bool(receipt._segments))
+    flow: Any = receipt.flow
+    await w.until(lambda: bool(flow._segments))
     assert not w.pull_side.closed
     hostile.inc.abort()
     hostile.out.abort()
@@ -105,22 +106,18 @@ async def test_a_mark_of_what_landed_on_an_earlier_link(w: World) -> None:
     hostile = await Hostile.of(w)
     hostile.out.ready(layers=0)
     await hostile.inc.layer(0)
-    before = inside.attempt(hostile.inc)
+    before = inside.carrier(hostile.inc)
     w.cut()
     await w.until(
         lambda: (
-            inside.attempt(hostile.inc) is not before
-            and inside.attempts(hostile.out)[0].core is not None
+            inside.carrier(hostile.inc) is not before
+            and inside.legs(hostile.out)[0].core is not None
         )
     )
-    await w.until(
-        lambda: inside.state(hostile.inc).reported and inside.planned(hostile.inc)
-    )
-    resumed = inside.attempt(hostile.inc)
+    resumed = inside.leg(hostile.inc)
     assert resumed is not None
-    await w.until(lambda: hasattr(resumed, "_promised"))
     hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
-    connection: Any = resumed.connection
+    connection: Any = resumed.link
     await connection.front.wait_closed()
     assert "KVW-TR-11" in str(connection.core.error)
     assert same(w.source, LIST, w.target, DEST, layers=[0])
@@ -138,7 +135,7 @@ async def test_a_description_that_is_none(
     waits = w.p.publish("t", w.source.cache, LIST)
     expects = w.p.expect("t", w.source.cache, LIST)
     request = inside.core(w.pull_side).open_transfer(
-        TransferRecord(id=inside.state(waits).key),
+        TransferRecord(id=inside.key(waits)),
         description,
         pull=kind is RequestKind.INCOMING,
         deadline=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, ValuesView
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from kvwire.limits import CHUNK_BYTES, GIB, MIB, SEGMENT_BYTES, SEGMENT_BYTES_MA
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.records import RequestRecord, SegmentRecord
 from kvwire.proto.transfers import Transfers
-from kvwire.transfers import sender as delivery_module
+from kvwire.transfers import outgoing as delivery_module
 from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
 from tests.support.caches import BLOCKS, LARGE, LAYERS, Memory, same
@@ -45,11 +45,12 @@ def chunks_of(connection: kvwire.Connection) -> Iterator[list[Chunk]]:
 
 
 async def on_another_link(w: World, inc: kvwire.Incoming, before: object) -> None:
-    await w.until(lambda: inside.attempt(inc) is not before)
+    await w.until(lambda: inside.carrier(inc) is not before)
 
 
-def sent_boxes(out: kvwire.Outgoing) -> list[Segment]:
-    return list(inside.attempts(out)[0]._sent.values())
+def sent_boxes(out: kvwire.Outgoing) -> ValuesView[Segment]:
+    """What is sent to its consumer, and not acknowledged; it changes with that."""
+    return inside.sent(out).values()
 
 
 @scenario()
@@ -72,7 +73,7 @@ async def test_a_long_transfer_does_not_delay_a_short_one(w: World) -> None:
         short.ready()
         await quick.layer(LAYERS - 1)
         behind = sent[marked_at:]
-        mine = inside.attempts(short)[0].core
+        mine = inside.legs(short)[0].core
         places = [n for n, chunk in enumerate(behind) if chunk.request is mine]
         assert len(places) == LARGE.block_bytes // CHUNK_BYTES == 4
         # Each takes its turn: one chunk of the long one between two of the short.
@@ -94,7 +95,7 @@ async def test_a_higher_priority_goes_first(w: World) -> None:
         w.pull_side.pull("high", w.target.cache, range(8, 16)),
     ]
     await w.until(lambda: all(inside.planned(inc) for inc in incoming))
-    urgent = inside.attempts(high)[0].core
+    urgent = inside.legs(high)[0].core
     with chunks_of(w.push_side) as sent:
         low.ready()
         high.ready()
@@ -131,7 +132,7 @@ async def test_a_large_transfer_goes_to_the_link_in_parts(
     await inc.layer(0)
     assert len(sending) < w.source.nbytes // SEGMENT_BYTES
     if cut:
-        before = inside.attempt(inc)
+        before = inside.carrier(inc)
         w.cut()
         await on_another_link(w, inc, before)
     assert (await inc).complete
@@ -147,6 +148,7 @@ async def test_segments_of_one_transfer_land_in_the_order_of_their_marks(
     """So the first layer can be read while the others come."""
     out, inc = w.begin_large(16)
     await w.until(lambda: inside.planned(inc))
+    boxes = sent_boxes(out)
     out.ready()
     out.finish()
     for layer in range(LAYERS):
@@ -154,7 +156,7 @@ async def test_segments_of_one_transfer_land_in_the_order_of_their_marks(
         assert not any(inc.layer_landed(n) for n in range(layer + 2, LAYERS))
     assert (await inc).complete
     # One mark of all layers, cut into layers: they are larger than a segment.
-    assert [s.layers for s in sent_boxes(out)] == [1] * LAYERS
+    assert [s.layers for s in boxes] == [1] * LAYERS
 
 
 @scenario("inproc")
@@ -173,7 +175,7 @@ async def test_small_layers_are_grouped_behind_one_under_way(w: World) -> None:
     for layer in range(LAYERS):
         out.ready(layers=layer)
         await inc.layer(layer)
-        await w.until(lambda: not inside.attempts(out)[0]._under_way)
+        await w.until(lambda: not inside.under_way(out))
     out.finish()
     assert (await inc).layers_grouped == 1
 
@@ -182,12 +184,13 @@ async def test_small_layers_are_grouped_behind_one_under_way(w: World) -> None:
 async def test_group_bytes_of_one_is_layer_by_layer(w: World) -> None:
     out, inc = w.begin({"group_bytes": 1})
     await w.until(lambda: inside.planned(inc))
+    boxes = sent_boxes(out)
     for layer in range(LAYERS):
         out.ready(layers=layer)
     out.finish()
     assert (await inc).layers_grouped == 1
     assert (await out).layers_grouped == 1
-    assert [s.layers for s in sent_boxes(out)] == [1] * LAYERS
+    assert [s.layers for s in boxes] == [1] * LAYERS
     with pytest.raises(kvwire.UsageError, match="group_bytes=0"):
         w.p.publish("u", w.source.cache, LIST, group_bytes=0)
 
@@ -197,6 +200,7 @@ async def test_marks_are_grouped_only_with_their_neighbours(w: World) -> None:
     """Of the same blocks, and one layer after the other."""
     out, inc = w.begin()
     await w.until(lambda: inside.planned(inc))
+    boxes = sent_boxes(out)
     for layers, blocks in (
         (3, slice(0, 2)),
         (0, slice(0, 2)),
@@ -207,7 +211,7 @@ async def test_marks_are_grouped_only_with_their_neighbours(w: World) -> None:
         out.ready(layers, blocks)
     out.finish(partial=True)
     outcome = await inc
-    assert sent_boxes(out) == [
+    assert list(boxes) == [
         Segment(0, 3, 1, 0, 2),
         Segment(0, 0, 2, 0, 2),
         Segment(0, 2, 2, 2, 3),
@@ -226,10 +230,11 @@ async def test_a_cross_layer_cache_is_cut_into_blocks(w: World) -> None:
         caches.append((tensor, kvwire.PagedCache(LARGE, tensor)))
     out = w.p.publish("t", caches[0][1], range(BLOCKS))
     inc = w.pull_side.pull("t", caches[1][1], range(BLOCKS))
+    await w.until(lambda: inside.planned(inc))
+    boxes = sent_boxes(out)
     out.ready()
     out.finish()
     assert (await inc).complete
-    boxes = sent_boxes(out)
     assert {s.layers for s in boxes} == {LAYERS}
     assert len(boxes) == BLOCKS * LARGE.block_bytes // SEGMENT_BYTES
     assert (caches[1][0] == 1.0).all()
@@ -253,8 +258,9 @@ def test_no_piece_is_longer_than_a_consumer_takes(
 
     order = ("block", "layer") if by_block else ("layer", "block")
     walk = SimpleNamespace(order=order)
-    delivery: Any = delivery_module.SendAttempt.__new__(delivery_module.SendAttempt)
-    delivery.plan = SimpleNamespace(groups=[walk], nbytes_of=nbytes_of)
+    delivery: Any = delivery_module.SendFlow.__new__(delivery_module.SendFlow)
+    plan = SimpleNamespace(groups=[walk], nbytes_of=nbytes_of)
+    delivery._leg = SimpleNamespace(plan=plan)
     delivery._pieces = deque()
     whole = Segment(0, 3, layers, 0, granules)
     delivery._cut(whole, nbytes_of(whole))
@@ -282,8 +288,8 @@ async def test_what_has_landed_is_not_sent_again(
     for layer in range(cuts):
         out.ready(layers=layer)
         await inc.layer(layer)
-        await w.until(lambda: not inside.attempts(out)[0]._under_way)
-        before = inside.attempt(inc)
+        await w.until(lambda: not inside.under_way(out))
+        before = inside.carrier(inc)
         w.cut()
         await on_another_link(w, inc, before)
     out.ready(layers=slice(cuts, None))
@@ -303,22 +309,20 @@ async def test_chunks_of_a_segment_that_was_cut_are_not_sent_again(w: World) -> 
     out.ready(layers=0)
 
     def half() -> bool:
-        receipt = inside.attempt(inc)
+        receipt = inside.leg(inc)
         assert receipt is not None
         if receipt.core is None:
             return False
-        core = receipt.connection.transfers.records[receipt.core]
+        core = receipt.link.transfers.records[receipt.core]
         segments: list[SegmentRecord] = list(core.segments.values())
         return bool(segments) and segments[0].moved >= 4 * MIB
 
     await w.turns_until(half)
-    before = inside.attempt(inc)
+    before = inside.carrier(inc)
     w.cut()
-    await w.until(
-        lambda: inside.attempt(inc) is not before and inside.state(inc).reported
-    )
+    await w.until(lambda: inside.carrier(inc) is not before and inc._reported)
     await inc.layer(0)
-    again = sum(inside.attempts(out)[0].plan.nbytes_of(s) for s in sent_boxes(out))
+    again = sum(inside.legs(out)[0].plan.nbytes_of(s) for s in sent_boxes(out))
     assert again <= 4 * MIB
     assert same(w.source, range(8), w.target, range(8), layers=[0])
     out.abort()
@@ -383,11 +387,11 @@ async def test_what_the_consumer_had_counts_once_it_knows_of_us(
     if not agreed:
         w.freeze(w.pull_side)
     inc = w.pull_side.pull("t", w.target.cache, DEST, hashes=hashes, have=hashes[:2])
-    await w.until(lambda: inside.attempts(out) and inside.attempts(out)[0].planned)
+    await w.until(lambda: inside.legs(out) and inside.legs(out)[0].planned)
     if agreed:
         out.ready(layers=0)
         await inc.layer(0)
-        await w.until(lambda: not inside.attempts(out)[0]._under_way)
+        await w.until(lambda: not inside.under_way(out))
     w.cut()
     produced, consumed = await out, await inc
     assert not produced.complete

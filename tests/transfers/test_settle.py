@@ -10,8 +10,8 @@ import pytest
 
 import kvwire
 from kvwire.proto.records import TransferRecord
-from kvwire.transfers.sender import SendAttempt
-from kvwire.transfers.state import AttemptState
+from kvwire.transfers.outgoing import SendFlow
+from kvwire.transfers.state import OFF_LINK, LegState
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
 from tests.scenarios.world import DEST, LIST, Ends, World, scenario
@@ -24,7 +24,7 @@ PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 async def settled_unheard(w: World, push: bool = False) -> Ends:
     """A transfer that is complete for its consumer; the producer does not know yet."""
     out, inc = w.begin(push=push)
-    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.legs(out)[0].planned)
     w.freeze(w.push_side)
     out.ready()
     out.finish()
@@ -41,11 +41,11 @@ async def test_the_producer_has_not_heard_that_all_is_settled(
 ) -> None:
     out, inc = w.begin(push=push)
     marked = slice(0, LAYERS - partial)
-    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.legs(out)[0].planned)
     if heard == "what has landed":
         out.ready(layers=marked)
         await w.until(lambda: inc.layer_landed(marked.stop - 1))
-        await w.until(lambda: not inside.attempts(out)[0]._under_way)
+        await w.until(lambda: not inside.under_way(out))
         w.freeze(w.push_side)
     else:
         w.freeze(w.push_side)
@@ -79,7 +79,7 @@ async def test_the_consumer_has_not_heard_that_it_was_heard(
     assert (await out).complete
     w.cut()
     await virtual_time.pass_time(2 * w.d.config.lease_s)
-    assert not inside.registry(w.d)._settle_retries
+    assert not inside.owed(w.d)
     assert (await inc).complete
     w.pull_side = await w.d.connect(w.address)
     assert await w.moves("t", [6, 7], [20, 21])
@@ -91,27 +91,25 @@ async def test_a_producer_that_is_gone_is_not_told_for_ever(w: World) -> None:
     w.p.abort()
     await w.p.close()
     await virtual_time.pass_time(2 * w.d.config.lease_s)
-    assert not inside.registry(w.d)._settle_retries
+    assert not inside.owed(w.d)
     assert not inside.registry(w.d).interrupted(w.p.incarnation)
 
 
 @pytest.fixture(name="forge")
 def _forge(monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer that marks although its consumer says that all is settled."""
-    real = SendAttempt.send_ready
+    real = SendFlow.send
 
-    def send_ready(self: Any) -> None:
-        if self.state is not AttemptState.SETTLED:
+    def send(self: Any) -> None:
+        leg = self._leg
+        if leg.state is not LegState.SETTLED:
             real(self)
-        elif self.core is not None and not self.core.over:
-            outbox, body = (
-                self.connection.core.outbox,
-                SegmentBody(1, (0, 0, 1, 0, 5), 1),
-            )
-            outbox.send(FrameType.SEGMENT, body, request=self.core.wire_id)
-            self.connection.run()
+        elif leg.core is not None and not leg.core.over:
+            body = SegmentBody(1, (0, 0, 1, 0, 5), 1)
+            leg.link.core.outbox.send(FrameType.SEGMENT, body, request=leg.core.wire_id)
+            leg.link.run()
 
-    monkeypatch.setattr(SendAttempt, "send_ready", send_ready)
+    monkeypatch.setattr(SendFlow, "send", send)
 
 
 @PUSH
@@ -148,7 +146,7 @@ async def test_nothing_is_marked_for_a_transfer_that_is_settled(
     assert same(w.source, LIST, w.target, DEST)
     w.cut()
     assert (await out).complete
-    assert not inside.attempts(out)[0]._sent
+    assert not inside.sent(out)
 
 
 @scenario("inproc")
@@ -162,7 +160,7 @@ async def test_a_last_word_is_no_answer_to_another_transfer_of_the_name(
     new = w.p.publish("t", w.source.cache, [6, 7])
     await virtual_time.pass_time(2.0)
     assert not new.done()
-    assert not inside.attempts(new)
+    assert not inside.legs(new)
     new.ready()
     new.finish()
     w.pull_side = await w.d.connect(w.address)
@@ -178,8 +176,8 @@ async def test_going_on_with_an_end_that_is_over_is_refused(w: World) -> None:
     await inc
     await out
     request = inside.core(w.pull_side).open_transfer(
-        TransferRecord(id=inside.state(inc).key),
-        inside.state(inc).description(inside.state(inc).peer_id).encode(),
+        TransferRecord(id=inside.key(inc)),
+        inside.half(inc),
         pull=True,
         deadline=None,
     )
@@ -218,7 +216,7 @@ async def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_los
         push_side.abort("a broken cable")
         await push_side.wait_closed()
         await p.connect(address)
-        await w.until(lambda: inside.registry(d)._stashed)
+        await w.until(lambda: inside.questions(d))
         assert not out.done()
         if ends == "is lost":
             inside.core(pull_side).fail(kvwire.ConnectionLost("silence"))
@@ -231,8 +229,8 @@ async def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_los
         else:
             (reason,) = produced.missing.reasons
             assert "nothing is known of it" in reason
-        assert not inside.registry(d)._settling
-        assert not inside.registry(d)._asked
+        await w.until(lambda: not inside.registry(d).unsettled)
+        assert not inside.questions(d)
         link: Any = inside.link(pull_side)
         del link._turn, link.wake
         link.wake()
@@ -247,25 +245,24 @@ async def test_a_producer_that_is_back_while_its_last_link_says_the_last_word() 
         out, _ = await settled_unheard(w, push=True)
         push_side._dialled = None
         push_side.abort("a broken cable")
-        exchange = inside.registry(d)
-        await w.until(lambda: exchange._settle_retries)
-        (word,) = exchange._settle_retries.values()
+        await w.until(lambda: inside.owed(d))
+        (word,) = inside.owed(d)
         second = await p.connect(address)
         w.freeze(second)
         its_end = await d.accept()
-        await w.until(lambda: word.state is AttemptState.SETTLED)
+        await w.until(lambda: word.state is LegState.SETTLED)
         deafen(its_end)
         second._dialled = None
         second.abort("another broken cable")
         await second.wait_closed()
         await p.connect(address)
-        await w.until(lambda: exchange._stashed)
+        await w.until(lambda: inside.questions(d))
         assert not out.done()
         inside.core(its_end).fail(kvwire.ConnectionLost("silence"))
         inside.run(its_end)
         assert (await out).complete
-        await w.until(lambda: not exchange._settle_retries)
-        assert not exchange._asked
+        await w.until(lambda: not inside.registry(d).unsettled)
+        assert not inside.questions(d)
         link: Any = inside.link(its_end)
         del link._turn, link.wake
         link.wake()
@@ -284,7 +281,7 @@ async def test_a_consumer_that_closes_says_its_last_word_first(
     out, _ = await settled_unheard(w, push)
     w.cut()
     if noticed:
-        await w.turns_until(lambda: inside.registry(w.d)._settle_retries)
+        await w.turns_until(lambda: inside.owed(w.d))
     await w.d.close()
     assert out.done()
     assert (await out).complete
@@ -336,13 +333,12 @@ async def test_an_abort_while_the_link_is_lost_is_told_on_the_next(
     """Nobody holds blocks for the whole lease for a peer that has given up."""
     out, inc = w.begin(push=push)
     asks, other = (out, inc) if push else (inc, out)
-    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.legs(out)[0].planned)
     out.ready(layers=0)
     await inc.layer(0)
-    peer = w.d.incarnation if push else w.p.incarnation
     w.pull_side._dialled = None
     w.cut()
-    await w.turns_until(lambda: inside.state(asks).interrupted(peer))
+    await w.turns_until(lambda: inside.legs(asks)[0].state in OFF_LINK)
     asks.abort("given up")
     assert "given up" in next(iter((await asks).missing.values()))
     w.pull_side, w.push_side = await w.d.connect(w.address), await w.p.accept()
@@ -350,8 +346,8 @@ async def test_an_abort_while_the_link_is_lost_is_told_on_the_next(
     assert "given up" in next(iter((await other).missing.values()))
     await other.drained()
     assert inside.now() - begun < w.d.config.lease_s / 2
-    assert not inside.registry(w.p)._settle_retries
-    assert not inside.registry(w.d)._settle_retries
+    assert not inside.owed(w.p)
+    assert not inside.owed(w.d)
     assert await w.moves("t", [6, 7], [20, 21])
 
 
@@ -360,10 +356,10 @@ async def test_an_abort_while_the_link_is_lost_is_told_on_the_next(
 async def test_nor_is_a_close_held_up_by_what_was_aborted(w: World, push: bool) -> None:
     out, inc = w.begin(push=push)
     asks = out if push else inc
-    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.legs(out)[0].planned)
     near, far = (w.p, w.d) if push else (w.d, w.p)
     far.abort()
-    await w.until(lambda: inside.state(asks).asks(far.incarnation))
+    await w.until(lambda: asks._legs[0].state is LegState.WAITING)
     asks.abort("given up")
     begun = inside.now()
     await near.close()

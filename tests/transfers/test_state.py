@@ -1,4 +1,4 @@
-"""The tables of transfers and attempts: every state with every input, and sequences."""
+"""The tables of transfers and legs: every state with every input, and sequences."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import kvwire
 from kvwire.errors import WireCode
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
-from kvwire.transfers.base import Attempt, recoverable
-from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.leg import Leg, recoverable
+from kvwire.transfers.offer import TransferOffer
 from kvwire.transfers.state import (
-    ATTEMPT_TRANSITIONS,
+    LEG_TRANSITIONS,
     OFF_LINK,
     ON_LINK,
     TRANSFER_TRANSITIONS,
     UNNOTIFIED,
-    AttemptInput,
-    AttemptState,
+    LegInput,
+    LegState,
     TransferInput,
     TransferState,
 )
+from kvwire.transfers.timings import PhaseTimer
 from kvwire.types import BufferId
 from tests.support.depth import examples
 
@@ -35,7 +36,7 @@ from tests.support.depth import examples
     ("table", "states", "inputs"),
     [
         (TRANSFER_TRANSITIONS, TransferState, TransferInput),
-        (ATTEMPT_TRANSITIONS, AttemptState, AttemptInput),
+        (LEG_TRANSITIONS, LegState, LegInput),
     ],
 )
 def test_every_state_with_every_input(table: Any, states: Any, inputs: Any) -> None:
@@ -46,7 +47,7 @@ def test_every_state_with_every_input(table: Any, states: Any, inputs: Any) -> N
             with pytest.raises(ValueError, match=f"{event.value} of .* {state.value}"):
                 table[state, event]
         else:
-            assert target is not state or state is AttemptState.REFUSED
+            assert target is not state or state is LegState.REFUSED
 
 
 def test_a_transfer_ends_once_and_drains_last() -> None:
@@ -61,19 +62,19 @@ def test_a_transfer_ends_once_and_drains_last() -> None:
 
 def test_memory_is_used_anew_only_after_its_link_has_let_go() -> None:
     """No step but RELEASE leads to WAITING, and none but RESUME back to a link."""
-    into = {event for (_, event), to in ATTEMPT_TRANSITIONS.items() if to in OFF_LINK}
-    assert into == {AttemptInput.LOSE, AttemptInput.RELEASE}
-    for (state, event), target in ATTEMPT_TRANSITIONS.items():
-        if target is AttemptState.WAITING:
-            assert (state, event) == (AttemptState.LOST, AttemptInput.RELEASE)
+    into = {event for (_, event), to in LEG_TRANSITIONS.items() if to in OFF_LINK}
+    assert into == {LegInput.LOSE, LegInput.RELEASE}
+    for (state, event), target in LEG_TRANSITIONS.items():
+        if target is LegState.WAITING:
+            assert (state, event) == (LegState.LOST, LegInput.RELEASE)
         if state not in ON_LINK and target in ON_LINK:
-            assert (state, event) == (AttemptState.WAITING, AttemptInput.RESUME)
-    assert not [s for s, _ in ATTEMPT_TRANSITIONS if s is AttemptState.OVER]
+            assert (state, event) == (LegState.WAITING, LegInput.RESUME)
+    assert not [s for s, _ in LEG_TRANSITIONS if s is LegState.OVER]
 
 
 def test_the_sets_of_states_share_nothing_and_lack_nothing() -> None:
     assert not ON_LINK & UNNOTIFIED
-    assert ON_LINK | UNNOTIFIED | {AttemptState.OVER} == set(AttemptState)
+    assert ON_LINK | UNNOTIFIED | {LegState.OVER} == set(LegState)
 
 
 # --- sequences ------------------------------------------------------------------------
@@ -92,13 +93,13 @@ class Link:
         self.transfers = self
         self.full = False
         self.forgotten = False
-        # What the core has reported, and the attempt has not heard of yet.
+        # What the core has reported, and the leg has not taken in yet.
         self.error: kvwire.KVWireError | None = None
 
-    def start_transfer(self, attempt: Attempt, **more: object) -> None:
+    def start_transfer(self, leg: Leg, **more: object) -> None:
         if self.full:
             raise kvwire.UsageError("full")
-        attempt.core, self.request.context = self.request, attempt
+        leg.core, self.request.context = self.request, leg
 
     def refuse(
         self, request: RequestRecord, error: kvwire.KVWireError, code: WireCode
@@ -111,7 +112,7 @@ class Link:
         self.error = error
 
     def retire(self, request: RequestRecord) -> list[BufferId]:
-        assert not request.over
+        assert not self.forgotten
         return []
 
     def forget(self, request: RequestRecord) -> list[BufferId]:
@@ -124,35 +125,33 @@ class Link:
 
 
 class End:
-    """What an attempt asks for, without plans and memory."""
+    """What a leg asks for, without plans and memory."""
 
-    key, priority, receives = b"t", 0, False
+    _key, _priority, _receives = b"t", 0, False
 
     @staticmethod
-    def description(peer_id: bytes) -> TransferOffer:
+    def _offer(peer_id: bytes) -> TransferOffer:
         return TransferOffer(geometry=(), endpoint_id=b"", peer_id=peer_id)
 
 
-class OneAttempt(Attempt):
+class OneLeg(Leg):
     """What both ends do when a request is over, without plans and memory."""
 
     def ended(self, error: kvwire.KVWireError | None) -> None:
         goes_on = recoverable(error) and self.state in ON_LINK
-        self.state = ATTEMPT_TRANSITIONS[
-            self.state, AttemptInput.LOSE if goes_on else AttemptInput.END
-        ]
+        self.step(LegInput.LOSE if goes_on else LegInput.END)
 
 
 # When the peer agrees, all has landed, and the producer commits.
 NEWS = {
-    AttemptInput.AGREE: (AttemptState.ASKED, AttemptState.REFUSED),
-    AttemptInput.SETTLE: (AttemptState.MOVING, AttemptState.REFUSED),
-    AttemptInput.COMMIT: (AttemptState.MOVING, AttemptState.SETTLED),
+    LegInput.AGREE: (LegState.ASKED,),
+    LegInput.SETTLE: (LegState.MOVING,),
+    LegInput.COMMIT: (LegState.MOVING, LegState.SETTLED),
 }
 
 
 class Life(RuleBasedStateMachine):
-    """One attempt over any number of links, which do whatever links do.
+    """One leg over any number of links, which do whatever links do.
 
     Every rule is something that can happen then: the table has a step for it.
     """
@@ -161,12 +160,12 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.links: list[Link] = []
         link: Any = Link()
-        self.attempt = OneAttempt(link, asks=True)
+        end: Any = End
+        self.leg = OneLeg(end, link, PhaseTimer(), asks=True)
         self._ask(link)
 
     def _ask(self, link: Any) -> None:
-        end: Any = End
-        self.attempt.ask(link, end)
+        self.leg.ask(link)
         self.links.append(link)
 
     @property
@@ -174,62 +173,59 @@ class Life(RuleBasedStateMachine):
         return self.links[-1]
 
     @rule(news=st.sampled_from(list(NEWS)))
-    def something_is_heard(self, news: AttemptInput) -> None:
-        if self.attempt.state in NEWS[news]:
-            self.attempt.state = ATTEMPT_TRANSITIONS[self.attempt.state, news]
+    def something_is_heard(self, news: LegInput) -> None:
+        if self.leg.state in NEWS[news]:
+            self.leg.step(news)
 
     @rule()
     def this_side_ends_it(self) -> None:
-        self.attempt.refuse(kvwire.RequestCancelled("no"), WireCode.CANCELLED)
+        self.leg.refuse(kvwire.RequestCancelled("no"), WireCode.CANCELLED)
 
     @precondition(lambda self: not self.link.request.over)
     @rule(lost=st.booleans())
     def the_core_ends_its_request(self, lost: bool) -> None:
-        """The attempt hears of that later; this side may refuse meanwhile."""
+        """The leg takes that in later; this side may refuse meanwhile."""
         error: kvwire.KVWireError = kvwire.PeerCancelled("the peer")
         self.link.end(kvwire.ConnectionLost("cut") if lost else error)
 
     @precondition(lambda self: self.link.error is not None)
     @rule()
-    def the_attempt_hears_of_it(self) -> None:
+    def the_leg_takes_it_in(self) -> None:
         error, self.link.error = self.link.error, None
-        if self.link.request.context is self.attempt:
-            self.attempt.ended(error)
+        if self.link.request.context is self.leg:
+            self.leg.ended(error)
 
     @rule()
     def the_transfer_lets_go_of_its_memory(self) -> None:
         """Its link has ended, or its outcome is known: that may be at any time."""
-        self.attempt.release()
+        self.leg.release()
 
-    @precondition(lambda self: self.attempt.state is AttemptState.WAITING)
+    @precondition(lambda self: self.leg.state is LegState.WAITING)
     @rule(full=st.booleans())
     def another_link_comes(self, full: bool) -> None:
         link: Any = Link()
         link.full = full
-        self.attempt.state = ATTEMPT_TRANSITIONS[
-            self.attempt.state, AttemptInput.RESUME
-        ]
         try:
             self._ask(link)
         except kvwire.UsageError:
-            assert self.attempt.state is AttemptState.WAITING
+            assert self.leg.state is LegState.WAITING
 
     @invariant()
     def what_waits_has_no_link_that_may_touch_its_memory(self) -> None:
-        if self.attempt.state is AttemptState.WAITING:
-            assert self.attempt.core is None
-        if self.attempt.state is AttemptState.LOST:
-            assert self.attempt.core is not None
+        if self.leg.state is LegState.WAITING:
+            assert self.leg.core is None
+        if self.leg.state is LegState.LOST:
+            assert self.leg.core is not None
         for link in self.links[:-1]:
             assert link.request.over
             assert link.forgotten
         if not self.link.request.over:
-            assert self.attempt.core is self.link.request
-            assert self.attempt.state in ON_LINK
+            assert self.leg.core is self.link.request
+            assert self.leg.state in ON_LINK
 
     @invariant()
     def what_is_over_stays_over(self) -> None:
-        if self.attempt.state is AttemptState.OVER:
+        if self.leg.state is LegState.OVER:
             assert self.link.request.over
 
 

@@ -28,9 +28,11 @@ import kvwire
 from kvwire.errors import ClosedOK
 from kvwire.kv.outcome import Timings
 from kvwire.limits import NO_MEMORY_S
-from kvwire.transfers import matching, timings
-from kvwire.transfers.base import Answer
-from kvwire.transfers.description import TransferOffer
+from kvwire.transfers import registry as registry_module
+from kvwire.transfers import timings
+from kvwire.transfers.offer import TransferOffer
+from kvwire.transfers.registry import Answer, Question, answer_of
+from kvwire.transfers.state import OVER
 from tests.support import inside, virtual_time
 
 LAYERS: Final = 3
@@ -234,7 +236,7 @@ class Town:
         logger.addHandler(listener)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(timings, "Timings", made)
-            patch.setattr(matching, "TOMBSTONES_MAX", TOMBSTONES)
+            patch.setattr(registry_module, "TOMBSTONES_MAX", TOMBSTONES)
             yield
         logger.removeHandler(listener)
 
@@ -418,7 +420,7 @@ class Town:
 
     def end_by_name(self, node: Node, name: str) -> None:
         async def call() -> None:
-            Inside.registry(node.communicator).end(name, "the engine says so")
+            inside.registry(node.communicator).end(name, "the engine says so")
 
         self.run(call())
 
@@ -428,7 +430,7 @@ class Town:
         """One end of a link takes nothing in until :meth:`go_on`."""
         if connection in self._stopped:
             return
-        link = Inside.link(connection)
+        link: Any = inside.link(connection)
         link._receive = lambda handler: None
 
         def go_on() -> None:
@@ -439,7 +441,8 @@ class Town:
 
     def break_unseen(self, connection: Any) -> None:
         """A link is lost for one end only; its peer takes it for alive for a while."""
-        link = Inside.link(connection)._peer
+        mine: Any = inside.link(connection)
+        link = mine._peer
         link._into.outcome = lambda: None
 
         def go_on() -> None:
@@ -609,16 +612,8 @@ class Inside:
     """What the town reads of the library's inside."""
 
     @staticmethod
-    def registry(communicator: Any) -> Any:
-        return inside.registry(communicator)
-
-    @staticmethod
-    def link(connection: Any) -> Any:
-        return inside.link(connection)
-
-    @staticmethod
     def jobs(communicator: Any) -> Jobs:
-        jobs = inside.services(communicator).codec_threads
+        jobs: Any = inside.services(communicator).codec_threads
         assert isinstance(jobs, Jobs)
         return jobs
 
@@ -630,51 +625,53 @@ class Inside:
     @classmethod
     def check_tables(cls, communicator: Any) -> None:
         """The registry's tables agree with each other, and are bounded."""
-        registry = cls.registry(communicator)
-        stashed = dict(registry._stashed)
+        registry = inside.registry(communicator)
         sizes: Counter[Any] = Counter()
-        for key, asked in registry._asked.items():
-            assert asked, f"an empty table of questions for {key}"
-            for request, (connection, event) in asked.items():
-                assert stashed.pop(request) == key
+        owed: list[Any] = []
+        for key, slot in registry._slots.items():
+            assert slot.end or slot.asked or slot.owed, f"an empty slot for {key}"
+            assert slot.end is None or slot.end in registry.live
+            owed += slot.owed
+            for request, question in slot.asked.items():
+                assert request.context is question
+                assert question.key == key
                 assert not request.over, "a question waits whose asker is gone"
-                sizes[connection] += matching._stash_bytes(event)
-                cls._check_question(registry, key, connection, event)
-        assert not stashed, "questions that nobody can find"
-        assert sizes == registry._stashed_bytes
-        assert len(registry._tombstones) <= TOMBSTONES
-        assert len(registry._told) <= TOMBSTONES
-        assert all(any(one.unnotified) for one in registry._tombstones.values())
-        for end in registry.live:
-            assert end.outcome is None
-        for end in registry._waiting.values():
-            assert end in registry.live
+                sizes[question.link] += question.nbytes
+                cls._check_question(registry, slot, question)
+        assert sizes == registry._waiting_bytes
+        assert len(owed) == len(registry._owed)
+        assert set(owed) == set(registry._owed)
+        assert all(leg.transfer._state in OVER for leg in owed)
+        assert len(registry._past) <= TOMBSTONES
+        assert all(end._outcome is None for end in registry.live)
 
     @staticmethod
-    def _check_question(registry: Any, key: Any, connection: Any, event: Any) -> None:
+    def _check_question(registry: Any, slot: Any, question: Question) -> None:
         """It waits only where nobody is named, or can answer only later."""
-        end, offer = registry._waiting.get(key), TransferOffer.decode(event.description)
-        settling = (event.id, offer.peer_id) in registry._settling
-        retry = registry._retry_for(key, offer)
-        if end is not None and not settling and retry is None:
-            said = end.answer_to(connection, offer)
+        offer = TransferOffer.decode(question.event.description)
+        if any(leg.peer_id == offer.endpoint_id for leg in slot.owed):
+            return
+        past = registry._last_use(question.key, offer)
+        assert past is None, f"a question waits that has the answer {past}"
+        if slot.end is not None:
+            said = answer_of(slot.end, question.link, offer)
             assert said is Answer.LATER, f"a question waits that has the answer {said}"
 
     @classmethod
     def check_idle(cls, communicator: Any) -> None:
         """Nothing waits, and nobody is owed anything but the reasons of old ends."""
-        registry = cls.registry(communicator)
-        for table in ("live", "_waiting", "_asked", "_stashed", "_stashed_bytes"):
-            held = getattr(registry, table)
-            assert not held, f"{communicator.name}: {table} {held}"
-        assert not registry._settling
-        assert not registry._settle_retries
-        assert not len(inside.buffers(communicator)), "memory that was never let go of"
+        registry = inside.registry(communicator)
+        assert not registry.live
+        assert not registry._owed
+        cls.check_empty(communicator)
 
     @classmethod
     def check_empty(cls, communicator: Any) -> None:
         """After its end nothing is left of a communicator."""
-        registry = cls.registry(communicator)
-        for table in ("live", "_waiting", "_asked", "_stashed", "_stashed_bytes"):
-            assert not getattr(registry, table), table
-        assert not len(inside.buffers(communicator)), "memory that was never let go of"
+        registry = inside.registry(communicator)
+        assert not registry.live
+        waiting = [slot for slot in registry._slots.values() if slot.end or slot.asked]
+        assert not waiting, f"{communicator.name}: {waiting[0].end} {waiting[0].asked}"
+        assert not registry._waiting_bytes
+        left = len(inside.buffers(communicator))
+        assert not left, "memory that was never let go of"

@@ -255,7 +255,7 @@ def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
     assert eventually(
         lambda: (
             len(departure._parts) == 1
-            and len(inside.state(departure._parts[0]).ready_log.log) == len(NAMES)
+            and len(departure._parts[0]._log.log) == len(NAMES)
         )
     )
     gpus.of(p).hold()

@@ -12,10 +12,10 @@ _INSTRUMENTED = [
         "kvwire.wire",
         "kvwire.proto",
         "kvwire.endpoint.region",
-        "kvwire.transfers.description",
+        "kvwire.transfers.offer",
         "kvwire.kv",
     ),
-    *("kvwire.transfers.receiver", "kvwire.store.server.messages", "kvwire.memory"),
+    *("kvwire.transfers.incoming", "kvwire.store.server.messages", "kvwire.memory"),
     *("kvwire_local", "kvwire_tcp", "kvwire_ucx", "kvwire_nccl"),
 ]
 

@@ -22,8 +22,8 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
 from kvwire.proto.records import SegmentRecord
-from kvwire.transfers.description import TransferOffer
-from kvwire.transfers.receiver import missing_chunks
+from kvwire.transfers.incoming import missing_chunks
+from kvwire.transfers.offer import TransferOffer
 from tests.programs.fuzz.reader import Reader
 
 _SPEC: Final = KVSpec(layers=2, kv_heads=2, head_dim=2, block_tokens=4)

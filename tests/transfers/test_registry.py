@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.transfers import matching as module
-from kvwire.transfers.description import TransferOffer
+from kvwire.transfers import registry as module
+from kvwire.transfers.offer import TransferOffer
 from tests.scenarios.world import World, scenario
 from tests.support import inside, virtual_time
 from tests.support.caches import same
@@ -56,7 +56,7 @@ async def test_a_reason_that_is_lost_with_its_link_is_said_again(w: World) -> No
     # From here the consumer hears nothing but the end of its link.
     w.freeze(w.pull_side)
     inc = w.pull_side.pull("t", w.target.cache, DEST)
-    await w.until(lambda: not inside.registry(w.p)._tombstones)
+    await w.until(lambda: not inside.remembered(w.p))
     w.cut()
     async with asyncio.timeout(PATIENCE_S):
         outcome = await inc
@@ -103,23 +103,23 @@ async def test_what_is_remembered_is_bounded(
     monkeypatch.setattr(module, "TOMBSTONES_MAX", 3)
     for number in range(10):
         w.p.publish(number, w.source.cache, LIST).abort(f"reason {number}")
-    assert len(inside.registry(w.p)._tombstones) == 3
+    assert len(inside.remembered(w.p)) == 3
     for number in (9, 8, 7):
         inc = w.pull_side.pull(number, w.target.cache, DEST)
         assert f"reason {number}" in (await inc).missing["kv", DEST[0]]
-    assert not inside.registry(w.p)._tombstones
+    assert not inside.remembered(w.p)
 
 
 @scenario("inproc")
 async def test_a_question_that_is_taken_back_is_forgotten(w: World) -> None:
     kept = w.pull_side.pull("t", w.target.cache, DEST)
     other = w.pull_side.pull("t", w.target.cache, DEST)
-    await w.until(lambda: len(inside.registry(w.p)._stashed) == 2)
+    await w.until(lambda: len(inside.questions(w.p)) == 2)
     other.abort()
-    await w.until(lambda: len(inside.registry(w.p)._stashed) == 1)
+    await w.until(lambda: len(inside.questions(w.p)) == 1)
     kept.abort()
-    await w.until(lambda: not inside.registry(w.p)._stashed)
-    assert not inside.registry(w.p)._asked
+    await w.until(lambda: not inside.questions(w.p))
+    assert not inside.questions(w.p)
 
 
 @pytest.mark.parametrize("all_peers", [True, False])
@@ -158,20 +158,19 @@ async def test_what_waits_for_an_answer_is_bounded_in_bytes(
     for inc in (*waiting, *again):
         inc.abort("not wanted")
     await virtual_time.pass_time(0.1)
-    registry = inside.registry(w.p)
-    assert not registry._stashed
-    assert not registry._stashed_bytes
+    assert not inside.questions(w.p)
+    assert not inside.registry(w.p)._waiting_bytes
 
 
 @scenario("inproc", resume=False)
 async def test_questions_of_a_lost_connection_are_forgotten(w: World) -> None:
     asked = [w.pull_side.pull(n, w.target.cache, DEST) for n in range(50)]
-    await w.until(lambda: len(inside.registry(w.p)._stashed) == 50)
+    await w.until(lambda: len(inside.questions(w.p)) == 50)
     w.cut()
     for inc in asked:
         assert not (await inc).landed
-    assert not inside.registry(w.p)._stashed
-    assert not inside.registry(w.p)._asked
+    assert not inside.questions(w.p)
+    assert not inside.questions(w.p)
 
 
 @pytest.mark.parametrize("agreed", [True, False], ids=["agreed", "asked only"])
@@ -189,8 +188,8 @@ async def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_lost(
     link: Any = inside.link(w.push_side)
     link._into.outcome = lambda: None
     w.pull_side.abort("seen by one side")
-    state, lost = inside.state(inc), inside.driver(w.pull_side)
-    await w.until(lambda: state.attempt and state.attempt.connection is not lost)
+    lost = inside.driver(w.pull_side)
+    await w.until(lambda: inc._legs and inc._legs[0].link is not lost)
     if not agreed:
         out = w.p.publish("t", w.source.cache, LIST)
         out.ready(layers=0)
@@ -231,7 +230,7 @@ async def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
     """A peer may leave a thousand questions and drop other links at any rate."""
     for number in range(5):
         w.pull_side.pull(f"unknown {number}", w.target.cache, DEST)
-    await w.until(lambda: len(inside.registry(w.p)._stashed) == 5)
+    await w.until(lambda: len(inside.questions(w.p)) == 5)
     read = TransferOffer.decode
     said: list[bytes] = []
 
@@ -247,7 +246,7 @@ async def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
     await w.until(lambda: theirs not in w.p.live_connections)
     await virtual_time.pass_time(1.0)
     assert said == []
-    assert len(inside.registry(w.p)._stashed) == 5
+    assert len(inside.questions(w.p)) == 5
     assert await w.moves("named", [6, 7], [20, 21])
 
 

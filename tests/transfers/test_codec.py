@@ -205,7 +205,7 @@ async def test_an_outcome_waits_for_a_thread_that_writes_blocks(
         if end == "abort":
             inc.abort("the user left")
         if end == "deadline":
-            inside.state(inc)._expired()
+            inc._expired()
         assert await w.stays_open(inc, 0.05)
         assert not inc.is_drained
         gate.open()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvwire import KVSpec, PagedCache, ProfileMismatch, UsageError, limits
 from kvwire.kv.geometry import Geometry, describe
-from kvwire.transfers.description import (
+from kvwire.transfers.offer import (
     ENDPOINT_ID_BYTES,
     TransferOffer,
     new_trace,

@@ -9,8 +9,8 @@ import pytest
 
 import kvwire
 from kvwire.kv.plan import Segment
-from kvwire.transfers.incoming import IncomingState
-from kvwire.transfers.outgoing import OutgoingState
+from kvwire.transfers.incoming import Incoming
+from kvwire.transfers.outgoing import Outgoing
 from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside, virtual_time
 from tests.support.caches import LAYERS
@@ -100,33 +100,33 @@ async def test_drained_waits_for_the_outcome(w: World) -> None:
 async def test_half_a_character_does_not_keep_a_reason_from_its_peer(w: World) -> None:
     """Python reads one of each byte of a file's name that is no UTF-8."""
     out, inc = w.begin()
-    await w.until(lambda: inside.attempts(out))
+    await w.until(lambda: inside.legs(out))
     inc.abort("cannot read /tmp/\udcff")
     assert "cannot read /tmp/?" in (await out).missing["kv", LIST[0]]
     assert "/tmp/\udcff" in (await inc).missing["kv", DEST[0]]
 
 
 @pytest.mark.parametrize("end", ["settled", "abort", "cut", "deadline"])
-@pytest.mark.parametrize("side", [IncomingState, OutgoingState])
+@pytest.mark.parametrize("side", [Incoming, Outgoing])
 @scenario(resume=False)
 async def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
     w: World,
-    side: type[IncomingState | OutgoingState],
+    side: type[Incoming | Outgoing],
     end: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody waits for ever, and nothing is free before it has drained."""
-    real, refusals = side.end_now, [MemoryError(), MemoryError()]
+    real, refusals = side._record, [MemoryError(), MemoryError()]
 
-    def short(self: Any, cause: Any) -> None:
+    def short(self: Any) -> None:
         if refusals:
             raise refusals.pop()
-        real(self, cause)
+        real(self)
 
-    monkeypatch.setattr(side, "end_now", short)
+    monkeypatch.setattr(side, "_record", short)
     within = 0.2 if end == "deadline" else None
     out, inc = w.begin({"deadline": within})
-    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.legs(out)[0].planned)
     out.ready(layers=slice(0, LAYERS - (end != "settled")))
     if end == "settled":
         out.finish()
@@ -147,12 +147,12 @@ async def test_without_memory_to_note_what_has_landed_a_transfer_ends(
 ) -> None:
     """The last word of a consumer ends it even so; what was not noted is missing."""
     out, inc = w.begin()
-    await w.until(lambda: inside.planned(inc) and inside.attempts(out)[0].planned)
+    await w.until(lambda: inside.planned(inc) and inside.legs(out)[0].planned)
 
     def short(segment: Segment) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(inside.attempts(out)[0].landed, "mark", short)
+    monkeypatch.setattr(inside.legs(out)[0].landed, "mark", short)
     out.ready()
     out.finish()
     assert (await inc).complete

@@ -1,0 +1,414 @@
+"""One peer's part of a KV transfer, over all the links that carry it.
+
+The same class serves the producer and the consumer. What differs between them is how
+segments move on one link, which is a :class:`Flow`. A leg gets a new flow with each
+link, and keeps what no link changes: the peer, the plan, and what has landed.
+
+A leg outlives its transfer for as long as its peer may not know how the transfer ended.
+A consumer that has all of it says so again on the next link, and a side that asked and
+then gave up asks once more, only to say that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kvwire.errors import (
+    ConnectionLost,
+    KVWireError,
+    PeerCancelled,
+    PeerUnresponsive,
+    ProfileMismatch,
+    ProtocolError,
+    WireCode,
+)
+from kvwire.kv.landed import Landed
+from kvwire.kv.outcome import Outcome, outcome_of
+from kvwire.kv.plan import Segment, TransferPlan
+from kvwire.proto.events import (
+    SegmentLanded,
+    SegmentMarked,
+    SegmentsAcknowledged,
+    TransferSettled,
+)
+from kvwire.proto.records import RequestRecord
+from kvwire.transfers.offer import TransferOffer
+from kvwire.transfers.ports import ConnectionPort
+from kvwire.transfers.state import (
+    LEG_TRANSITIONS,
+    ON_LINK,
+    OVER,
+    LegInput,
+    LegState,
+    TransferState,
+)
+from kvwire.transfers.timings import PhaseTimer
+from kvwire.types import BufferId
+
+if TYPE_CHECKING:
+    from kvwire.transfers.transfer import Transfer
+
+# A peer that has nothing else to send sends a ping in each interval.
+SILENT_INTERVALS = 1.5
+DAMAGED = "its bytes arrived damaged"
+UNMARKED = "it was not marked ready by the producer"
+
+TransferEvent = SegmentMarked | SegmentLanded | SegmentsAcknowledged | TransferSettled
+
+
+class Flow(Protocol):
+    """Moves the segments of one leg on one link."""
+
+    def event(self, event: TransferEvent) -> None:
+        """Take in what has become of a segment.
+
+        Raises:
+            ProtocolError: The peer breaks the rules; the connection ends with it.
+        """
+
+    def send(self) -> None:
+        """Send what was marked since the last time."""
+
+    def end(self, error: KVWireError | None) -> None:
+        """Note what is here of segments that no event has named."""
+
+
+class Leg:
+    """Runs a transfer with one peer, on one link at a time.
+
+    Attributes:
+        transfer: This side's end. A leg that is over drops it.
+        link: The connection that carries the leg now, or was the last to carry it.
+        origin: The start of the peer's process; no other start may go on with the leg.
+        peer_id: The peer's end over all links; empty before the two have met.
+        asks: This side asks for the transfer, and asks again after a lost link.
+        state: See kvwire.transfers.state.
+        core: The request on the link; None where no link can touch the leg's memory.
+        planned: The two sides have met and fit: ``plan`` and ``landed`` are there.
+        plan: What moves, and in which order.
+        landed: What the consumer has.
+        damaged: Segments that arrived damaged; they count as missing.
+        confirmed: The consumer is known to have read our half. Only then does what it
+            had before count as landed on the producer's side as well.
+        grouped: The most layers that one segment has had.
+        phases: What the leg waits for. The only leg of a transfer shares its timer.
+        reason: Why the peer ended the leg; "" if it did not.
+        flow: Moves segments on the link; None before the two sides agree on it.
+        links: How many links have carried it.
+    """
+
+    __slots__ = (
+        "asks",
+        "confirmed",
+        "core",
+        "damaged",
+        "flow",
+        "grouped",
+        "landed",
+        "link",
+        "links",
+        "origin",
+        "peer_id",
+        "phases",
+        "plan",
+        "planned",
+        "reason",
+        "state",
+        "transfer",
+    )
+
+    plan: TransferPlan
+    landed: Landed
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        link: ConnectionPort,
+        phases: PhaseTimer,
+        *,
+        asks: bool,
+    ) -> None:
+        self.transfer: Transfer = transfer
+        self.link: ConnectionPort = link
+        self.origin: bytes = link.peer.origin
+        self.peer_id: bytes = b""
+        self.asks = asks
+        self.state: LegState = LegState.ASKED
+        self.core: RequestRecord | None = None
+        self.planned: bool = False
+        self.damaged: list[Segment] = []
+        self.confirmed: bool = transfer._receives
+        self.grouped: int = 1
+        self.phases = phases
+        self.reason = ""
+        self.flow: Flow | None = None
+        self.links: int = 0
+
+    def step(self, what: LegInput) -> None:
+        """Change the state; nothing else does."""
+        self.state = LEG_TRANSITIONS[self.state, what]
+
+    # --- a link -----------------------------------------------------------------------
+
+    def ask(self, link: ConnectionPort) -> None:
+        """Ask the peer of a link for the transfer, or to go on with it.
+
+        Raises:
+            UsageError: The peer has too many transfers to answer already.
+            ConnectionClosed: The connection is closing or closed.
+        """
+        self._carry(link)
+        transfer = self.transfer
+        try:
+            link.start_transfer(
+                self,
+                key=transfer._key,
+                priority=transfer._priority,
+                description=transfer._offer(self.peer_id).encode(),
+                pull=transfer._receives,
+            )
+        except KVWireError:
+            # No request was made, so no link can touch memory for this leg.
+            self.step(LegInput.LOSE)
+            self.step(LegInput.RELEASE)
+            raise
+
+    def answer(
+        self, link: ConnectionPort, core: RequestRecord, offer: TransferOffer
+    ) -> None:
+        """Answer the peer of a link, which asks for it, or asks to go on with it."""
+        self._carry(link)
+        self.core, core.context = core, self
+        transfer, transfers = self.transfer, link.transfers
+        if transfer._state in OVER:
+            answer = transfer._offer(self.peer_id, self.plan.digest)
+            transfers.agree(core, answer.encode())
+            self._say_how_it_ended()
+            link.run()
+            return
+        try:
+            self._meet(offer)
+        except KVWireError as exc:
+            self.refuse(exc, WireCode.PROFILE)
+            return
+        if transfer._receives:
+            answer = transfer._offer(self.peer_id, self.plan.digest)
+        else:
+            answer = transfer._offer(plan=self.plan.digest)
+            # Chunks are scheduled here, for the side that is in the greater hurry.
+            record = transfers.records[core]
+            record.priority = max(record.priority, transfer._priority)
+        transfers.agree(core, answer.encode())
+        self._begin(settled=offer.settled)
+        link.run()
+
+    def agreed(self, offer: TransferOffer) -> None:
+        """Take in the peer's answer to our question."""
+        if self.state is LegState.REFUSED:
+            return  # it was under way when this side ended the leg
+        if self.transfer._state in OVER:
+            self._say_how_it_ended()
+            return
+        try:
+            self._meet(offer)
+            offer.require_same_plan(self.plan.digest)
+        except KVWireError as exc:
+            self.refuse(exc, WireCode.PROFILE)
+            return
+        self._begin(settled=offer.settled)
+
+    def _carry(self, link: ConnectionPort) -> None:
+        if self.links:
+            self.step(LegInput.RESUME)
+        self.link = link
+        self.links += 1
+
+    def _begin(self, *, settled: bool) -> None:
+        """Let segments move on the link, as both sides have agreed."""
+        self.step(LegInput.AGREE)
+        if settled and not self.transfer._receives:  # all came on an earlier link
+            self.step(LegInput.SETTLE)
+        self.flow = flow = self.transfer._flow(self)
+        flow.send()
+
+    def _say_how_it_ended(self) -> None:
+        """Agree, and settle or refuse at once: the transfer is over on this side.
+
+        A consumer that has all of it reports no more than that, so that the producer
+        counts it as landed and sends nothing to memory that has a new owner.
+        """
+        self.step(LegInput.AGREE)
+        error = self.transfer._given_up
+        if error is None:
+            self.step(LegInput.SETTLE)
+        else:
+            self.refuse(error, WireCode.CANCELLED)
+
+    def _meet(self, offer: TransferOffer) -> None:
+        """Plan against the peer's half of the transfer.
+
+        Raises:
+            ProfileMismatch: The two halves do not fit; names the fields.
+            UsageError: The consumer says what it has of blocks that there are not, or
+                in a way that would take too long.
+            BackendUnavailable: This connection cannot move memory of the device.
+        """
+        transfer = self.transfer
+        self.phases.enter("handshake")
+        if offer.trace or transfer._ring is not None:
+            transfer._note_peer(self.link, offer.trace)
+        self.confirmed = self.confirmed or bool(offer.peer_id)
+        if transfer._memory.device is not None:
+            self.link.staging.open(transfer._memory.device)
+        offer.require_same_hashes(transfer._hashes)
+        if self.peer_id not in (b"", offer.endpoint_id):
+            raise ProfileMismatch(
+                "the peer has another transfer of this name now", fields=("end",)
+            )
+        self.peer_id = offer.endpoint_id
+        peer = offer.read_geometry()
+        # Without hashes on both sides nobody knows that it has the same blocks.
+        comparable = transfer._hashes and offer.hashes
+        plan = TransferPlan(
+            transfer._memory,
+            transfer._memory_lists,
+            peer,
+            transfer._side,
+            tokens=transfer._tokens,
+            have=transfer._held_by(offer, peer) if comparable else None,
+            local=transfer._geometry,
+            named=transfer._lists,
+        )
+        transfer._check_plan(plan)
+        if not self.planned:
+            # The first plan stays: the same two ends have the same plan on each link.
+            self.plan, self.landed = plan, Landed(plan)
+            self.planned = True
+        transfer._met(self, offer)
+        self.phases.enter("mark_wait")
+
+    # --- what the link brings ---------------------------------------------------------
+
+    def event(self, event: TransferEvent) -> None:
+        """Take in an event of the leg's segments.
+
+        Raises:
+            ProtocolError: The peer breaks the rules; the connection ends with it.
+        """
+        if self.state is LegState.REFUSED:
+            return  # it was under way when this side ended the leg
+        transfer, flow = self.transfer, self.flow
+        if transfer._state in OVER:
+            if isinstance(event, SegmentMarked):
+                raise ProtocolError(
+                    "KVW-TR-10", "SEGMENT in a transfer that the consumer has settled"
+                )
+        elif isinstance(event, TransferSettled):
+            self.step(LegInput.SETTLE)
+            transfer._end(PeerCancelled(UNMARKED))
+        else:
+            assert flow is not None
+            flow.event(event)
+
+    def ended(self, error: KVWireError | None) -> None:
+        """Take in the end of the leg's request; called once for each request."""
+        try:
+            if self.flow is not None:
+                self.flow.end(error)
+        finally:  # without memory to note it too: nothing else reports the end
+            self._note_end(error)
+
+    def _note_end(self, error: KVWireError | None) -> None:
+        """Decide what the end of a request means: wait for a link, or be over.
+
+        Before: the request is over, and the link may still touch memory. After: the leg
+        is LOST, and goes on once that link has let go; or it is over, and has told its
+        transfer, which ends or serves its other peers.
+        """
+        transfer = self.transfer
+        lost = transfer._services.config.resume and recoverable(error)
+        if transfer._state in (TransferState.NEW, TransferState.OPEN):
+            if lost:
+                self._note_silence(transfer)
+                self.phases.enter("lost")
+                self.step(LegInput.LOSE)
+                if transfer._ring is not None:
+                    transfer._note("lost")
+                transfer._watch_lease()
+                return
+            self.step(LegInput.END)
+            transfer._leg_over(self, error)
+        elif lost and self.state is not LegState.REFUSED:
+            # The peer may not know how it ended here: it is told on the next link.
+            self.step(LegInput.LOSE)
+            if transfer._outcome is not None:
+                self.release()
+            transfer._services.registry.owe(self)
+            return
+        else:
+            self.step(LegInput.END)
+            if transfer._outcome is not None:
+                self.release()
+            transfer._services.registry.peer_knows(self)
+        if self.state is LegState.OVER or self.core is None:
+            # Each names the other; else only the garbage collector would end both.
+            self.flow = None
+            del self.transfer
+
+    # --- the end ----------------------------------------------------------------------
+
+    def refuse(self, error: KVWireError, code: WireCode) -> None:
+        """End the leg and send the peer the reason; no effect on one that is over."""
+        if self.core is not None and not self.core.over:
+            self.step(LegInput.REFUSE)
+            self.link.refuse(self.core, error, code)
+            self.link.run()
+
+    def release(self) -> list[BufferId]:
+        """Retire the memory of the leg's segments, and return their buffers.
+
+        The leg leaves its link once it has taken in the end of its request: what may
+        still touch its memory has holds on it, and a lost leg may be carried by another
+        link from here on.
+        """
+        core = self.core
+        if core is None:
+            return []
+        if not core.over or self.state in ON_LINK:
+            return self.link.transfers.retire(core)
+        core.context = self.core = None
+        if self.state is LegState.LOST:
+            self.step(LegInput.RELEASE)
+        return self.link.transfers.forget(core)
+
+    def outcome(self, transfer: Transfer, reason: str) -> Outcome:
+        """Return what the consumer has; what is missing has this ``reason``."""
+        self._note_silence(transfer)
+        landed = self.landed if self.confirmed else Landed(self.plan, held=False)
+        damaged = [(DAMAGED, self.plan.covering(self.damaged))] if self.damaged else []
+        return outcome_of(
+            landed,
+            reasons=damaged,
+            otherwise=self.reason or reason,
+            timings=self.phases.timings(),
+            layers_grouped=self.grouped,
+        )
+
+    def _note_silence(self, transfer: Transfer) -> None:
+        """Say what was waited for, now that nothing is; long silence counts as lost."""
+        if self.state not in ON_LINK and self.state is not LegState.REFUSED:
+            return
+        phases = self.phases
+        if transfer._receives:
+            if phases.phase == "mark_wait" and self.landed.complete:
+                phases.phase = "commit"
+            if self.state is LegState.SETTLED:
+                return  # by a frame that has come just now
+        silent_s = self.link.silent_s
+        if silent_s > SILENT_INTERVALS * transfer._services.config.ping_interval_s:
+            phases.enter("lost", silent_s)
+
+
+def recoverable(error: KVWireError | None) -> bool:
+    """Tell whether a transfer may go on with another link after this error."""
+    return isinstance(error, ConnectionLost | PeerUnresponsive)

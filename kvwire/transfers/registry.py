@@ -1,0 +1,616 @@
+"""Where the two ends of KV transfers meet, in either order of arrival.
+
+One side names a transfer with ``publish`` or ``expect`` and waits; the other asks for
+it with ``pull`` or ``push``. Each name and role has a *slot*, where the first to come
+waits: our end until its lease ends, a peer's question until the peer gives up.
+
+What has ended here is remembered for the peers that may still ask for it, so that a
+peer that asks too late gets the reason and does not wait. And a leg whose peer may not
+know how it ended stays in its slot until the peer does, or would no longer ask.
+
+One rule holds between any two calls: a question waits only in a slot that has no end
+for it, or one that can answer it only LATER.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Final, NamedTuple
+
+from kvwire.errors import (
+    ClosedOK,
+    ConnectionClosed,
+    ConnectionLost,
+    KVWireError,
+    PeerError,
+    RequestCancelled,
+    RequestError,
+    UsageError,
+    WireCode,
+)
+from kvwire.limits import (
+    TOMBSTONES_MAX,
+    WAITING_BYTES_ALL_MAX,
+    WAITING_BYTES_MAX,
+    WAITING_LOG_S,
+    WAITING_RECORD_BYTES,
+)
+from kvwire.proto.events import TransferOpened
+from kvwire.proto.records import RequestRecord
+from kvwire.proto.state import RequestKind
+from kvwire.transfers.leg import Leg
+from kvwire.transfers.offer import TransferOffer
+from kvwire.transfers.options import transfer_key
+from kvwire.transfers.ports import ConnectionPort, SharedServices
+from kvwire.transfers.state import OFF_LINK, UNNOTIFIED, LegState, TransferState
+from kvwire.transfers.transfer import Transfer, TransferView
+
+logger: logging.Logger = logging.getLogger("kvwire.transfers")
+
+Key = tuple[bytes, bool]
+"""A name on the wire, and whether this side is the producer."""
+
+
+class Answer(enum.Enum):
+    """Answers a peer that asks for a transfer."""
+
+    YES = "yes"
+    NO = "no"
+    LATER = "later"
+    """Once the link that the peer has lost is known to be lost here as well, or once
+    there is memory for the outcome of what has ended."""
+
+
+class Question(NamedTuple):
+    """Holds what a peer asks, while it waits for the answer.
+
+    Attributes:
+        key: The slot where it waits.
+        link: The connection that has brought it.
+        event: What the peer asks, and its half of the transfer.
+    """
+
+    key: Key
+    link: ConnectionPort
+    event: TransferOpened
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory that it takes."""
+        return len(self.event.description) + WAITING_RECORD_BYTES
+
+
+class Past(NamedTuple):
+    """Remembers how a use of a name ended, for those who do not know yet.
+
+    Attributes:
+        code: The code for a peer that asks too late, the same as for one in time.
+        reason: Why it ended. Not the error, whose traceback has frames and caches.
+        endpoint_id: Its end's name over all links, as peers who met it know it.
+        unseen: How many peers never came.
+        known: The ends of those who came, and may not know how it ended.
+    """
+
+    code: WireCode
+    reason: str
+    endpoint_id: bytes
+    unseen: int
+    known: frozenset[bytes]
+
+
+_UNKNOWN: Final = Past(WireCode.OTHER, "nothing is known of it", b"", 0, frozenset())
+
+
+class Slot:
+    """Holds what is under one name and role now.
+
+    Attributes:
+        end: What waits or runs under it here.
+        asked: The questions of peers that wait for it.
+        owed: Legs that are over here, whose peers may not know that.
+    """
+
+    __slots__ = ("asked", "end", "owed")
+
+    def __init__(self) -> None:
+        self.end: Transfer | None = None
+        self.asked: dict[RequestRecord, Question] = {}
+        self.owed: list[Leg] = []
+
+
+class TransferRegistry:
+    """Matches the KV transfers of one communicator with peers that ask.
+
+    Attributes:
+        live: Transfers that have not ended.
+    """
+
+    def __init__(self) -> None:
+        # An ordered set, so that what happens to several happens in their order.
+        self.live: dict[Transfer, None] = {}
+        self._slots: dict[Key, Slot] = {}
+        # By name, with b"", and by name and the end that was given the reason: it asks
+        # again if its link is lost before it learns it. Oldest first.
+        self._past: OrderedDict[tuple[Key, bytes], Past] = OrderedDict()
+        # Bytes of the questions that wait, by connection.
+        self._waiting_bytes: Counter[ConnectionPort] = Counter()
+        # The legs that slots hold: an ordered set.
+        self._owed: dict[Leg, None] = {}
+        self._all_settled = asyncio.Event()
+        self._all_settled.set()
+        # The next look at what is open for long; there is none while nothing is.
+        self._look: asyncio.TimerHandle | None = None
+
+    # --- our side ---------------------------------------------------------------------
+
+    def offer(self, end: Transfer) -> None:
+        """Wait for the peer (``publish``, ``expect``), or match one that waits.
+
+        Raises:
+            UsageError: The name is in use, or too much memory is in quarantine.
+        """
+        key = end._slot_key
+        slot = self._slots.get(key)
+        if slot is not None and slot.end is not None:
+            verb = "published" if key[1] else "expected"
+            raise UsageError(
+                f"transfer {end.id!r} is {verb} already, and has not ended; ids may be "
+                f"used again only after that"
+            )
+        _check_room(end)
+        end._offer().encode()
+        past = self._past.get((key, b""))
+        if past is not None:
+            # Only peers that came for the last use still learn how that ended.
+            self._remember(key, past._replace(unseen=0))
+        if slot is None:
+            slot = self._slots[key] = Slot()  # as many as the caller's transfers
+        slot.end = end
+        self._take_on(end)
+        end._begin()
+        end._watch_lease()
+        if slot.asked:
+            self._ask_again(key)
+
+    def ask(self, end: Transfer, link: ConnectionPort) -> None:
+        """Ask the peer (``pull``, ``push``).
+
+        On a connection that is closed or lost the transfer ends, with an outcome.
+
+        Raises:
+            UsageError: Too much memory is in quarantine, or the peer has too many
+                transfers to answer already.
+        """
+        _check_room(end)
+        self._take_on(end)
+        try:
+            end._ask(link)
+        except ConnectionClosed as exc:
+            end._stop(exc, WireCode.GOING_AWAY)
+        except KVWireError:
+            self.live.pop(end, None)
+            raise
+        end._begin()
+
+    def defer(self, end: Transfer) -> None:
+        """Begin a transfer whose peer is asked as soon as it is connected."""
+        _check_room(end)
+        self.live[end] = None
+        end._begin()
+        end._watch_lease()
+
+    def ask_deferred(self, end: Transfer, link: ConnectionPort) -> None:
+        """Ask the peer of a transfer that was deferred, unless that has ended.
+
+        Raises:
+            UsageError: The peer has too many transfers to answer already.
+            ConnectionClosed: The connection is closing or closed.
+        """
+        end._ask(link)
+
+    def give_up(self, end: Transfer, error: KVWireError) -> None:
+        """End a transfer whose peer cannot be reached."""
+        end._stop(error, WireCode.GOING_AWAY)
+
+    def over(self, end: Transfer, cause: KVWireError) -> None:
+        """Remove a transfer that has ended; keep the cause for late peers."""
+        self.live.pop(end, None)
+        for leg in end._legs:
+            gave_up = isinstance(cause, RequestCancelled) and leg.state in OFF_LINK
+            # A producer does not know yet that all is here, or a peer that we have
+            # asked, and whose link is lost, that we want no answer.
+            if (end._receives and leg.state is LegState.SETTLED) or (
+                gave_up and leg.asks and leg.peer_id
+            ):
+                self.owe(leg)
+        key = end._slot_key
+        slot = self._slots.get(key)
+        if slot is None or slot.end is not end:
+            return
+        slot.end = None
+        known = frozenset(leg.peer_id for leg in end._legs if leg.state in UNNOTIFIED)
+        code, unseen = _code_of(cause), end._peers - len(end._legs)
+        self._remember(key, Past(code, str(cause), end._endpoint_id, unseen, known))
+        self._ask_again(key)
+
+    def _take_on(self, end: Transfer) -> None:
+        self.live[end] = None
+        if self._look is None:
+            self._look = end._loop.call_later(WAITING_LOG_S, self._name_open)
+
+    def _name_open(self) -> None:
+        """Name in the log, once, each transfer that was open at the last look too."""
+        self._look = None
+        for end in self.live:
+            if end._seen_open and not end._named_in_log:
+                end._named_in_log = True
+                logger.warning(
+                    "transfer %r is open for more than %g s: %s",
+                    end.id,
+                    WAITING_LOG_S,
+                    end._waits_for,
+                )
+            end._seen_open = True
+        if self.live:
+            loop = next(iter(self.live))._loop
+            self._look = loop.call_later(WAITING_LOG_S, self._name_open)
+
+    # --- the peer's side --------------------------------------------------------------
+
+    def opened(self, link: ConnectionPort, event: TransferOpened) -> None:
+        """Match a peer that asks, answer it, or let it wait.
+
+        In this order: a leg that is over here and whose peer does not know that; a use
+        of the name that has ended; the end that has the name now.
+        """
+        request = event.request
+        if request.over:
+            return
+        try:
+            offer = TransferOffer.decode(event.description)
+        except KVWireError as exc:
+            _refuse(link, request, exc, WireCode.PROFILE)
+            return
+        key = (event.id, request.kind is RequestKind.OUTGOING)
+        slot = self._slots.get(key)
+        if slot is not None and slot.owed:
+            owed = [leg for leg in slot.owed if leg.peer_id == offer.endpoint_id]
+            if owed and owed[0].state is LegState.WAITING:
+                owed[0].answer(link, request, offer)
+                return
+            if owed:  # its last link may still bring the answer
+                self._let_wait(key, link, event)
+                return
+        if offer.peer_id or self._past:
+            past = self._ended(key, offer)
+            if past is not None:
+                error = PeerError(f"it has ended: {past.reason}")
+                _refuse(link, request, error, past.code)
+                return
+        end = None if slot is None else slot.end
+        answer = Answer.LATER if end is None else answer_of(end, link, offer)
+        if answer is Answer.LATER:
+            self._let_wait(key, link, event)
+        elif answer is Answer.NO:
+            _refuse(link, request, PeerError("it is taken"), WireCode.OTHER)
+        else:
+            assert end is not None
+            end._matched(link, request, offer)
+
+    def _let_wait(self, key: Key, link: ConnectionPort, event: TransferOpened) -> None:
+        """Let a peer wait for an answer, if there is room for its description."""
+        question = Question(key, link, event)
+        waiting = self._waiting_bytes
+        ours = waiting[link] + question.nbytes
+        everyones = waiting.total() + question.nbytes
+        if ours > WAITING_BYTES_MAX or everyones > WAITING_BYTES_ALL_MAX:
+            which = "of this connection" if ours > WAITING_BYTES_MAX else "of all peers"
+            error = PeerError(
+                f"the descriptions {which} that wait for an answer take as much memory "
+                f"as they may; ask again when some have met their transfer"
+            )
+            if not waiting[link]:
+                del waiting[link]
+            _refuse(link, event.request, error, WireCode.OTHER)
+            return
+        waiting[link] = ours
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = Slot()
+        # bounded: TRANSFERS_WAITING_MAX per connection, by the core
+        slot.asked[event.request] = question
+        event.request.context = question
+
+    def _waits_no_more(self, question: Question) -> None:
+        """Give back the room of a question that was taken out of its slot."""
+        question.event.request.context = None
+        self._waiting_bytes[question.link] -= question.nbytes
+        if not self._waiting_bytes[question.link]:
+            del self._waiting_bytes[question.link]
+
+    def request_over(self, request: RequestRecord, link: ConnectionPort) -> None:
+        """Remove a question that was refused, or whose peer gave up or is gone."""
+        question = request.context
+        if isinstance(question, Question):
+            del self._slots[question.key].asked[request]
+            self._waits_no_more(question)
+            self._tidy(question.key)
+        link.transfers.forget(request)
+
+    def _ask_again(self, key: Key) -> None:
+        """Look again at the peers that wait for a transfer of this name."""
+        slot = self._slots.get(key)
+        if slot is None:
+            return
+        asked, slot.asked = slot.asked, {}
+        for question in asked.values():
+            self._waits_no_more(question)
+        for question in asked.values():
+            self.opened(question.link, question.event)
+        self._tidy(key)
+
+    def _tidy(self, key: Key) -> None:
+        """Drop a slot that holds nothing."""
+        slot = self._slots.get(key)
+        if slot is not None and slot.end is None and not (slot.asked or slot.owed):
+            del self._slots[key]
+
+    # --- what has ended ---------------------------------------------------------------
+
+    def _ended(self, key: Key, offer: TransferOffer) -> Past | None:
+        """Return why the transfer that a peer asks for has ended; None if it has not.
+
+        An end that was given the reason, and lost its link before it learned it, gets
+        it again.
+        """
+        past = self._past.get((key, offer.endpoint_id))
+        if past is None:
+            past = self._last_use(key, offer)
+            if past is not None:
+                known = past.known - {offer.endpoint_id}
+                never_came = known == past.known and not offer.peer_id
+                self._remember(
+                    key, past._replace(known=known, unseen=past.unseen - never_came)
+                )
+                self._keep((key, offer.endpoint_id), past)
+            elif offer.peer_id:
+                slot = self._slots.get(key)
+                end = None if slot is None else slot.end
+                if end is None or end._endpoint_id != offer.peer_id:
+                    past = _UNKNOWN
+                    self._keep((key, offer.endpoint_id), past)
+        return past
+
+    def _last_use(self, key: Key, offer: TransferOffer) -> Past | None:
+        """Return how the last use of a name has ended, if a peer asks for that.
+
+        A peer that never came gets the reason once. After that the name can be used
+        anew, untainted by its last use.
+        """
+        past = self._past.get((key, b""))
+        if past is None:
+            return None
+        met = offer.endpoint_id in past.known or offer.peer_id == past.endpoint_id
+        return past if met or (past.unseen and not offer.peer_id) else None
+
+    def _remember(self, key: Key, past: Past) -> None:
+        """Keep the last use of a name for as long as a peer may ask for it."""
+        self._past.pop((key, b""), None)
+        if past.unseen or past.known:
+            self._keep((key, b""), past)
+
+    def _keep(self, what: tuple[Key, bytes], past: Past) -> None:
+        self._past[what] = past  # bounded: TOMBSTONES_MAX
+        if len(self._past) > TOMBSTONES_MAX:
+            self._past.popitem(last=False)
+
+    # --- legs whose peers may not know ------------------------------------------------
+
+    def owe(self, leg: Leg) -> None:
+        """Keep a leg that is over here until its peer knows how it ended.
+
+        Without a link, for as long as the peer would wait for one.
+        """
+        end = leg.transfer
+        key = end._slot_key
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = Slot()
+        if leg not in self._owed:
+            self._owed[leg] = None  # a leg of a transfer of the caller
+            slot.owed.append(leg)
+            if end._given_up is None:
+                self._all_settled.clear()
+        if leg.state in OFF_LINK:
+            end._loop.call_later(end._lease_s, self._forget, key, leg)
+            self._ask_again(key)  # the peer may have asked on another link already
+
+    def peer_knows(self, leg: Leg) -> None:
+        """Drop a leg whose peer knows how it ended, or has stopped waiting."""
+        if leg in self._owed:
+            self._forget(leg.transfer._slot_key, leg)
+
+    def _forget(self, key: Key, leg: Leg) -> None:
+        if leg not in self._owed:
+            return
+        del self._owed[leg]
+        self._slots[key].owed.remove(leg)
+        if not self.unsettled:
+            self._all_settled.set()
+        self._ask_again(key)
+
+    @property
+    def unsettled(self) -> bool:
+        """Tell whether a producer may not know what has landed here."""
+        return any(leg.transfer._given_up is None for leg in self._owed)
+
+    async def all_settled(self) -> None:
+        """Wait until every producer knows what has landed here, or has given up.
+
+        Cancel safety: safe, it only watches.
+        """
+        await self._all_settled.wait()
+
+    # --- connections ------------------------------------------------------------------
+
+    def connection_lost(self, link: ConnectionPort) -> None:
+        """Release a connection whose link has touched memory for the last time."""
+        for end in list(self.live):
+            for leg in end._legs:
+                if leg.link is link and leg.state is LegState.LOST:
+                    end._release(leg)
+        for leg in list(self._owed):
+            if leg.link is link and leg.state is LegState.LOST:
+                leg.transfer._release(leg)
+        # A peer may have asked on its new link before we knew that the old one is gone.
+        # What nobody here has named gets no other answer, however much of it there is.
+        for key, slot in list(self._slots.items()):
+            if slot.asked and (slot.end is not None or slot.owed):
+                self._ask_again(key)
+
+    def interrupted(self, origin: bytes) -> bool:
+        """Tell whether some transfer with a peer waits for another link."""
+        return any(leg.state in OFF_LINK for leg in self._legs_of(origin))
+
+    def _legs_of(self, origin: bytes) -> Iterator[Leg]:
+        for end in list(self.live):
+            for leg in end._legs:
+                if leg.origin == origin:
+                    yield leg
+        for leg in list(self._owed):
+            if leg.origin == origin:
+                yield leg
+
+    @property
+    def unmet(self) -> bool:
+        """Tell whether something waits here that no peer has asked for yet."""
+        ends = (slot.end for slot in self._slots.values())
+        return any(end is not None and not end._legs for end in ends)
+
+    def peer_gone(self, origin: bytes, why: str) -> None:
+        """End the transfers with a peer that has ended, or has forgotten them."""
+        error = ConnectionLost(why)
+        for leg in list(self._legs_of(origin)):
+            if leg.state not in OFF_LINK:
+                continue
+            if leg in self._owed:
+                self.peer_knows(leg)
+            else:
+                leg.transfer._stop(error, WireCode.GOING_AWAY)
+
+    def reattach(self, link: ConnectionPort) -> None:
+        """Ask again, on a new link to a peer, for what this side had asked for.
+
+        If this link is gone again, or full, the next one is the same to them.
+        """
+        for leg in list(self._legs_of(link.peer.origin)):
+            if not leg.asks or leg.state is not LegState.WAITING:
+                continue
+            with suppress(ConnectionClosed, UsageError):
+                if leg in self._owed:
+                    leg.ask(link)
+                else:
+                    leg.transfer._ask(link)
+
+    # --- the end ----------------------------------------------------------------------
+
+    def end(self, id: str | bytes | int, reason: str) -> None:
+        """Abort whatever here has this name and waits for its peer."""
+        key = transfer_key(id)
+        for end in list(self.live):
+            if end._key == key:
+                end.abort(reason)
+
+    def closing(self, link: ConnectionPort | None = None) -> None:
+        """End the transfers of a connection, or of all, that is closed gracefully.
+
+        What the producer has finished is delivered; every other transfer ends.
+        """
+        error = ClosedOK("this side has closed")
+        for end in list(self.live):
+            here = link is None or any(
+                leg.link is link and leg.state is not LegState.OVER for leg in end._legs
+            )
+            if here and not end._finishing:
+                end._stop(error, WireCode.GOING_AWAY)
+
+    def stop(self, error: KVWireError) -> None:
+        """End every transfer: the communicator is closed."""
+        if self._look is not None:
+            self._look.cancel()
+        for end in list(self.live):
+            end._stop(error, WireCode.GOING_AWAY)
+
+    # --- what snapshots show ----------------------------------------------------------
+
+    def views(self, limit: int | None = None) -> list[TransferView]:
+        """Show the open transfers, the oldest first."""
+        return [end._view() for end in islice(self.live, limit)]
+
+    @property
+    def unanswered(self) -> list[str]:
+        """Return the ids that peers ask for and that nobody here has named."""
+        return [
+            key[0][1:].decode(errors="replace")
+            for key, slot in self._slots.items()
+            if slot.asked and slot.end is None
+        ]
+
+
+class TransferServices(SharedServices):
+    """Holds what the parts of a communicator share, and its transfers."""
+
+    registry: TransferRegistry
+
+
+def answer_of(end: Transfer, link: ConnectionPort, offer: TransferOffer) -> Answer:
+    """Tell whether a peer that asks may have the transfer."""
+    if end._state is not TransferState.OPEN:
+        return Answer.LATER
+    known = end._known(link, offer)
+    if known is None:
+        return Answer.YES if len(end._legs) < end._peers else Answer.NO
+    match known.state:
+        case LegState.WAITING:
+            return Answer.YES
+        case LegState.OVER:
+            return Answer.NO
+    return Answer.LATER
+
+
+def _check_room(end: Transfer) -> None:
+    """Refuse to begin while too much memory waits to be let go of.
+
+    Raises:
+        UsageError: It does.
+    """
+    buffers = end._services.buffers
+    if not buffers.holds.retired:
+        return
+    quarantined = buffers.quarantined_bytes
+    limit = end._services.config.quarantine_bytes
+    if quarantined > limit:
+        raise UsageError(
+            f"{quarantined} bytes of transfers that are over have not drained, more "
+            f"than quarantine_bytes={limit}: wait for drained() of some of them"
+        )
+
+
+def _code_of(cause: KVWireError) -> WireCode:
+    """Return the number of what ended a transfer, as peers that are there get it."""
+    if isinstance(cause, RequestCancelled):
+        return WireCode.CANCELLED
+    return cause.code if isinstance(cause, RequestError) else WireCode.OTHER
+
+
+def _refuse(
+    link: ConnectionPort, request: RequestRecord, error: KVWireError, code: WireCode
+) -> None:
+    link.refuse(request, error, code)
+    link.run()

@@ -1,0 +1,557 @@
+"""One end of a KV transfer: an id, peers, a lease, and exactly one outcome.
+
+What users hold, :class:`~kvwire.Outgoing` and :class:`~kvwire.Incoming`, are the two
+kinds of it. A transfer outlives the links it runs on. With each peer it has a *leg*
+(:mod:`kvwire.transfers.leg`); when a leg's link is lost the transfer waits, within its
+lease, for another link, which goes on with what has not landed. Its memory is free when
+it has ended and no link can touch it any more: that is ``drained``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from threading import get_ident
+from typing import Any, NamedTuple
+
+from kvwire.aio import LoopThread, absolute, seconds_of
+from kvwire.backend import Payload
+from kvwire.driver.trace_ring import TraceRing
+from kvwire.errors import (
+    DeadlineExceeded,
+    KVWireError,
+    RequestCancelled,
+    UsageError,
+    WireCode,
+    shown,
+    wrong_type,
+)
+from kvwire.kv.blocks import Bits, BlockLists, Blocks
+from kvwire.kv.geometry import Geometry, Tokens, describe
+from kvwire.kv.outcome import Outcome, join_outcomes, nothing_landed
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.plan import PlanSide, TransferPlan
+from kvwire.limits import NAME_CHARS_MAX, NO_MEMORY_S, PRIORITY_MAX
+from kvwire.proto.records import RequestRecord
+from kvwire.transfers.leg import Flow, Leg
+from kvwire.transfers.offer import (
+    ENDPOINT_ID_BYTES,
+    TransferOffer,
+    new_trace,
+    traceparent,
+)
+from kvwire.transfers.options import TransferOptions, transfer_key
+from kvwire.transfers.ports import ConnectionPort, SharedServices
+from kvwire.transfers.state import (
+    OFF_LINK,
+    OVER,
+    TRANSFER_TRANSITIONS,
+    LegState,
+    TransferInput,
+    TransferState,
+)
+from kvwire.transfers.timings import PhaseTimer
+from kvwire.types import BufferId, text_of
+
+logger: logging.Logger = logging.getLogger("kvwire.transfers")
+
+
+class Progress(NamedTuple):
+    """Counts the layers, over all groups, and payload bytes of a transfer.
+
+    Attributes:
+        layers: How many there are; 0 until its peer is known.
+        marked: Those that the producer has marked, as far as this side knows.
+        landed: Those of which every block has landed.
+        nbytes: Payload bytes that move; 0 until its peer is known.
+        landed_bytes: Those that have landed.
+    """
+
+    layers: int = 0
+    marked: int = 0
+    landed: int = 0
+    nbytes: int = 0
+    landed_bytes: int = 0
+
+
+class TransferView(NamedTuple):
+    """Shows an open transfer, for snapshots.
+
+    Attributes:
+        id: Its name.
+        receives: This side is its consumer.
+        links: The connections that carry it, or were the last to carry it.
+        age_s: Seconds since it was asked for.
+        waits_for: What has to happen next.
+        progress: How much of it there is, is marked and has landed.
+    """
+
+    id: str | bytes | int
+    receives: bool
+    links: Sequence[ConnectionPort]
+    age_s: float
+    waits_for: str
+    progress: Progress
+
+
+class Transfer:
+    """Offers what both ends of a transfer have."""
+
+    # Which end it is.
+    _receives = False
+    _side = PlanSide.PRODUCER
+    # Not all of its blocks are known yet.
+    _growing = False
+    # How many peers it is for.
+    _peers = 1
+    # What links read or write: the listed blocks, unless they are encoded.
+    _memory: PagedCache
+    _memory_lists: BlockLists
+    # Its trace and the peer's, as TransferOffer has them; b"" where nobody traces.
+    _trace = b""
+    _peer_trace = b""
+    _own_trace = False
+    # A digest of what its blocks hold; b"" where the caller has not named that.
+    _hashes = b""
+    # Those who wait for the outcome, and what is set when it is drained, if anybody
+    # waits for that.
+    _waiters: tuple[asyncio.Future[None], ...] = ()
+    _free: asyncio.Event | None = None
+    _is_drained = False
+    # None while it is not known.
+    _outcome: Outcome | None = None
+    # Why it has ended.
+    _cause: KVWireError | None = None
+    # How many things keep it from being drained.
+    _busy = 0
+    _lease: asyncio.TimerHandle | None = None
+    # When the lease ends; None if it is to begin anew.
+    _lease_until: float | None = None
+    _expiry: asyncio.TimerHandle | None = None
+    # It was open at the last look for the log, and the log has named it.
+    _seen_open = False
+    _named_in_log = False
+
+    def __init__(
+        self,
+        services: SharedServices,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        options: TransferOptions,
+    ) -> None:
+        priority, lease_s = options.get("priority", 0), options.get("lease_s")
+        if not isinstance(cache, PagedCache):
+            raise wrong_type("cache", cache, "a kvwire.PagedCache")
+        if type(priority) is not int or not 0 <= priority <= PRIORITY_MAX:
+            raise UsageError(
+                f"priority={priority!r}: 0 to {PRIORITY_MAX}; a higher one goes first"
+            )
+        self._lease_s: float = services.config.lease_s
+        if lease_s is not None:
+            self._lease_s = seconds_of("lease_s", lease_s)
+        self._id = id
+        # A producer and a consumer of one name may live in one communicator.
+        self._key: bytes = transfer_key(id)
+        self._slot_key: tuple[bytes, bool] = self._key, not self._receives
+        self._cache = cache
+        self._services: SharedServices = services
+        self._thread: LoopThread = services.thread
+        self._loop: asyncio.AbstractEventLoop = services.loop
+        # Lends memory of the cache to links, until they have drained it.
+        self._lend: Callable[[Payload], BufferId] = services.buffers.lend
+        self._priority = priority
+        self._tokens: Tokens = options.get("tokens")
+        self._lists: BlockLists = cache.block_lists(blocks)
+        if self._growing:
+            self._lists = self._padded(self._lists)
+        self._memory, self._memory_lists = cache, self._lists
+        codec = options.get("codec")
+        if codec is not None:
+            self._memory, self._memory_lists = self._coded(codec)
+        self._geometry: Geometry = describe(
+            self._memory, self._memory_lists, self._tokens
+        )
+        if self._memory.device is not None:
+            # That a device does not work is known before anything is promised.
+            services.devices.copy_engine(self._memory.device)
+        deadline = options.get("deadline")
+        self._deadline = None if deadline is None else absolute(deadline)
+        self._phases: PhaseTimer = PhaseTimer()
+        self._endpoint_id: bytes = os.urandom(ENDPOINT_ID_BYTES)
+        self._ring: TraceRing | None = services.ring
+        if self._ring is not None or services.watchers.traced:
+            self._trace = services.watchers.trace_context()
+            self._own_trace = bool(self._trace)
+            self._trace = self._trace or new_trace()
+        self._legs: list[Leg] = []
+        self._state: TransferState = TransferState.NEW
+
+    # --- what users call --------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        peers = [shown(leg.link.peer.name) for leg in self._legs]
+        text = (
+            f"<{type(self).__name__} {self._id!r} with {', '.join(peers) or 'nobody'}"
+        )
+        if self._outcome is not None:
+            return f"{text}, over: {self._outcome.state}>"
+        progress, age_s = self._progress, self._phases.age_s
+        layers = f"{progress.landed} of {progress.layers} layers landed"
+        return f"{text} for {age_s:.1f} s, {layers}: {self._waits_for}>"
+
+    def __await__(self) -> Generator[Any, Any, Outcome]:
+        if self._outcome is None:
+            self._thread.check(f"await {type(self).__name__}")
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiters += (waiter,)
+            try:
+                yield from waiter
+            finally:
+                if self._outcome is None:
+                    self._waiters = tuple(w for w in self._waiters if w is not waiter)
+            assert self._outcome is not None
+        elif not self._outcome.complete:
+            yield  # one turn of the loop: see kvwire.aio
+        return self._outcome
+
+    @property
+    def id(self) -> str | bytes | int:
+        """Return the name that both applications know the transfer by."""
+        return self._id
+
+    @property
+    def traceparent(self) -> str:
+        """Return W3C's name of the trace it is in; "" if nobody traces.
+
+        The peer's, as soon as that is known. Both ends are in one trace, unless each
+        was begun in a trace of its own.
+        """
+        return traceparent(self._peer_trace or self._trace)
+
+    def done(self) -> bool:
+        """Tell whether the outcome is known."""
+        return self._outcome is not None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Return the outcome, or None while it is not known."""
+        return self._outcome
+
+    @property
+    def is_drained(self) -> bool:
+        """Tell whether nothing of kvwire can touch the transfer's blocks any more."""
+        return self._is_drained
+
+    async def drained(self) -> None:
+        """Wait until nothing of kvwire can touch the transfer's blocks any more.
+
+        Only from here may they be used for something else. Without deadline: a timeout
+        would be a guess, and memory is either free or it is not.
+
+        Cancel safety: safe, it only watches.
+        """
+        if get_ident() != self._thread.ident:
+            self._thread.check(f"{type(self).__name__}.drained")
+        if not self._is_drained:
+            if self._free is None:
+                self._free = asyncio.Event()
+            await self._free.wait()
+
+    def abort(self, reason: str = "aborted") -> None:
+        """End the transfer; the peer learns at once. Memory is free once drained."""
+        if self._outcome is None:
+            self._thread.check(f"{type(self).__name__}.abort")
+            self._stop(RequestCancelled(reason), WireCode.CANCELLED)
+
+    # --- what differs between the two ends --------------------------------------------
+
+    def _offer(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
+        """Return this side's half, for OPEN and AGREE.
+
+        Args:
+            peer_id: The peer's end, if this side goes on with it.
+            plan: The digest of this side's plan, in an answer.
+        """
+        return TransferOffer(
+            geometry=self._geometry.encoded,  # type: ignore[arg-type]
+            endpoint_id=self._endpoint_id,
+            peer_id=peer_id,
+            hashes=self._hashes,
+            plan=plan,
+            trace=self._trace,
+        )
+
+    def _padded(self, lists: BlockLists) -> BlockLists:
+        """Return the lists of a growing transfer, with room for all its tokens."""
+        raise NotImplementedError
+
+    def _coded(self, codec: object) -> tuple[PagedCache, BlockLists]:
+        """Return the cache that links touch, and where the listed blocks are in it."""
+        raise NotImplementedError
+
+    def _held_by(self, offer: TransferOffer, peer: Geometry) -> Mapping[str, Bits]:
+        """Return the positions that the consumer has, by group."""
+        raise NotImplementedError
+
+    def _flow(self, leg: Leg) -> Flow:
+        """Return what moves the segments of a leg on the link that carries it now."""
+        raise NotImplementedError
+
+    def _check_plan(self, plan: TransferPlan) -> None:
+        """Refuse a plan that does not fit those of other legs."""
+
+    def _met(self, leg: Leg, offer: TransferOffer) -> None:
+        """Note that a leg has a plan, and what its peer has reported with it."""
+        raise NotImplementedError
+
+    def _leg_over(self, leg: Leg, error: KVWireError | None) -> None:
+        """Take in that a leg of an open transfer is over: served, or ended."""
+        raise NotImplementedError
+
+    def _stop_jobs(self) -> int:
+        """Begin no more work on threads; return 1 if some still reads the blocks."""
+        return 0
+
+    @property
+    def _waits_for(self) -> str:
+        """Say what an open transfer waits for, for logs and outcomes."""
+        raise NotImplementedError
+
+    @property
+    def _progress(self) -> Progress:
+        """Count what is marked and what has landed; for snapshots, not for loops."""
+        raise NotImplementedError
+
+    @property
+    def _finishing(self) -> bool:
+        """Tell whether nothing but delivering it is left to do on this side."""
+        return False
+
+    # --- legs -------------------------------------------------------------------------
+
+    def _ask(self, link: ConnectionPort) -> None:
+        """Ask the peer of a link, or ask it again after a lost one.
+
+        Raises:
+            UsageError: The peer has too many transfers to answer already.
+            ConnectionClosed: The connection is closing or closed.
+        """
+        if self._state in OVER:
+            return
+        waiting = self._in(LegState.WAITING)
+        leg = waiting[0] if waiting else self._new_leg(link, asks=True)
+        try:
+            leg.ask(link)
+        except KVWireError:
+            if not waiting:
+                self._legs.remove(leg)
+            raise
+        self._watch_lease()
+
+    def _matched(
+        self, link: ConnectionPort, core: RequestRecord, offer: TransferOffer
+    ) -> None:
+        """Answer the peer of a link that asks, whom :meth:`_known` lets have it."""
+        leg = self._known(link, offer) or self._new_leg(link, asks=False)
+        leg.answer(link, core, offer)
+        self._watch_lease()
+
+    def _known(self, link: ConnectionPort, offer: TransferOffer) -> Leg | None:
+        """Return the leg that a peer asks to go on with, or None."""
+        for leg in self._legs:
+            same_peer = leg.origin == link.peer.origin
+            if same_peer and leg.peer_id == offer.endpoint_id:
+                return leg
+        return None
+
+    def _new_leg(self, link: ConnectionPort, *, asks: bool) -> Leg:
+        phases = self._phases
+        if self._peers > 1:
+            phases = PhaseTimer(phases.created)
+        elif asks and not self._receives:
+            phases.phase = "memory_wait"
+        leg = Leg(self, link, phases, asks=asks)
+        self._legs.append(leg)  # bounded by `_peers`
+        # A peer that has come is progress: another that is missing has a whole lease.
+        self._lease_until = None
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+        return leg
+
+    def _in(self, *states: LegState) -> list[Leg]:
+        """Return the legs in one of these states."""
+        return [leg for leg in self._legs if leg.state in states]
+
+    def _release(self, leg: Leg) -> None:
+        """Wait for the memory of one leg to drain; the leg is lost, or all is over."""
+        buffers, released = self._services.buffers, leg.release()
+        buffers.collect()
+        for buffer in buffers.undrained(released):
+            self._busy += 1
+            buffers.on_drained(buffer, self._one_free)
+
+    # --- time -------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Start: notify observers and arm the deadline."""
+        self._state = TRANSFER_TRANSITIONS[self._state, TransferInput.BEGIN]
+        watchers = self._services.watchers
+        if watchers.watchers:
+            watchers.begun(self)
+        if self._ring is not None:
+            side = "receive" if self._receives else "send"
+            self._note("begin", text_of(self._id)[:NAME_CHARS_MAX], side)
+        if self._cause is not None:  # to ask was enough to end it
+            self._try_to_end()
+        elif self._deadline is not None:
+            self._expiry = self._loop.call_at(self._deadline, self._expired)
+
+    def _watch_lease(self) -> None:
+        """Let the lease run while a peer is missing, and only then.
+
+        What is left of the lease when a peer comes back and is lost again without any
+        progress is all there is: a link that breaks each time does not renew it.
+        """
+        here = sum(leg.state not in OFF_LINK for leg in self._legs)
+        if here >= self._peers or self._outcome is not None:
+            if self._lease is not None:
+                self._lease.cancel()
+                self._lease = None
+        elif self._lease is None:
+            if self._lease_until is None:
+                self._lease_until = self._loop.time() + self._lease_s
+            self._lease = self._loop.call_at(self._lease_until, self._lease_over)
+
+    def _renew_lease(self) -> None:
+        """Start the lease anew, since there is progress."""
+        self._lease_until = None
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+            self._watch_lease()
+
+    def _expired(self) -> None:
+        error = DeadlineExceeded(f"the transfer's deadline passed: {self._waits_for}")
+        self._stop(error, WireCode.DEADLINE)
+
+    def _lease_over(self) -> None:
+        self._lease = None
+        error = DeadlineExceeded(
+            f"the lease of {self._lease_s:g} s ended while a peer was missing: "
+            f"{self._waits_for}"
+        )
+        self._stop(error, WireCode.DEADLINE)
+
+    # --- the end ----------------------------------------------------------------------
+
+    def _stop(self, error: KVWireError, code: WireCode) -> None:
+        """End every leg with an error, and so the transfer, unless it ends already."""
+        if self._state not in OVER:
+            for leg in list(self._legs):
+                leg.refuse(error, code)
+            self._end(error)
+
+    def _end(self, cause: KVWireError) -> None:
+        """End the transfer, once; ``cause`` says why what is missing did not come.
+
+        Where there is no memory for an outcome it is made in a moment: nobody would
+        ever end the transfer otherwise.
+        """
+        if self._state is TransferState.NEW:
+            self._state = TRANSFER_TRANSITIONS[self._state, TransferInput.END]
+            self._cause = cause
+        elif self._state is TransferState.OPEN:
+            self._state = TRANSFER_TRANSITIONS[self._state, TransferInput.END]
+            self._cause = cause
+            self._try_to_end()
+
+    def _try_to_end(self) -> None:
+        if self._state is not TransferState.ENDING:
+            return  # it has ended since this was put off
+        try:
+            self._record()
+        except MemoryError:
+            if self._outcome is not None:
+                raise
+            logger.error("transfer %r: no memory for its outcome", self._id)
+            self._loop.call_later(NO_MEMORY_S, self._try_to_end)
+
+    def _record(self) -> None:
+        """Make and record the outcome; the memory drains when the legs' buffers have.
+
+        Before: no leg begins anything new for this transfer. After: all that wait have
+        the outcome, the name is free, and each buffer that a link may still touch
+        counts in ``_busy``, which only its draining counts down.
+        """
+        cause, services = self._cause, self._services
+        assert cause is not None
+        reason = str(cause)
+        outcomes = [leg.outcome(self, reason) for leg in self._legs if leg.planned]
+        if len(outcomes) < self._peers:  # those who never came have nothing
+            outcomes.append(
+                nothing_landed(
+                    self._cache,
+                    self._lists,
+                    reason,
+                    tokens=dict(outcomes[0].tokens) if outcomes else self._tokens,
+                    timings=self._phases.timings(),
+                )
+            )
+        outcome = join_outcomes(outcomes)
+        services.registry.over(self, cause)
+        self._state = TRANSFER_TRANSITIONS[self._state, TransferInput.RECORD]
+        self._outcome = outcome
+        services.counters.transfer_ended(outcome, received=self._receives)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._watch_lease()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._busy += 1 + self._stop_jobs()
+        for leg in self._legs:
+            self._release(leg)
+        self._one_free()
+        if services.watchers.watchers:
+            services.watchers.ended(self, outcome, [leg.link for leg in self._legs])
+        if self._ring is not None:
+            self._note("end", outcome.state, outcome.nbytes, self._trace[:16].hex())
+
+    def _one_free(self) -> None:
+        self._busy -= 1
+        if not self._busy and self._state is TransferState.ENDED:
+            self._state = TRANSFER_TRANSITIONS[self._state, TransferInput.DRAIN]
+            self._is_drained = True
+            if self._free is not None:
+                self._free.set()
+
+    @property
+    def _given_up(self) -> KVWireError | None:
+        """Return the error of a transfer that this side has given up, or None."""
+        return self._cause if isinstance(self._cause, RequestCancelled) else None
+
+    def _view(self) -> TransferView:
+        links = [leg.link for leg in self._legs]
+        age_s, progress = self._phases.age_s, self._progress
+        return TransferView(
+            self._id, self._receives, links, age_s, self._waits_for, progress
+        )
+
+    # --- traces -----------------------------------------------------------------------
+
+    def _note(self, what: str, *more: str | int) -> None:
+        """Note an event for a trace; only where there is a ring."""
+        assert self._ring is not None
+        self._ring.note(what, self._endpoint_id.hex(), *more)
+
+    def _note_peer(self, link: ConnectionPort, trace: bytes) -> None:
+        """Note the peer, and its trace, which takes the place of one made up here."""
+        self._peer_trace = trace or self._peer_trace
+        if self._trace and trace and not self._own_trace:
+            self._trace = trace
+        if self._ring is not None:
+            self._note("met", link.peer.name[:NAME_CHARS_MAX])
