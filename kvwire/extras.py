@@ -13,9 +13,11 @@ import sys
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+
+from kvwire.errors import BackendUnavailable
 
 # The folder of the package: a clone, or site-packages.
 _ROOT: Final = Path(__file__).resolve().parents[1]
@@ -46,6 +48,41 @@ def _command(extra: str, root: Path, here: str, _path: tuple[str, ...]) -> str:
 
 class NotInstalledError(ModuleNotFoundError):
     """A package is missing; the message has the command that installs it."""
+
+
+def plug_in(group: str, name: str, kind: type[Any], what: str) -> type[Any] | None:
+    """Return the class that a distribution offers under a name; None if none does.
+
+    Args:
+        group: The group of entry points.
+        name: The name in it.
+        kind: What the class has to be a subclass of.
+        what: How errors call it, such as ``directory 'redis'``.
+
+    Raises:
+        BackendUnavailable: Its library is missing, it cannot be imported, or two
+            distributions have that name.
+    """
+    found = {p.value: p for p in metadata.entry_points(group=group, name=name)}
+    if not found:
+        return None
+    if len(found) > 1:
+        raise BackendUnavailable(
+            f"{what} is claimed by {' and '.join(sorted(found))}; uninstall one of them"
+        )
+    try:
+        cls = next(iter(found.values())).load()
+    except NotInstalledError as exc:
+        raise BackendUnavailable(f"{what}: {exc}") from exc
+    # A plug-in may raise anything while it is imported.
+    except Exception as exc:
+        raise BackendUnavailable(
+            f"{what} cannot be imported: {type(exc).__name__}: {exc}"
+        ) from exc
+    if not isinstance(cls, type) or not issubclass(cls, kind):
+        name = f"{kind.__module__.removesuffix('.base')}.{kind.__name__}"
+        raise BackendUnavailable(f"{what}: {cls!r} is no {name}")
+    return cls
 
 
 class needed_by:  # noqa: N801 - a statement's word, as in contextlib

@@ -10,8 +10,8 @@ from importlib import metadata
 from typing import Final
 
 from kvwire.directory.base import Directory
-from kvwire.errors import BackendUnavailable, UsageError
-from kvwire.extras import NotInstalledError
+from kvwire.errors import UsageError
+from kvwire.extras import plug_in
 
 GROUP: Final = "kvwire.directories"
 
@@ -28,28 +28,9 @@ def open_directory(url: str) -> Directory:
         BackendUnavailable: Its library is missing, or two distributions have that kind.
     """
     scheme = url.partition(":")[0]
-    found = {
-        point.value: point for point in metadata.entry_points(group=GROUP, name=scheme)
-    }
-    if not found:
+    cls = plug_in(GROUP, scheme, Directory, f"directory {scheme!r}")
+    if cls is None:
         kinds = ", ".join(sorted(set(metadata.entry_points(group=GROUP).names)))
         raise UsageError(f"no directory of the kind {scheme!r}; there is: {kinds}")
-    if len(found) > 1:
-        raise BackendUnavailable(
-            f"directory {scheme!r} is claimed by {' and '.join(sorted(found))}; "
-            f"uninstall one of them"
-        )
-    try:
-        cls = next(iter(found.values())).load()
-    except NotInstalledError as exc:
-        raise BackendUnavailable(f"directory {scheme!r}: {exc}") from exc
-    # A plug-in may raise anything while it is imported.
-    except Exception as exc:
-        raise BackendUnavailable(
-            f"directory {scheme!r} cannot be imported: {type(exc).__name__}: {exc}"
-        ) from exc
-    if not isinstance(cls, type) or not issubclass(cls, Directory):
-        raise BackendUnavailable(
-            f"directory {scheme!r}: {cls!r} is no kvwire.directory.Directory"
-        )
-    return cls(url)
+    directory: Directory = cls(url)
+    return directory

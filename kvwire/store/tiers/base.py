@@ -55,6 +55,7 @@ from kvwire.aio import run_to_completion
 from kvwire.errors import sayable
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
+from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Index, Key, Keys, Orders, Times, as_keys
 from kvwire.store.limits import (
@@ -284,6 +285,17 @@ class Tier(ABC):
         # Whether the trouble's beginning was logged, and when its end was.
         self._logged = False
         self._ended_at = -math.inf
+
+    @classmethod
+    async def open(cls, address: TierAddress) -> Tier:
+        """Open a tier that another distribution has, by its address.
+
+        Raises:
+            UsageError: The address cannot be used.
+
+        Cancel safety: nothing stays open.
+        """
+        raise NotImplementedError
 
     @property
     def error(self) -> str:

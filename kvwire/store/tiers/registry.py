@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Final
 
 from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.extras import plug_in
 from kvwire.store.address import TierAddress
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.base import Tier
@@ -71,37 +72,14 @@ async def _open(address: TierAddress, tenants: Tenants) -> Tier:
         return await DiskTier.open(address, tenants)
     if address.scheme in _KINDS:
         return await _KINDS[address.scheme](address)
-    return await _plugged_in(address)(address)
-
-
-def _plugged_in(address: TierAddress) -> Callable[[TierAddress], Awaitable[Tier]]:
-    """Return what opens a tier of a kind that another distribution has.
-
-    Raises:
-        UsageError: There is no such kind.
-        BackendUnavailable: Two distributions have it, or it cannot be imported.
-    """
-    scheme = address.scheme
-    which = f"tier {address.text!r}"
-    found = {p.value: p for p in metadata.entry_points(group=GROUP, name=scheme)}
-    if not found:
+    scheme, which = address.scheme, f"tier {address.text!r}"
+    cls = plug_in(GROUP, scheme, Tier, which)
+    if cls is None:
         others = sorted(set(metadata.entry_points(group=GROUP).names))
         known = ", ".join(("memory", "disk", *_KINDS, *others))
         raise UsageError(f"{which}: no kind {scheme!r}; there is {known}")
-    if len(found) > 1:
-        raise BackendUnavailable(
-            f"{which}: claimed by {' and '.join(sorted(found))}; uninstall one of them"
-        )
-    try:
-        cls = next(iter(found.values())).load()
-    except Exception as exc:
-        raise BackendUnavailable(
-            f"{which}: cannot be imported: {type(exc).__name__}: {exc}"
-        ) from exc
-    if not (isinstance(cls, type) and issubclass(cls, Tier) and hasattr(cls, "open")):
-        raise BackendUnavailable(f"{which}: {cls!r} is no kvwire.store.spi.Tier")
-    opens: Callable[[TierAddress], Awaitable[Tier]] = cls.open
-    return opens
+    tier: Tier = await cls.open(address)
+    return tier
 
 
 def one_loss(addresses: Sequence[TierAddress]) -> str:
