@@ -17,8 +17,6 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from kvwire.errors import BackendUnavailable
-
 # The folder of the package: a clone, or site-packages.
 _ROOT: Final = Path(__file__).resolve().parents[1]
 
@@ -50,38 +48,39 @@ class NotInstalledError(ModuleNotFoundError):
     """A package is missing; the message has the command that installs it."""
 
 
-def plug_in(group: str, name: str, kind: type[Any], what: str) -> type[Any] | None:
+class PlugInError(Exception):
+    """A plug-in cannot be used; the message begins with a verb or a colon."""
+
+
+def plug_in(group: str, name: str, kind: type[Any]) -> type[Any] | None:
     """Return the class that a distribution offers under a name; None if none does.
 
     Args:
         group: The group of entry points.
         name: The name in it.
         kind: What the class has to be a subclass of.
-        what: How errors call it, such as ``directory 'redis'``.
 
     Raises:
-        BackendUnavailable: Its library is missing, it cannot be imported, or two
-            distributions have that name.
+        PlugInError: Its library is missing, it cannot be imported, or two distributions
+            have that name.
     """
     found = {p.value: p for p in metadata.entry_points(group=group, name=name)}
     if not found:
         return None
     if len(found) > 1:
-        raise BackendUnavailable(
-            f"{what} is claimed by {' and '.join(sorted(found))}; uninstall one of them"
-        )
+        claims = " and ".join(sorted(found))
+        raise PlugInError(f" is claimed by {claims}; uninstall one of them")
     try:
         cls = next(iter(found.values())).load()
     except NotInstalledError as exc:
-        raise BackendUnavailable(f"{what}: {exc}") from exc
+        raise PlugInError(f": {exc}") from exc
     # A plug-in may raise anything while it is imported.
     except Exception as exc:
-        raise BackendUnavailable(
-            f"{what} cannot be imported: {type(exc).__name__}: {exc}"
-        ) from exc
+        text = f"{type(exc).__name__}: {exc}"
+        raise PlugInError(f" cannot be imported: {text}") from exc
     if not isinstance(cls, type) or not issubclass(cls, kind):
-        name = f"{kind.__module__.removesuffix('.base')}.{kind.__name__}"
-        raise BackendUnavailable(f"{what}: {cls!r} is no {name}")
+        wanted = f"{kind.__module__.removesuffix('.base')}.{kind.__name__}"
+        raise PlugInError(f": {cls!r} is no {wanted}")
     return cls
 
 

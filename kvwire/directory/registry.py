@@ -10,8 +10,8 @@ from importlib import metadata
 from typing import Final
 
 from kvwire.directory.base import Directory
-from kvwire.errors import UsageError
-from kvwire.extras import plug_in
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.extras import PlugInError, plug_in
 
 GROUP: Final = "kvwire.directories"
 
@@ -28,7 +28,10 @@ def open_directory(url: str) -> Directory:
         BackendUnavailable: Its library is missing, or two distributions have that kind.
     """
     scheme = url.partition(":")[0]
-    cls = plug_in(GROUP, scheme, Directory, f"directory {scheme!r}")
+    try:
+        cls = plug_in(GROUP, scheme, Directory)
+    except PlugInError as exc:
+        raise BackendUnavailable(f"directory {scheme!r}{exc}") from exc
     if cls is None:
         kinds = ", ".join(sorted(set(metadata.entry_points(group=GROUP).names)))
         raise UsageError(f"no directory of the kind {scheme!r}; there is: {kinds}")

@@ -74,7 +74,7 @@ def test_a_library_that_is_not_installed(
     with pytest.raises(BackendUnavailable) as caught:
         open_directory(f"{kind}://host:1")
     assert re.fullmatch(
-        rf"directory '{kind}': a directory .+ needs {library}\S*, which is not "
+        rf"directory '{kind}': (a directory .+|Redis) needs {library}\S*, which is not "
         rf"installed: pip install .+",
         str(caught.value),
     )

@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import Final
 
 from kvwire.errors import BackendUnavailable, UsageError
-from kvwire.extras import plug_in
+from kvwire.extras import PlugInError, plug_in
 from kvwire.store.address import TierAddress
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.base import Tier
@@ -72,12 +72,15 @@ async def _open(address: TierAddress, tenants: Tenants) -> Tier:
         return await DiskTier.open(address, tenants)
     if address.scheme in _KINDS:
         return await _KINDS[address.scheme](address)
-    scheme, which = address.scheme, f"tier {address.text!r}"
-    cls = plug_in(GROUP, scheme, Tier, which)
+    scheme = address.scheme
+    try:
+        cls = plug_in(GROUP, scheme, Tier)
+    except PlugInError as exc:
+        raise BackendUnavailable(f"tier {address.text!r}{exc}") from exc
     if cls is None:
         others = sorted(set(metadata.entry_points(group=GROUP).names))
         known = ", ".join(("memory", "disk", *_KINDS, *others))
-        raise UsageError(f"{which}: no kind {scheme!r}; there is {known}")
+        raise UsageError(f"tier {address.text!r}: no kind {scheme!r}; there is {known}")
     tier: Tier = await cls.open(address)
     return tier
 
