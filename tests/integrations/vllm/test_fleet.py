@@ -29,7 +29,7 @@ from kvwire.integrations.vllm.proxy.policy import (
     make_policy,
 )
 from tests.support import virtual_time
-from tests.support.engines.fake_engine import record
+from tests.support.engines.fake_engine import HERE, member, record
 from tests.support.engines.proxies import (
     ASK,
     D1,
@@ -44,13 +44,6 @@ from tests.support.engines.proxies import (
     when,
 )
 from tests.support.pairs import until
-
-HERE = AllowedHosts()
-
-
-def member(port: int = 1, role: str = DECODE, start: int = 1, **fields: Any) -> Any:
-    said = record(port, role, f"{start:032x}", **fields)
-    return said.key, read_member(said, HERE)
 
 
 def engines(count: int) -> list[VllmEngine]:

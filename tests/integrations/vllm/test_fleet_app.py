@@ -10,7 +10,7 @@ import pytest
 from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
-from tests.integrations.vllm.test_fleet import member
+from tests.support.engines.fake_engine import member
 from tests.support.engines.proxies import (
     D1,
     D2,

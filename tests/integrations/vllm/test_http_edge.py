@@ -24,7 +24,6 @@ from kvwire.integrations.vllm.proxy.limits import (
     PROXY_HEADERS_MAX,
 )
 from kvwire.limits import MIB
-from tests.integrations.vllm.test_upgrades import H2C
 from tests.support.engines.proxies import (
     ASK,
     BODY,
@@ -44,6 +43,8 @@ from tests.support.engines.proxies import (
     when,
 )
 
+H2C = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMA\r\n"
+WEBSOCKET = b"connection: upgrade\r\nupgrade: websocket\r\n"
 LENGTH = b"content-length: %d\r\n" % len(BODY)
 CHUNKED = b"transfer-encoding: chunked\r\n"
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -213,6 +214,38 @@ async def test_a_head_without_an_end(
         with suppress(ConnectionError):
             assert re.match(rb"HTTP/1.. 40[08]|$", await answered)
         assert not any(body for _, body in engines.asked)
+
+
+# --- offers of another protocol -------------------------------------------------------
+
+HALVES = (BODY[: len(BODY) // 2], BODY[len(BODY) // 2 :])
+IN_CHUNKS = b"".join(b"%x\r\n%s\r\n" % (len(half), half) for half in HALVES)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [(LENGTH, BODY), (CHUNKED, IN_CHUNKS + b"0\r\n\r\n")],
+    ids=["length", "chunks"],
+)
+@pytest.mark.parametrize("offer", [H2C, WEBSOCKET, b""], ids=["h2c", "ws", "none"])
+async def test_an_offer_is_passed_by(
+    offer: bytes, headers: bytes, body: bytes, *, at_once: bool
+) -> None:
+    """Its request comes to an engine whole, also byte by byte, twice on a connection."""
+    engines, sent = Engines(), generate(offer + headers, body)
+    async with connecting(engines) as connect:
+        one = await connect()
+        for count in range(1, 3):
+            for part in [sent] if at_once else [bytes((b,)) for b in sent]:
+                one.writer.write(part)
+                await asyncio.sleep(0)
+            async with asyncio.timeout(60):
+                answer = await one.reader.readuntil(b"\r\n0\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert b" 9}" in answer
+            heard = [body for _, body in engines.asked if body]  # not of its health
+            assert heard == [ASK] * count
 
 
 # --- how long, and how much -----------------------------------------------------------

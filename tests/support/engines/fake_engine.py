@@ -22,9 +22,11 @@ from starlette.responses import StreamingResponse as Streaming
 from starlette.routing import Route
 
 from kvwire.directory import Record, open_directory
+from kvwire.integrations.vllm.proxy.members import AllowedHosts, read_member
 
 LEASE_S = 1.5
 TOKEN_S = 0.01
+HERE = AllowedHosts()
 
 
 def tokens_of(prompt: Any, count: int) -> list[int]:
@@ -49,6 +51,12 @@ def record(port: int, role: str, incarnation: str, **fields: Any) -> Record:
         lease_s=LEASE_S,
         **fields,
     )
+
+
+def member(port: int = 1, role: str = "decode", start: int = 1, **fields: Any) -> Any:
+    """As a proxy reads it from a directory: its key, and its record."""
+    said = record(port, role, f"{start:032x}", **fields)
+    return said.key, read_member(said, HERE)
 
 
 async def complete(request: Request) -> Response:
