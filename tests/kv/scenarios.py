@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
 
 from kvwire.kv.blocks import Bits
 from kvwire.kv.geometry import Geometry, describe
+from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
-from tests.kv.reference import STORED_AS, Store, shapes
+from tests.kv.reference import STORED_AS, Store, plain_shape, shapes
 
 # Block sizes of producer and consumer: equal, P < D, P > D, and neither divides.
 BLOCK_TOKENS = [(1, 1), (2, 2), (4, 4), (2, 4), (1, 3), (4, 2), (6, 1), (3, 2), (4, 6)]
+
+
+NHD = plain_shape("block kv token head dim")
 
 
 @dataclass
@@ -132,3 +138,38 @@ def _numbers(which: int | slice | None, held: range) -> range:
     if isinstance(which, int):
         return range(which, which + 1)
     return held if which is None else range(which.start, which.stop)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, plan: TransferPlan) -> list[Segment]:
+    """The transfer cut into a grid of segments, marked in any order."""
+    (walk,) = plan.groups
+    blocks = plan.lists[walk.group].size
+    layers = cuts(draw, walk.layers.start, walk.layers.stop)
+    positions = cuts(draw, 0, blocks)
+    grid = itertools.product(itertools.pairwise(layers), itertools.pairwise(positions))
+    segments = [
+        segment
+        for rows, columns in grid
+        for segment in segments_of(plan, slice(*rows), slice(*columns))
+    ]
+    return list(draw(st.permutations(segments)))
+
+
+def cuts(draw: st.DrawFn, start: int, stop: int) -> list[int]:
+    """Where to cut a range, its ends included."""
+    inside = draw(st.sets(st.integers(start, stop)))
+    return sorted({start, stop} | inside)
+
+
+def plan_of(
+    groups: dict[str, tuple[KVSpec, list[int]]], **have: list[bool]
+) -> TransferPlan:
+    """A consumer's plan; the producer has the same."""
+    cache = PagedCache.grouped(
+        {n: (s, Store(s, 9, NHD).tensors()) for n, (s, _) in groups.items()}
+    )
+    blocks = {name: ids for name, (_, ids) in groups.items()}
+    peer = describe(cache, cache.block_lists(blocks))
+    bits = {name: np.array(held, np.bool_) for name, held in have.items()}
+    return TransferPlan(cache, blocks, peer, PlanSide.CONSUMER, have=bits)

@@ -8,17 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
-from kvwire.kv.geometry import describe
 from kvwire.kv.landed import Landed
-from kvwire.kv.paged import PagedCache
-from kvwire.kv.plan import PlanSide, Segment, TransferPlan
+from kvwire.kv.plan import Segment
 from kvwire.kv.spec import KVSpec
-from tests.kv.reference import Store, plain_shape, walk_elements
-from tests.kv.scenarios import Scenario, scenarios, segments_of
-from tests.kv.test_plan import partitions
+from tests.kv.reference import walk_elements
+from tests.kv.scenarios import (
+    Scenario,
+    partitions,
+    plan_of,
+    scenarios,
+    segments_of,
+)
 from tests.support.depth import examples
 
-NHD = plain_shape("block kv token head dim")
 SPEC = KVSpec(layers=3, kv_heads=1, head_dim=2, block_tokens=4)
 
 
@@ -57,19 +59,6 @@ def missing_ranges(draw: st.DrawFn, nbytes: int) -> list[tuple[int, int]]:
     """Up to two byte ranges of a segment, often none."""
     starts = draw(st.lists(st.integers(0, nbytes - 1), max_size=2))
     return [(start, draw(st.integers(1, nbytes - start))) for start in starts]
-
-
-def plan_of(
-    groups: dict[str, tuple[KVSpec, list[int]]], **have: list[bool]
-) -> TransferPlan:
-    """A consumer's plan; the producer has the same."""
-    cache = PagedCache.grouped(
-        {n: (s, Store(s, 9, NHD).tensors()) for n, (s, _) in groups.items()}
-    )
-    blocks = {name: ids for name, (_, ids) in groups.items()}
-    peer = describe(cache, cache.block_lists(blocks))
-    bits = {name: np.array(held, np.bool_) for name, held in have.items()}
-    return TransferPlan(cache, blocks, peer, PlanSide.CONSUMER, have=bits)
 
 
 def test_a_state_is_all_or_nothing() -> None:

@@ -17,8 +17,7 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import Store
-from tests.kv.scenarios import segments_of
-from tests.kv.test_landed import NHD, plan_of
+from tests.kv.scenarios import NHD, plan_of, segments_of
 from tests.support.depth import examples
 
 SPEC = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import LAYOUTS, Shape, Store, read_walk, walk_elements
-from tests.kv.scenarios import End, Scenario, scenarios, segments_of
+from tests.kv.scenarios import End, Scenario, partitions, scenarios, segments_of
 from tests.memory.fragments import content, fill
 from tests.support.depth import examples
 
@@ -256,28 +255,6 @@ def check_transfer(
     assert moved == producer.nbytes
     for raw, wanted in zip(there.store.raw, expected.raw, strict=True):
         np.testing.assert_array_equal(raw, wanted)
-
-
-@st.composite
-def partitions(draw: st.DrawFn, plan: TransferPlan) -> list[Segment]:
-    """The transfer cut into a grid of segments, marked in any order."""
-    (walk,) = plan.groups
-    blocks = plan.lists[walk.group].size
-    layers = cuts(draw, walk.layers.start, walk.layers.stop)
-    positions = cuts(draw, 0, blocks)
-    grid = itertools.product(itertools.pairwise(layers), itertools.pairwise(positions))
-    segments = [
-        segment
-        for rows, columns in grid
-        for segment in segments_of(plan, slice(*rows), slice(*columns))
-    ]
-    return list(draw(st.permutations(segments)))
-
-
-def cuts(draw: st.DrawFn, start: int, stop: int) -> list[int]:
-    """Where to cut a range, its ends included."""
-    inside = draw(st.sets(st.integers(start, stop)))
-    return sorted({start, stop} | inside)
 
 
 def plans_of(

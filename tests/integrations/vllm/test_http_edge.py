@@ -232,7 +232,7 @@ IN_CHUNKS = b"".join(b"%x\r\n%s\r\n" % (len(half), half) for half in HALVES)
 async def test_an_offer_is_passed_by(
     offer: bytes, headers: bytes, body: bytes, *, at_once: bool
 ) -> None:
-    """Its request comes to an engine whole, also byte by byte, twice on a connection."""
+    """Its request comes to an engine whole, also byte by byte; one more follows."""
     engines, sent = Engines(), generate(offer + headers, body)
     async with connecting(engines) as connect:
         one = await connect()
