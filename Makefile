@@ -109,9 +109,12 @@ demo-agent: $(TORCH_STAMP)
 	@$(TORCH_VENV)/bin/python examples/agent_loop.py --plot build/agent.svg $(ARGS)
 
 # The tests that need torch and transformers.
+TORCH_TESTS := tests/integrations/test_transformers.py \
+  tests/integrations/vllm/test_connector.py tests/examples/demo \
+  tests/examples/test_agent_loop.py tests/kv/test_paged.py tests/kv/test_tensors.py \
+  tests/memory/test_buffers.py
 test-torch: $(TORCH_STAMP)
-	$(TORCH_VENV)/bin/python -m pytest tests/integrations tests/examples \
-	  $(ARGS)
+	$(TORCH_VENV)/bin/python -m pytest $(TORCH_TESTS) $(ARGS)
 
 # The backend `nixl` with one wheel of NIXL, 69 MB, and without the torch that it asks for:
 # what moves host memory needs none.
