@@ -74,7 +74,8 @@ class BufferTable:
 
     def collect(self) -> None:
         """Drop drained buffers, and call their waiting callbacks."""
-        drained, waiting = self.holds.drained, self._waiting
+        drained = self.holds.drained
+        waiting = self._waiting
         while drained:
             buffer = drained.pop()
             self._payloads.pop(buffer, None)

@@ -52,7 +52,8 @@ class CodecThreads:
         Cancel safety: they go on, and the threads end after them.
         """
         with self._lock:
-            self._closed, pool = True, self._pool
+            self._closed = True
+            pool = self._pool
         if pool is not None:
             await asyncio.to_thread(pool.shutdown)
         self.devices.close()

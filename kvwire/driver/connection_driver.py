@@ -245,9 +245,11 @@ class ConnectionDriver(LinkHandler):
         except ProtocolError as exc:
             self._broken(exc)
             return Landing(0, None)
-        length, buffer = arrival.header.length, arrival.buffer
+        length = arrival.header.length
+        buffer = arrival.buffer
         landing = _new(_Landing)
-        landing.length, landing.arrival = length, arrival
+        landing.length = length
+        landing.arrival = arrival
         place: Payload | None = None
         if arrival.place is _BUFFER:
             assert buffer is not None
@@ -267,7 +269,8 @@ class ConnectionDriver(LinkHandler):
     def body_received(self, link: Link, landing: Landing) -> None:
         assert isinstance(landing, _Landing)
         core = self.core
-        arrival, payload = landing.arrival, landing.payload
+        arrival = landing.arrival
+        payload = landing.payload
         self._seen_at = now = self._loop.time()
         try:
             if arrival.place is _CONTROL:
@@ -337,8 +340,11 @@ class ConnectionDriver(LinkHandler):
         """
         if self.running:
             return  # called from inside a run, which goes on until nothing is left
-        core, scheduler, acts = self.core, self._scheduler, self._acts
-        frames, events = self._outbox.frames, self._outbox.events
+        core = self.core
+        scheduler = self._scheduler
+        acts = self._acts
+        frames = self._outbox.frames
+        events = self._outbox.events
         queued = woken = False
         self.running = True
         try:
@@ -387,7 +393,8 @@ class ConnectionDriver(LinkHandler):
         frames, which are numbered before the next chunk. With ``put_off``, payload
         beyond ``_WOKEN_BYTES`` waits for a turn of its own.
         """
-        link, outbox = self.link, core.outbox
+        link = self.link
+        outbox = core.outbox
         moved_bytes = 0
         while True:
             queued_bytes = 0
@@ -444,7 +451,9 @@ class ConnectionDriver(LinkHandler):
         """
         link = self.link
         queued_bytes = 0
-        lanes, scheduler, ready = self.lanes, self._scheduler, self.staging.ready
+        lanes = self.lanes
+        scheduler = self._scheduler
+        ready = self.staging.ready
         while link.queued_bytes < LINK_QUEUE_BYTES and queued_bytes < WAKEUP_BYTES:
             if (lanes.open or not lanes.fallback) and scheduler.full:
                 break
@@ -547,14 +556,16 @@ class ConnectionDriver(LinkHandler):
 
     def _tick(self) -> None:
         self._timer = None
-        core, now = self.core, self._loop.time()
+        core = self.core
+        now = self._loop.time()
         if self.staging.paused:
             core.heard(now)  # it is this side that does not listen
         elif self.link.received_bytes != self._seen_bytes:
             # Part of a frame, some time since: counted from the earliest, so that a
             # peer that dies in the middle of a frame is not known an interval too late.
             core.heard(self._seen_at)
-            self._seen_bytes, self._seen_at = self.link.received_bytes, now
+            self._seen_bytes = self.link.received_bytes
+            self._seen_at = now
         self._copies.trim()
         for tag in overdue(self._unreceived, core.messages.oldest, now):
             logger.warning(

@@ -239,7 +239,8 @@ class DeviceStaging:
         self._resume()
 
     def _stage_waiting(self) -> None:
-        chunk, self.waiting = self.waiting, None
+        chunk = self.waiting
+        self.waiting = None
         if chunk is None:
             return
         if chunk.request.state is not RequestStage.MOVING:

@@ -110,7 +110,8 @@ class IOThread:
 
     def at_end(self, end: Callable[[], Awaitable[None]], within_s: float) -> None:
         """Set the function that a close runs on the loop, and its time limit."""
-        self._at_end, self._end_within_s = end, within_s
+        self._at_end = end
+        self._end_within_s = within_s
 
     def call(
         self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None
@@ -208,7 +209,8 @@ class IOThread:
         """
         if self._forked:
             return False
-        first, self._closing = not self._closing, True
+        first = not self._closing
+        self._closing = True
         # Without a loop: the thread looks when it has made one, or there is none.
         with contextlib.suppress(RuntimeError, AttributeError):
             # Each time: an interrupt may have come between the line above and this.
@@ -301,7 +303,8 @@ class IOThread:
                     await self._loop.shutdown_asyncgens()
 
     async def _end(self) -> None:
-        end, self._at_end = self._at_end, None
+        end = self._at_end
+        self._at_end = None
         if end is None:
             return
         ending = asyncio.ensure_future(end())

@@ -63,7 +63,8 @@ class Acceptor:
 
         Cancel safety: safe, nothing stays bound.
         """
-        links, config = self._links, self._links.services.config
+        links = self._links
+        config = self._links.services.config
         links.check_open()
         where = Address.parse(address)
         backend = links.backend(where.scheme, config)
@@ -163,7 +164,8 @@ class Acceptor:
         """
         if not isinstance(error, AuthenticationFailed) or not _KEYS & {*error.fields}:
             return logging.INFO
-        now, host = self._links.services.loop.time(), remote.host if remote else ""
+        now = self._links.services.loop.time()
+        host = remote.host if remote else ""
         if now < self._quiet_until.get(host, now):
             return logging.INFO
         if len(self._quiet_until) >= REFUSED_HOSTS_MAX:

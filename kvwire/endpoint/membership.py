@@ -87,7 +87,8 @@ class Membership:
 
     def announce(self, record: Record) -> None:
         """Announce a record, in place of the last one; returns at once."""
-        directory, self._announced = self._opened(), record.key
+        directory = self._opened()
+        self._announced = record.key
         directory.check(record)
         if self._announcing is not None:
             self._announcing.cancel()

@@ -91,7 +91,8 @@ class Reconnector:
 
     async def _recover(self, connection: Connection, *, gone: bool) -> None:
         """Let a link be replaced; ``gone`` if its end looks like that of a process."""
-        registry, origin = self._registry, connection.peer.origin
+        registry = self._registry
+        origin = connection.peer.origin
         # Not wait_closed(): in a forked child that refuses, and nobody reads its error.
         await asyncio.shield(connection._driver.ended)
         registry.connection_lost(connection._driver)
@@ -115,8 +116,10 @@ class Reconnector:
 
     async def _await_return(self, lost: Connection) -> None:
         """Give a peer that dials us, and whose link was reset, a moment to be back."""
-        registry, loop = self._registry, self._loop
-        origin, grace_s = lost.peer.origin, self._config.restart_grace_s
+        registry = self._registry
+        loop = self._loop
+        origin = lost.peer.origin
+        grace_s = self._config.restart_grace_s
         self._awaited[origin] = lost  # bounded: CONNECTIONS_MAX, each for a moment
         until = loop.time() + grace_s
         await asyncio.sleep(grace_s)
@@ -140,8 +143,10 @@ class Reconnector:
         tried once: the peer may have asked for it on the link that was lost, and cannot
         dial itself.
         """
-        registry, origin = self._registry, lost.peer.origin
-        loop, grace_s = self._loop, self._config.restart_grace_s
+        registry = self._registry
+        origin = lost.peer.origin
+        loop = self._loop
+        grace_s = self._config.restart_grace_s
         gone_at: float | None = None
         upkeep = Upkeep(REDIAL_S, REDIAL_S_MAX)
         if origin in self._redialled:
@@ -151,7 +156,8 @@ class Reconnector:
         async for _ in upkeep:
             if not (unmet or registry.interrupted(origin)):
                 return
-            unmet, reason = False, "another process has answered"
+            unmet = False
+            reason = "another process has answered"
             try:
                 new = await self._links.redial(lost)
             except KVWireError as exc:
@@ -196,7 +202,8 @@ class Reconnector:
 
         Within a lease everything that waited for it has come, or has given up.
         """
-        registry, origin = self._registry, connection.peer.origin
+        registry = self._registry
+        origin = connection.peer.origin
         while not connection.closed:
             await asyncio.sleep(self._config.lease_s)
             if not connection._core.open_requests and not registry.interrupted(origin):

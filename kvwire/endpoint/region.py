@@ -98,7 +98,9 @@ class Region:
         waiting for its memory.
         """
         self._thread.check("Region.close")
-        links, record, buffers = self._links, self._record, self._links.services.buffers
+        links = self._links
+        record = self._record
+        buffers = self._links.services.buffers
         if record.open:
             links.regions.close(record)
             links.revoked(record)

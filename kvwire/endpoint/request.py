@@ -211,7 +211,8 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         self._over = True
         self._value = result
         self._error = error
-        waiters, self._waiters = self._waiters, ()
+        waiters = self._waiters
+        self._waiters = ()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -220,7 +221,8 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
 
     def _watch_memory(self) -> None:
         """Hand on what was to be called when the memory is free."""
-        watchers, self._watchers = self._watchers, ()
+        watchers = self._watchers
+        self._watchers = ()
         assert self._owner is not None
         for call in watchers:
             self._owner._when_released(self, call)

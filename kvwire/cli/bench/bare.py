@@ -42,7 +42,8 @@ async def streams(b: Bench) -> None:
             opened.callback(server.close)
             await b.send(server.sockets[0].getsockname()[1])
         async for work in b.works(OpsWork):
-            ball.data, ball.setup = os.urandom(work.nbytes), work.verb == SETUP
+            ball.data = os.urandom(work.nbytes)
+            ball.setup = work.verb == SETUP
             async with b.clock():
                 seconds = await ball.move(b, work)
             await b.report(seconds, digest(ball.data))

@@ -98,7 +98,8 @@ def contenders(
     transport: str, options: Mapping[str, object], peer: str = ""
 ) -> Iterator[Member]:
     """Yield a transport's variants, each with the wire that it uses."""
-    name, options = f"kvwire {transport}", {"transport": transport, **options}
+    name = f"kvwire {transport}"
+    options = {"transport": transport, **options}
     if peer:
         # The environment of each side chooses the transports of its UCX.
         yield f"to {peer}", contender(name, peer, **options)

@@ -184,7 +184,8 @@ class Crowd:
         work = self.work
 
         async def pulled(number: int) -> float:
-            at, began = number % len(self.memory.own), time.perf_counter()
+            at = number % len(self.memory.own)
+            began = time.perf_counter()
             blocks = self.memory.own[at]
             await over(self._pull(f"{number}", blocks, at, work.priority))
             return time.perf_counter() - began
@@ -221,12 +222,14 @@ class Crowd:
         self, id: str, blocks: Sequence[int], at: int = 0, priority: int = 0
     ) -> kvwire.Incoming:
         connection = self.ends.connections[at % len(self.ends.connections)]
-        name, cache = f"{self.name}-{id}", self.memory.cache
+        name = f"{self.name}-{id}"
+        cache = self.memory.cache
         return connection.pull(name, cache, blocks, priority=priority)
 
     def _publish(self, id: str, blocks: Sequence[int], at: int = 0) -> kvwire.Outgoing:
         """Publish at the communicator that has the pull's connection."""
-        communicators, connections = self.ends.communicators, self.ends.connections
+        communicators = self.ends.communicators
+        connections = self.ends.connections
         publish = communicators[at % len(connections) // len(communicators)].publish
         return mark_all(publish(f"{self.name}-{id}", self.memory.cache, blocks))
 

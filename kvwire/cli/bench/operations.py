@@ -205,7 +205,8 @@ def paged(
         block_tokens=tokens,
         dtype="float16",
     )
-    numbers, block = memory.view(np.float16), (2, tokens, heads, dim)
+    numbers = memory.view(np.float16)
+    block = (2, tokens, heads, dim)
     if cross_layer:
         return kvwire.PagedCache(spec, numbers.reshape(blocks, layers, *block))
     return kvwire.PagedCache(spec, list(numbers.reshape(layers, blocks, *block)))
@@ -265,7 +266,9 @@ class BenchMemory:
 
     def forget(self) -> None:
         """Drop all views of the memory."""
-        self._work, self.pool, self.parts = None, None, ()
+        self._work = None
+        self.pool = None
+        self.parts = ()
         self.bytes = np.zeros(0, np.uint8)
 
     async def fill(self) -> None:
@@ -329,7 +332,8 @@ async def joined(b: Bench) -> AsyncIterator[Ends]:
     used as the link, instead of as a lane beside TCP; the number of ``endpoints``; and
     the address of a ``peer`` that is the right side.
     """
-    ends, transport = Ends(), b.options["transport"]
+    ends = Ends()
+    transport = b.options["transport"]
     try:
         for _ in range(int(b.options.get("endpoints", 1))):
             name = f"bench-{'left' if b.left else 'right'}"
@@ -502,7 +506,8 @@ class OpsRound:
         return [time.perf_counter() - began]
 
     async def _one_more(self) -> kvwire.Connection:
-        where, transport = self.ends.addresses[0], self.b.options["transport"]
+        where = self.ends.addresses[0]
+        transport = self.b.options["transport"]
         return await self.ends.communicator.connect(where, transport=transport)
 
     def _begin(self, number: int) -> Awaitable[object]:
@@ -537,7 +542,8 @@ class OpsRound:
         end = self.ends.connection.push(
             next(self.ends.ids), *self._chosen, group_bytes=1
         )
-        clock, seconds = time.perf_counter, []
+        clock = time.perf_counter
+        seconds = []
         for layer in range(self.work.layers):
             began = clock()
             end.ready(layer)
@@ -551,7 +557,9 @@ class OpsRound:
 
     async def _answer_all(self) -> None:
         """Act as the other end of the left side's operations."""
-        b, work, connection = self.b, self.work, self.ends.connection
+        b = self.b
+        work = self.work
+        connection = self.ends.connection
         parts = self.memory.parts
         if work.layers and work.verb not in (PUT, GET):
             await self._offer_all()
@@ -588,7 +596,8 @@ class OpsRound:
                 await end.drained()
 
     def _offer(self) -> End:
-        number, communicator = next(self.ends.ids), self.ends.communicator
+        number = next(self.ends.ids)
+        communicator = self.ends.communicator
         if self.work.verb in (PUSH, READY):
             return communicator.expect(number, *self._chosen)
         return mark_all(communicator.publish(number, *self._chosen))

@@ -95,7 +95,8 @@ async def overlap(b: Bench) -> None:
     one machine and share its monotonic clock, so their instants can be subtracted from
     each other.
     """
-    memory, way = OverlapMemory(b), b.options["way"]
+    memory = OverlapMemory(b)
+    way = b.options["way"]
     async with joined(b) as ends:
         async for work in b.works(OverlapWork):
             await asyncio.to_thread(memory.have, work)

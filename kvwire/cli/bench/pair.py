@@ -124,7 +124,8 @@ class Pair:
             raise
 
     def _start(self, left: bool, *sockets: socket.socket) -> None:
-        program, options = name_of(self._contender.program), self._contender.options
+        program = name_of(self._contender.program)
+        options = self._contender.options
         side = {"program": program, "left": left, "options": options}
         self.sides.append(SideProcess(self._contender, side, *sockets))
 

@@ -139,7 +139,8 @@ async def attend(
     ``made`` makes a bench for each connection, and ``ended`` gets it after its peer has
     gone.
     """
-    turn, room = asyncio.Lock(), asyncio.Semaphore(BENCH_PEERS_MAX)
+    turn = asyncio.Lock()
+    room = asyncio.Semaphore(BENCH_PEERS_MAX)
 
     async def serve(b: B) -> None:
         try:
@@ -196,5 +197,6 @@ def serve(
         loop: The event loop of this side.
     """
     made = partial(ServedBench, memory_bytes_max=memory_mib * MIB)
-    found, address = Config.load(config), Address.parse(listen)
+    found = Config.load(config)
+    address = Address.parse(listen)
     run(attend_at(address, found, PROFILE, made, lambda _: None), loop)

@@ -71,7 +71,8 @@ class Common:
         The command's arguments are the settings in the document; ``rounds`` is one of
         them.
         """
-        benchmark, rounds = self.beside(benchmark), settings["rounds"]
+        benchmark = self.beside(benchmark)
+        rounds = settings["rounds"]
         with progress_bar(steps(benchmark, rounds)) as progress:
             measured = take_turns(benchmark, rounds, progress)
         found = [row for one in measured for row in benchmark.split(one)]
@@ -164,7 +165,8 @@ def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
 def _tables(rows: Findings) -> Iterator[Table]:
     """Yield tables, each with as many contenders side by side as fit."""
     names = list(dict.fromkeys(name for row in rows for name in row.samples))
-    room, endless = min(WIDTH, Console().width), Console(width=sys.maxsize)
+    room = min(WIDTH, Console().width)
+    endless = Console(width=sys.maxsize)
     while names:
         fit = len(names)
         while endless.measure(_table(rows, names[:fit])).maximum > room and fit > 1:
@@ -189,7 +191,8 @@ def _table(rows: Findings, names: Sequence[str]) -> Table:
 
 
 def _cell(row: CaseResult, name: str) -> str:
-    samples, unit = row.samples.get(name), row.case.unit
+    samples = row.samples.get(name)
+    unit = row.case.unit
     if samples is None:
         return "failed" if name in row.failures else ""
     shown = short(samples.median * unit.scale)

@@ -247,7 +247,9 @@ class Bench:
             await self.send([self._used_s, digest, more])
             return
         assert self.control is not None
-        cpu_s, damage, both = [self._used_s], "", [more]
+        cpu_s = [self._used_s]
+        damage = ""
+        both = [more]
         if self._other is not None:
             its_cpu_s, its_digest, its_more = await self.receive()
             cpu_s.append(its_cpu_s)
@@ -344,7 +346,8 @@ async def driven(
 ) -> AsyncIterator[tuple[dict[str, Any], Drive]]:
     """Run a left side in this process; yield its facts, and a function for rounds."""
     mine, its = socket.socketpair()
-    control, b.control = await Channel.over(mine), await Channel.over(its)
+    control = await Channel.over(mine)
+    b.control = await Channel.over(its)
     playing = asyncio.ensure_future(b.play(program))
 
     async def ask(work: Work, *, checks: bool = False) -> Sample:
@@ -366,7 +369,8 @@ async def each_timed(
     count: int, once: Callable[[int], Awaitable[object]]
 ) -> list[float]:
     """Call ``once`` a number of times in a row; return the seconds of each call."""
-    clock, seconds = time.perf_counter, []
+    clock = time.perf_counter
+    seconds = []
     for number in range(count):
         began = clock()
         await once(number)
@@ -381,7 +385,8 @@ async def setups_timed(
     close: Callable[[C], Awaitable[None]],
 ) -> list[float]:
     """Make connections; return the seconds of each, and of its first two transfers."""
-    clock, seconds = time.perf_counter, []
+    clock = time.perf_counter
+    seconds = []
     for _ in range(count):
         times = [clock()]
         connection = await connect()

@@ -146,7 +146,10 @@ def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
     )
     count = min(blocks, ONE_BY_ONE_MAX) if verb == ONE else blocks
     if verb == MATCH:
-        layers, layer_bytes, count, blocks = 1, MATCH_LAYER_BYTES, HASHES, HASHES
+        layers = 1
+        layer_bytes = MATCH_LAYER_BYTES
+        count = HASHES
+        blocks = HASHES
     return StoreWork(
         verb=verb,
         nbytes=layers * layer_bytes,
@@ -453,7 +456,8 @@ def benchmark(
         require_able([*transports])
     # A put of each shape has the sizes of all others.
     puts = [work_of(DISK, PUT, shape, round_bytes) for shape in shapes]
-    free, needed = shutil.disk_usage(place).free, sum(w.set_bytes for w in puts) * _ROOM
+    free = shutil.disk_usage(place).free
+    needed = sum(w.set_bytes for w in puts) * _ROOM
     if DISK in tiers and free < needed:
         raise UsageError(
             f"--directory {place}: {free} bytes are free, and {needed} needed; name "
@@ -525,7 +529,8 @@ def filesystem(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
         return "a file system that this platform does not name"
-    real, found = directory.resolve(), {Path("/"): "an unknown file system"}
+    real = directory.resolve()
+    found = {Path("/"): "an unknown file system"}
     for line in filter(None, lines):  # of two at one place the later hides the other
         what, where, kind, *_ = (word.replace(r"\040", " ") for word in line.split())
         found[Path(where)] = f"{kind} on {what}"
@@ -564,7 +569,8 @@ def command(
         common: Options of every benchmark.
     """
     if quick:
-        rounds, round_mib = QUICK_ROUNDS, QUICK_MIB
+        rounds = QUICK_ROUNDS
+        round_mib = QUICK_MIB
     names = list(TIERS) if tiers == "all" else tiers.split(",")
     transports = transport.split(",")
     shapes = list(SHAPES) if blocks == "both" else [blocks]

@@ -114,7 +114,8 @@ class Samples:
 
     def document(self) -> dict[str, Any]:
         """Return all results; mad is the median absolute deviation from the median."""
-        values, middle = self.values, self.median
+        values = self.values
+        middle = self.median
         return {
             "count": len(values),
             "median": middle,
@@ -184,7 +185,9 @@ class Comparison:
 
 def compare(finding: CaseResult) -> Comparison:
     """Compare a case's contenders by their medians."""
-    case, samples, first = finding.case, finding.samples, finding.case.ours[0].name
+    case = finding.case
+    samples = finding.samples
+    first = finding.case.ours[0].name
     beside = [one.name for one in case.beside if one.name in samples]
     if not beside or first not in samples:
         return Comparison()
@@ -244,7 +247,8 @@ def _take_turn(
     counts: bool,
 ) -> None:
     """Let a contender do its work once; a round that does not count checks it."""
-    name, work = contender.name, finding.case.work
+    name = contender.name
+    work = finding.case.work
     try:
         pair = pairs[contender] = pairs.get(contender) or _start(contender)
         if isinstance(pair, BenchError):

@@ -44,7 +44,8 @@ class ActiveTransport:
 
         In ``mtls`` mode it also shows whether others can read the data.
         """
-        lanes, why = self._lanes, self._lanes.why
+        lanes = self._lanes
+        why = self._lanes.why
         if self._peer.trust is TrustMode.MTLS:
             why = f"{why}; {protection(self.name) or 'NOT ENCRYPTED'}"
         return with_result(lanes.verdicts, self.name, why, lanes.failed)
@@ -56,7 +57,8 @@ class ActiveTransport:
 
     def lane_broke(self, endpoint: LaneEndpoint) -> None:
         """Count and log an open lane that has broken."""
-        name, reason = endpoint.backend, endpoint.reason
+        name = endpoint.backend
+        reason = endpoint.reason
         self._counters.lanes_failed += 1
         if self._lanes.open:
             self.log(f"a lane of {name} broke: {reason}")

@@ -124,7 +124,8 @@ class LaneScheduler(LaneHandler):
 
     def flush(self) -> None:
         """Flush the lanes with queued chunks."""
-        dirty, self.dirty = self.dirty, {}
+        dirty = self.dirty
+        self.dirty = {}
         for lane in dirty:
             if self._lanes.knows(lane):
                 lane.flush()

@@ -99,7 +99,8 @@ class LaneSetup:
                 logger.warning("peer %s: %s cannot carry the data: %s", peer, name, exc)
                 continue
             self._wanted = first + await self._open_more(name, count - 1)
-            self._chosen, self._refusals = name, 0
+            self._chosen = name
+            self._refusals = 0
             break
         else:
             reasons = "; ".join(f"{name}: {why}" for name, why in lanes.failed.items())
@@ -224,7 +225,8 @@ class LaneSetup:
             self._active.lane_came_back(endpoint)
 
     async def _answer(self, event: LaneAsked) -> None:
-        name, number = event.backend, event.lane
+        name = event.backend
+        number = event.lane
         endpoint: LaneEndpoint | None = None
         try:
             if name not in self._lanes.possible:
@@ -268,7 +270,8 @@ class LaneSetup:
 
     def peer_closed(self, event: LaneClosed) -> None:
         """Record why the peer's endpoint is gone, or never came."""
-        lanes, reason = self._lanes, f"the peer: {event.reason}"
+        lanes = self._lanes
+        reason = f"the peer: {event.reason}"
         bootstrap = self._awaited(event.lane)
         if bootstrap is not None:
             self._refusals += 1

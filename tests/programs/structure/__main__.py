@@ -17,7 +17,7 @@ CEILINGS: Final = {
     "rooms": 25,
     "floors": 13,
     "arrows": 159,
-    "rings": 2,
+    "rings": 1,
     "files of the biggest ring": 8,
     "forwarders": 184,
     "callbacks": 152,
