@@ -1,4 +1,4 @@
-"""What every room of kvwire needs from asyncio: tasks, clean-up, pauses, thread checks.
+"""Helpers for asyncio in all of kvwire: tasks, clean-up, pauses, thread checks.
 
 An operation that fails at once lets the loop run before it raises. Programs retry in a
 loop: ``while True: try: await connection.recv(tag) except RequestError: continue``. If

@@ -59,7 +59,7 @@ class ReceivedPayloads:
         self._arrivals.append(_Arrival(landing, place))  # bounded: LANE_PAYLOADS_MAX
 
     def placed(self, descriptor: bytes) -> None:
-        """Store the place of the first payload without one, as the peer reports it."""
+        """Record the peer's descriptor for the oldest payload without a place."""
         if len(self._placed) >= LANE_PAYLOADS_MAX:
             raise ProtocolError(RULE, "local: more descriptors than payloads")
         self._placed.append(descriptor)  # bounded: LANE_PAYLOADS_MAX

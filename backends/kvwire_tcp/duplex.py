@@ -112,7 +112,7 @@ class Duplex(ABC):
 
     @abstractmethod
     def _sent(self, token: object) -> None:
-        """Called when the memory of a token is no longer needed."""
+        """Called when a payload's memory is free again, with the payload's token."""
 
     @abstractmethod
     def _writable(self) -> None:

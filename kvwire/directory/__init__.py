@@ -1,4 +1,4 @@
-"""Who is where: members announce themselves in a directory, and others watch it.
+"""Directories, in which members announce themselves and find each other.
 
 A directory is an address book that people run already: a Redis, a NATS, a DNS zone, a
 folder of one machine. What it says is not believed. A record costs its reader one

@@ -150,7 +150,7 @@ class FileDirectory(Directory):
             return file.read(RECORD_BYTES_MAX + 1)
 
     def _is_ours(self, key: str) -> bool:
-        """Tell whether the file of a key is a record under its own key."""
+        """Return whether the file of a key is a record under its own key."""
         with suppress(OSError, UsageError):
             return Record.decode(self._read(key)).key == key
         return False

@@ -66,7 +66,7 @@ _CODE: Final = re.compile(r"[A-Z]{3,}\b")
 
 
 def of_server(error: BaseException) -> bool:
-    """Tell whether an error concerns the server, not one command or key."""
+    """Return whether an error concerns the server, not one command or key."""
     if not isinstance(error, exceptions.ResponseError):
         return True
     if isinstance(

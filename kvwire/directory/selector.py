@@ -61,7 +61,7 @@ class Selector:
         return cls(tuple(terms.items()))
 
     def matches(self, record: Record) -> bool:
-        """Tell whether a member matches."""
+        """Return whether a member matches."""
         return all(_holds(record, key, value) for key, value in self.terms)
 
 

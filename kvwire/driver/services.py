@@ -1,4 +1,4 @@
-"""What all parts of a communicator share: its loop, memory, counters, threads.
+"""The services that all parts of a communicator share: loop, memory, threads, counters.
 
 A communicator makes one :class:`Services`. Its connections, lanes and transfers get
 that and not the communicator, so that none of them depends on the rooms above.

@@ -114,7 +114,7 @@ class Communicator(AsyncWith):
 
     @property
     def counters(self) -> Counters:
-        """Return counts of what has happened so far."""
+        """The communicator's counts since it was opened."""
         return self._services.counters
 
     @property
@@ -134,7 +134,7 @@ class Communicator(AsyncWith):
 
     @property
     def closed(self) -> bool:
-        """Tell whether it is closing, or closed."""
+        """Whether it is closing, or closed."""
         return self._links.closed
 
     @property
@@ -311,13 +311,13 @@ class Communicator(AsyncWith):
         docs/topics/directories.md.
 
         Args:
-            role: What it does, such as ``"decode"``.
+            role: Its role, such as ``"decode"``.
             model: A fingerprint of its model; by default the cache's.
-            cache: Its cache, of whose specs the record has digests.
-            labels: Whatever else selectors may ask for.
+            cache: Its cache; the record gets a digest of each of its specs.
+            labels: Further terms for selectors.
             load: How busy it is, from 0 to 1; the least busy is dialled first.
-            address: Where it can be reached; by default where it has listened first.
-            lease_s: How long it is believed to be there after its last sign of life.
+            address: The address that peers dial; by default the first listening one.
+            lease_s: Seconds after its last renewal until peers consider it gone.
 
         Raises:
             UsageError: It listens nowhere, or on all addresses, and ``address`` is not

@@ -154,7 +154,7 @@ class Connection(AsyncWith):
 
     @property
     def closed(self) -> bool:
-        """Tell whether nothing more can be sent: it is closing, closed or lost."""
+        """Whether nothing more can be sent: it is closing, closed or lost."""
         return self._core.closed
 
     # --- messages ---------------------------------------------------------------------

@@ -294,7 +294,7 @@ class _EngineTransfer:
         return repr(self._end)
 
     def done(self) -> bool:
-        """Tell whether the outcome is known."""
+        """Return whether the outcome is known."""
         return self._end.done()
 
     @property
@@ -377,7 +377,7 @@ class EngineIncoming(_EngineTransfer):
             self._thread.call(self._end.layer(layer, group), timeout)
 
     def layer_landed(self, layer: int, *, group: str | None = None) -> bool:
-        """Tell whether a layer of every block has landed; does not wait."""
+        """Return whether a layer of every block has landed; does not wait."""
         return self._end.layer_landed(layer, group)
 
 

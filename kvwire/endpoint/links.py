@@ -81,7 +81,7 @@ class Links:
 
     @property
     def ended(self) -> bool:
-        """Tell whether no link is made or taken any more, for whatever reason."""
+        """Whether no link is made or taken any more, for whatever reason."""
         return self._ended or (self.closed and not self.services.registry.unsettled)
 
     def end(self) -> None:

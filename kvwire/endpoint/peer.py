@@ -1,4 +1,4 @@
-"""A peer, by its address or by what it does: whom to dial, when, and when to change.
+"""A peer, named by address or by selector: whom to dial, and when to change.
 
 A peer has one connection at a time. It is made when something needs it, and again when
 it has ended. Attempts are bounded: they are made only while somebody waits, at most

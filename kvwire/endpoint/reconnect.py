@@ -216,7 +216,7 @@ class Reconnector:
 
 
 def _was_reset(error: ConnectionClosed) -> bool:
-    """Tell whether a connection was ended, and not merely silent on either side."""
+    """Return whether a connection was ended, and not merely silent on either side."""
     cause = error.__cause__
     silent = isinstance(cause, PeerUnresponsive) or (
         isinstance(cause, OSError) and cause.errno in _SILENCE

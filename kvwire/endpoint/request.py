@@ -87,7 +87,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         return f"<Request {self._owner._describe(self)}, {age_s:.1f} s old>"
 
     def done(self) -> bool:
-        """Tell whether the request is complete: it has a result or an error."""
+        """Return whether the request is complete: it has a result or an error."""
         return self._over
 
     def result(self) -> T:
@@ -234,7 +234,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
 
 
 def succeeded(request: Request[Any]) -> bool:
-    """Tell whether a request is complete, with a result and not with an error."""
+    """Return whether a request is complete, with a result and not with an error."""
     return request._over and request._error is None
 
 
@@ -251,7 +251,7 @@ def when_released(request: Request[Any], call: Callable[[], None]) -> None:
 
 
 class RequestOwner(Protocol):
-    """What a request needs of the connection, or the peer, that runs it."""
+    """The part of a connection, or a peer, that a request uses."""
 
     @property
     def _thread(self) -> LoopThread:

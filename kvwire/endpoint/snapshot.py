@@ -1,4 +1,4 @@
-"""What is open on a communicator now, and what each waits for: plain values.
+"""The open objects of a communicator, with their reasons for waiting, as plain values.
 
 Taken for operators and dumps, on the loop, in one turn of it: nothing is kept for a
 snapshot between two of them. ``msgspec.json.encode`` and ``dataclasses.asdict`` take

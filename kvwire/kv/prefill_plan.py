@@ -1,4 +1,4 @@
-"""What to prefill locally when transfers did not bring everything.
+"""Plans the local prefill of blocks that transfers did not bring.
 
 A decode engine that waited for KV must decide for each request: continue with decoding,
 or compute a part of the prompt here? The answer depends on blocks, not on requests,

@@ -1,4 +1,4 @@
-"""What a KV cache holds: the model's geometry, and which share of it is here.
+"""The content of a KV cache: the model's geometry, and this cache's share of it.
 
 There are two kinds of fields. *Geometry* (layers, KV heads, head dim, dtype,
 components, fingerprint) describes the model and must be the same at both peers;

@@ -69,7 +69,7 @@ class Chunk(msgspec.Struct, eq=False):
 
     @property
     def unsaid(self) -> bool:
-        """Tell whether its header has to carry the mark of its segment."""
+        """Whether its header has to carry the mark of its segment."""
         mover = self.mover
         return isinstance(mover, SegmentRecord) and mover.unsaid is not None
 

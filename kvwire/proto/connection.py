@@ -174,7 +174,7 @@ class ConnectionCore:
 
     @property
     def closed(self) -> bool:
-        """Tell whether the connection has ended and sends nothing more."""
+        """Whether the connection has ended and sends nothing more."""
         return self.phase is CloseState.CLOSED
 
     @property
@@ -187,7 +187,7 @@ class ConnectionCore:
         return self._liveness.silence_s(now)
 
     def hears_us(self, now: float) -> bool:
-        """Tell whether the peer receives what we send, judging by its answers."""
+        """Return whether the peer receives what we send, judging by its answers."""
         return self._liveness.hears(now)
 
     # --- the link ---------------------------------------------------------------------
@@ -293,7 +293,7 @@ class ConnectionCore:
 
     @property
     def sending(self) -> bool:
-        """Tell whether ``next_chunk`` may have something."""
+        """Whether ``next_chunk`` may have something."""
         return self.error is None and self.chunks.sending
 
     @property

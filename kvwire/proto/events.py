@@ -1,4 +1,4 @@
-"""What a core puts out: events for its front, and control frames for the peer.
+"""The output of a core: events for its driver, and control frames for the peer.
 
 Events are msgspec structs, which are made in a tenth of the time of a frozen dataclass.
 """

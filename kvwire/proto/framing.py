@@ -55,7 +55,7 @@ class Framing:
 
     @property
     def sealed(self) -> bool:
-        """Tell whether control frames are sealed."""
+        """Whether control frames are sealed."""
         return self._seal_key is not None
 
     def control(

@@ -301,7 +301,7 @@ class Handshake(ABC):
 
     @property
     def _unbound(self) -> bool:
-        """Tell whether TLS was to prove who the peer is, and has not."""
+        """Whether TLS was to prove who the peer is, and has not."""
         return self.identity.trust is TrustMode.MTLS and not self._secret
 
     def _check_profile(self, theirs: tuple[tuple[str, str], ...]) -> None:

@@ -1,4 +1,4 @@
-"""Who still touches which memory: the answer behind `released` and `drained`.
+"""Holds on memory that operations still touch, behind `released` and `drained`.
 
 A buffer is *held* once for each operation of a link that may read or write it: from the
 moment a frame with its bytes is handed to the link until the link says that it is done,
@@ -81,5 +81,5 @@ class Holds:
             self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
 
     def held(self, buffer: BufferId) -> bool:
-        """Tell whether some operation may touch the buffer now."""
+        """Return whether some operation may touch the buffer now."""
         return self._counts.get(buffer, 0) > 0

@@ -125,7 +125,7 @@ class LaneRecord:
 
     @property
     def over(self) -> bool:
-        """Tell whether no later frame may name this lane."""
+        """Whether no later frame may name this lane."""
         # What this side has missed is named at the end of the step that missed it.
         return self.stage is LaneStage.CLOSED and self.peer_closed and not self.waiting
 
@@ -250,7 +250,7 @@ class LaneTable:
     # --- sending ----------------------------------------------------------------------
 
     def room(self, number: int, window_bytes: int) -> bool:
-        """Tell whether a lane is open and has less under way than its window."""
+        """Return whether a lane is open and has less under way than its window."""
         lane = self._lanes[number]
         return (
             lane.stage is LaneStage.OPEN
@@ -339,7 +339,7 @@ class LaneTable:
         )
 
     def expects(self, arrival: ChunkArrival) -> bool:
-        """Tell whether an arrival is yet to come; if not, it counts as missing."""
+        """Return whether an arrival is yet to come; if not, it counts as missing."""
         lane = self._lanes.get(arrival.lane)
         return lane is not None and arrival.index in lane.arriving
 

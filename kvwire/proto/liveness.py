@@ -81,7 +81,7 @@ class Liveness:
         return now - self.heard_at
 
     def hears(self, now: float) -> bool:
-        """Tell whether the peer receives what we send, judging by its answers."""
+        """Return whether the peer receives what we send, judging by its answers."""
         if self._sent == self._answered:
             return True
         return now - self._asked_at < self._interval_s
@@ -165,11 +165,11 @@ class Keepalive:
         self.due: float = now + self._period_s
 
     def is_idle(self, frames_sent: int) -> bool:
-        """Tell whether nothing was sent since the last look."""
+        """Return whether nothing was sent since the last look."""
         return frames_sent == self._frames_sent
 
     def is_due(self, now: float, frames_sent: int) -> bool:
-        """Tell whether to send a PING now; call it when ``due`` has come."""
+        """Return whether to send a PING now; call it when ``due`` has come."""
         if now < self.due:
             return False
         silent = frames_sent == self._frames_sent

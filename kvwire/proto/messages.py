@@ -343,7 +343,7 @@ class Messages:
         self._arriving.clear()
 
     def waits(self, tag: int, *, whole: bool) -> bool:
-        """Tell whether a message of this tag is here, or all of one if ``whole``."""
+        """Return whether a message of this tag is here, or all of one if ``whole``."""
         queue = self._waiting.get(tag)
         return queue is not None and (next(iter(queue)).whole or not whole)
 

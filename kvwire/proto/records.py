@@ -1,4 +1,4 @@
-"""What the core keeps of each request, transfer, segment and arriving frame.
+"""The core's records of requests, transfers, segments and arriving frames.
 
 These are records: the parts of the core that own them change them, and events and the
 front carry them.
@@ -40,11 +40,11 @@ _UNMATCHED: Final = RequestId(0)
 
 
 class ChunkSet:
-    """Holds which chunks of a request have come; in order they need no memory.
+    """The set of a request's received chunks; takes no memory if they come in order.
 
-    A bitmap would be as long as the peer's number of bytes asks for, before one of them
-    has come. Here all below ``_next`` have come, and for each number kept beyond it the
-    peer has sent the payload of a whole chunk.
+    A bitmap's size would follow from the size that the peer announces, before any byte
+    has come. Here all chunks below ``_next`` have come, and for each number kept
+    beyond it, the peer has sent a whole chunk.
     """
 
     __slots__ = ("_beyond", "_holes", "_next")

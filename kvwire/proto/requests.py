@@ -239,5 +239,5 @@ class RequestTable:
 
 
 def _stands(entry: _Deadline) -> bool:
-    """Tell whether the request of a deadline is not over."""
+    """Return whether the request of a deadline is not over."""
     return not entry[2].over

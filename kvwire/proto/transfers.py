@@ -586,7 +586,7 @@ def _wrong_kind(header: Header, request: RequestRecord) -> UnexpectedFrame:
 
 
 def _room(waiting: dict[RequestRecord, None]) -> bool:
-    """Tell whether one more transfer may wait, after removing those that move."""
+    """Return whether one more transfer may wait, after removing those that move."""
     for request in list(waiting):
         if request.state is not RequestStage.POSTED:
             del waiting[request]

@@ -1,4 +1,4 @@
-"""This side's own certificate as a peer sees it: until when, and for which role.
+"""This side's own certificate as a peer sees it: its time of validity, and its role.
 
 OpenSSL gives no information about a certificate that it only loads. So a handshake
 within this process shows it to a peer that accepts only it and ignores the clock; all

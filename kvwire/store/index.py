@@ -193,7 +193,7 @@ class Index:
         return self._born[slots]
 
     def fits(self, nbytes: int, tenant: int = 0) -> bool:
-        """Tell whether a block has room at all, beside what a tenant may keep."""
+        """Return whether a block has room at all, beside what a tenant may keep."""
         half = self.shares.quota_bytes.item(tenant) // 2 // GRAIN_BYTES * GRAIN_BYTES
         return nbytes <= min(half, self.slabs.slab_bytes)
 

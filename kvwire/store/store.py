@@ -516,7 +516,7 @@ def _refused(address: TierAddress, error: OSError) -> KVWireError:
 
 
 class StoreAccess(NamedTuple):
-    """What other code of this library may use of a store, and its users may not.
+    """Access to a store's internals, for other code of this library but not for users.
 
     Attributes:
         tiers: Where its blocks are.
@@ -536,7 +536,7 @@ class StoreAccess(NamedTuple):
 
 
 def access_to(store: BlockStore) -> StoreAccess:
-    """Return what a server or connector in this library uses of a store."""
+    """Return a store's internals, for a server or connector in this library."""
     return StoreAccess(
         tiers=store._tiers,  # noqa: SLF001 - of this file
         thread=store._thread,  # noqa: SLF001

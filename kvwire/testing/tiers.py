@@ -666,7 +666,7 @@ def opener(address: str) -> OpenTier:
 
 
 def _shared(tier: Tier) -> bool:
-    """Tell whether others may have the tier's place open meanwhile."""
+    """Return whether others may have the tier's place open meanwhile."""
     return tier.asks
 
 

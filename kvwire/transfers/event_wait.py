@@ -1,4 +1,4 @@
-"""What may be waited for: a future, or an event on a stream of a device.
+"""Waits for a mark's condition: a future, or an event on a device's stream.
 
 A future tells when it is done. An event is waited for by a stream of kvwire's own, and
 a thread sleeps behind that, so whoever marks never waits, and neither does the device.

@@ -1,4 +1,4 @@
-"""What the two sides of a KV transfer tell each other before a byte moves.
+"""The descriptions that both sides of a KV transfer exchange before bytes move.
 
 It travels as the opaque description of OPEN and AGREE. The consumer's says what it has
 already, and after a lost link what has landed; the answer carries a digest of the

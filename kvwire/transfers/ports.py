@@ -1,4 +1,4 @@
-"""What a KV transfer needs of the connections it runs on, and of its communicator.
+"""The interfaces of a connection and a communicator that a KV transfer uses.
 
 Transfers know nothing else of either; those that implement these stand above them.
 """

@@ -1,4 +1,4 @@
-"""What a producer has said will not change any more: written from any thread.
+"""The log of blocks that a producer has marked as final, from any thread.
 
 A mark is a range of layers times a range of block positions of one group. Marks are
 checked when they are made, against the cache and each other, so that a mistake is an
@@ -170,7 +170,7 @@ class ReadyLog:
 
     @property
     def all_in(self) -> bool:
-        """Tell whether the log is finished, and every ``after`` has come true."""
+        """Whether the log is finished, and every ``after`` has come true."""
         return self.finished and not self._later and not self.failed
 
     @property
@@ -182,7 +182,7 @@ class ReadyLog:
 
     @property
     def complete(self) -> bool:
-        """Tell whether everything was marked."""
+        """Whether everything was marked."""
         return all(map(_COMPLETE, self._groups.values()))
 
     def wake(self) -> None:

@@ -1,4 +1,4 @@
-"""What one end of a KV transfer waited for, and how long: phases that add up."""
+"""The time that one end of a KV transfer spent waiting, by reason; the sum is whole."""
 
 from __future__ import annotations
 

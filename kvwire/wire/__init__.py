@@ -1,1 +1,1 @@
-"""What travels: headers, handshake messages, control bodies. No I/O and no clock."""
+"""Bytes on the wire: headers, handshake messages, control bodies; no I/O, no clock."""

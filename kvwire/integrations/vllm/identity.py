@@ -1,4 +1,4 @@
-"""What KV depends on besides tokens: model, kernels, and names in a request."""
+"""Names for all that KV depends on besides tokens: model, kernels, request names."""
 
 from __future__ import annotations
 

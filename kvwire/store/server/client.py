@@ -57,7 +57,7 @@ from kvwire.wire.handshake_messages import common_version, version_mismatch
 
 
 async def ask_report(address: str, config: Config) -> StatsReport:
-    """Return what a server has in its tiers, and who uses it.
+    """Return a server's report: its tiers and clients.
 
     Cancel safety: safe, nothing stays connected.
     """

@@ -133,7 +133,7 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
         return as_keys(table.view(f"V{self.width}").ravel().tolist())
 
     def all_in(self, namespace: Namespace) -> bool:
-        """Tell whether every key is of one namespace."""
+        """Return whether every key is of one namespace."""
         if not self.joined.startswith(namespace.digest):
             return False
         if len(self.joined) == self.width:
@@ -221,7 +221,7 @@ class Flush(NumberedRequest, array_like=True, frozen=True, gc=False, tag=6):
 
 
 class Stats(NumberedRequest, array_like=True, frozen=True, gc=False, tag=7):
-    """Asks what is there, and what has happened."""
+    """Requests a report of the tiers, clients and counts."""
 
 
 class Delete(NumberedRequest, array_like=True, frozen=True, gc=False, tag=8):
@@ -366,7 +366,7 @@ class TenantRow(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class StatsReport(NumberedReply, array_like=True, frozen=True, gc=False, tag=4):
-    """Lists what a server has, and who is there."""
+    """A server's report: its tiers, clients and counts."""
 
     name: _Text
     read_only: bool
@@ -399,7 +399,7 @@ def payload_tag(number: int) -> int:
 
 
 def decode_request(body: bytes | bytearray) -> AnyRequest:
-    """Read what a client sent."""
+    """Decode a message from a client."""
     try:
         return _requests.decode(body)
     except DECODE_ERRORS as exc:
@@ -407,7 +407,7 @@ def decode_request(body: bytes | bytearray) -> AnyRequest:
 
 
 def decode_reply(body: bytes | bytearray) -> AnyReply:
-    """Read what a server sent."""
+    """Decode a message from a server."""
     try:
         return _replies.decode(body)
     except DECODE_ERRORS as exc:

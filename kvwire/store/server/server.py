@@ -212,7 +212,7 @@ class StoreServer:
         await self._stopped.wait()
 
     def clients(self) -> tuple[ClientRow, ...]:
-        """Return who is connected."""
+        """Return the connected clients."""
         return tuple(client.row() for client in self._served.clients)
 
     # --- inside -----------------------------------------------------------------------

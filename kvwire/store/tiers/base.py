@@ -313,12 +313,12 @@ class Tier(ABC):
             logger.warning("tier %s: %s", sayable(self.name), sayable(text))
 
     def _is_news(self) -> bool:
-        """Tell whether the last failure is so long ago that a new one is logged."""
+        """Return whether the last failure is so long ago that a new one is logged."""
         return monotonic() - self._ended_at > STORE_LOG_AGAIN_S
 
     @property
     def taking(self) -> bool:
-        """Tell whether it takes blocks at the moment."""
+        """Whether it takes blocks at the moment."""
         return True
 
     def too_large(self, namespace: Namespace) -> str:

@@ -616,7 +616,7 @@ def _why(error: BaseException) -> str:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Tell whether the only thing wrong is a disk without room."""
+    """Return whether the only thing wrong is a disk without room."""
     name = getattr(error, "sqlite_errorname", "")
     return name == "SQLITE_FULL" or getattr(error, "errno", 0) == errno.ENOSPC
 

@@ -206,12 +206,12 @@ class MemoryTier:
         return np.concatenate(known)
 
     def has_any(self, keys: Keys) -> bool:
-        """Tell whether any of these is here, or is coming."""
+        """Return whether any of these is here, or is coming."""
         here = (self.index.find(keys) >= 0) | self.in_flight.busy(keys)
         return bool(any_of(here))
 
     def stats(self) -> TierStats:
-        """Return what is in it."""
+        """Return the tier's content, in numbers."""
         self.counts.blocks = len(self.index)
         self.counts.used_bytes = self.index.slabs.used_bytes
         self.counts.evicted_blocks = self.index.evicted

@@ -109,7 +109,7 @@ class ObjectTier(KeyValueTier):
 
     @property
     def taking(self) -> bool:
-        """Tell whether it takes blocks: it was not unavailable a moment ago."""
+        """Whether it takes blocks: it was not unavailable a moment ago."""
         return not (self._upkeep.resting or self._writes.resting)
 
     # --- values -----------------------------------------------------------------------

@@ -57,7 +57,7 @@ _REDIRECTS: Final = (
 
 
 def is_no_object(error: BaseException) -> bool:
-    """Tell whether an error says that one object is not there, and no more than that.
+    """Return whether an error says that one object is not there, and no more than that.
 
     If a bucket is missing, so is each of its objects; a caller that takes it for an
     empty bucket fails silently for ever.
@@ -70,14 +70,14 @@ def is_no_object(error: BaseException) -> bool:
 
 
 def is_past_the_end(error: BaseException) -> bool:
-    """Tell whether an error says that a range begins behind the end of an object."""
+    """Return whether an error says that a range begins behind the end of an object."""
     text = str(error)
     status = _STATUS.search(text)
     return status[1].startswith("416") if status else "StartTooLarge" in text
 
 
 def is_named(error: BaseException) -> bool:
-    """Tell whether the store itself has named what is wrong."""
+    """Return whether the store itself has named what is wrong."""
     return _CODE.search(str(error)) is not None
 
 

@@ -81,7 +81,7 @@ class ShardedTier(Tier):
 
     @classmethod
     async def open(cls, address: TierAddress) -> ShardedTier:
-        """Open a tier: ``kvwire://SELECTOR?directory=URL``, and what one server has.
+        """Open a tier ``kvwire://SELECTOR?directory=URL``, with one server's options.
 
         Without ``directory`` that of the configuration. Neither a directory nor a node
         that cannot be reached is an error: ``error`` says so, and both are tried again.

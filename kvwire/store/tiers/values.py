@@ -67,7 +67,7 @@ class ValueIO(ABC):
         """Let go of the client, if there is one. Never raises."""
 
     async def is_back(self) -> bool:
-        """Tell whether the service is there again, connecting to it at need."""
+        """Return whether the service is there again, connecting to it at need."""
         await self.connect()
         return True
 
@@ -81,7 +81,7 @@ class ValueIO(ABC):
 
     @abstractmethod
     async def get_into(self, batch: Batch) -> BlockResults:
-        """Read values, and hand what comes to :meth:`KeyValueTier.unpack`."""
+        """Read values, and pass each to :meth:`KeyValueTier.unpack`."""
 
     @abstractmethod
     async def remove(self, keys: Keys) -> Bits:

@@ -1,4 +1,4 @@
-"""When and where a handler is called, what it may do then, and whom its errors affect.
+"""A handler's calls: their time and place, their limits, and the effect of its errors.
 
 Every check already requires that callbacks come on the loop's thread, one at a time and
 never from inside a call. These checks create the situations in which that goes wrong.

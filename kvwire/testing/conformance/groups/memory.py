@@ -1,4 +1,4 @@
-"""Who owns memory and when, and that nothing is left behind.
+"""The owner of memory at each moment, and leaks.
 
 Every check looks for descriptors, tasks and errors that it left. The checks of leaks
 repeat operations that might leave a little each time, and compare counts.

@@ -130,7 +130,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
 
 async def _arrive_in_turns(rig: AnyRig, side: Any, count: int) -> None:
-    """Return the most bytes that arrive between two turns of the loop."""
+    """Require that only a few wake-ups' bytes arrive between two turns of the loop."""
     most = side.received_bytes
     before = side.received_bytes
 
