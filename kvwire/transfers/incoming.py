@@ -96,7 +96,7 @@ class Incoming(Transfer):
 
     @property
     def met(self) -> bool:
-        """Tell whether the peer has published or pushed it, and the two sides fit."""
+        """Whether the peer has published or pushed it, and the two sides fit."""
         return any(leg.planned for leg in self._legs)
 
     @property
@@ -172,7 +172,7 @@ class Incoming(Transfer):
         return self._services.devices.copy_engine(device).landed
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
-        """Tell whether a layer of every block has landed.
+        """Return whether a layer of every block has landed.
 
         Raises:
             UsageError: There is no such layer or group.
@@ -483,16 +483,16 @@ class Joined:
         return self._outcome().__await__()
 
     def done(self) -> bool:
-        """Tell whether the outcome is known, which is when every part's is."""
+        """Return whether the outcome is known, which is when every part's is."""
         return all(part.done() for part in self._parts)
 
     @property
     def is_drained(self) -> bool:
-        """Tell whether nothing of kvwire can touch the blocks any more."""
+        """Whether nothing of kvwire can touch the blocks any more."""
         return all(part.is_drained for part in self._parts)
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
-        """Tell whether a layer has landed from every producer.
+        """Return whether a layer has landed from every producer.
 
         Raises:
             UsageError: There is no such layer or group.

@@ -410,5 +410,5 @@ class Leg:
 
 
 def recoverable(error: KVWireError | None) -> bool:
-    """Tell whether a transfer may go on with another link after this error."""
+    """Return whether a transfer may go on with another link after this error."""
     return isinstance(error, ConnectionLost | PeerUnresponsive)

@@ -533,7 +533,7 @@ def _cut_range(whole: range, step: int) -> list[range]:
 
 
 def _joins(before: ReadyRange, mark: ReadyRange) -> bool:
-    """Tell whether a mark goes on with the layers of the one before."""
+    """Return whether a mark goes on with the layers of the one before."""
     return (
         before.group == mark.group
         and before.blocks == mark.blocks

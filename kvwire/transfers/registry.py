@@ -447,7 +447,7 @@ class TransferRegistry:
 
     @property
     def unsettled(self) -> bool:
-        """Tell whether a producer may not know what has landed here."""
+        """Whether a producer may not know what has landed here."""
         return any(leg.transfer._given_up is None for leg in self._owed)
 
     async def all_settled(self) -> None:
@@ -475,7 +475,7 @@ class TransferRegistry:
                 self._ask_again(key)
 
     def interrupted(self, origin: bytes) -> bool:
-        """Tell whether some transfer with a peer waits for another link."""
+        """Return whether some transfer with a peer waits for another link."""
         return any(leg.state in OFF_LINK for leg in self._legs_of(origin))
 
     def _legs_of(self, origin: bytes) -> Iterator[Leg]:
@@ -489,7 +489,7 @@ class TransferRegistry:
 
     @property
     def unmet(self) -> bool:
-        """Tell whether something waits here that no peer has asked for yet."""
+        """Whether something waits here that no peer has asked for yet."""
         ends = (slot.end for slot in self._slots.values())
         return any(end is not None and not end._legs for end in ends)
 
@@ -570,7 +570,7 @@ class TransferServices(SharedServices):
 
 
 def answer_of(end: Transfer, link: ConnectionPort, offer: TransferOffer) -> Answer:
-    """Tell whether a peer that asks may have the transfer."""
+    """Return whether a peer that asks may have the transfer."""
     if end._state is not TransferState.OPEN:
         return Answer.LATER
     known = end._known(link, offer)

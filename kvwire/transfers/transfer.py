@@ -232,7 +232,7 @@ class Transfer:
         return traceparent(self._peer_trace or self._trace)
 
     def done(self) -> bool:
-        """Tell whether the outcome is known."""
+        """Return whether the outcome is known."""
         return self._outcome is not None
 
     @property
@@ -242,7 +242,7 @@ class Transfer:
 
     @property
     def is_drained(self) -> bool:
-        """Tell whether nothing of kvwire can touch the transfer's blocks any more."""
+        """Whether nothing of kvwire can touch the transfer's blocks any more."""
         return self._is_drained
 
     async def drained(self) -> None:
@@ -327,7 +327,7 @@ class Transfer:
 
     @property
     def _finishing(self) -> bool:
-        """Tell whether nothing but delivering it is left to do on this side."""
+        """Whether nothing but delivering it is left to do on this side."""
         return False
 
     # --- legs -------------------------------------------------------------------------
