@@ -220,6 +220,8 @@ class Leg:
     def _carry(self, link: ConnectionPort) -> None:
         if self.links:
             self.step(LegInput.RESUME)
+            # The last link's segments are not those of the request on this one.
+            self.flow = None
         self.link = link
         self.links += 1
 
