@@ -254,7 +254,7 @@ class TlsWire:
         return bool(self._ahead)
 
     def _decrypt(self, target: memoryview) -> int:
-        """Fill ``target`` from OpenSSL's data; return 0 if it has not one byte."""
+        """Fill ``target`` from OpenSSL's data; return the count, or 0 without any."""
         filled = 0
         while filled < len(target) and not self._end_heard and self._failure is None:
             rest = target[filled:]

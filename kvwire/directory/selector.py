@@ -32,7 +32,7 @@ class Selector:
 
     @classmethod
     def parse(cls, text: str | Selector) -> Selector:
-        """Read ``"key=value,key=value"``; the empty text chooses everybody.
+        """Read ``"key=value,key=value"``; the empty text matches all members.
 
         Raises:
             UsageError: The text is no such list, or names a key twice.

@@ -75,7 +75,7 @@ class Inspector:
             self._watch_signal()
 
     async def close(self) -> None:
-        """Serve nobody any more.
+        """Stop serving snapshots.
 
         Cancel safety: safe, call it again.
         """

@@ -96,7 +96,7 @@ class Membership:
         self._announcing.add_done_callback(_say_why)
 
     async def withdraw(self) -> None:
-        """Take back what was announced.
+        """Withdraw the announcement.
 
         Cancel safety: safe, the announcement has ended, and its lease ends it for all.
         """

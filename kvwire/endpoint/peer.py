@@ -117,7 +117,7 @@ class Peer:
 
     @property
     def connection(self) -> Connection | None:
-        """Return the connection that is used for what comes next; None without one."""
+        """Return the connection for the next request; None without one."""
         last = self._last
         return None if last is None or last._core.closed else last
 
@@ -484,7 +484,7 @@ class Peer:
         return connection
 
     def _changed(self, change: Change) -> None:
-        """Take in what has become of a member."""
+        """Handle a change of a member."""
         assert self._selector is not None
         record, mine = change.record, self._record
         meant = change.kind is not ChangeKind.LEFT and self._selector.matches(record)

@@ -72,7 +72,7 @@ class Reconnector:
         self._run(self._close_when_idle(connection))
 
     async def close(self) -> None:
-        """Stop redialling, and waiting for what was lost.
+        """Stop redialling lost links, and stop waiting for them.
 
         Cancel safety: safe, call it again.
         """

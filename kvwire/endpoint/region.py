@@ -17,8 +17,8 @@ class Region:
     """Lends memory to peers that have a grant, until it is closed.
 
     kvwire uses the memory from ``register`` until :meth:`close` has returned. The
-    application may read and write it meanwhile; a peer's ``get`` gets the bytes that
-    are there when they leave.
+    application may read and write it meanwhile; a peer's ``get`` receives the bytes as
+    they are when they are sent.
     """
 
     def __init__(self, links: Links, record: RegionRecord) -> None:

@@ -220,7 +220,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
             self._watch_memory()
 
     def _watch_memory(self) -> None:
-        """Hand on what was to be called when the memory is free."""
+        """Pass the callbacks for the memory's release on to the owner."""
         watchers = self._watchers
         self._watchers = ()
         assert self._owner is not None

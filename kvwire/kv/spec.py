@@ -114,7 +114,7 @@ class KVSpec:
 
     @property
     def total_layers(self) -> int:
-        """Return the layers of the whole model."""
+        """Return the number of layers in the whole model."""
         if self.model_layers is not None:
             return self.model_layers
         return self.first_layer + self.layers

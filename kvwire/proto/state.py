@@ -52,7 +52,7 @@ from kvwire.types import Symbol
 
 
 class RequestKind(Symbol):
-    """Names what a request does, seen from this side."""
+    """The kinds of requests, seen from this side."""
 
     SEND = "send"
     RECV = "recv"
@@ -75,7 +75,7 @@ class RequestStage(Symbol):
 
 
 class RequestInput(Symbol):
-    """Names what can happen to a request."""
+    """The inputs of a request's state machine."""
 
     GO = "go"
     MOVED = "moved"
@@ -131,7 +131,7 @@ class CloseState(Symbol):
 
 
 class CloseInput(Symbol):
-    """Names what can happen to a connection."""
+    """The inputs of a connection's closing."""
 
     CLOSE_CALLED = "close called"
     PEER_CLOSED = "peer closed"

@@ -77,7 +77,7 @@ class _Stage:
 
 
 class Encoding(_Stage):
-    """Encodes what is marked ready, before it is sent; thread-safe."""
+    """Encodes each marked part before it is sent; thread-safe."""
 
     _jobs = 0  # that read the caller's blocks
     _stopped = False  # no other job begins
@@ -127,7 +127,7 @@ class Encoding(_Stage):
 
 
 class Decoding(_Stage):
-    """Decodes what has landed; belongs to the loop.
+    """Decodes each part that has landed; belongs to the loop.
 
     Args:
         then: Called by the loop for each piece, with None or the error.

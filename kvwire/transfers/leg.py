@@ -60,14 +60,14 @@ class Flow(Protocol):
     """Moves the segments of one leg on one link."""
 
     def event(self, event: TransferEvent) -> None:
-        """Take in what has become of a segment.
+        """Handle a core's event about a segment.
 
         Raises:
             ProtocolError: The peer breaks the rules; the connection ends with it.
         """
 
     def send(self) -> None:
-        """Send what was marked since the last time."""
+        """Send the parts that were marked since the last call."""
 
     def end(self, error: KVWireError | None) -> None:
         """Note what is here of segments that no event has named."""
@@ -203,7 +203,7 @@ class Leg:
         link.run()
 
     def agreed(self, offer: TransferOffer) -> None:
-        """Take in the peer's answer to our question."""
+        """Handle the peer's answer to this side's offer or request."""
         if self.state is LegState.REFUSED:
             return  # it was under way when this side ended the leg
         if self.transfer._state in OVER:

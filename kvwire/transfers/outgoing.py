@@ -232,7 +232,7 @@ class Outgoing(Transfer, AsyncWith):
                 self._renew_lease()
 
     def _marked(self) -> None:
-        """Let every leg send what was marked since the last time."""
+        """Let every leg send the parts that were marked since the last call."""
         if self._log.failed and self._outcome is None:
             self.abort(self._log.failed)
         if self._ring is not None:
@@ -311,7 +311,7 @@ class Outgoing(Transfer, AsyncWith):
 
 
 class SendFlow:
-    """Sends what is marked to one consumer, over one link."""
+    """Sends the marked parts to one consumer, over one link."""
 
     __slots__ = (
         "_cursor",

@@ -35,7 +35,7 @@ class ConnectionPort(Protocol):
 
     @property
     def silent_s(self) -> float:
-        """Return how long nothing was heard of the peer."""
+        """Return the seconds since the peer was last active."""
 
     def start_transfer(
         self,
@@ -54,7 +54,7 @@ class ConnectionPort(Protocol):
         """End a request and send the reason to the peer."""
 
     def run(self) -> None:
-        """Carry out what the core has decided."""
+        """Carry out the core's decisions."""
 
 
 class ObserverPort(Protocol):

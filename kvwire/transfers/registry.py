@@ -68,7 +68,7 @@ class Answer(enum.Enum):
 
 
 class Question(NamedTuple):
-    """Holds what a peer asks, while it waits for the answer.
+    """A peer's request for a transfer, while it waits for the answer.
 
     Attributes:
         key: The slot where it waits.

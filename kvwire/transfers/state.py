@@ -68,7 +68,7 @@ class TransferState(Symbol):
 
 
 class TransferInput(Symbol):
-    """Names what can happen to one end of a transfer."""
+    """The inputs of the state machine of one end of a transfer."""
 
     BEGIN = "begin"
     END = "end"
@@ -108,7 +108,7 @@ class LegState(Symbol):
 
 
 class LegInput(Symbol):
-    """Names what can happen to a leg."""
+    """The inputs of a leg's state machine."""
 
     AGREE = "agree"
     SETTLE = "settle"

@@ -30,7 +30,7 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
 
 
 class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same as histograms of Prometheus, such as ``vllm:kvwire_wire_s``."""
+    """The transfers' figures as Prometheus histograms: ``vllm:kvwire_wire_s`` etc."""
 
     def __init__(
         self,

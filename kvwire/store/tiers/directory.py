@@ -153,7 +153,7 @@ class File:
         return True
 
     def locked_by(self) -> str:
-        """Name who has it locked, as far as this host knows."""
+        """Return the process that holds the lock, as far as this host knows."""
         found = os.fstat(self._fd)
         major = os.major(found.st_dev)
         minor = os.minor(found.st_dev)
@@ -183,7 +183,7 @@ class File:
         return os.preadv(self._fd, views, offset)
 
     def preadv_at_once(self, views: Views, offset: int) -> int:
-        """Read what the kernel has in memory, without waiting for a disk."""
+        """Read the bytes that the kernel has in memory, without waiting for a disk."""
         if not hasattr(os, "RWF_NOWAIT"):
             raise BlockingIOError
         return os.preadv(self._fd, views, offset, os.RWF_NOWAIT)

@@ -109,7 +109,7 @@ class ObjectTier(KeyValueTier):
 
     @property
     def taking(self) -> bool:
-        """Whether it takes blocks: it was not unavailable a moment ago."""
+        """Whether it takes blocks, which it does not soon after a failure."""
         return not (self._upkeep.resting or self._writes.resting)
 
     # --- values -----------------------------------------------------------------------

@@ -139,7 +139,7 @@ class RemoteTier(Tier):
         self._touches.add(keys)
 
     async def delete(self, keys: Keys) -> None:
-        """Delete what is this client's tenant's."""
+        """Delete all blocks of this client's tenant."""
         for which in _by_width(keys):
             await self._asked_for(Delete, Names.of(keys[which]))
 

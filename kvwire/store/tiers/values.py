@@ -92,7 +92,7 @@ class ValueIO(ABC):
         """Remove every value whose name begins with a folder's.
 
         Raises:
-            OSError: Some may be there still, and why.
+            OSError: Some values may remain; the text has the reason.
         """
 
 
@@ -341,7 +341,7 @@ class _Memory:
         return list(map(self.state_of, keys.tolist()))
 
     def state_of(self, key: Key) -> tuple[int | None, float | None]:
-        """Return what is known of one block."""
+        """Return the known state of one block."""
         return self.present.get(key), self._absent.get(key)
 
     def note(self, key: Key, order: int) -> None:
