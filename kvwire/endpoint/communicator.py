@@ -103,7 +103,8 @@ class Communicator(AsyncWith):
         self._peers: dict[str, Peer] = {}
 
     def __repr__(self) -> str:
-        links, config = self._links, self.config
+        links = self._links
+        config = self.config
         state = "closed" if links.closed else f"{len(links.connections)} connections"
         return f"<Communicator {config.name!r}, trust {config.trust}, {state}>"
 
@@ -497,7 +498,9 @@ class Communicator(AsyncWith):
         """
         self._thread.check("Communicator.close")
         self._stop()
-        services, links, registry = self._services, self._links, self._registry
+        services = self._services
+        links = self._links
+        registry = self._registry
         await self._inspector.close()
         await self._membership.close()
         if links.ended:

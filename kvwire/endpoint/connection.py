@@ -194,7 +194,8 @@ class Connection(AsyncWith):
         if nbytes <= EAGER_BYTES_MAX and self._sent_at_once(tag, payload):
             # Its memory is free already. Made without an ``__init__``, for speed.
             request: Request[int] = _new(Request)
-            request._over, request._value = True, nbytes
+            request._over = True
+            request._value = nbytes
             return request
         if nbytes > REQUEST_BYTES_MAX:
             check_size(nbytes)
@@ -414,7 +415,8 @@ class Connection(AsyncWith):
         """
         self._thread.check("Connection.close")
         if not self._core.closed:
-            services, driver = self._services, self._driver
+            services = self._services
+            driver = self._driver
             services.registry.closing(driver)
             self._core.close(services.loop.time(), services.config.close_timeout_s)
             driver.set_timer()
@@ -451,7 +453,8 @@ class Connection(AsyncWith):
     # --- for its requests, as RequestOwner --------------------------------------------
 
     def _describe(self, request: Request[Any]) -> str:
-        record, peer = request._record, shown(self.peer.name)
+        record = request._record
+        peer = shown(self.peer.name)
         if record is None:
             return f"recv from {peer}, not posted: nobody awaits it"
         if record.kind in _MESSAGES:
@@ -490,8 +493,12 @@ class Connection(AsyncWith):
 
     def _post(self, request: Request[Any]) -> Request[Any]:
         """Start a request in the core, and let the driver do what the core asks for."""
-        core, kind, what = self._core, request._kind, request._what
-        memory, nbytes, at = request._memory, self._message_bytes, request._deadline
+        core = self._core
+        kind = request._kind
+        what = request._what
+        memory = request._memory
+        nbytes = self._message_bytes
+        at = request._deadline
         lent: BufferId | None = None
         if memory is not None:
             nbytes = memory.nbytes
@@ -530,7 +537,8 @@ class Connection(AsyncWith):
     def _adopt(self, request: Request[Any]) -> None:
         """Run a request that has waited for this connection; what it raises ends it."""
         request._owner = self
-        what, memory = request._what, request._memory
+        what = request._what
+        memory = request._memory
         if request._kind not in _MESSAGES:
             self._one_sided(request)
         elif (
@@ -567,7 +575,8 @@ class Connection(AsyncWith):
 
     def _one_sided(self, request: Request[Any]) -> Request[Any]:
         """Start a put or get, if its grant is for this connection and of its size."""
-        grant, memory = request._what, request._memory
+        grant = request._what
+        memory = request._memory
         assert memory is not None
         nbytes = memory.nbytes
         if not isinstance(grant, Grant):

@@ -167,7 +167,8 @@ class Links:
             secrets.token_bytes(NONCE_BYTES),
             _offer(self.identity, config, where.scheme, resumes),
         )
-        opening, dialling = None, Dialling(name, backend, self.identity.trust)
+        opening = None
+        dialling = Dialling(name, backend, self.identity.trust)
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 where, link = await dialling.link()
@@ -239,7 +240,8 @@ class Links:
         self, opening: HandshakeDriver[Connection], agreement: Agreement
     ) -> Connection:
         """Make the connection of a handshake that has ended well."""
-        services, config = self.services, self.services.config
+        services = self.services
+        config = self.services.config
         peer = replace(
             agreement.peer,
             address=opening.link.remote_address,

@@ -384,7 +384,8 @@ class Peer:
             self._found = asyncio.get_running_loop().create_future()
             self._upkeep = Upkeep(REDIAL_S, PEER_REDIAL_S_MAX)
             self._dialling = start_task(self._dial(self._found))
-        found, self._waiting = self._found, self._waiting + 1
+        found = self._found
+        self._waiting = self._waiting + 1
         patience_s = self._services.config.handshake_timeout_s
         try:
             async with asyncio.timeout(patience_s):
@@ -426,7 +427,8 @@ class Peer:
                 try:
                     connection = await self._try(record, len(candidates))
                 except KVWireError as exc:
-                    before, upkeep.reason = upkeep.reason, str(exc)
+                    before = upkeep.reason
+                    upkeep.reason = str(exc)
                     # Retrying does not mend a wrong key, so it is logged once.
                     refused = isinstance(exc, AuthenticationFailed)
                     loud = refused and upkeep.reason != before
@@ -437,7 +439,8 @@ class Peer:
                         found.set_exception(exc)
                         return
                 else:
-                    self._last, self._record = connection, record
+                    self._last = connection
+                    self._record = record
                     found.set_result(connection)
                     return
             upkeep.lost(upkeep.reason)
@@ -486,7 +489,8 @@ class Peer:
     def _changed(self, change: Change) -> None:
         """Handle a change of a member."""
         assert self._selector is not None
-        record, mine = change.record, self._record
+        record = change.record
+        mine = self._record
         meant = change.kind is not ChangeKind.LEFT and self._selector.matches(record)
         if meant:
             self._joined.set()

@@ -176,7 +176,8 @@ def show_store(store: StorePort) -> None:
 
 def snapshot_of(links: Links) -> Snapshot:
     """Take a snapshot of a communicator, on its loop."""
-    services, connections = links.services, list(links.connections)
+    services = links.services
+    connections = list(links.connections)
     registry = services.registry
     asked = registry.unanswered[:SNAPSHOT_ROWS_MAX]
     return Snapshot(
@@ -222,7 +223,9 @@ def _transfer(view: TransferView) -> TransferSnapshot:
 
 
 def _connection(connection: Connection) -> ConnectionSnapshot:
-    peer, core, driver = connection.peer, connection._core, connection._driver
+    peer = connection.peer
+    core = connection._core
+    driver = connection._driver
     return ConnectionSnapshot(
         peer=printable(peer.name),
         address=str(peer.address or ""),

@@ -183,7 +183,8 @@ class Decoding(_Stage):
     def _decode(self, piece: Segment) -> None:
         if self.stopped:
             raise RequestCancelled("the transfer was ended before it was decoded")
-        walk, move = self._plan.groups[piece.group], self._move()
+        walk = self._plan.groups[piece.group]
+        move = self._move()
         wanted = self._plan.maps[piece.group].wanted
         self._coded.decode(walk, piece.layer_range, piece.granule_slice, wanted, move)
 

@@ -162,7 +162,8 @@ class Incoming(Transfer):
                 host memory.
         """
         self._thread.check("Incoming.layer_event")
-        landed, device = self.layer_landed(layer, group), self._cache.device
+        landed = self.layer_landed(layer, group)
+        device = self._cache.device
         if device is None:
             raise UsageError(
                 "layer_event: this cache lies in host memory; await layer(n)"
@@ -316,7 +317,8 @@ class Incoming(Transfer):
             return Progress()
         leg = self._legs[0]
         layers = sum(len(walk.layers) for walk in leg.plan.groups)
-        landed, flow = leg.landed, leg.flow
+        landed = leg.landed
+        flow = leg.flow
         marked = flow.marked_layers if isinstance(flow, ReceiveFlow) else 0
         return Progress(
             layers,
@@ -363,7 +365,9 @@ class ReceiveFlow:
         Raises:
             ProtocolError: It is no part of the plan, or was marked before.
         """
-        leg, inc, segment = self._leg, self._inc, self._checked(record)
+        leg = self._leg
+        inc = self._inc
+        segment = self._checked(record)
         self._segments[record.number] = segment  # bounded: SEGMENTS_MAX
         if not self._under_way:
             leg.phases.enter("wire")
@@ -378,7 +382,8 @@ class ReceiveFlow:
 
     def _landed(self, record: SegmentRecord) -> None:
         """Note a segment that is here in whole; its layers may be read."""
-        leg, inc = self._leg, self._inc
+        leg = self._leg
+        inc = self._inc
         segment = self._segments[record.number]
         self._under_way -= 1
         if not self._under_way:
@@ -404,7 +409,8 @@ class ReceiveFlow:
 
     def end(self, error: KVWireError | None) -> None:
         """Note the parts that are here of segments that never became whole."""
-        leg, inc = self._leg, self._inc
+        leg = self._leg
+        inc = self._inc
         if inc._outcome is not None:
             return
         if leg.core is not None and self._segments:
@@ -420,7 +426,8 @@ class ReceiveFlow:
 
     def _checked(self, record: SegmentRecord) -> Segment:
         """Return what of the plan a marked segment is."""
-        plan, segment = self._leg.plan, tuple.__new__(Segment, record.box)
+        plan = self._leg.plan
+        segment = tuple.__new__(Segment, record.box)
         try:
             nbytes = plan.check(segment)
         except UsageError as exc:

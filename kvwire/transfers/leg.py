@@ -178,8 +178,10 @@ class Leg:
     ) -> None:
         """Answer the peer of a link, which asks for it, or asks to go on with it."""
         self._carry(link)
-        self.core, core.context = core, self
-        transfer, transfers = self.transfer, link.transfers
+        self.core = core
+        core.context = self
+        transfer = self.transfer
+        transfers = link.transfers
         if transfer._state in OVER:
             answer = transfer._offer(self.peer_id, self.plan.digest)
             transfers.agree(core, answer.encode())
@@ -284,7 +286,8 @@ class Leg:
         transfer._check_plan(plan)
         if not self.planned:
             # The first plan stays: the same two ends have the same plan on each link.
-            self.plan, self.landed = plan, Landed(plan)
+            self.plan = plan
+            self.landed = Landed(plan)
             self.planned = True
         transfer._met(self, offer)
         self.phases.enter("mark_wait")
@@ -299,7 +302,8 @@ class Leg:
         """
         if self.state is LegState.REFUSED:
             return  # it was under way when this side ended the leg
-        transfer, flow = self.transfer, self.flow
+        transfer = self.transfer
+        flow = self.flow
         if transfer._state in OVER:
             if isinstance(event, SegmentMarked):
                 raise ProtocolError(

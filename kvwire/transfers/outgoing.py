@@ -351,7 +351,8 @@ class SendFlow:
 
     def send(self, *, in_turn: bool = False) -> None:
         """Turn the marks that have come since the last time into segments."""
-        leg, log = self._leg, self._out._log
+        leg = self._leg
+        log = self._out._log
         if leg.state is not LegState.MOVING and leg.state is not LegState.SETTLED:
             return
         assert leg.core is not None
@@ -381,8 +382,13 @@ class SendFlow:
         their loops for milliseconds. So no more than AHEAD_BYTES are looked up ahead of
         the link, which calls again when half of them have gone.
         """
-        leg, out, pieces, record = self._leg, self._out, self._pieces, self._record
-        transfers, core, phases = leg.link.transfers, leg.core, leg.phases
+        leg = self._leg
+        out = self._out
+        pieces = self._pieces
+        record = self._record
+        transfers = leg.link.transfers
+        core = leg.core
+        phases = leg.phases
         assert core is not None
         if leg.state is LegState.SETTLED:
             pieces.clear()  # the consumer has all of it, and may have reused its memory
@@ -416,7 +422,9 @@ class SendFlow:
     def event(self, event: TransferEvent) -> None:
         """Note that the consumer has some segments."""
         assert isinstance(event, SegmentsAcknowledged)
-        leg, out, numbers = self._leg, self._out, event.numbers
+        leg = self._leg
+        out = self._out
+        numbers = event.numbers
         leg.confirmed = True
         for number in numbers:
             leg.landed.mark(self._sent.pop(number))
@@ -434,7 +442,9 @@ class SendFlow:
         self._record.on_sent = None  # the record and the flow name each other
         if error is not None:
             return
-        leg, out, segments = self._leg, self._out, self._record.segments
+        leg = self._leg
+        out = self._out
+        segments = self._record.segments
         leg.confirmed = True
         for number, segment in self._sent.items():
             if segments[number].damaged:
@@ -473,7 +483,8 @@ class SendFlow:
 
     def _take(self, mark: ReadyRange) -> None:
         """Hold a mark back until it makes a segment, together with its neighbours."""
-        held, plan = self._held, self._leg.plan
+        held = self._held
+        plan = self._leg.plan
         if held is not None:
             if _joins(held, mark):
                 layers = range(held.layers.start, mark.layers.stop)
@@ -481,14 +492,17 @@ class SendFlow:
             else:
                 self._flush()
         named = plan.marked(plan.indices[mark.group], mark.layers, mark.blocks)
-        self._held, self._held_as = mark, named
+        self._held = mark
+        self._held_as = named
         self._held_bytes = 0 if named is None else plan.nbytes_of(named)
         if self._held_bytes >= self._out._group_bytes:
             self._flush()
 
     def _flush(self) -> None:
         """Queue what is held back, as one segment or in pieces."""
-        leg, named, nbytes = self._leg, self._held_as, self._held_bytes
+        leg = self._leg
+        named = self._held_as
+        nbytes = self._held_bytes
         self._held = None
         if named is None or leg.state is LegState.SETTLED:
             return

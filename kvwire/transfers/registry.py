@@ -235,7 +235,8 @@ class TransferRegistry:
             return
         slot.end = None
         known = frozenset(leg.peer_id for leg in end._legs if leg.state in UNNOTIFIED)
-        code, unseen = _code_of(cause), end._peers - len(end._legs)
+        code = _code_of(cause)
+        unseen = end._peers - len(end._legs)
         self._remember(key, Past(code, str(cause), end._endpoint_id, unseen, known))
         self._ask_again(key)
 
@@ -348,7 +349,8 @@ class TransferRegistry:
         slot = self._slots.get(key)
         if slot is None:
             return
-        asked, slot.asked = slot.asked, {}
+        asked = slot.asked
+        slot.asked = {}
         for question in asked.values():
             self._waits_no_more(question)
         for question in asked.values():

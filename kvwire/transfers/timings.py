@@ -40,11 +40,13 @@ class PhaseTimer:
         """Note that it waits for something else, now or since a moment ago."""
         at = max(self._since, monotonic() - ago_s)
         self._spent[self.phase] = self._spent.get(self.phase, 0.0) + at - self._since
-        self._since, self.phase = at, phase
+        self._since = at
+        self.phase = phase
 
     def timings(self) -> Timings:
         """Return where the time until now went."""
-        now, spent = monotonic(), self._spent
+        now = monotonic()
+        spent = self._spent
         spent[self.phase] = spent.get(self.phase, 0.0) + now - self._since
         self._since = now
         return Timings(

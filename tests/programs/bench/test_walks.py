@@ -14,10 +14,10 @@ from tests.programs.bench.walks import ALIVE, WALKS, alive, walk
 CEILINGS: Final = {
     "send 100 B": (8, 7, 8),
     "send 4 MB": (21, 15, 19),
-    "pull to OPEN on the link": (41, 25, 36),
-    "mark to socket": (60, 25, 47),
-    "ready to layer": (146, 35, 121),
-    "connect": (556, 61, 396),
+    "pull to OPEN on the link": (42, 24, 33),
+    "mark to socket": (60, 23, 47),
+    "ready to layer": (147, 33, 121),
+    "connect": (544, 60, 391),
 }
 # Objects of kvwire's classes, and how many classes.
 ALIVE_CEILINGS: Final = {
