@@ -75,7 +75,7 @@ class Communicator(AsyncWith):
         tls = CredentialFiles(config) if config.trust == "mtls" else None
         if not config.name:
             config = config.replace(name=f"{socket.gethostname()}:{os.getpid()}")
-        self._watchers: Observers[Connection] = Observers()
+        self._watchers: Observers = Observers()
         if transfers_logger.isEnabledFor(logging.DEBUG):
             self._watchers.add(TransferLog())
         self._registry = TransferRegistry()
@@ -119,7 +119,7 @@ class Communicator(AsyncWith):
         return self._services.counters
 
     @property
-    def watchers(self) -> Observers[Connection]:
+    def watchers(self) -> Observers:
         """Return the observers that are called when KV transfers begin and end."""
         return self._watchers
 
@@ -570,7 +570,7 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
         **arguments: Keys of Config that override it, such as ``name="decode-0"``.
 
     Attributes:
-        config: What they come to.
+        config: The configuration that they make.
 
     Raises:
         UsageError: The configuration cannot be used.
@@ -623,8 +623,3 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
 def services_of(communicator: Communicator) -> TransferServices:
     """Return what the communicator's parts share; for rooms above, and tests."""
     return communicator._services
-
-
-def links_of(communicator: Communicator) -> Links:
-    """Return the communicator's links; for rooms above, and tests."""
-    return communicator._links

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
+from kvwire.endpoint.connection import Connection
 from kvwire.kv.outcome import Outcome
 from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.outgoing import Outgoing
@@ -20,12 +21,8 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 transfers_logger: logging.Logger = logging.getLogger("kvwire.transfers")
 
-# The connection that users hold.
-C_contra = TypeVar("C_contra", contravariant=True)
-C = TypeVar("C")
 
-
-class Observer(Protocol[C_contra]):
+class Observer(Protocol):
     """Is called when a transfer begins and ends, on the communicator's loop."""
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
@@ -35,7 +32,7 @@ class Observer(Protocol[C_contra]):
         self,
         transfer: Incoming | Outgoing,
         outcome: Outcome,
-        connections: tuple[C_contra, ...],
+        connections: tuple[Connection, ...],
     ) -> None:
         """Note the outcome of a transfer; called once for each that has begun.
 
@@ -46,7 +43,7 @@ class Observer(Protocol[C_contra]):
         """
 
 
-class Observers(Generic[C]):
+class Observers:
     """Holds the watchers of one communicator.
 
     Attributes:
@@ -54,10 +51,10 @@ class Observers(Generic[C]):
     """
 
     def __init__(self) -> None:
-        self.watchers: list[Observer[C]] = []
+        self.watchers: list[Observer] = []
         self.traced: bool = False
 
-    def add(self, watcher: Observer[C]) -> None:
+    def add(self, watcher: Observer) -> None:
         """Call it for every transfer that begins from now on.
 
         One that has a method ``trace_context`` is a tracer. It returns the trace that
@@ -75,7 +72,7 @@ class Observers(Generic[C]):
                     return bytes(watcher.trace_context())
         return b""
 
-    def remove(self, watcher: Observer[C]) -> None:
+    def remove(self, watcher: Observer) -> None:
         """Stop calling an observer; does nothing if it was not registered."""
         if watcher in self.watchers:
             self.watchers.remove(watcher)
@@ -93,7 +90,7 @@ class Observers(Generic[C]):
         connections: Iterable[ConnectionPort],
     ) -> None:
         """Call every observer: a transfer has an outcome."""
-        ran_on: tuple[Any, ...] = tuple(c.front for c in connections)
+        ran_on: tuple[Connection, ...] = tuple(c.front for c in connections)
         for watcher in tuple(self.watchers):
             with _logged():
                 watcher.ended(transfer, outcome, ran_on)
