@@ -40,6 +40,7 @@ from kvwire.errors import (
     KVWireError,
     RequestCancelled,
     UsageError,
+    wrong_type,
 )
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
@@ -54,6 +55,7 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 # Waiting does not mend these; only where another member may be meant instead.
 _FINAL: Final = (BackendUnavailable, HandshakeError, UsageError)
+_ONE_SIDED: Final = frozenset({RequestKind.PUT, RequestKind.GET})
 # One that does not answer leaves time to try as many others.
 _SHARES_MAX: Final = 4
 
@@ -296,6 +298,9 @@ class Peer:
         deadline: Deadline,
     ) -> Request[Any]:
         """Make a request that is posted as soon as there is a connection."""
+        self._thread.check(f"Peer.{kind.value}")
+        if kind in _ONE_SIDED and not isinstance(what, Grant):
+            raise wrong_type("grant", what, "a kvwire.Grant of the peer")
         return self._post(Request(self, kind, what, payload, absolute(deadline)))
 
     def _start(self, end: Incoming | Outgoing) -> None:
@@ -345,6 +350,8 @@ class Peer:
     # --- for its requests, as RequestOwner --------------------------------------------
 
     def _describe(self, request: Request[Any]) -> str:
+        if request not in self._unposted:
+            return f"recv from peer {self._where!r}, not posted: nobody awaits it"
         return f"waits for a connection to peer {self._where!r}: {self._reason}"
 
     def _cancel(self, request: Request[Any]) -> None:
@@ -360,6 +367,7 @@ class Peer:
     def _withdraw(self, request: Request[Any]) -> None:
         if request._kind is RequestKind.RECV:
             self._unpost(request)
+            request._watch_memory()
 
     def _unpost(self, request: Request[Any]) -> None:
         task = self._unposted.pop(request, None)
@@ -367,10 +375,10 @@ class Peer:
             task.cancel()
 
     def _when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
-        if request._over:
-            call()
-        else:
+        if request in self._unposted:
             request._watchers += (call,)
+        else:
+            call()
 
     # --- the connection ---------------------------------------------------------------
 

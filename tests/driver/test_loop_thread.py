@@ -216,7 +216,13 @@ def test_another_loop_of_the_same_thread_is_refused() -> None:
         conn = await comm.connect(await far.listen("inproc://"))
         return comm, far, conn.recv(1)
 
+    async def named() -> kvwire.Peer:
+        return comm.peer("127.0.0.1:1")
+
     comm, far, request = loop.run_until_complete(opened())
+    peer = loop.run_until_complete(named())
+    # Not only by the await: no task of the request may start on the wrong loop.
+    assert _refusal(lambda: peer.send(1, b"x")).startswith("Peer.send: ")
     for call in (lambda: comm.listen("inproc://"), lambda: request):
         assert "another event loop, which is not running" in _refusal(call)
     loop.run_until_complete(comm.close())

@@ -259,6 +259,37 @@ async def test_a_receive_that_nobody_waits_for_takes_no_message() -> None:
         assert await neglected == b"two"
 
 
+async def test_a_receive_that_nobody_awaits_has_released_its_memory() -> None:
+    async with kvwire.open() as comm:
+        peer = comm.peer(f"127.0.0.1:{free_port()}")
+        request = peer.recv(1, bytearray(4))
+        watching = asyncio.ensure_future(request.released())
+        waiting = asyncio.ensure_future(request)
+        await asyncio.sleep(0)
+        assert not watching.done()
+        waiting.cancel()
+        async with asyncio.timeout(5):
+            await watching
+            await request.released()
+        assert not request.done()
+        assert "not posted: nobody awaits it" in repr(request)
+
+
+async def test_a_wrong_grant_is_refused_with_or_without_a_connection() -> None:
+    wrong: Any = b"a grant's bytes"
+    async with communicators() as (near, far):
+        port = free_port()
+        peer = near.peer(f"127.0.0.1:{port}")
+        with pytest.raises(kvwire.UsageError, match="grant"):
+            peer.put(b"x", wrong)
+        with pytest.raises(kvwire.UsageError, match="grant"):
+            peer.get(wrong, bytearray(1))
+        await far.listen(f"127.0.0.1:{port}")
+        await peer.connect()
+        with pytest.raises(kvwire.UsageError, match="grant"):
+            peer.put(b"x", wrong)
+
+
 async def test_requests_can_be_cancelled_before_and_after_the_connection() -> None:
     async with communicators() as (near, far):
         port = free_port()
