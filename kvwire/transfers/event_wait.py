@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
@@ -20,6 +20,10 @@ Failure = str
 """How what was waited for failed; "" if it came true."""
 
 
+Wait: TypeAlias = "Callable[[Callable[[Failure], None]], None]"
+"""Waits for something; its argument is called once, from any thread, at the end."""
+
+
 class EventWaiter:
     """Waits on behalf of one transfer."""
 
@@ -28,7 +32,7 @@ class EventWaiter:
         # One for all events of a transfer: they are of one producer, and fire in order.
         self._assigned: tuple[StreamWaiters, int] | None = None
 
-    def prepare(self, after: Any) -> Callable[[Callable[[Failure], None]], None]:
+    def prepare(self, after: Any) -> Wait:
         """Return a function that waits for something; thread-safe.
 
         Returns:

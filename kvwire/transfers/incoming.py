@@ -352,38 +352,30 @@ class ReceiveFlow:
         return self._promised.layers
 
     def event(self, event: TransferEvent) -> None:
-        """Take in that a segment was marked, or is here in whole."""
-        if isinstance(event, SegmentMarked):
-            self._marked(event.segment)
-        else:
-            assert isinstance(event, SegmentLanded)
-            self._landed(event.segment)
-
-    def _marked(self, record: SegmentRecord) -> None:
-        """Check a segment that the producer has marked, and give it memory.
+        """Give a marked segment memory, or note one that is here in whole.
 
         Raises:
             ProtocolError: It is no part of the plan, or was marked before.
         """
         leg = self._leg
         inc = self._inc
-        segment = self._checked(record)
-        self._segments[record.number] = segment  # bounded: SEGMENTS_MAX
-        if not self._under_way:
-            leg.phases.enter("wire")
-        self._under_way += 1
-        inc._has_moved = True
-        leg.grouped = max(leg.grouped, segment.layers)
-        memory: Payload = leg.plan.fragments(segment)
-        transfers = leg.link.transfers
-        if transfers.only_link:  # lanes know memory by its owner
-            memory = simplest(memory)
-        transfers.place(record, inc._lend(memory))
-
-    def _landed(self, record: SegmentRecord) -> None:
-        """Note a segment that is here in whole; its layers may be read."""
-        leg = self._leg
-        inc = self._inc
+        if isinstance(event, SegmentMarked):
+            record = event.segment
+            segment = self._checked(record)
+            self._segments[record.number] = segment  # bounded: SEGMENTS_MAX
+            if not self._under_way:
+                leg.phases.enter("wire")
+            self._under_way += 1
+            inc._has_moved = True
+            leg.grouped = max(leg.grouped, segment.layers)
+            memory: Payload = leg.plan.fragments(segment)
+            transfers = leg.link.transfers
+            if transfers.only_link:  # lanes know memory by its owner
+                memory = simplest(memory)
+            transfers.place(record, inc._lend(memory))
+            return
+        assert isinstance(event, SegmentLanded)
+        record = event.segment
         segment = self._segments[record.number]
         self._under_way -= 1
         if not self._under_way:

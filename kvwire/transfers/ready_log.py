@@ -26,7 +26,7 @@ from kvwire.kv.blocks import UNNAMED, Ids, among
 from kvwire.kv.coverage import Coverage
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import SEGMENTS_MAX
-from kvwire.transfers.event_wait import EventWaiter, Failure
+from kvwire.transfers.event_wait import EventWaiter, Failure, Wait
 from kvwire.types import whole
 
 _COMPLETE: Final = operator.attrgetter("coverage.complete")
@@ -100,7 +100,9 @@ class ReadyLog:
         self._loop = loop
         self._thread = threading.get_ident()
         self._wake = wake
-        self._waiter = EventWaiter(devices)
+        self._devices = devices
+        # Made with the first mark that waits for something.
+        self._waiter: EventWaiter | None = None
         self._encode = encode
         self._woken = False
         self._lock = threading.Lock()
@@ -140,7 +142,7 @@ class ReadyLog:
             made = [self._mark(name, layers, blocks) for name in names]
         else:
             made = [self._mark(self._only if group is None else group, layers, blocks)]
-        wait = None if after is None else self._waiter.prepare(after)
+        wait = None if after is None else self._prepare(after)
         at_once = wait is None and self._encode is None
         # Each layer flows as soon as it is encoded.
         parts = [made] if self._encode is None else [[m] for m in _by_layer(made)]
@@ -156,6 +158,12 @@ class ReadyLog:
             self._came_true(parts, "")
         else:
             wait(lambda failure: self._came_true(parts, failure))
+
+    def _prepare(self, after: Any) -> Wait:
+        """Return what waits for something; two threads may make a waiter each."""
+        if self._waiter is None:
+            self._waiter = EventWaiter(self._devices)
+        return self._waiter.prepare(after)
 
     def finish(self, *, partial: bool) -> None:
         """Close the log: no mark will come any more."""

@@ -14,14 +14,14 @@ from tests.programs.bench.walks import ALIVE, WALKS, alive, walk
 CEILINGS: Final = {
     "send 100 B": (8, 7, 8),
     "send 4 MB": (21, 15, 19),
-    "pull to OPEN on the link": (42, 24, 33),
+    "pull to OPEN on the link": (40, 24, 33),
     "mark to socket": (60, 23, 47),
-    "ready to layer": (147, 33, 121),
+    "ready to layer": (145, 33, 121),
     "connect": (544, 60, 391),
 }
 # Objects of kvwire's classes, and how many classes.
 ALIVE_CEILINGS: Final = {
-    "open transfer": (55, 30),
+    "open transfer": (54, 29),
     "connection": (72, 35),
 }
 
