@@ -1,7 +1,7 @@
 """Inbound links: the handshake with an unknown peer, and its limits.
 
-A stranger costs one link, one task and a deadline. Pending handshakes are bounded, and
-so are connections that nobody takes: both would otherwise grow with what strangers do.
+A stranger costs one link, one task and a deadline. The numbers of pending handshakes
+and of connections waiting to be accepted are limited, because strangers can raise both.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Acceptor:
     """Turns the inbound links of a communicator into connections.
 
     Attributes:
-        inbound: The connections that nobody has taken.
-        listeners: What is listened on, oldest first.
+        inbound: The connections waiting to be accepted.
+        listeners: The open listeners, oldest first.
     """
 
     def __init__(self, links: Links, recovery: Reconnector) -> None:
@@ -94,7 +94,7 @@ class Acceptor:
         return listeners[0].address
 
     def accept(self, link: Link, backend: Backend) -> None:
-        """Shake hands with a link that came in, in a task of its own."""
+        """Start the handshake of an inbound link, in a task of its own."""
         links = self._links
         reason = self._why_not(link, backend)
         if reason:
@@ -120,7 +120,7 @@ class Acceptor:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait for what is under way, once every link has ended.
+        """Wait for the running handshakes, once every link has ended.
 
         Cancel safety: safe, call it again.
         """
@@ -157,10 +157,10 @@ class Acceptor:
                 self.inbound.put(connection)
 
     def _level(self, error: KVWireError, remote: Address | None) -> int:
-        """Return how loudly to log a refusal: a wrong key is an operator's business.
+        """Return the log level for a refusal; only a wrong key concerns an operator.
 
-        A host that keeps trying gives one warning per interval; a stranger that speaks
-        another protocol gives none.
+        A host that keeps trying with a wrong key gives one warning per interval; a
+        stranger that speaks another protocol gives none.
         """
         if not isinstance(error, AuthenticationFailed) or not _KEYS & {*error.fields}:
             return logging.INFO
@@ -174,7 +174,7 @@ class Acceptor:
         return logging.WARNING
 
     def _why_not(self, link: Link, backend: Backend) -> str:
-        """Return why a link is refused before a handshake; "" if it is not."""
+        """Return why a link is refused before its handshake, or ""."""
         remote = link.remote_address
         if self._links.ended:
             return "the communicator is closed"
@@ -186,7 +186,7 @@ class Acceptor:
         return ""
 
     def _busy(self) -> str:
-        """Return why there is no room for another connection; "" if there is."""
+        """Return why there is no room for another connection, or ""."""
         limit = self._links.services.config.connections_max
         if len(self._links.connections) >= limit:
             return f"connections_max={limit} are open"
@@ -196,11 +196,11 @@ class Acceptor:
 
 
 class AcceptQueue(AsyncIterator[Connection]):
-    """Holds inbound connections that nobody has taken; iterate it for them, in order.
+    """Holds inbound connections until they are accepted; iterate it to accept them.
 
     Any number of tasks may iterate at once, and each connection goes to one of them. A
-    connection that has ended meanwhile is handed out too, since what its peer sent
-    before it closed can still be received.
+    connection that has ended in the queue is handed out too, since messages that its
+    peer sent before it closed can still be received.
     """
 
     def __init__(self) -> None:
@@ -209,16 +209,16 @@ class AcceptQueue(AsyncIterator[Connection]):
         self._closed = False
 
     def __len__(self) -> int:
-        """Return the number of connections that nobody has taken."""
+        """Return the number of connections waiting to be accepted."""
         return len(self._waiting)
 
     def put(self, connection: Connection) -> None:
-        """Hand a connection to the next caller that waits."""
+        """Add a connection, and wake the tasks that wait for one."""
         self._waiting.append(connection)  # bounded: CONNECTIONS_MAX, by the caller
         self._changed.set()
 
     def close(self) -> None:
-        """End every iteration; connections that nobody has taken are forgotten."""
+        """End every iteration, and forget the waiting connections."""
         self._closed = True
         self._waiting.clear()
         self._changed.set()

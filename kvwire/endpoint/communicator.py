@@ -1,8 +1,8 @@
 """A communicator: one identity, its listeners and connections, all on one loop.
 
-Its parts do not know it: they share :class:`kvwire.driver.services.Services`, and
-:class:`kvwire.endpoint.links.Links` has what was dialled and accepted. Here they are
-put together, called in the right thread, and closed in the right order.
+Its parts do not use it: they share :class:`kvwire.driver.services.Services`, and
+:class:`kvwire.endpoint.links.Links` holds the dialled and accepted links. This module
+assembles them, checks the calling thread, and closes them in the right order.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Communicator(AsyncWith):
 
     @property
     def incarnation(self) -> bytes:
-        """Return 16 random bytes, by which a peer knows this start from others."""
+        """Return 16 random bytes that identify this start of the communicator."""
         return self._links.identity.incarnation
 
     @property
@@ -140,7 +140,7 @@ class Communicator(AsyncWith):
 
     @property
     def open_transfers(self) -> int:
-        """Return the number of transfers that have no outcome."""
+        """Return the number of transfers without an outcome."""
         return len(self._registry.live)
 
     @property
@@ -168,7 +168,7 @@ class Communicator(AsyncWith):
         Raises:
             UsageError: The address cannot be used, or needs a trust mode.
             BackendUnavailable: Its transport is not installed, or ruled out by config.
-            ListenError: It is taken, or not of this host. It is an OSError as well.
+            ListenError: It is taken, or not one of this host's. Also an OSError.
 
         Cancel safety: safe, nothing stays bound.
         """
@@ -196,8 +196,8 @@ class Communicator(AsyncWith):
             BackendUnavailable: No required transport can run here.
             HandshakeError: The sides do not agree; names the fields.
             ConnectionClosed: The peer ended the connection during the handshake.
-            ConnectError: Nobody listens there, it cannot be reached, or this
-                communicator itself listens there. It is an OSError as well.
+            ConnectError: Nothing listens there, it cannot be reached, or this
+                communicator itself listens there. Also an OSError.
 
         Cancel safety: safe, a half-made connection is aborted.
         """
@@ -230,7 +230,7 @@ class Communicator(AsyncWith):
     # --- fleets -----------------------------------------------------------------------
 
     def peer(self, where: str | Record) -> Peer:
-        """Name a peer by its address, or by what its record in the directory says.
+        """Return the peer at an address, or one that a directory selector matches.
 
         Nothing is dialled before it is used. The same text names the same peer, and a
         peer has one connection: to spread load, name a peer for each of
@@ -267,17 +267,17 @@ class Communicator(AsyncWith):
 
     @yields_before_raising
     async def members(self, selector: str = "") -> tuple[Record, ...]:
-        """Return the members of the directory that a selector means, but not this one.
+        """Return the other members of the directory that match a selector.
 
         The directory is watched from the first call on, and later ones return at once
         with what is known. Those with the least ``load`` come first, equal ones in
         random order.
 
         Args:
-            selector: As for :meth:`peer`; everybody by default.
+            selector: As for :meth:`peer`; by default every member.
 
         Raises:
-            ConnectError: Nobody is known yet, and the directory cannot be reached.
+            ConnectError: No member is known yet, and the directory cannot be reached.
             UsageError: The text is no selector, or the directory cannot be used.
             BackendUnavailable: The library of the directory is missing.
             ClosedOK: The communicator is closed.
@@ -402,10 +402,10 @@ class Communicator(AsyncWith):
         """Offer a transfer to the peers that pull it by its id.
 
         Args:
-            id: The name both applications know it by; free again once it has ended.
+            id: The name both applications use; free again once the transfer has ended.
             cache: Where it lies.
             blocks: Block ids in token order, or ``{group: ids}``.
-            consumers: How many pull it, such as the ranks of a tensor-parallel group.
+            consumers: How many peers pull it, such as a tensor-parallel group's ranks.
             lease_s: Seconds for which the blocks are held while nobody works on them.
             deadline, priority, tokens, hashes, content, codec: As for
                 :meth:`Connection.pull <kvwire.Connection.pull>`.
@@ -430,7 +430,7 @@ class Communicator(AsyncWith):
         blocks: Blocks,
         **options: Unpack[ReceiveOptions],
     ) -> Incoming:
-        """Give memory to a transfer that a peer pushes by its id.
+        """Receive a transfer that a peer pushes by its id.
 
         The arguments are those of :meth:`Connection.pull <kvwire.Connection.pull>`.
 
@@ -465,14 +465,14 @@ class Communicator(AsyncWith):
     async def fired(self, event: Any) -> None:
         """Wait until an event on a stream of a GPU has fired; the stream does not wait.
 
-        For blocks that kernels still read when ``pull`` or ``expect`` wants them: those
-        write from streams of their own.
+        Use it before ``pull`` or ``expect`` with blocks that kernels still read: both
+        write to them from streams of their own.
 
         Args:
-            event: Of torch or CuPy, recorded behind the kernels.
+            event: A torch or CuPy event, recorded after the kernels.
 
         Raises:
-            UsageError: It is no such event.
+            UsageError: It is not an event of torch or CuPy.
             BackendUnavailable: Its GPU has failed, or does not work.
             ClosedOK: The communicator is closed.
 
@@ -490,10 +490,10 @@ class Communicator(AsyncWith):
         If a transfer is settled here, and the link was lost before its producer got the
         report, the report is sent over another link within that time.
 
-        A transport that may still touch memory by then is left alone with it, and an
-        error is logged: that memory stays in quarantine.
+        If a transport may still touch memory after that time, an error is logged and
+        that memory stays in quarantine.
 
-        Cancel safety: safe. What has begun to close goes on; call it again for the
+        Cancel safety: safe. Connections that are closing go on; call it again for the
         rest.
         """
         self._thread.check("Communicator.close")
@@ -528,7 +528,7 @@ class Communicator(AsyncWith):
         await services.close()
 
     def abort(self) -> None:
-        """End every connection now. Never raises; ``close`` waits for what is left."""
+        """End every connection now. Never raises; ``close`` waits for the rest."""
         self._thread.check("Communicator.abort")
         self._stop()
         self._links.end()
@@ -547,7 +547,7 @@ class Communicator(AsyncWith):
         await self._thread.leave(self.close)
 
     def _stop(self) -> None:
-        """Begin nothing new: no transfer, no connection, no peer."""
+        """Start nothing new from now on: no transfer, no connection, no peer."""
         if not self._links.closed:
             self._links.closed = True
             self._acceptor.inbound.close()
@@ -555,7 +555,7 @@ class Communicator(AsyncWith):
                 peer._stop()
 
     async def _end_links(self) -> None:
-        """Make and take no links any more."""
+        """Refuse new links, stop redialling, and close the listeners."""
         self._links.end()
         await self._recovery.close()
         for listener in self._acceptor.listeners:
@@ -570,7 +570,7 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
         **arguments: Keys of Config that override it, such as ``name="decode-0"``.
 
     Attributes:
-        config: The configuration that they make.
+        config: The resulting configuration.
 
     Raises:
         UsageError: The configuration cannot be used.
@@ -621,5 +621,5 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
 
 
 def services_of(communicator: Communicator) -> TransferServices:
-    """Return what the communicator's parts share; for rooms above, and tests."""
+    """Return the communicator's shared services; for rooms above, and tests."""
     return communicator._services

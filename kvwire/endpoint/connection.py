@@ -1,8 +1,8 @@
 """A connection: messages, puts and gets, KV transfers, and its end.
 
-It stands between its user and the core. A verb makes a request, lends its memory to
-the core and lets the driver send what the core asks for; an event of the core completes
-the request. A transfer's events go to the part of it that runs here.
+It stands between its user and the core. A verb creates a request, lends its memory to
+the core and lets the driver send the core's frames; an event of the core completes the
+request. Events of a transfer go to this side's end of it.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
 
 
 class Dialled(NamedTuple):
-    """Says how a connection was made, for the next one in its place.
+    """Records how a connection was dialled, to dial its replacement.
 
     Attributes:
-        name: The address that was asked for.
-        where: Which of its numeric addresses has answered.
-        transport: What was asked for.
+        name: The address that the caller gave.
+        where: The numeric address that answered.
+        transport: The transports that the caller asked for.
     """
 
     name: Address
@@ -98,10 +98,10 @@ class Dialled(NamedTuple):
 
 
 class Connection(AsyncWith):
-    """Joins two authenticated sides; made by ``connect``, or from ``connections``.
+    """Connects two authenticated sides; made by ``connect``, or from ``connections``.
 
-    All of it belongs to the loop it was made on: a call from another thread, or after a
-    fork, is a :exc:`~kvwire.UsageError`. The verbs return a
+    A connection belongs to the loop that it was made on: a call from another thread, or
+    after a fork, raises :exc:`~kvwire.UsageError`. The verbs return a
     :class:`~kvwire.Request` that has started already; await it for its result.
     """
 
@@ -144,12 +144,12 @@ class Connection(AsyncWith):
 
     @property
     def transport(self) -> str:
-        """Name the transport that carries its data, such as ``"tcp"``."""
+        """Return the name of the transport that carries its data, such as ``"tcp"``."""
         return self._driver.active.name
 
     @property
     def transport_report(self) -> TransportReport:
-        """Name every transport considered, and why it was taken or not."""
+        """Return each transport that was considered, and why it was taken or not."""
         return self._driver.active.report
 
     @property
@@ -164,7 +164,7 @@ class Connection(AsyncWith):
     ) -> Request[int]:
         """Send a message to the receiver of a tag; the result is its length in bytes.
 
-        Completes when ``buffer`` may be reused, which says nothing about the receiver.
+        Completes when ``buffer`` may be reused, whether or not the message has arrived.
         A small message completes at once; a large one moves when the peer has posted
         memory for it. Messages of one tag are received in the order they were sent.
 
@@ -218,15 +218,15 @@ class Connection(AsyncWith):
 
         Args:
             tag: 0 to 2**64 - 1.
-            into: Writable contiguous memory; the result is the number of bytes that
-                came. Without it, the result is a new ``bytearray``, of at most
+            into: Writable contiguous memory; the result is the number of bytes
+                received. Without it, the result is a new ``bytearray``, of at most
                 ``message_bytes``.
             deadline: As for :meth:`send`.
 
         Raises:
             UsageError: The memory or tag cannot be used.
-            ConnectionClosed: From the await: no message of this tag is here, and none
-                can come.
+            ConnectionClosed: From the await: no message of this tag is left, and none
+                can arrive.
             MessageTooLarge: From the await. With ``into``, the message waits for a
                 larger buffer. Without, it was over ``message_bytes``, or there is no
                 memory for it, and it was refused: its send fails, and the next
@@ -252,18 +252,18 @@ class Connection(AsyncWith):
 
     @property
     def unreceived(self) -> dict[int, int]:
-        """Return how many messages of each tag are here, or announced, and unreceived.
+        """Return how many messages of each tag wait to be received, announced ones too.
 
-        Bounded by the receive window (``window_messages``, ``window_bytes``) and by
-        the number of requests: beyond it senders wait.
+        Bounded by the receive window (``window_messages``, ``window_bytes``) and by the
+        number of requests: beyond it senders wait.
         """
         return self._core.messages.unreceived
 
     def discard(self, tag: int) -> int:
         """Drop the messages of a tag, now and until the next ``recv`` of that tag.
 
-        Use it for answers that nobody waits for any more. Their sender has its credit
-        back; the send of a message that was only announced fails with
+        Use it for answers that are no longer needed. The sender gets its credit back;
+        the send of a message that was only announced fails with
         :exc:`~kvwire.PeerCancelled`. The latest 4,096 tags are remembered.
 
         Returns:
@@ -286,7 +286,7 @@ class Connection(AsyncWith):
     ) -> Request[int]:
         """Write a buffer into memory that the peer has granted.
 
-        Completes when every byte is where it belongs. The result is their number.
+        Completes when every byte is in the peer's memory. The result is their number.
 
         Args:
             buffer: As many bytes as the grant, or the part ``grant[a:b]`` of it.
@@ -324,7 +324,7 @@ class Connection(AsyncWith):
             UsageError: The sizes differ, or the grant is for another connection.
             ConnectionClosed: From the await: the connection is closing or closed.
             AccessDenied, StaleRegion, IntegrityError, DeadlineExceeded: From the await;
-                ``into`` then holds nothing that can be used.
+                the contents of ``into`` are then undefined.
 
         Cancel safety:
             Cancelling the await does not stop the read. ``into`` is busy until
@@ -350,16 +350,16 @@ class Connection(AsyncWith):
             id: The name both applications know it by.
             cache: Where it lands.
             blocks: Block ids in token order, or ``{group: ids}``.
-            deadline: As for ``send``; the outcome then is what has landed.
+            deadline: As for ``send``; the outcome then has the blocks that landed.
             priority: 0 to 255; chunks of a higher one go first.
             tokens: Valid tokens in the list, where the last block is not full.
-            hashes: One for each block; lets ``have`` name what is here already.
+            hashes: One for each block; ``have`` can then name blocks already here.
             content: A name of all the tokens, which both sides compare in place of
                 their hashes: for blocks of other sizes.
             have: Hashes this side has, or a predicate: those blocks are not sent.
             lease_s: Seconds to wait for another link after a lost one.
-            codec: Encodes what moves, with loss: ``"fp8"``, ``"int8"`` or ``"int4"``;
-                the peer names the same. See docs/topics/codecs.md.
+            codec: A lossy encoding of the payload: ``"fp8"``, ``"int8"`` or ``"int4"``;
+                the peer has to give the same one. See docs/topics/codecs.md.
 
         Raises:
             UsageError: The cache or the blocks cannot be used; nothing was sent. If
@@ -408,7 +408,7 @@ class Connection(AsyncWith):
     async def close(self) -> None:
         """Deliver what was begun, send CLOSE, and end; at most ``close_timeout_s``.
 
-        Receives that have met no message fail with :exc:`~kvwire.ClosedOK`, on both
+        Receives without a message fail with :exc:`~kvwire.ClosedOK`, on both
         sides. Returns when this connection no longer touches any memory.
 
         Cancel safety: safe. The connection goes on closing; call it again to wait.
@@ -492,7 +492,7 @@ class Connection(AsyncWith):
             self._buffers.on_drained(record.buffer, call)
 
     def _post(self, request: Request[Any]) -> Request[Any]:
-        """Start a request in the core, and let the driver do what the core asks for."""
+        """Start a request in the core, and let the driver act on it."""
         core = self._core
         kind = request._kind
         what = request._what
@@ -535,7 +535,7 @@ class Connection(AsyncWith):
     # --- inside -----------------------------------------------------------------------
 
     def _adopt(self, request: Request[Any]) -> None:
-        """Run a request that has waited for this connection; what it raises ends it."""
+        """Start a request that waited for this connection; an error completes it."""
         request._owner = self
         what = request._what
         memory = request._memory
@@ -554,7 +554,7 @@ class Connection(AsyncWith):
             request._watch_memory()
 
     def _sent_at_once(self, tag: int, payload: Payload) -> bool:
-        """Send a small message if credit and link allow it; its memory is then free."""
+        """Send a small message if credit and link allow; return whether it was sent."""
         driver = self._driver
         # Not while the link is full: then no message makes its queue too long. Nor from
         # within an event: a frame that another event has caused may wait, and has the
@@ -574,7 +574,7 @@ class Connection(AsyncWith):
         return True
 
     def _one_sided(self, request: Request[Any]) -> Request[Any]:
-        """Start a put or get, if its grant is for this connection and of its size."""
+        """Start a put or get, after checking the connection and size of its grant."""
         grant = request._what
         memory = request._memory
         assert memory is not None
@@ -598,7 +598,7 @@ class Connection(AsyncWith):
         return request
 
     def _acts(self, ended: Callable[[Connection, ConnectionClosed], None]) -> EventActs:
-        """Return the function that acts on each type of event of the core."""
+        """Return the handler of each event type of the core."""
         return {
             RequestDone: self._request_done,
             SegmentMarked: self._of_segment,
@@ -637,7 +637,7 @@ class Connection(AsyncWith):
             leg.refuse(exc, WireCode.PROFILE)
 
     def _provide(self, event: MemoryWanted) -> None:
-        """Give a receive without a buffer memory for the message it has met."""
+        """Allocate memory for the message that a receive without ``into`` has met."""
         try:
             memory = uncleared(event.nbytes)
         except MemoryError:
@@ -697,7 +697,7 @@ class Connection(AsyncWith):
 
 
 def driver_of(connection: Connection) -> ConnectionDriver:
-    """Return what runs a connection's link and core; for rooms above, and tests."""
+    """Return the driver of a connection's link and core; for rooms above, and tests."""
     return connection._driver
 
 

@@ -1,10 +1,10 @@
-"""A name that stands for several addresses: all are bound, and one of them is dialled.
+"""A name that stands for several addresses: bind all of them, dial until one answers.
 
 Only a try shows which address of a name works: a host has IPv4 and IPv6, a cable is
 unplugged, a program listens on one of the two. So all are dialled in turn, without
 waiting for the last one to give up, and the first that answers is taken (RFC 8305,
-"Happy Eyeballs"). To listen on a name is to listen on each of its addresses, with one
-port, since nobody knows which of them a peer will find first.
+"Happy Eyeballs"). Listening on a name binds each of its addresses, with one port, since
+it is unknown which of them a peer will dial first.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class Dialling:
         self._failures: dict[Address, OSError] = {}
 
     async def link(self) -> tuple[Address, Link]:
-        """Return the first link that came up, and to which address it leads.
+        """Return the first link that came up, and its address.
 
         Raises:
             UsageError: The name is malformed, or needs a trust mode.
-            ConnectError: It is unknown, or no address answers; has the reason of each.
+            ConnectError: The name is unknown, or no address answers; the text has a
+                reason for each.
 
         Cancel safety: safe, half-made links are closed.
         """
@@ -102,7 +103,7 @@ class Dialling:
                 await asyncio.wait(pending)
 
     def late(self, timeout_s: float) -> ConnectError:
-        """Make the error for a name of which no address has answered in time."""
+        """Return the error for a name whose addresses did not answer in time."""
         reasons = self._each(f"no answer within {timeout_s:g} s")
         return self._error(reasons, errno.ETIMEDOUT)
 
@@ -115,7 +116,7 @@ class Dialling:
         return error
 
     def _each(self, silent: str) -> str:
-        """Return why each address failed; ``silent`` where it did not answer."""
+        """Return why each address failed; ``silent`` for those without an answer."""
         failures = self._failures
         reasons = [
             str(failures[address].strerror or failures[address])
@@ -139,10 +140,9 @@ async def listen_on_all(
     trust: TrustMode,
     accept: Callable[[Link], None],
 ) -> list[Listener]:
-    """Listen on each address of a name, all with one port.
+    """Listen on every address of a name, all with one port.
 
-    What a resolver lists and this host does not have is passed over, if the host has
-    another one of them.
+    Addresses that this host does not have are skipped, if it has at least one of them.
 
     Raises:
         UsageError: The name is malformed, or needs a trust mode.
@@ -200,7 +200,7 @@ async def _addresses(
 
 
 def _interleaved(addresses: Sequence[Address]) -> list[Address]:
-    """Put IPv6 and IPv4 in turn, the family of the first one first (RFC 8305, 4)."""
+    """Alternate IPv6 and IPv4, starting with the first one's family (RFC 8305, 4)."""
     first = ":" in addresses[0].host
     groups: tuple[list[Address], list[Address]] = ([], [])
     for address in addresses:

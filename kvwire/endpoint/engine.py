@@ -1,12 +1,12 @@
-"""The same from synchronous code: an I/O thread with a loop of its own.
+"""Synchronous access to a communicator, which runs on an I/O thread of its own.
 
-An engine that is no asyncio program (a scheduler's step loop, a worker's forward pass)
-uses this. Marks are handed over without waiting; waits block the calling thread on a
-lock and not on a poll; an engine with nothing to do costs no CPU.
+For engines that are not asyncio programs: a scheduler's step loop, a worker's forward
+pass. Marks are handed over without waiting; a wait blocks the calling thread on a lock
+instead of polling; an idle engine costs no CPU.
 
-Everything may be called from any thread but the engine's own. What is read without
-asking the loop (an outcome, which layers have landed) only ever changes from unknown to
-known, so an answer may be late and never wrong.
+Everything may be called from any thread but the engine's own. Values that are read
+without asking the loop (an outcome, the landed layers) only ever change from unknown to
+known, so an answer may be late but never wrong.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Engine:
             timeout: Seconds to wait; None for as long as it takes.
 
         Raises:
-            TimeoutError: None came in time. None is lost by that.
+            TimeoutError: None came in time; no connection is lost.
             ClosedOK: The engine was closed.
         """
         # Timed on the loop: a connection is taken by us or by nobody.
@@ -155,7 +155,7 @@ class Engine:
         blocks: Blocks,
         **options: Unpack[ReceiveOptions],
     ) -> EngineIncoming:
-        """Give memory to a transfer that a peer pushes; does not wait for it.
+        """Receive a transfer that a peer pushes; does not wait for it.
 
         Arguments, options and errors are those of :meth:`kvwire.Communicator.expect`.
         """
@@ -171,8 +171,8 @@ class Engine:
     ) -> concurrent.futures.Future[T]:
         """Run a coroutine on the engine's loop without waiting for it.
 
-        For what takes several steps, such as connecting and then pulling. It may use
-        everything of the communicator; the result is read from any thread.
+        For work of several steps, such as connecting and then pulling. It may use the
+        whole communicator; any thread may read the result.
 
         Args:
             work: Called with the communicator, on the calling thread; the coroutine
@@ -189,8 +189,8 @@ class Engine:
 
         Takes about ``close_timeout_s`` at most. Transfers in flight end with an outcome
         and threads that wait for them get it; other calls fail with
-        :exc:`~kvwire.ClosedOK`. Every caller returns once all is over; calling it again
-        does no harm. After a fork the child's copy has nothing to close.
+        :exc:`~kvwire.ClosedOK`. Every caller returns once all of it has ended; it may
+        be called again. After a fork the child's copy has nothing to close.
 
         Raises:
             UsageError: From the engine's own thread.
@@ -214,7 +214,7 @@ class Engine:
 
 
 class EngineConnection:
-    """Serves a connection to synchronous code."""
+    """Makes a connection usable from synchronous code."""
 
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine = engine  # which would close if nobody held it
@@ -231,12 +231,12 @@ class EngineConnection:
 
     @property
     def transport(self) -> str:
-        """Name the transport that carries its data."""
+        """Return the name of the transport that carries its data."""
         return self._connection.transport
 
     @property
     def transport_report(self) -> TransportReport:
-        """Name every transport considered, and why it was taken or not."""
+        """Return each transport that was considered, and why it was taken or not."""
         return self._connection.transport_report
 
     def pull(
@@ -283,7 +283,7 @@ class EngineConnection:
 
 
 class _EngineTransfer:
-    """Holds what both ends of a transfer have from synchronous code."""
+    """Holds the methods that both ends of a transfer share in synchronous code."""
 
     def __init__(self, engine: Engine, end: Outgoing | Incoming) -> None:
         self._engine = engine  # which would close if nobody held it
@@ -329,7 +329,7 @@ class _EngineTransfer:
 
 
 class EngineOutgoing(_EngineTransfer):
-    """Serves a transfer that this side produces to synchronous code."""
+    """Makes a transfer that this side sends usable from synchronous code."""
 
     _end: Outgoing
 
@@ -343,8 +343,8 @@ class EngineOutgoing(_EngineTransfer):
     ) -> None:
         """Mark parts as ready, as :meth:`kvwire.Outgoing.ready`; never waits.
 
-        Once the transfer is over, or the engine closed, a mark has no effect: a forward
-        pass need not know.
+        A mark has no effect once the transfer is over or the engine closed, so a
+        forward pass need not check.
         """
         self._end.ready(layers, blocks, group=group, after=after)
 
@@ -358,7 +358,7 @@ class EngineOutgoing(_EngineTransfer):
 
 
 class EngineIncoming(_EngineTransfer):
-    """Serves a transfer that this side consumes to synchronous code."""
+    """Makes a transfer that this side receives usable from synchronous code."""
 
     _end: Incoming
 

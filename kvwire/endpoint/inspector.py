@@ -1,7 +1,7 @@
-"""Answers ``kvwire top`` and ``kvwire trace`` about one communicator, if asked to.
+"""Answers ``kvwire top`` and ``kvwire trace`` about one communicator, if enabled.
 
-A Unix socket in a folder that only its user can enter, who may read this process's
-memory anyway. It is read only. A client sends a line, ``snapshot`` or
+It listens on a Unix socket in a folder that only its user can enter, who may read this
+process's memory anyway. Clients can only read: one sends a line, ``snapshot`` or
 ``trace``, and gets a line of JSON; everything is bounded.
 """
 
@@ -37,7 +37,7 @@ class Inspector:
     """Serves the snapshots and the trace of one communicator, on its loop.
 
     Attributes:
-        path: Its socket; None while there is none.
+        path: The path of its socket; None while it does not serve.
     """
 
     def __init__(self, links: Links) -> None:
@@ -48,12 +48,12 @@ class Inspector:
         self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def start(self) -> None:
-        """Begin to serve, and to dump on a signal, if the configuration sets them.
+        """Start to serve, and to dump on a signal, as the configuration asks.
 
         Raises:
             UsageError: The folder cannot be used.
 
-        Cancel safety: what has begun ends with :meth:`close`.
+        Cancel safety: whatever has started ends with :meth:`close`.
         """
         config = self._services.config
         if config.inspect:

@@ -1,8 +1,8 @@
 """The links of one communicator: dialled or accepted, in a handshake, or a connection.
 
 A link starts with a handshake. When both sides agree, a :class:`Connection` takes it
-over, within the same call. Here is known which links there are, until each has touched
-memory for the last time, and whether new ones may be made.
+over, within the same call. This module keeps track of each link until it has touched
+memory for the last time, and decides whether new ones may be made.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ Driver = HandshakeDriver[Connection] | ConnectionDriver
 
 
 class Links:
-    """Makes the links of one communicator, and knows them until they have ended.
+    """Makes the links of one communicator, and keeps track of them until they end.
 
     Attributes:
-        services: What the parts of the communicator share.
-        identity: What the communicator proves in each handshake.
+        services: The services that the parts of the communicator share.
+        identity: The identity that the communicator proves in each handshake.
         regions: The memory that it has lent to peers.
-        drivers: What runs its links. Ordered, so that the order in which they are ended
-            does not depend on where objects lie.
+        drivers: The drivers of its links. Ordered, so that the order in which they are
+            ended does not depend on object addresses.
         connections: Those that have not ended, oldest first.
         lost: Called with each connection that ended without having been closed.
         closed: The communicator is closing, or closed: nothing new begins.
@@ -81,11 +81,11 @@ class Links:
 
     @property
     def ended(self) -> bool:
-        """Whether no link is made or taken any more, for whatever reason."""
+        """Whether new links are refused, for whatever reason."""
         return self._ended or (self.closed and not self.services.registry.unsettled)
 
     def end(self) -> None:
-        """Make and take no links any more."""
+        """Refuse new links, dialled or accepted, from now on."""
         self._ended = True
 
     def check_open(self) -> None:
@@ -127,7 +127,7 @@ class Links:
         return connection
 
     async def redial(self, lost: Connection) -> Connection:
-        """Connect again to where a lost connection led, and take its place.
+        """Dial the peer of a lost connection again; the new connection replaces it.
 
         Raises:
             KVWireError: As :meth:`connect`.
@@ -226,20 +226,20 @@ class Links:
         return opening
 
     def revoked(self, region: RegionRecord) -> None:
-        """End what peers do with a region that was revoked or closed."""
+        """End the peers' puts and gets in a region that was revoked or closed."""
         for connection in list(self.connections):
             connection._core.region_revoked(region.id)
             connection._driver.run()
 
     def _add_driver(self, driver: Driver) -> None:
-        """Know what runs a link until it has ended."""
+        """Keep a driver in ``drivers`` until its link has ended."""
         self.drivers[driver] = None  # bounded: CONNECTIONS_MAX, PENDING_HANDSHAKES_MAX
         driver.ended.add_done_callback(lambda _: self.drivers.pop(driver, None))
 
     def _agreed(
         self, opening: HandshakeDriver[Connection], agreement: Agreement
     ) -> Connection:
-        """Make the connection of a handshake that has ended well."""
+        """Make the connection of a handshake that succeeded."""
         services = self.services
         config = self.services.config
         peer = replace(
@@ -287,13 +287,13 @@ class Links:
 
 
 def _at(address: Address, error: E) -> E:
-    """Return an error of connecting with the address in its text."""
+    """Put the address in front of the text of a connection error; return the error."""
     error.args = (f"{address}: {error}", *error.args[1:])
     return error
 
 
 async def _lanes_up(connection: Connection, count: int) -> None:
-    """Wait for the transport of the data; without it there is no connection."""
+    """Wait for the data transport; abort the connection if it does not come up."""
     try:
         await connection._driver.lane_setup.open_lanes(count)
     except BaseException as exc:

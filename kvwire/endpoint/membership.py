@@ -1,8 +1,8 @@
 """One communicator and its directory: it watches the members, and announces itself.
 
 The directory that the configuration names is made with the communicator, and connected
-when it is first needed. It is watched from the first peer on that is named by a
-selector. Whatever becomes of it, connections stay as they are.
+when it is first needed. It is watched once a peer is named by a selector. If the
+directory fails, existing connections stay as they are.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Membership:
         self._listeners.append(listener)  # bounded: PEERS_MAX
 
     async def meant_by(self, selector: Selector) -> list[Record]:
-        """Return the members that a selector means, as far as this side knows.
+        """Return the members that match a selector, as far as this side knows.
 
         Raises:
             ConnectError: Nothing is known yet, and the directory cannot be reached.
@@ -98,7 +98,7 @@ class Membership:
     async def withdraw(self) -> None:
         """Withdraw the announcement.
 
-        Cancel safety: safe, the announcement has ended, and its lease ends it for all.
+        Cancel safety: safe, the record is not renewed, so its lease ends it.
         """
         if self._announcing is not None:
             self._announcing.cancel()
@@ -107,7 +107,7 @@ class Membership:
             await self._directory.withdraw(self._announced)
 
     async def close(self) -> None:
-        """Withdraw, and let go of the directory.
+        """Withdraw the announcement, and close the directory.
 
         Cancel safety: safe, call it again.
         """
@@ -135,7 +135,7 @@ class Membership:
 
 
 def spec_digests(cache: PagedCache) -> dict[str, str]:
-    """Return, for each cache group, 32 digits that are equal where the specs are."""
+    """Return 32 hexadecimal digits for each cache group, a digest of its spec."""
     return {
         name: sha256(repr(group.spec.to_pairs()).encode()).hexdigest()[:32]
         for name, group in cache.groups.items()
@@ -143,6 +143,6 @@ def spec_digests(cache: PagedCache) -> dict[str, str]:
 
 
 def _say_why(task: asyncio.Task[None]) -> None:
-    """Log the end of a task that only an error of a plug-in ends."""
+    """Log the error that ended the announcement, which only a faulty plug-in raises."""
     if not task.cancelled() and task.exception() is not None:
         logger.error("the directory has failed", exc_info=task.exception())

@@ -1,7 +1,7 @@
-"""Observers of KV transfers' begin and end: traces, logs, accounting of requests.
+"""Observers, called when KV transfers begin and end: traces, logs, accounting.
 
-They are called in the middle of the work, so they must be quick. One that raises is
-logged and nothing else: what it watches does not depend on it.
+They are called in the middle of the work, so they must be quick. If one raises, the
+error is logged and the transfer is not affected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Observer(Protocol):
     """Is called when a transfer begins and ends, on the communicator's loop."""
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """Note that a transfer has begun, in the context of the call that made it."""
+        """Handle the begin of a transfer, in the context of the call that made it."""
 
     def ended(
         self,
@@ -34,20 +34,20 @@ class Observer(Protocol):
         outcome: Outcome,
         connections: tuple[Connection, ...],
     ) -> None:
-        """Note the outcome of a transfer; called once for each that has begun.
+        """Handle the outcome of a transfer; called once for each that has begun.
 
         Args:
-            transfer: Which.
+            transfer: The transfer.
             outcome: Its outcome.
-            connections: Those that its last attempts ran on; none if no peer came.
+            connections: The connections of its last attempts; empty if no peer came.
         """
 
 
 class Observers:
-    """Holds the watchers of one communicator.
+    """Holds the observers of one communicator.
 
     Attributes:
-        traced: Some of them are tracers.
+        traced: Whether at least one of them is a tracer.
     """
 
     def __init__(self) -> None:
@@ -55,17 +55,17 @@ class Observers:
         self.traced: bool = False
 
     def add(self, watcher: Observer) -> None:
-        """Call it for every transfer that begins from now on.
+        """Call an observer for every transfer that begins from now on.
 
-        One that has a method ``trace_context`` is a tracer. It returns the trace that
-        the caller is in, as :attr:`kvwire.transfers.offer.TransferOffer.trace`
-        has it, which is sent to the peer.
+        An observer with a method ``trace_context`` is a tracer. The method returns the
+        caller's trace, in the format of
+        :attr:`kvwire.transfers.offer.TransferOffer.trace`, which is sent to the peer.
         """
         self.watchers.append(watcher)
         self.traced = any(hasattr(one, "trace_context") for one in self.watchers)
 
     def trace_context(self) -> bytes:
-        """Return the trace that the caller is in; b"" if it is in none."""
+        """Return the caller's trace context, or b"" if there is none."""
         for watcher in self.watchers:
             if hasattr(watcher, "trace_context"):
                 with _logged():
@@ -78,7 +78,7 @@ class Observers:
             self.watchers.remove(watcher)
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """Call every observer: a transfer has begun."""
+        """Report to every observer that a transfer has begun."""
         for watcher in tuple(self.watchers):
             with _logged():
                 watcher.begun(transfer)
@@ -89,7 +89,7 @@ class Observers:
         outcome: Outcome,
         connections: Iterable[ConnectionPort],
     ) -> None:
-        """Call every observer: a transfer has an outcome."""
+        """Report the outcome of a transfer to every observer."""
         ran_on: tuple[Connection, ...] = tuple(c.front for c in connections)
         for watcher in tuple(self.watchers):
             with _logged():

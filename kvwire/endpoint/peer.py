@@ -1,15 +1,14 @@
-"""A peer, named by address or by selector: whom to dial, and when to change.
+"""A peer, named by address or by selector: which process to dial, and when to change.
 
-A peer has one connection at a time. It is made when something needs it, and again when
-it has ended. Attempts are bounded: they are made only while somebody waits, at most
-``PEER_ATTEMPTS_MAX`` in a round, with a pause after each round that doubles. So a
-forged record costs its attempts and no more: the process that answers has to prove a
-key or a certificate, and has to be the start that the record names.
+A peer has one connection at a time. It is dialled when something needs it, and again
+after it has ended. Attempts are bounded: they are made only while a caller waits, at
+most ``PEER_ATTEMPTS_MAX`` in a round, with a pause after each round that doubles. So a
+forged record costs only its attempts: the process that answers has to prove a key or a
+certificate, and has to be the incarnation that the record names.
 
 A change of a member in the directory decides which one is dialled next, and nothing
-else.
-A connection whose member has left, or has moved, is used for nothing new as soon as
-somebody else is there, and is closed when it is idle.
+else. If the member of a connection has left or moved, nothing new begins on the
+connection once another member is there, and it is closed when it is idle.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ class Peer:
     """Stands for the process at an address, or for a member that a selector matches.
 
     Made by :meth:`Communicator.peer <kvwire.Communicator.peer>`. It is dialled when it
-    is first used, and dialled again, with pauses, when its connection has ended. With a
-    selector it is the member that was least busy when it was dialled, and another one
-    once that has left: later loads change nothing. Verbs return at once. A request
-    waits for a connection for at most ``handshake_timeout_s``, and then fails with
-    :exc:`~kvwire.ConnectError`; a transfer has an outcome with the reason instead. A
-    new connection knows nothing of the one before: a message goes to the process that
-    is there, whether or not it was there for the last one.
+    is first used, and dialled again, with pauses, after its connection has ended. A
+    selector picks the member that is least busy when it is dialled, and another one
+    only after that one has left: later loads change nothing. Verbs return at once. A
+    request waits for a connection for at most ``handshake_timeout_s``, and then fails
+    with :exc:`~kvwire.ConnectError`; a transfer ends with that reason in its outcome. A
+    new connection keeps no state of the one before: a message goes to the process that
+    answers now, which may not be the one that got the last message.
     """
 
     def __init__(
@@ -129,13 +128,13 @@ class Peer:
         The connection may be closed when it is idle, once the peer is another process.
 
         Raises:
-            ConnectError: No process that is meant could be reached in
-                ``handshake_timeout_s``; says why the last attempt failed.
+            ConnectError: No matching process could be reached within
+                ``handshake_timeout_s``; the text says why the last attempt failed.
             HandshakeError, UsageError, BackendUnavailable: The process at the address
                 cannot be used; with a selector others are tried.
             ClosedOK: The peer, or the communicator, is closed.
 
-        Cancel safety: safe, dialling ends when nobody waits for it.
+        Cancel safety: safe, dialling ends when no caller waits for it.
         """
         self._thread.check("Peer.connect")
         return await self._connect()
@@ -260,7 +259,7 @@ class Peer:
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Dial no more, and close the connection; requests that wait for one fail.
+        """Stop dialling, and close the connection; requests that wait for one fail.
 
         Cancel safety: safe. The connection goes on closing; call it again to wait.
         """
@@ -270,7 +269,7 @@ class Peer:
             await self._last.close()
 
     def _stop(self) -> None:
-        """Dial no more; what waits for a connection fails."""
+        """Stop dialling; requests and transfers that wait for a connection fail."""
         if self._closed:
             return
         self._closed = True
@@ -323,7 +322,7 @@ class Peer:
             self._services.registry.give_up(end, exc)
 
     async def _post_on_connection(self, request: Request[Any]) -> None:
-        """Post a request as soon as there is a connection; errors are its end."""
+        """Post a request as soon as there is a connection; an error completes it."""
         error: KVWireError
         try:
             try:
@@ -454,7 +453,7 @@ class Peer:
             upkeep.lost(upkeep.reason)
 
     def _candidates(self) -> list[Record] | list[None]:
-        """Return the members to try: by failures, and then by load."""
+        """Return the members to try, ordered by failures, then by load."""
         if self._selector is None:
             return [None]
         meant = {
@@ -474,7 +473,7 @@ class Peer:
         """Connect to one candidate.
 
         Raises:
-            KVWireError: It cannot be reached, or is somebody else.
+            KVWireError: It cannot be reached, or another process answers.
         """
         patience_s = self._services.config.handshake_timeout_s
         if record is None:

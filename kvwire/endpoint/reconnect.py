@@ -1,8 +1,8 @@
-"""After a lost connection: redial within the lease, and let transfers go on.
+"""After a lost connection: redial within the lease, and resume its transfers.
 
-Only the side that had connected can connect again; the other one waits for it. Either
-way an interrupted transfer asks again only when the lost link has touched memory for
-the last time, and only the same start of the peer (its origin) can go on with it.
+Only the side that dialled can dial again; the other one waits for it. Either way an
+interrupted transfer asks again only when the lost link has touched memory for the last
+time, and only the same start of the peer (its origin) can resume it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SILENCE: Final = (
 
 
 class Reconnector:
-    """Brings interrupted transfers of one communicator onto new links."""
+    """Resumes the interrupted transfers of one communicator on new links."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -63,16 +63,16 @@ class Reconnector:
         self._run(self._recover(connection, gone=heard and _was_reset(error)))
 
     def taken_over(self, connection: Connection, resumes: bytes) -> None:
-        """Replace a lost connection: the peer has dialled again, and names it."""
+        """Replace a lost connection by one that its peer has dialled anew."""
         if not self._links.ended:
             self._run(self._take_over(connection, resumes))
 
     def retire(self, connection: Connection) -> None:
-        """Close a connection that nothing new is begun on, once it is idle."""
+        """Close a connection once it is idle; nothing new begins on it."""
         self._run(self._close_when_idle(connection))
 
     async def close(self) -> None:
-        """Stop redialling lost links, and stop waiting for them.
+        """Stop redialling, and stop waiting for peers that would dial again.
 
         Cancel safety: safe, call it again.
         """
@@ -90,7 +90,7 @@ class Reconnector:
         self._registry.reattach(connection._driver)
 
     async def _recover(self, connection: Connection, *, gone: bool) -> None:
-        """Let a link be replaced; ``gone`` if its end looks like that of a process."""
+        """Replace a lost link; ``gone`` if its process seems to have ended."""
         registry = self._registry
         origin = connection.peer.origin
         # Not wait_closed(): in a forked child that refuses, and nobody reads its error.
@@ -115,7 +115,7 @@ class Reconnector:
                 self._redialling.discard(origin)
 
     async def _await_return(self, lost: Connection) -> None:
-        """Give a peer that dials us, and whose link was reset, a moment to be back."""
+        """Give a peer that dials us, and whose link was reset, time to dial again."""
         registry = self._registry
         loop = self._loop
         origin = lost.peer.origin
@@ -136,12 +136,12 @@ class Reconnector:
             )
 
     async def _redial(self, lost: Connection) -> None:
-        """Try again until it works or nothing waits for it.
+        """Redial until it works or nothing waits for it.
 
-        Leases end the waiting for a peer that is silent. One whose port the kernel
-        refuses has ended, or restarts: it has a moment. For what has met nobody it is
-        tried once: the peer may have asked for it on the link that was lost, and cannot
-        dial itself.
+        If a peer is silent, leases end the waiting. If its kernel refuses the port, the
+        process has ended or restarts: it gets ``restart_grace_s``. Transfers that have
+        met no peer yet justify one attempt: the peer may have asked for them on the
+        lost link, and cannot dial itself.
         """
         registry = self._registry
         origin = lost.peer.origin
@@ -200,7 +200,8 @@ class Reconnector:
     async def _close_when_idle(self, connection: Connection) -> None:
         """Close a connection once it is idle.
 
-        Within a lease everything that waited for it has come, or has given up.
+        It is checked once per lease: by then whatever waited for it has come or given
+        up.
         """
         registry = self._registry
         origin = connection.peer.origin
@@ -216,7 +217,7 @@ class Reconnector:
 
 
 def _was_reset(error: ConnectionClosed) -> bool:
-    """Return whether a connection was ended, and not merely silent on either side."""
+    """Return whether a connection was reset, rather than silent on either side."""
     cause = error.__cause__
     silent = isinstance(cause, PeerUnresponsive) or (
         isinstance(cause, OSError) and cause.errno in _SILENCE

@@ -37,7 +37,7 @@ class Region:
 
     @property
     def access(self) -> Access:
-        """Return the most that a grant of it may allow."""
+        """Return the widest access that a grant of it may allow."""
         return self._record.access
 
     def grant(
@@ -51,7 +51,7 @@ class Region:
         """Allow the peer of one connection to reach a byte range.
 
         Args:
-            connection: Whose peer; nobody else can use the grant.
+            connection: The only connection whose peer can use the grant.
             offset: The first byte of the range.
             nbytes: Its length in bytes; None for the rest of the region.
             access: ``"read"``, ``"write"`` or ``"readwrite"``; None for all the region
@@ -81,8 +81,8 @@ class Region:
     def revoke(self) -> None:
         """End every grant made so far; the region stays open for new ones.
 
-        What peers have under way fails with :exc:`~kvwire.StaleRegion`. The memory may
-        still be touched by it: only :meth:`close` waits until it is not.
+        Puts and gets in progress fail with :exc:`~kvwire.StaleRegion`, but may still
+        touch the memory: only :meth:`close` waits until they do not.
         """
         self._thread.check("Region.revoke")
         self._links.regions.revoke(self._record)

@@ -116,8 +116,9 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     async def released(self) -> None:
         """Wait until kvwire and its transports no longer touch the request's memory.
 
-        That is after the completion, whatever it was. There is no deadline: memory is
-        either free or it is not, and a timeout would only be a guess.
+        That can be later than the completion, even of a failed request. There is no
+        deadline: memory is either free or it is not, and a timeout would only be a
+        guess.
 
         Cancel safety: safe, it only watches.
         """
@@ -206,7 +207,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     # --- for its owner ----------------------------------------------------------------
 
     def _complete(self, result: T | None, error: KVWireError | None) -> None:
-        """Record the completion, and wake all who wait; called once, by the owner."""
+        """Record the completion, and wake every waiter; called once, by the owner."""
         assert not self._over, "a request was completed twice"
         self._over = True
         self._value = result
@@ -228,7 +229,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
             self._owner._when_released(self, call)
 
     def _neglect_if_alone(self) -> None:
-        """Take a receive back that has met no message and that nobody awaits."""
+        """Withdraw a receive without a message if no task awaits it."""
         if self._owner is not None and not self._over and not self._waiters:
             self._owner._withdraw(self)
 
@@ -241,8 +242,8 @@ def succeeded(request: Request[Any]) -> bool:
 def when_released(request: Request[Any], call: Callable[[], None]) -> None:
     """Call a function once kvwire no longer touches the request's memory.
 
-    At once if that is so already. For the rooms above that hold many requests; others
-    await :meth:`Request.released`.
+    It is called at once if that is so already. For upper rooms, which hold many
+    requests; others await :meth:`Request.released`.
     """
     if request._owner is None:
         call()
@@ -258,16 +259,16 @@ class RequestOwner(Protocol):
         """The loop and thread on which its requests may be awaited."""
 
     def _describe(self, request: Request[Any]) -> str:
-        """Say what an unfinished request is, and what it waits for."""
+        """Describe an unfinished request, and what it waits for."""
 
     def _cancel(self, request: Request[Any]) -> None:
         """End a request that is not complete."""
 
     def _post(self, request: Request[Any]) -> Request[Any]:
-        """Post a request that is not posted yet, or was taken back; return it."""
+        """Post a request that is not posted yet, or was withdrawn; return it."""
 
     def _withdraw(self, request: Request[Any]) -> None:
-        """Take a receive back that has met no message; others go on."""
+        """Withdraw a receive that has met no message; do nothing for other requests."""
 
     def _when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
         """Call once the request's memory is free."""

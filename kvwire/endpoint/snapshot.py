@@ -1,7 +1,7 @@
 """The open objects of a communicator, with their reasons for waiting, as plain values.
 
-Taken for operators and dumps, on the loop, in one turn of it: nothing is kept for a
-snapshot between two of them. ``msgspec.json.encode`` and ``dataclasses.asdict`` take
+A snapshot is taken for operators and dumps, on the loop, in one turn of it; nothing is
+kept between two snapshots. ``msgspec.json.encode`` and ``dataclasses.asdict`` accept
 all of it.
 """
 
@@ -38,12 +38,12 @@ class TransferSnapshot:
         id: Its id, as a text.
         side: Whether this side sends it or receives it.
         peers: The names of the peers it runs with now.
-        age_s: Since the call.
-        layers: Layers that it has, over all groups; 0 until its peer is known.
+        age_s: Seconds since the call.
+        layers: Its layers, over all groups; 0 until its peer is known.
         layers_marked: Those that its producer has marked, as far as this side knows.
-        layers_landed: Those of which every block has landed.
-        nbytes: Payload bytes that move; 0 until its peer is known.
-        landed_bytes: Those that have landed; of several consumers, at the slowest.
+        layers_landed: Layers whose blocks have all landed.
+        nbytes: Payload bytes to move; 0 until its peer is known.
+        landed_bytes: Bytes that have landed; with several consumers, the least.
         waits_for: What it waits for, in words.
     """
 
@@ -66,13 +66,13 @@ class ConnectionSnapshot:
     Attributes:
         peer: The peer's name.
         address: Where it is; "" if the transport does not know.
-        transport: What carries its data now.
+        transport: The transport that carries its data now.
         state: How far it is, such as ``"open"``.
-        age_s: Since its handshake.
+        age_s: Seconds since its handshake.
         silent_s: Seconds since the peer last sent anything.
-        queued_bytes: Bytes that its link has taken and not sent.
-        requests: What is open on it: messages, puts, gets, transfers.
-        unreceived: Messages that are here, or announced, and that nobody receives.
+        queued_bytes: Bytes that its link has accepted and not sent yet.
+        requests: Its open requests: messages, puts, gets, transfers.
+        unreceived: Messages that wait to be received, announced ones included.
     """
 
     peer: str
@@ -92,8 +92,8 @@ class StoreCallSnapshot:
 
     Attributes:
         verb: ``"put"`` or ``"get"``.
-        blocks: Blocks that it is for.
-        age_s: Since the call.
+        blocks: The number of blocks.
+        age_s: Seconds since the call.
     """
 
     verb: str
@@ -110,7 +110,7 @@ class StoreSnapshot:
         calls: Puts and gets under way, oldest first.
         pinned_blocks: Slots of the memory tier that may not be evicted now.
         counters: Its counters, by their names.
-        trouble: What each tier has reported last; tiers without trouble are left out.
+        trouble: The last failure of each tier; tiers without one are left out.
     """
 
     name: str
@@ -125,15 +125,15 @@ class Snapshot:
     """Shows what is open on a communicator, and the stores on its loop.
 
     Attributes:
-        name: Of the communicator.
-        pid: Of its process.
-        incarnation: Random bytes of this start of it, in hexadecimal.
-        at_s: When, in seconds since 1970.
+        name: The name of the communicator.
+        pid: The id of its process.
+        incarnation: Its random bytes of this start, in hexadecimal.
+        at_s: The time of the snapshot, in seconds since 1970.
         connections: Its connections; ``SNAPSHOT_ROWS_MAX`` at most.
         transfers: Its open transfers, oldest first; ``SNAPSHOT_ROWS_MAX`` at most.
-        open_connections: How many connections there are.
-        open_transfers: How many transfers are open.
-        asked: Ids that peers ask for and that nobody here has named.
+        open_connections: The number of connections.
+        open_transfers: The number of open transfers.
+        asked: Ids that peers asked for and this side has not offered.
         stores: The stores on the same event loop.
         quarantined_bytes: Bytes of ended requests that a transport may still touch.
         counters: The counters of the communicator, by their names.
@@ -154,10 +154,10 @@ class Snapshot:
 
 
 class StorePort(Protocol):
-    """Stands for a store, as snapshots see it."""
+    """The part of a store that snapshots use."""
 
     def _snapshot(self) -> StoreSnapshot:
-        """Show it."""
+        """Return a snapshot of the store."""
 
 
 _Stores = weakref.WeakSet[StorePort]
@@ -167,7 +167,7 @@ _stores = weakref.WeakKeyDictionary()
 
 
 def show_store(store: StorePort) -> None:
-    """Have a store of the running loop in the snapshots that are taken on it."""
+    """Include a store in the snapshots of the running loop's communicators."""
     loop = asyncio.get_running_loop()
     if loop not in _stores:
         _stores[loop] = weakref.WeakSet()
@@ -197,7 +197,7 @@ def snapshot_of(links: Links) -> Snapshot:
 
 
 def transfer_snapshots(views: Sequence[TransferView]) -> tuple[TransferSnapshot, ...]:
-    """Show transfers; call it on their loop."""
+    """Return snapshots of transfers; call it on their loop."""
     return tuple(map(_transfer, views))
 
 

@@ -1,1 +1,1 @@
-"""Carry KV caches: offer, match, send, receive, settle. Internal."""
+"""KV transfers: offer, match, send, receive, settle. Internal."""

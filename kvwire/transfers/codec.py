@@ -1,7 +1,7 @@
-"""A stage of transfers with ``codec=``: what moves is a shadow of the blocks.
+"""A stage of transfers with ``codec=``: links move an encoded copy, the shadow.
 
 The two ends move the shadow, in encoded rows (:mod:`kvwire.kv.coded_cache`), as they
-move any memory. What is different::
+move any memory. The differences are::
 
     producer   ready -> encoded on a thread -> marked -> sent
     consumer   landed in the shadow -> decoded on a thread -> landed
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class _Stage:
-    """Holds what both directions need.
+    """The parts that encoding and decoding share.
 
     Attributes:
-        memory: The cache that links touch.
-        lists: Where the listed blocks are in it.
+        memory: The cache that links touch: the shadow.
+        lists: The positions of the listed blocks in it.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class _Stage:
         self._move()  # that a device does not work is known now
 
     def _move(self) -> Move:
-        """Return what copies between the cache and host memory, on a thread.
+        """Return the function that a thread copies with, between cache and host memory.
 
-        What the calling thread has queued on its stream of the device comes first.
+        The copy starts after the work that the calling thread has queued on its stream
+        of the device.
         """
         if self._cache.device is None:
             return copy
@@ -90,7 +91,7 @@ class Encoding(_Stage):
         self._lock = threading.Lock()
 
     def encode(self, mark: ReadyRange, then: Callable[[Failure], None]) -> None:
-        """Begin to encode a part; calls ``then`` once, from any thread."""
+        """Start to encode a part; ``then`` is called once, from any thread."""
         with self._lock:
             if self._stopped:
                 return
@@ -102,9 +103,10 @@ class Encoding(_Stage):
         self._threads.run(job, partial(self._encoded, then))
 
     def stop(self) -> Future[None] | None:
-        """Begin no other job; return what is done when none reads the blocks any more.
+        """Start no more jobs; return a future for the end of the running ones.
 
-        None if none does now.
+        Returns None if none is running. Once the future is done, no thread reads the
+        blocks.
         """
         with self._lock:
             self._stopped = True
@@ -133,8 +135,8 @@ class Decoding(_Stage):
         then: Called by the loop for each piece, with None or the error.
 
     Attributes:
-        jobs: How many pieces threads are not through with.
-        stopped: Pieces that no thread has begun with are left out.
+        jobs: The number of pieces that threads have not finished.
+        stopped: Pieces that no thread has started are skipped.
     """
 
     jobs: int = 0
@@ -158,14 +160,14 @@ class Decoding(_Stage):
         self._then = then
 
     def begin(self, plan: TransferPlan) -> Landed:
-        """Return what is decoded: nothing yet but what was here before."""
+        """Return the record of decoded parts; at first the blocks held before."""
         self._plan = plan
         self._begun = Landed(plan)
         self._decoded = Landed(plan)
         return self._decoded
 
     def begin_with(self, segment: Segment) -> None:
-        """Begin to decode a segment, layer by layer, where that has not begun."""
+        """Start to decode a segment by layers, except for parts already started."""
         if self.stopped:
             return
         for part in self._begun.lacking(segment):

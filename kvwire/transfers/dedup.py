@@ -1,10 +1,10 @@
-"""Send only what the consumer lacks, as hashes on both sides show it.
+"""Send only the blocks that the consumer lacks, by comparing hashes.
 
 Both sides may give one hash for each block of their lists. Equal lists of hashes mean
 equal tokens in equal order, which is checked as one digest, so a consumer's "I have
-position 3" cannot mean another block than the producer's position 3. Sides that cut the
-same tokens into blocks of other sizes have no hash alike; they compare one name of the
-whole content in place of the lists.
+position 3" cannot mean another block than the producer's position 3. If the sides cut
+the same tokens into blocks of different sizes, no hashes agree; then they compare one
+name of the whole content instead.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def _of_group(hashes: Sequence[object], group: GroupGeometry) -> list[bytes]:
 
 
 def digest(hashes: Mapping[str, list[bytes]], content: object = None) -> bytes:
-    """Return 32 bytes over all hashes, or none where none were given.
+    """Return a digest of all hashes, 32 bytes; empty if there are none.
 
     Args:
-        hashes: Of each group.
-        content: A name of all the lists hold, which takes the place of the hashes.
+        hashes: The hashes of each group.
+        content: A name for the content of all lists, used instead of the hashes.
 
     Raises:
         UsageError: ``content`` is not bytes, or empty.

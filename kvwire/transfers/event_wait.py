@@ -1,7 +1,8 @@
 """Waits for a mark's condition: a future, or an event on a device's stream.
 
-A future tells when it is done. An event is waited for by a stream of kvwire's own, and
-a thread sleeps behind that, so whoever marks never waits, and neither does the device.
+A future reports when it is done. For an event, a stream of kvwire's own waits, and a
+thread sleeps until that stream gets there; neither the marking thread nor the device's
+other streams wait.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class EventWaiter:
         self._assigned: tuple[StreamWaiters, int] | None = None
 
     def prepare(self, after: Any) -> Wait:
-        """Return a function that waits for something; thread-safe.
+        """Return a function that waits for a future or event; thread-safe.
 
         Returns:
-            Takes what is to be called, once and from any thread, when it is over.
+            A function that takes a callback, which is called once, from any thread.
 
         Raises:
-            UsageError: It is nothing that can be waited for.
+            UsageError: It is neither a future nor an event of torch or CuPy.
             BackendUnavailable: It is an event of a device that does not work.
         """
         if hasattr(after, "add_done_callback"):
@@ -67,7 +68,7 @@ class EventWaiter:
 
 
 async def wait_event(after: Any, devices: Devices) -> None:
-    """Wait on a loop for what a mark may wait for.
+    """Wait on a loop for a mark's condition.
 
     Cancel safety: safe, it only watches.
     """

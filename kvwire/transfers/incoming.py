@@ -1,8 +1,8 @@
-"""The consumer's end of a KV transfer: segments land and layers open.
+"""The consumer's end of a KV transfer: segments land and layers become readable.
 
 On each link a flow checks every segment against the plan and gives it memory. With a
-codec, what has landed is decoded on threads before it counts as a layer that may be
-read, or as landed in the outcome.
+codec, a part that has landed is decoded on threads before it counts as landed: in the
+outcome, and for a layer that may be read.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class Incoming(Transfer):
 
     @property
     def carries(self) -> Mapping[str, tuple[range, range]]:
-        """Return the model's layers and KV heads that it brings, by group.
+        """Return the layers and KV heads of the model that it brings, by group.
 
-        Those that both sides hold; nothing before it is :attr:`met`.
+        Only those that both sides have; empty before it is :attr:`met`.
         """
         groups = self._legs[0].plan.groups if self.met else ()
         return {walk.group: (walk.layers, walk.heads) for walk in groups}
@@ -113,7 +113,7 @@ class Incoming(Transfer):
 
         Args:
             layer: By the model's index.
-            group: Of a hybrid model's cache; None for every group that has the layer.
+            group: A group of a hybrid model's cache; None for all that have the layer.
 
         Raises:
             UsageError: There is no such layer or group.
@@ -148,11 +148,11 @@ class Incoming(Transfer):
             raise _not_landed(layer, self._outcome, self._cause) from self._cause
 
     def layer_event(self, layer: int, group: str | None = None) -> Any:
-        """Return an event behind which a layer that has landed may be read.
+        """Return the event after which a stream may read a landed layer.
 
-        For streams of the device that the cache lies on. The layer has landed for the
-        host as well, so the event has fired: it names the order for tools and for
-        streams of other devices, and costs the stream that waits for it nothing.
+        For streams of the cache's device. The layer has landed for the host as well, so
+        the event has fired already and waiting for it costs a stream nothing: it only
+        documents the order, for tools and for streams of other devices.
 
         Returns:
             An event of the library that moves the cache: torch's or CuPy's.
@@ -238,7 +238,7 @@ class Incoming(Transfer):
         self._end(error)
 
     def _open_gates(self) -> None:
-        """Wake those whose layers are here; all of them at the end."""
+        """Wake the waiters of layers that have landed; all of them at the end."""
         readable = self._readable
         for (layer, group), gates in list(self._gates.items()):
             over = self._outcome is not None
@@ -256,7 +256,7 @@ class Incoming(Transfer):
         super()._stop(error, code)
 
     def _record(self) -> None:
-        """See Transfer; with a codec, the outcome waits for what is being decoded."""
+        """Record the outcome; with a codec, after the last piece is decoded."""
         decoding = self._decoding
         if decoding is not None and self._readable is not None:
             self._decode_landed()
@@ -269,14 +269,14 @@ class Incoming(Transfer):
             self._open_gates()
 
     def _decode_landed(self) -> None:
-        """Begin to decode all that has landed and was not begun with."""
+        """Start to decode the landed parts that were not started yet."""
         decoding = self._decoding
         if decoding is not None and self._readable is not None:
             for segment in self._legs[0].landed.boxes(LANDED_BOXES_MAX):
                 decoding.begin_with(segment)
 
     def _piece_over(self, error: Exception | None) -> None:
-        """Take in that a piece was decoded, or was not; the loop calls it."""
+        """Handle the end of decoding a piece; the loop calls it."""
         decoding = self._decoding
         assert decoding is not None
         if error is None:
@@ -330,7 +330,7 @@ class Incoming(Transfer):
 
 
 class ReceiveFlow:
-    """Receives what one producer marks, over one link."""
+    """Receives one producer's marked segments over one link."""
 
     __slots__ = ("_inc", "_leg", "_promised", "_segments", "_under_way")
 
@@ -348,15 +348,11 @@ class ReceiveFlow:
 
     @property
     def marked_layers(self) -> int:
-        """Count the layers that the producer has marked, as far as is known here."""
+        """Return the number of layers that the producer has marked, as far as known."""
         return self._promised.layers
 
     def event(self, event: TransferEvent) -> None:
-        """Give a marked segment memory, or note one that is here in whole.
-
-        Raises:
-            ProtocolError: It is no part of the plan, or was marked before.
-        """
+        """Handle the mark of a segment, or its complete arrival."""
         leg = self._leg
         inc = self._inc
         if isinstance(event, SegmentMarked):
@@ -400,7 +396,7 @@ class ReceiveFlow:
         """Send nothing: a consumer has no marks."""
 
     def end(self, error: KVWireError | None) -> None:
-        """Note the parts that are here of segments that never became whole."""
+        """Record the chunks that arrived of incomplete segments."""
         leg = self._leg
         inc = self._inc
         if inc._outcome is not None:
@@ -417,7 +413,7 @@ class ReceiveFlow:
         inc._decode_landed()  # parts that landed do not come again
 
     def _checked(self, record: SegmentRecord) -> Segment:
-        """Return what of the plan a marked segment is."""
+        """Return a marked segment as a part of the plan, after checking it."""
         plan = self._leg.plan
         segment = tuple.__new__(Segment, record.box)
         try:
@@ -456,7 +452,7 @@ def missing_chunks(core: SegmentRecord, chunk_bytes: int) -> list[tuple[int, int
 
 
 def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError:
-    """Return what a gate raises: of the class of the error that ended the transfer."""
+    """Return the error for a waiter of a layer, like the transfer's own error."""
     reasons = outcome.missing.reasons
     text = f"layer {layer} did not land: {'; '.join(reasons)}"
     if isinstance(error, ProfileMismatch):
@@ -527,7 +523,7 @@ class Joined:
             await part.drained()
 
     def abort(self, reason: str = "aborted") -> None:
-        """End all of them."""
+        """End all of its transfers."""
         for part in self._parts:
             part.abort(reason)
 
@@ -536,7 +532,7 @@ class Joined:
 
 
 def join(*parts: Incoming) -> Joined:
-    """Follow several incoming transfers of the same blocks as one.
+    """Combine several incoming transfers of the same blocks into one.
 
     Raises:
         UsageError: There is none, or their block lists differ.

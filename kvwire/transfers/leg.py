@@ -4,9 +4,9 @@ The same class serves the producer and the consumer. What differs between them i
 segments move on one link, which is a :class:`Flow`. A leg gets a new flow with each
 link, and keeps what no link changes: the peer, the plan, and what has landed.
 
-A leg outlives its transfer for as long as its peer may not know how the transfer ended.
-A consumer that has all of it says so again on the next link, and a side that asked and
-then gave up asks once more, only to say that.
+A leg outlives its transfer while its peer may not know how the transfer ended. A
+consumer that has everything reports that again on the next link, and a side that asked
+and then gave up asks once more, only to report that.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Flow(Protocol):
         """Send the parts that were marked since the last call."""
 
     def end(self, error: KVWireError | None) -> None:
-        """Note what is here of segments that no event has named."""
+        """Record arrivals that no event has reported."""
 
 
 class Leg:
@@ -81,17 +81,18 @@ class Leg:
         link: The connection that carries the leg now, or was the last to carry it.
         origin: The start of the peer's process; no other start may go on with the leg.
         peer_id: The peer's end over all links; empty before the two have met.
-        asks: This side asks for the transfer, and asks again after a lost link.
+        asks: Whether this side asks for the transfer, also after a lost link.
         state: See kvwire.transfers.state.
         core: The request on the link; None where no link can touch the leg's memory.
-        planned: The two sides have met and fit: ``plan`` and ``landed`` are there.
-        plan: What moves, and in which order.
-        landed: What the consumer has.
+        planned: Whether both sides have met and fit: ``plan`` and ``landed`` are set.
+        plan: Which bytes move, and in which order.
+        landed: The parts that the consumer has.
         damaged: Segments that arrived damaged; they count as missing.
-        confirmed: The consumer is known to have read our half. Only then does what it
-            had before count as landed on the producer's side as well.
-        grouped: The most layers that one segment has had.
-        phases: What the leg waits for. The only leg of a transfer shares its timer.
+        confirmed: Whether the consumer is known to have read our half. Only then do
+            the blocks it had before count as landed on the producer's side as well.
+        grouped: The largest number of layers in one segment.
+        phases: A timer of what the leg waits for; a transfer's only leg shares its
+            timer.
         reason: Why the peer ended the leg; "" if it did not.
         flow: Moves segments on the link; None before the two sides agree on it.
         links: How many links have carried it.
@@ -145,13 +146,13 @@ class Leg:
         self.links: int = 0
 
     def step(self, what: LegInput) -> None:
-        """Change the state; nothing else does."""
+        """Change the state; the only method that does."""
         self.state = LEG_TRANSITIONS[self.state, what]
 
     # --- a link -----------------------------------------------------------------------
 
     def ask(self, link: ConnectionPort) -> None:
-        """Ask the peer of a link for the transfer, or to go on with it.
+        """Ask the peer of a link to start or resume the transfer.
 
         Raises:
             UsageError: The peer has too many transfers to answer already.
@@ -176,7 +177,7 @@ class Leg:
     def answer(
         self, link: ConnectionPort, core: RequestRecord, offer: TransferOffer
     ) -> None:
-        """Answer the peer of a link, which asks for it, or asks to go on with it."""
+        """Answer a peer that asks on this link to start or resume the transfer."""
         self._carry(link)
         self.core = core
         core.context = self
@@ -205,7 +206,7 @@ class Leg:
         link.run()
 
     def agreed(self, offer: TransferOffer) -> None:
-        """Handle the peer's answer to this side's offer or request."""
+        """Handle the peer's answer to this side's request."""
         if self.state is LegState.REFUSED:
             return  # it was under way when this side ended the leg
         if self.transfer._state in OVER:
@@ -228,7 +229,7 @@ class Leg:
         self.links += 1
 
     def _begin(self, *, settled: bool) -> None:
-        """Let segments move on the link, as both sides have agreed."""
+        """Start to move segments on the link, after both sides have agreed."""
         self.step(LegInput.AGREE)
         if settled and not self.transfer._receives:  # all came on an earlier link
             self.step(LegInput.SETTLE)
@@ -236,10 +237,10 @@ class Leg:
         flow.send()
 
     def _say_how_it_ended(self) -> None:
-        """Agree, and settle or refuse at once: the transfer is over on this side.
+        """Agree, then settle or refuse at once: the transfer is over on this side.
 
-        A consumer that has all of it reports no more than that, so that the producer
-        counts it as landed and sends nothing to memory that has a new owner.
+        A consumer that has everything reports only that, so that the producer counts it
+        as landed and sends nothing to memory that has a new owner.
         """
         self.step(LegInput.AGREE)
         error = self.transfer._given_up
@@ -249,7 +250,7 @@ class Leg:
             self.refuse(error, WireCode.CANCELLED)
 
     def _meet(self, offer: TransferOffer) -> None:
-        """Plan against the peer's half of the transfer.
+        """Plan the transfer against the peer's half.
 
         Raises:
             ProfileMismatch: The two halves do not fit; names the fields.
@@ -295,7 +296,7 @@ class Leg:
     # --- what the link brings ---------------------------------------------------------
 
     def event(self, event: TransferEvent) -> None:
-        """Take in an event of the leg's segments.
+        """Handle an event of the leg's segments.
 
         Raises:
             ProtocolError: The peer breaks the rules; the connection ends with it.
@@ -317,7 +318,7 @@ class Leg:
             flow.event(event)
 
     def ended(self, error: KVWireError | None) -> None:
-        """Take in the end of the leg's request; called once for each request."""
+        """Handle the end of the leg's request; called once for each request."""
         try:
             if self.flow is not None:
                 self.flow.end(error)
@@ -325,11 +326,11 @@ class Leg:
             self._note_end(error)
 
     def _note_end(self, error: KVWireError | None) -> None:
-        """Decide what the end of a request means: wait for a link, or be over.
+        """Decide, when a request ends, whether the leg is over or may be resumed.
 
         Before: the request is over, and the link may still touch memory. After: the leg
-        is LOST, and goes on once that link has let go; or it is over, and has told its
-        transfer, which ends or serves its other peers.
+        is LOST, and resumes once that link has released the memory; or it is over and
+        has notified its transfer, which ends or serves its other peers.
         """
         transfer = self.transfer
         lost = transfer._services.config.resume and recoverable(error)
@@ -364,7 +365,7 @@ class Leg:
     # --- the end ----------------------------------------------------------------------
 
     def refuse(self, error: KVWireError, code: WireCode) -> None:
-        """End the leg and send the peer the reason; no effect on one that is over."""
+        """End the leg and send the peer the reason, unless the request is over."""
         if self.core is not None and not self.core.over:
             self.step(LegInput.REFUSE)
             self.link.refuse(self.core, error, code)
@@ -373,9 +374,9 @@ class Leg:
     def release(self) -> list[BufferId]:
         """Retire the memory of the leg's segments, and return their buffers.
 
-        The leg leaves its link once it has taken in the end of its request: what may
-        still touch its memory has holds on it, and a lost leg may be carried by another
-        link from here on.
+        After the end of its request the leg leaves its link. Transports that may still
+        touch its memory keep holds on it, and another link may carry a lost leg from
+        then on.
         """
         core = self.core
         if core is None:
@@ -388,7 +389,7 @@ class Leg:
         return self.link.transfers.forget(core)
 
     def outcome(self, transfer: Transfer, reason: str) -> Outcome:
-        """Return what the consumer has; what is missing has this ``reason``."""
+        """Return the consumer's outcome; missing parts get this ``reason``."""
         self._note_silence(transfer)
         landed = self.landed if self.confirmed else Landed(self.plan, held=False)
         damaged = [(DAMAGED, self.plan.covering(self.damaged))] if self.damaged else []
@@ -401,7 +402,7 @@ class Leg:
         )
 
     def _note_silence(self, transfer: Transfer) -> None:
-        """Say what was waited for, now that nothing is; long silence counts as lost."""
+        """Record the last wait of an ending leg; a long silence counts as lost."""
         if self.state not in ON_LINK and self.state is not LegState.REFUSED:
             return
         phases = self.phases
@@ -416,5 +417,5 @@ class Leg:
 
 
 def recoverable(error: KVWireError | None) -> bool:
-    """Return whether a transfer may go on with another link after this error."""
+    """Return whether a transfer may continue on another link after this error."""
     return isinstance(error, ConnectionLost | PeerUnresponsive)

@@ -1,8 +1,9 @@
 """The descriptions that both sides of a KV transfer exchange before bytes move.
 
-It travels as the opaque description of OPEN and AGREE. The consumer's says what it has
-already, and after a lost link what has landed; the answer carries a digest of the
-answerer's plan, so that two sides which would walk the bytes differently notice first.
+They are the opaque descriptions of OPEN and AGREE. The consumer's lists the blocks that
+it has already, and after a lost link the parts that have landed; the answer carries a
+digest of the answerer's plan, so that two sides with different plans notice before any
+byte moves.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         geometry: See :attr:`kvwire.kv.geometry.Geometry.encoded`; its decode checks it.
         endpoint_id: Random bytes that name this end of the transfer over all its links.
-        peer_id: The peer's end, if it was met on an earlier link; else empty. Only with
-            that one, and with no other transfer of the same name, does this end go on.
+        peer_id: The peer's ``endpoint_id``, if the two met on an earlier link; else
+            empty. This end resumes only with that end, never with another of its name.
         hashes: A digest over the block hashes of the list, where they are given.
         have: Consumer: per group a bitmap of the positions it has, little-endian.
         landed: Consumer, after a lost link: boxes that have landed before.
         plan: The digest of the answerer's plan; empty in an OPEN.
-        settled: Consumer, after a lost link: it has all it was sent, and only its last
-            word may be missing. Nothing is sent again.
-        trace: The trace it is a part of: 16 bytes of its id, 8 of the caller's span and
-            the flags of W3C's traceparent. Empty where nobody traces.
+        settled: Consumer, after a lost link: everything has landed, and only its
+            report may have been lost. Nothing is sent again.
+        trace: Its trace context: 16 bytes of the trace id, 8 of the caller's span id,
+            and the flags of W3C's traceparent. Empty without tracing.
     """
 
     geometry: Annotated[
@@ -79,7 +80,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     trace: Annotated[bytes, Meta(max_length=TRACE_BYTES)] = b""
 
     def encode(self) -> bytes:
-        """Return the bytes that travel."""
+        """Return the description as bytes."""
         data = msgspec.msgpack.encode(self)
         to_come = LANDED_BOX_BYTES * (LANDED_BOXES_MAX - len(self.landed))
         if len(self.landed) < _FIXARRAY:
@@ -108,7 +109,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             raise ProfileMismatch(f"the peer's description: {exc}") from None
 
     def require_same_hashes(self, hashes: bytes) -> None:
-        """Refuse a list that holds other tokens, as far as both sides say."""
+        """Refuse a peer whose hashes differ from ours, if both sides gave them."""
         if hashes and self.hashes and hashes != self.hashes:
             raise ProfileMismatch(
                 "hashes: those of the producer's list and those of the consumer's "
@@ -117,7 +118,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             )
 
     def require_same_plan(self, digest: bytes) -> None:
-        """Refuse an answer whose plan is another one than ours."""
+        """Refuse an answer whose plan differs from ours."""
         if self.plan != digest:
             raise ProfileMismatch(
                 "the two sides would walk the bytes in different orders; their "
@@ -126,7 +127,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             )
 
     def read_have(self, consumer: Geometry) -> dict[str, Bits]:
-        """Return what the consumer has, one bool for each position of its lists."""
+        """Return which list positions the consumer has, as bools by group."""
         blocks = {group.name: group.blocks for group in consumer.groups}
         found: dict[str, Bits] = {}
         for name, packed in self.have:
@@ -143,12 +144,12 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def new_trace() -> bytes:
-    """Return a trace of its own, sampled."""
+    """Return the context of a new trace, marked as sampled."""
     return os.urandom(TRACE_BYTES - 1) + b"\x01"
 
 
 def traceparent(trace: bytes) -> str:
-    """Return a trace as the header of W3C; "" of none."""
+    """Return a trace as a W3C ``traceparent`` header; "" if there is none."""
     if len(trace) != TRACE_BYTES:
         return ""
     return f"00-{trace[:16].hex()}-{trace[16:24].hex()}-{trace[24:].hex()}"
@@ -158,7 +159,7 @@ _DECODER = msgspec.msgpack.Decoder(TransferOffer)
 
 
 def pack_have(have: Mapping[str, Bits]) -> tuple[tuple[str, bytes], ...]:
-    """Return the bitmaps of :attr:`TransferOffer.have`."""
+    """Return bitmaps as :attr:`TransferOffer.have` has them."""
     return tuple(
         (name, np.packbits(bits, bitorder="little").tobytes())
         for name, bits in have.items()

@@ -16,7 +16,7 @@ from kvwire.types import Deadline, plain, whole
 
 
 class TransferOptions(TypedDict, total=False):
-    """Types what every verb takes; ``Connection.pull`` explains each."""
+    """The options of every verb; ``Connection.pull`` explains each."""
 
     deadline: Deadline
     priority: int
@@ -28,20 +28,20 @@ class TransferOptions(TypedDict, total=False):
 
 
 class ReceiveOptions(TransferOptions, total=False):
-    """Types what ``pull`` and ``expect`` take; ``Connection.pull`` explains each."""
+    """The options of ``pull`` and ``expect``; ``Connection.pull`` explains each."""
 
     have: Have
 
 
 class SendOptions(TransferOptions, total=False):
-    """Types what ``push`` takes; ``Connection.push`` explains each."""
+    """The options of ``push``; ``Connection.push`` explains each."""
 
     group_bytes: int | None
     growing: bool
 
 
 class PublishOptions(SendOptions, total=False):
-    """Types what ``publish`` takes; ``Communicator.publish`` explains each."""
+    """The options of ``publish``; ``Communicator.publish`` explains each."""
 
     consumers: int
 
@@ -58,7 +58,7 @@ _NUMBERS: Final = frozenset({"priority", "consumers", "group_bytes", "tokens"})
 
 
 def check_options(verb: str, options: Any) -> None:
-    """Refuse an option that a verb does not have; make plain ints of NumPy's."""
+    """Refuse options that a verb does not have; turn NumPy's ints into plain ones."""
     names = _VERBS[verb].__optional_keys__
     for name, value in options.items():
         if name not in names:
@@ -100,10 +100,10 @@ def grown_lists(lists: BlockLists, tokens: Tokens, cache: PagedCache) -> BlockLi
 
 
 def transfer_key(id: str | bytes | int) -> bytes:
-    """Return the bytes that name a transfer on the wire; 1, "1", b"1" are three names.
+    """Return the bytes that name a transfer on the wire; 1, "1" and b"1" differ.
 
     Raises:
-        UsageError: Another type, or too long.
+        UsageError: The id has another type, or is too long.
     """
     if isinstance(id, str):
         try:

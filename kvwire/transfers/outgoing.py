@@ -2,9 +2,9 @@
 
 One transfer may serve several consumers, such as the ranks of a tensor-parallel group,
 each with a leg and a plan of its own. They all read the same log of marks, and on each
-link a flow turns marks into segments. Small layers go at once while nothing is under
-way, and wait for their neighbours while something is (as Nagle's algorithm has it for
-small packets); large marks are cut.
+link a flow turns marks into segments. Small layers are sent at once while nothing is
+under way; otherwise they wait to be joined with their neighbours, as Nagle's algorithm
+does with small packets. Large marks are cut.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class Outgoing(Transfer, AsyncWith):
     def finish(self, *, partial: bool = False) -> None:
         """Commit: no more marks. Thread-safe and non-blocking.
 
-        Does nothing once the transfer is over, so a forward pass that was left early
-        because of :meth:`done` need not remember that.
+        Does nothing once the transfer is over, so a forward pass that stopped early
+        because of :meth:`done` may still call it.
 
         Args:
             partial: Commit although parts were not marked; the outcome names them.
@@ -157,7 +157,7 @@ class Outgoing(Transfer, AsyncWith):
             self._log.finish(partial=partial)
 
     def renew_lease(self) -> None:
-        """Hold the blocks for a whole lease more, although a consumer is missing.
+        """Restart the lease of the blocks, although a consumer is missing.
 
         For a producer that knows that its consumer will still come. Does nothing once
         the transfer is over.
@@ -206,10 +206,10 @@ class Outgoing(Transfer, AsyncWith):
         return offer.read_have(peer)
 
     def _check_plan(self, plan: TransferPlan) -> None:
-        """Refuse a consumer whose list is for more or fewer tokens than another's.
+        """Refuse a consumer that lists another number of tokens than the others.
 
         Raises:
-            ProfileMismatch: It is.
+            ProfileMismatch: It does.
         """
         mine = plan.template.tokens
         for other in self._legs:
@@ -350,7 +350,7 @@ class SendFlow:
         self._sent: dict[int, Segment] = {}
 
     def send(self, *, in_turn: bool = False) -> None:
-        """Turn the marks that have come since the last time into segments."""
+        """Turn the marks made since the last call into segments."""
         leg = self._leg
         log = self._out._log
         if leg.state is not LegState.MOVING and leg.state is not LegState.SETTLED:
@@ -376,11 +376,11 @@ class SendFlow:
         leg.link.run()
 
     def _send_pieces(self, *, all_in: bool, complete: bool) -> None:
-        """Send pieces until the link has enough, and commit behind the last one.
+        """Send pieces until the link has enough, and commit after the last one.
 
-        Both sides look up where each fragment lies: of a GiB at once that would hold
-        their loops for milliseconds. So no more than AHEAD_BYTES are looked up ahead of
-        the link, which calls again when half of them have gone.
+        Both sides look up the address of each fragment; for a GiB at once that would
+        block their loops for milliseconds. So at most AHEAD_BYTES are looked up ahead
+        of the link, which calls again when half of them have been sent.
         """
         leg = self._leg
         out = self._out
@@ -420,7 +420,7 @@ class SendFlow:
                 transfers.commit(core, complete=complete)
 
     def event(self, event: TransferEvent) -> None:
-        """Note that the consumer has some segments."""
+        """Record that segments have arrived at the consumer."""
         assert isinstance(event, SegmentsAcknowledged)
         leg = self._leg
         out = self._out
@@ -438,7 +438,7 @@ class SendFlow:
         self.send()
 
     def end(self, error: KVWireError | None) -> None:
-        """Note what has landed that no event has named, and what came damaged."""
+        """Record segments that landed without an event, and those that were damaged."""
         self._record.on_sent = None  # the record and the flow name each other
         if error is not None:
             return
@@ -456,7 +456,7 @@ class SendFlow:
             out._note("acknowledged", landed)
 
     def _link_sent(self) -> None:
-        """Send the next pieces, or wait for marks: the link has sent what there was."""
+        """Send the next pieces, or wait for marks: the link has sent all it had."""
         leg = self._leg
         if self._pieces:
             if self._turn is None:
@@ -467,9 +467,9 @@ class SendFlow:
                 self._take_turn()
 
     def _take_turn(self) -> None:
-        """Send what is held back after this turn of the loop, if not too much is sent.
+        """Send the held-back mark after this turn of the loop, if the link is idle.
 
-        The marks of one turn go together.
+        All marks of one turn go together.
         """
         if self._turn is not None or self.under_way >= SEGMENTS_TOGETHER:
             return
@@ -482,7 +482,7 @@ class SendFlow:
             self.send(in_turn=True)
 
     def _take(self, mark: ReadyRange) -> None:
-        """Hold a mark back until it makes a segment, together with its neighbours."""
+        """Hold a mark back, to be joined with its neighbours into one segment."""
         held = self._held
         plan = self._leg.plan
         if held is not None:
@@ -499,7 +499,7 @@ class SendFlow:
             self._flush()
 
     def _flush(self) -> None:
-        """Queue what is held back, as one segment or in pieces."""
+        """Queue the held-back mark, as one segment or in pieces."""
         leg = self._leg
         named = self._held_as
         nbytes = self._held_bytes
@@ -523,8 +523,8 @@ class SendFlow:
     def _cut(self, segment: Segment, nbytes: int) -> None:
         """Queue a segment in pieces, none much larger than SEGMENT_BYTES.
 
-        Of whole layers, so that the first can be read while the others come, unless the
-        bytes of a block's layers lie together.
+        The pieces are whole layers, so that the first can be read while the others are
+        on their way, unless the bytes of a block's layers lie together.
         """
         plan = self._leg.plan
         order = plan.groups[segment.group].order
@@ -547,7 +547,7 @@ def _cut_range(whole: range, step: int) -> list[range]:
 
 
 def _joins(before: ReadyRange, mark: ReadyRange) -> bool:
-    """Return whether a mark goes on with the layers of the one before."""
+    """Return whether a mark continues the previous one with the next layers."""
     return (
         before.group == mark.group
         and before.blocks == mark.blocks

@@ -1,6 +1,6 @@
 """The interfaces of a connection and a communicator that a KV transfer uses.
 
-Transfers know nothing else of either; those that implement these stand above them.
+Transfers use nothing else of either; the rooms above implement these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvwire.types import PeerInfo
 
 
 class ConnectionPort(Protocol):
-    """Stands for one connection, as transfers use it.
+    """The part of a connection that transfers use.
 
     Attributes:
         front: The connection that users hold.
@@ -35,7 +35,7 @@ class ConnectionPort(Protocol):
 
     @property
     def silent_s(self) -> float:
-        """Return the seconds since the peer was last active."""
+        """Return the seconds since the peer last sent anything."""
 
     def start_transfer(
         self,
@@ -46,7 +46,7 @@ class ConnectionPort(Protocol):
         description: bytes,
         pull: bool,
     ) -> None:
-        """Send OPEN; the leg has its request of the core from here on."""
+        """Send OPEN, and set the leg's core request."""
 
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
@@ -61,20 +61,20 @@ class ObserverPort(Protocol):
     """Observes when transfers begin and end.
 
     Attributes:
-        traced: Whether some watcher traces.
+        traced: Whether at least one observer is a tracer.
     """
 
     traced: bool
 
     @property
     def watchers(self) -> Sequence[object]:
-        """Return who is told; most often nobody."""
+        """Return the observers; usually there are none."""
 
     def trace_context(self) -> bytes:
-        """Return the trace that the caller is in; b"" if it is in none."""
+        """Return the caller's trace context, or b"" if there is none."""
 
     def begun(self, transfer: Any) -> None:
-        """Tell that a transfer was taken on."""
+        """Report that a transfer has begun."""
 
     def ended(
         self,
@@ -82,11 +82,11 @@ class ObserverPort(Protocol):
         outcome: Outcome,
         connections: Iterable[ConnectionPort],
     ) -> None:
-        """Tell that a transfer has an outcome, and which connections it ran on."""
+        """Report a transfer's outcome, and the connections that it ran on."""
 
 
 class RegistryPort(Protocol):
-    """Stands for all transfers of a communicator, as each of them uses it."""
+    """The part of the registry that a transfer uses."""
 
     def over(self, end: Any, cause: KVWireError) -> None:
         """Remove a transfer that has ended; keep the cause for late peers."""
@@ -99,11 +99,11 @@ class RegistryPort(Protocol):
 
 
 class SharedServices(Services):
-    """Adds what transfers share to what the parts of a communicator share.
+    """Adds the registry and the observers to the services of a communicator.
 
     Attributes:
         registry: All transfers of the communicator that have not ended.
-        watchers: Those that are called when a transfer begins and ends.
+        watchers: The observers, called when a transfer begins and ends.
     """
 
     def __init__(

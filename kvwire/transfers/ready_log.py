@@ -46,10 +46,10 @@ class ReadyRange(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Group:
-    """Holds what marks of one group are checked against.
+    """The blocks and layers of one group against which marks are checked.
 
-    The list of a growing transfer has room for blocks that are not named yet; it is the
-    transfer's own, so whoever reads it finds the names where they will be.
+    The list of a growing transfer has room for blocks that are not named yet. It
+    belongs to the transfer, so readers find later names in place.
     """
 
     layers: range
@@ -59,11 +59,11 @@ class _Group:
 
     @property
     def blocks(self) -> range:
-        """Return the positions of the list."""
+        """Return the positions of the list, as a range."""
         return range(self.ids.size)
 
     def check_names(self, group: str, ids: Ids) -> None:
-        """Refuse names that have no room or were given before."""
+        """Refuse block ids beyond the room of the list, or named before."""
         if self.named + ids.size > self.ids.size:
             raise UsageError(
                 f"extend: {ids.size} more blocks of group {group!r}; {self.named} of "
@@ -81,8 +81,8 @@ class ReadyLog:
 
     Attributes:
         log: Marks whose bytes may be sent, oldest first; grows, never shrinks.
-        finished: No mark will come any more.
-        failed: Why something that was marked will never be ready; "" if it may be.
+        finished: Whether the last mark was made.
+        failed: Why a marked part will never be ready; "" if none has failed.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class ReadyLog:
                 group.named += ids.size
 
     def add(self, layers: Which, blocks: Which, group: str | None, after: Any) -> None:
-        """Check a mark and let it flow, at once or when ``after`` is done.
+        """Check a mark and append it to the log, at once or when ``after`` is done.
 
         Raises:
-            UsageError: A layer, block or group that there is not, something marked
-                before, a finished transfer, too many marks, or an ``after`` that cannot
-                be waited for.
+            UsageError: A layer, block or group does not exist or was marked before; the
+                transfer is finished or has too many marks; or ``after`` has a type
+                that cannot be waited for.
         """
         if group is None and len(self._groups) > 1:
             names = self._unnamed(layers, blocks)
@@ -166,7 +166,7 @@ class ReadyLog:
         return self._waiter.prepare(after)
 
     def finish(self, *, partial: bool) -> None:
-        """Close the log: no mark will come any more."""
+        """Close the log: there will be no more marks."""
         with self._lock:
             if not (partial or self.finished or self.complete):
                 raise UsageError(
@@ -178,12 +178,12 @@ class ReadyLog:
 
     @property
     def all_in(self) -> bool:
-        """Whether the log is finished, and every ``after`` has come true."""
+        """Whether the log is finished, and every ``after`` is done."""
         return self.finished and not self._later and not self.failed
 
     @property
     def layers(self) -> tuple[int, int]:
-        """Return how many layers were marked in whole, and how many there are."""
+        """Return the number of wholly marked layers, and of all layers."""
         groups = self._groups.values()
         whole = sum(group.coverage.whole_layers.bit_count() for group in groups)
         return whole, sum(len(group.layers) for group in groups)
@@ -194,7 +194,7 @@ class ReadyLog:
         return all(map(_COMPLETE, self._groups.values()))
 
     def wake(self) -> None:
-        """Have the loop look at the log soon; one wake-up for any number of marks."""
+        """Make the loop read the log soon; one wake-up serves any number of marks."""
         if self._woken:
             return
         self._woken = True
@@ -209,7 +209,7 @@ class ReadyLog:
             assert self._loop.is_closed()
 
     def close(self) -> None:
-        """Wake nobody and encode nothing any more: the transfer is over."""
+        """Stop waking the loop, and stop encoding: the transfer is over."""
         self._wake = _nobody
         if self._encode is not None:
             self._encode = _nothing
@@ -319,15 +319,15 @@ def _by_layer(made: list[ReadyRange]) -> Iterator[ReadyRange]:
 
 
 def _nobody() -> None:
-    """Stand for the transfer that a closed log would wake."""
+    """Do nothing: the wake-up of a closed log."""
 
 
 def _nothing(mark: ReadyRange, then: Callable[[Failure], None]) -> None:
-    """Stand for the encoder of a transfer that is over."""
+    """Do nothing: the encoder of a closed log."""
 
 
 def _range(which: Which, held: range, what: str, group: str) -> range:
-    """Return the part that a caller names, relative to the first one held."""
+    """Return the part that a caller names, relative to the first index held."""
     if which is None:
         return held if not held.start else range(len(held))
     where = f"ready: {what} of group {group!r}"

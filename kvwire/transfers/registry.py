@@ -4,12 +4,12 @@ One side names a transfer with ``publish`` or ``expect`` and waits; the other as
 it with ``pull`` or ``push``. Each name and role has a *slot*, where the first to come
 waits: our end until its lease ends, a peer's question until the peer gives up.
 
-What has ended here is remembered for the peers that may still ask for it, so that a
-peer that asks too late gets the reason and does not wait. And a leg whose peer may not
-know how it ended stays in its slot until the peer does, or would no longer ask.
+Ended transfers are remembered for peers that may still ask for them, so that a peer
+that asks too late gets the reason instead of waiting. A leg whose peer may not know how
+it ended stays in its slot until the peer knows, or would no longer ask.
 
-One rule holds between any two calls: a question waits only in a slot that has no end
-for it, or one that can answer it only LATER.
+One rule holds between any two calls: a question waits only in a slot without an end, or
+with one that can answer it only LATER.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Key = tuple[bytes, bool]
 
 
 class Answer(enum.Enum):
-    """Answers a peer that asks for a transfer."""
+    """The possible answers to a peer that asks for a transfer."""
 
     YES = "yes"
     NO = "no"
@@ -72,8 +72,8 @@ class Question(NamedTuple):
 
     Attributes:
         key: The slot where it waits.
-        link: The connection that has brought it.
-        event: What the peer asks, and its half of the transfer.
+        link: The connection on which it arrived.
+        event: The peer's request, with its half of the transfer.
     """
 
     key: Key
@@ -82,19 +82,19 @@ class Question(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the memory that it takes."""
+        """Return the bytes of memory that the question takes."""
         return len(self.event.description) + WAITING_RECORD_BYTES
 
 
 class Past(NamedTuple):
-    """Remembers how a use of a name ended, for those who do not know yet.
+    """Remembers how a use of a name ended, for peers that may not know yet.
 
     Attributes:
         code: The code for a peer that asks too late, the same as for one in time.
-        reason: Why it ended. Not the error, whose traceback has frames and caches.
-        endpoint_id: Its end's name over all links, as peers who met it know it.
-        unseen: How many peers never came.
-        known: The ends of those who came, and may not know how it ended.
+        reason: Why it ended, as a text: an error's traceback would keep caches alive.
+        endpoint_id: This side's end, by which peers that met it name it.
+        unseen: The number of peers that never came.
+        known: The ends of peers that came, and may not know how it ended.
     """
 
     code: WireCode
@@ -108,10 +108,10 @@ _UNKNOWN: Final = Past(WireCode.OTHER, "nothing is known of it", b"", 0, frozens
 
 
 class Slot:
-    """Holds what is under one name and role now.
+    """Holds the current end, questions and owed legs of one name and role.
 
     Attributes:
-        end: What waits or runs under it here.
+        end: This side's transfer that waits or runs under it, if any.
         asked: The questions of peers that wait for it.
         owed: Legs that are over here, whose peers may not know that.
     """
@@ -150,7 +150,7 @@ class TransferRegistry:
     # --- our side ---------------------------------------------------------------------
 
     def offer(self, end: Transfer) -> None:
-        """Wait for the peer (``publish``, ``expect``), or match one that waits.
+        """Offer a transfer to peers (``publish``, ``expect``), waiting ones first.
 
         Raises:
             UsageError: The name is in use, or too much memory is in quarantine.
@@ -179,7 +179,7 @@ class TransferRegistry:
             self._ask_again(key)
 
     def ask(self, end: Transfer, link: ConnectionPort) -> None:
-        """Ask the peer (``pull``, ``push``).
+        """Ask the peer for a transfer (``pull``, ``push``).
 
         On a connection that is closed or lost the transfer ends, with an outcome.
 
@@ -246,7 +246,7 @@ class TransferRegistry:
             self._look = end._loop.call_later(WAITING_LOG_S, self._name_open)
 
     def _name_open(self) -> None:
-        """Name in the log, once, each transfer that was open at the last look too."""
+        """Log each transfer once that was open at the previous check too."""
         self._look = None
         for end in self.live:
             if end._seen_open and not end._named_in_log:
@@ -265,10 +265,10 @@ class TransferRegistry:
     # --- the peer's side --------------------------------------------------------------
 
     def opened(self, link: ConnectionPort, event: TransferOpened) -> None:
-        """Match a peer that asks, answer it, or let it wait.
+        """Answer a peer that asks for a transfer, or let it wait.
 
-        In this order: a leg that is over here and whose peer does not know that; a use
-        of the name that has ended; the end that has the name now.
+        Checked in this order: a leg that is over here and whose peer does not know
+        that; a use of the name that has ended; the end that has the name now.
         """
         request = event.request
         if request.over:
@@ -329,7 +329,7 @@ class TransferRegistry:
         event.request.context = question
 
     def _waits_no_more(self, question: Question) -> None:
-        """Give back the room of a question that was taken out of its slot."""
+        """Subtract a question, taken out of its slot, from the waiting bytes."""
         question.event.request.context = None
         self._waiting_bytes[question.link] -= question.nbytes
         if not self._waiting_bytes[question.link]:
@@ -345,7 +345,7 @@ class TransferRegistry:
         link.transfers.forget(request)
 
     def _ask_again(self, key: Key) -> None:
-        """Look again at the peers that wait for a transfer of this name."""
+        """Answer the peers anew that wait for a transfer of this name."""
         slot = self._slots.get(key)
         if slot is None:
             return
@@ -358,7 +358,7 @@ class TransferRegistry:
         self._tidy(key)
 
     def _tidy(self, key: Key) -> None:
-        """Drop a slot that holds nothing."""
+        """Remove a slot if it is empty."""
         slot = self._slots.get(key)
         if slot is not None and slot.end is None and not (slot.asked or slot.owed):
             del self._slots[key]
@@ -366,10 +366,10 @@ class TransferRegistry:
     # --- what has ended ---------------------------------------------------------------
 
     def _ended(self, key: Key, offer: TransferOffer) -> Past | None:
-        """Return why the transfer that a peer asks for has ended; None if it has not.
+        """Return how the transfer that a peer asks for has ended; None if it has not.
 
-        An end that was given the reason, and lost its link before it learned it, gets
-        it again.
+        A peer that was sent the reason, and lost its link before it arrived, gets it
+        again.
         """
         past = self._past.get((key, offer.endpoint_id))
         if past is None:
@@ -390,10 +390,10 @@ class TransferRegistry:
         return past
 
     def _last_use(self, key: Key, offer: TransferOffer) -> Past | None:
-        """Return how the last use of a name has ended, if a peer asks for that.
+        """Return how the last use of a name has ended, if a peer asks for that one.
 
-        A peer that never came gets the reason once. After that the name can be used
-        anew, untainted by its last use.
+        A peer that never came gets the reason once. After that it gets the next
+        transfer of the name.
         """
         past = self._past.get((key, b""))
         if past is None:
@@ -402,7 +402,7 @@ class TransferRegistry:
         return past if met or (past.unseen and not offer.peer_id) else None
 
     def _remember(self, key: Key, past: Past) -> None:
-        """Keep the last use of a name for as long as a peer may ask for it."""
+        """Keep the last use of a name as long as a peer may ask for it."""
         self._past.pop((key, b""), None)
         if past.unseen or past.known:
             self._keep((key, b""), past)
@@ -417,7 +417,7 @@ class TransferRegistry:
     def owe(self, leg: Leg) -> None:
         """Keep a leg that is over here until its peer knows how it ended.
 
-        Without a link, for as long as the peer would wait for one.
+        Without a link it is kept for one lease, the time for which the peer would wait.
         """
         end = leg.transfer
         key = end._slot_key
@@ -462,7 +462,7 @@ class TransferRegistry:
     # --- connections ------------------------------------------------------------------
 
     def connection_lost(self, link: ConnectionPort) -> None:
-        """Release a connection whose link has touched memory for the last time."""
+        """Release the legs of a lost link, which no longer touches memory."""
         for end in list(self.live):
             for leg in end._legs:
                 if leg.link is link and leg.state is LegState.LOST:
@@ -477,7 +477,7 @@ class TransferRegistry:
                 self._ask_again(key)
 
     def interrupted(self, origin: bytes) -> bool:
-        """Return whether some transfer with a peer waits for another link."""
+        """Return whether a transfer with a peer waits for another link."""
         return any(leg.state in OFF_LINK for leg in self._legs_of(origin))
 
     def _legs_of(self, origin: bytes) -> Iterator[Leg]:
@@ -491,7 +491,7 @@ class TransferRegistry:
 
     @property
     def unmet(self) -> bool:
-        """Whether something waits here that no peer has asked for yet."""
+        """Whether a transfer waits here that no peer has asked for yet."""
         ends = (slot.end for slot in self._slots.values())
         return any(end is not None and not end._legs for end in ends)
 
@@ -507,9 +507,10 @@ class TransferRegistry:
                 leg.transfer._stop(error, WireCode.GOING_AWAY)
 
     def reattach(self, link: ConnectionPort) -> None:
-        """Ask again, on a new link to a peer, for what this side had asked for.
+        """Ask a peer again, on a new link, for the transfers this side had asked for.
 
-        If this link is gone again, or full, the next one is the same to them.
+        If this link fails too, or its peer has too many to answer, they wait for the
+        next.
         """
         for leg in list(self._legs_of(link.peer.origin)):
             if not leg.asks or leg.state is not LegState.WAITING:
@@ -523,7 +524,7 @@ class TransferRegistry:
     # --- the end ----------------------------------------------------------------------
 
     def end(self, id: str | bytes | int, reason: str) -> None:
-        """Abort whatever here has this name and waits for its peer."""
+        """Abort every open transfer of this name."""
         key = transfer_key(id)
         for end in list(self.live):
             if end._key == key:
@@ -532,7 +533,7 @@ class TransferRegistry:
     def closing(self, link: ConnectionPort | None = None) -> None:
         """End the transfers of a connection, or of all, that is closed gracefully.
 
-        What the producer has finished is delivered; every other transfer ends.
+        A transfer that only has to be delivered is delivered; every other one ends.
         """
         error = ClosedOK("this side has closed")
         for end in list(self.live):
@@ -552,12 +553,12 @@ class TransferRegistry:
     # --- what snapshots show ----------------------------------------------------------
 
     def views(self, limit: int | None = None) -> list[TransferView]:
-        """Show the open transfers, the oldest first."""
+        """Return views of the open transfers, oldest first."""
         return [end._view() for end in islice(self.live, limit)]
 
     @property
     def unanswered(self) -> list[str]:
-        """Return the ids that peers ask for and that nobody here has named."""
+        """Return the ids that peers asked for and this side has not offered."""
         return [
             key[0][1:].decode(errors="replace")
             for key, slot in self._slots.items()
@@ -566,13 +567,13 @@ class TransferRegistry:
 
 
 class TransferServices(SharedServices):
-    """Holds what the parts of a communicator share, and its transfers."""
+    """The services of a communicator, with its registry of transfers."""
 
     registry: TransferRegistry
 
 
 def answer_of(end: Transfer, link: ConnectionPort, offer: TransferOffer) -> Answer:
-    """Return whether a peer that asks may have the transfer."""
+    """Return the answer to a peer that asks for a transfer."""
     if end._state is not TransferState.OPEN:
         return Answer.LATER
     known = end._known(link, offer)
@@ -587,10 +588,10 @@ def answer_of(end: Transfer, link: ConnectionPort, offer: TransferOffer) -> Answ
 
 
 def _check_room(end: Transfer) -> None:
-    """Refuse to begin while too much memory waits to be let go of.
+    """Refuse a transfer while too much memory is in quarantine.
 
     Raises:
-        UsageError: It does.
+        UsageError: It is.
     """
     buffers = end._services.buffers
     if not buffers.holds.retired:
@@ -605,7 +606,7 @@ def _check_room(end: Transfer) -> None:
 
 
 def _code_of(cause: KVWireError) -> WireCode:
-    """Return the number of what ended a transfer, as peers that are there get it."""
+    """Return the wire code of the error that ended a transfer."""
     if isinstance(cause, RequestCancelled):
         return WireCode.CANCELLED
     return cause.code if isinstance(cause, RequestError) else WireCode.OTHER

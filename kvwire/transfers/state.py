@@ -1,10 +1,10 @@
 """Every state of a KV transfer and of its legs, and every step between them.
 
-Rule 1: what decides a transition stands in this file. Rule 2: the tables do not know
-which end runs them. A step that is not listed does not exist: asking for it is a bug.
+Rule 1: everything that decides a transition is in this file. Rule 2: the tables are the
+same for both ends. A step that is not listed does not exist: asking for it is a bug.
 
-A transfer is one end, over all peers and links. A leg is what one peer gets of it, or
-sends to it, over all links (on one link, kvwire.proto.state calls that a request).
+A transfer is one end, over all peers and links. A leg is one peer's part of it, over
+all links (on one link, kvwire.proto.state calls that a request).
 
 States of a transfer:
 
@@ -57,7 +57,7 @@ from kvwire.types import Symbol, Transitions
 
 
 class TransferState(Symbol):
-    """Names how far one end of a transfer is."""
+    """The states of one end of a transfer."""
 
     NEW = "new"
     DOOMED = "doomed"
@@ -95,7 +95,7 @@ TRANSFER_TRANSITIONS: Final = Transitions[TransferState, TransferInput](
 
 
 class LegState(Symbol):
-    """Names how far a leg is."""
+    """The states of a leg."""
 
     ASKED = "asked"
     MOVING = "moving"

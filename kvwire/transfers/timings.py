@@ -1,4 +1,4 @@
-"""The time that one end of a KV transfer spent waiting, by reason; the sum is whole."""
+"""How long one end of a KV transfer waited for each thing; the times add up."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Phase = Literal[
 
 
 class PhaseTimer:
-    """Divides the time of a transfer: at each moment it is in one phase.
+    """Divides the time of a transfer into phases; one phase is current at each moment.
 
     Args:
         created: When the transfer was asked for; None for now.
-        phase: What it waits for first.
+        phase: The first phase.
 
     Attributes:
-        phase: What it waits for now.
+        phase: The current phase: what the transfer waits for.
     """
 
     __slots__ = ("_since", "_spent", "created", "phase")
@@ -37,14 +37,14 @@ class PhaseTimer:
         return monotonic() - self.created
 
     def enter(self, phase: Phase, ago_s: float = 0.0) -> None:
-        """Note that it waits for something else, now or since a moment ago."""
+        """Change the phase, now or as of a moment ago."""
         at = max(self._since, monotonic() - ago_s)
         self._spent[self.phase] = self._spent.get(self.phase, 0.0) + at - self._since
         self._since = at
         self.phase = phase
 
     def timings(self) -> Timings:
-        """Return where the time until now went."""
+        """Return the time spent in each phase until now."""
         now = monotonic()
         spent = self._spent
         spent[self.phase] = spent.get(self.phase, 0.0) + now - self._since

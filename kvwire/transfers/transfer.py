@@ -1,10 +1,10 @@
 """One end of a KV transfer: an id, peers, a lease, and exactly one outcome.
 
-What users hold, :class:`~kvwire.Outgoing` and :class:`~kvwire.Incoming`, are the two
-kinds of it. A transfer outlives the links it runs on. With each peer it has a *leg*
+Its two kinds, :class:`~kvwire.Outgoing` and :class:`~kvwire.Incoming`, are the objects
+that users hold. A transfer outlives the links it runs on. With each peer it has a *leg*
 (:mod:`kvwire.transfers.leg`); when a leg's link is lost the transfer waits, within its
-lease, for another link, which goes on with what has not landed. Its memory is free when
-it has ended and no link can touch it any more: that is ``drained``.
+lease, for another link, on which the missing parts move. Its memory is free when it has
+ended and no link can touch it any more: then it is ``drained``.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Progress(NamedTuple):
     """Counts the layers, over all groups, and payload bytes of a transfer.
 
     Attributes:
-        layers: How many there are; 0 until its peer is known.
-        marked: Those that the producer has marked, as far as this side knows.
-        landed: Those of which every block has landed.
-        nbytes: Payload bytes that move; 0 until its peer is known.
-        landed_bytes: Those that have landed.
+        layers: Its layers; 0 until its peer is known.
+        marked: Layers that the producer has marked, as far as this side knows.
+        landed: Layers whose blocks have all landed.
+        nbytes: Payload bytes to move; 0 until its peer is known.
+        landed_bytes: Payload bytes that have landed.
     """
 
     layers: int = 0
@@ -97,7 +97,7 @@ class TransferView(NamedTuple):
 
 
 class Transfer:
-    """Offers what both ends of a transfer have."""
+    """The methods that both ends of a transfer share."""
 
     # Which end it is.
     _receives = False
@@ -219,15 +219,15 @@ class Transfer:
 
     @property
     def id(self) -> str | bytes | int:
-        """Return the name that both applications know the transfer by."""
+        """Return the id that both applications use for the transfer."""
         return self._id
 
     @property
     def traceparent(self) -> str:
-        """Return W3C's name of the trace it is in; "" if nobody traces.
+        """Return its trace as a W3C ``traceparent`` header; "" without tracing.
 
-        The peer's, as soon as that is known. Both ends are in one trace, unless each
-        was begun in a trace of its own.
+        The peer's trace is used as soon as it is known: both ends are in one trace,
+        unless each began in a trace of its own.
         """
         return traceparent(self._peer_trace or self._trace)
 
@@ -248,8 +248,8 @@ class Transfer:
     async def drained(self) -> None:
         """Wait until nothing of kvwire can touch the transfer's blocks any more.
 
-        Only from here may they be used for something else. Without deadline: a timeout
-        would be a guess, and memory is either free or it is not.
+        The blocks may be reused only after that. There is no deadline: memory is either
+        free or it is not, and a timeout would be a guess.
 
         Cancel safety: safe, it only watches.
         """
@@ -272,7 +272,7 @@ class Transfer:
         """Return this side's half, for OPEN and AGREE.
 
         Args:
-            peer_id: The peer's end, if this side goes on with it.
+            peer_id: The peer's end, if the two have met.
             plan: The digest of this side's plan, in an answer.
         """
         return TransferOffer(
@@ -289,7 +289,7 @@ class Transfer:
         raise NotImplementedError
 
     def _coded(self, codec: object) -> tuple[PagedCache, BlockLists]:
-        """Return the cache that links touch, and where the listed blocks are in it."""
+        """Return the cache that links touch, and the block lists in it."""
         raise NotImplementedError
 
     def _held_by(self, offer: TransferOffer, peer: Geometry) -> Mapping[str, Bits]:
@@ -297,37 +297,37 @@ class Transfer:
         raise NotImplementedError
 
     def _flow(self, leg: Leg) -> Flow:
-        """Return what moves the segments of a leg on the link that carries it now."""
+        """Return a flow for a leg's segments on the link that carries it now."""
         raise NotImplementedError
 
     def _check_plan(self, plan: TransferPlan) -> None:
         """Refuse a plan that does not fit those of other legs."""
 
     def _met(self, leg: Leg, offer: TransferOffer) -> None:
-        """Note that a leg has a plan, and what its peer has reported with it."""
+        """Handle the peer's offer after a leg has got its plan."""
         raise NotImplementedError
 
     def _leg_over(self, leg: Leg, error: KVWireError | None) -> None:
-        """Take in that a leg of an open transfer is over: served, or ended."""
+        """Handle the end of a leg while the transfer is open: served, or failed."""
         raise NotImplementedError
 
     def _stop_jobs(self) -> int:
-        """Begin no more work on threads; return 1 if some still reads the blocks."""
+        """Start no more work on threads; return 1 if one still reads the blocks."""
         return 0
 
     @property
     def _waits_for(self) -> str:
-        """Say what an open transfer waits for, for logs and outcomes."""
+        """Describe what an open transfer waits for, in logs and outcomes."""
         raise NotImplementedError
 
     @property
     def _progress(self) -> Progress:
-        """Count what is marked and what has landed; for snapshots, not for loops."""
+        """Count the marked and landed parts; for snapshots, not for hot loops."""
         raise NotImplementedError
 
     @property
     def _finishing(self) -> bool:
-        """Whether nothing but delivering it is left to do on this side."""
+        """Whether this side has only to deliver what it has committed."""
         return False
 
     # --- legs -------------------------------------------------------------------------
@@ -354,13 +354,13 @@ class Transfer:
     def _matched(
         self, link: ConnectionPort, core: RequestRecord, offer: TransferOffer
     ) -> None:
-        """Answer the peer of a link that asks, whom :meth:`_known` lets have it."""
+        """Answer a peer whose question the registry has accepted."""
         leg = self._known(link, offer) or self._new_leg(link, asks=False)
         leg.answer(link, core, offer)
         self._watch_lease()
 
     def _known(self, link: ConnectionPort, offer: TransferOffer) -> Leg | None:
-        """Return the leg that a peer asks to go on with, or None."""
+        """Return the leg that a peer asks to resume, or None."""
         for leg in self._legs:
             same_peer = leg.origin == link.peer.origin
             if same_peer and leg.peer_id == offer.endpoint_id:
@@ -387,7 +387,7 @@ class Transfer:
         return [leg for leg in self._legs if leg.state in states]
 
     def _release(self, leg: Leg) -> None:
-        """Wait for the memory of one leg to drain; the leg is lost, or all is over."""
+        """Release a leg's memory, and count it as busy until it drains."""
         buffers, released = self._services.buffers, leg.release()
         buffers.collect()
         for buffer in buffers.undrained(released):
@@ -411,10 +411,10 @@ class Transfer:
             self._expiry = self._loop.call_at(self._deadline, self._expired)
 
     def _watch_lease(self) -> None:
-        """Let the lease run while a peer is missing, and only then.
+        """Run the lease while a peer is missing, and only then.
 
-        What is left of the lease when a peer comes back and is lost again without any
-        progress is all there is: a link that breaks each time does not renew it.
+        A peer that comes back and is lost again without progress gets only the rest of
+        the lease: a link that breaks each time does not renew it.
         """
         here = sum(leg.state not in OFF_LINK for leg in self._legs)
         if here >= self._peers or self._outcome is not None:
@@ -427,7 +427,7 @@ class Transfer:
             self._lease = self._loop.call_at(self._lease_until, self._lease_over)
 
     def _renew_lease(self) -> None:
-        """Start the lease anew, since there is progress."""
+        """Restart the lease, because of progress or at the caller's request."""
         self._lease_until = None
         if self._lease is not None:
             self._lease.cancel()
@@ -449,17 +449,17 @@ class Transfer:
     # --- the end ----------------------------------------------------------------------
 
     def _stop(self, error: KVWireError, code: WireCode) -> None:
-        """End every leg with an error, and so the transfer, unless it ends already."""
+        """End every leg with an error, and the transfer, unless it is ending."""
         if self._state not in OVER:
             for leg in list(self._legs):
                 leg.refuse(error, code)
             self._end(error)
 
     def _end(self, cause: KVWireError) -> None:
-        """End the transfer, once; ``cause`` says why what is missing did not come.
+        """End the transfer, once; ``cause`` is why the missing parts did not come.
 
-        Where there is no memory for an outcome it is made in a moment: nobody would
-        ever end the transfer otherwise.
+        If there is no memory for an outcome, it is tried again a moment later:
+        otherwise the transfer would never end.
         """
         if self._state is TransferState.NEW:
             self._state = TRANSFER_TRANSITIONS[self._state, TransferInput.END]
@@ -483,9 +483,9 @@ class Transfer:
     def _record(self) -> None:
         """Make and record the outcome; the memory drains when the legs' buffers have.
 
-        Before: no leg begins anything new for this transfer. After: all that wait have
+        Before: no leg starts anything new for this transfer. After: every waiter has
         the outcome, the name is free, and each buffer that a link may still touch
-        counts in ``_busy``, which only its draining counts down.
+        counts in ``_busy``, which only its draining decrements.
         """
         cause, services = self._cause, self._services
         assert cause is not None
@@ -544,12 +544,12 @@ class Transfer:
     # --- traces -----------------------------------------------------------------------
 
     def _note(self, what: str, *more: str | int) -> None:
-        """Note an event for a trace; only where there is a ring."""
+        """Add an event to the trace ring; call it only if there is one."""
         assert self._ring is not None
         self._ring.note(what, self._endpoint_id.hex(), *more)
 
     def _note_peer(self, link: ConnectionPort, trace: bytes) -> None:
-        """Note the peer, and its trace, which takes the place of one made up here."""
+        """Note the peer; its trace replaces one that this side made up."""
         self._peer_trace = trace or self._peer_trace
         if self._trace and trace and not self._own_trace:
             self._trace = trace
