@@ -416,8 +416,9 @@ class Transfer:
         A peer that comes back and is lost again without progress gets only the rest of
         the lease: a link that breaks each time does not renew it.
         """
-        here = sum(leg.state not in OFF_LINK for leg in self._legs)
-        if here >= self._peers or self._outcome is not None:
+        over = self._outcome is not None
+        here = [] if over else [leg for leg in self._legs if leg.state not in OFF_LINK]
+        if over or len(here) >= self._peers:
             if self._lease is not None:
                 self._lease.cancel()
                 self._lease = None
