@@ -352,7 +352,11 @@ class ReceiveFlow:
         return self._promised.layers
 
     def event(self, event: TransferEvent) -> None:
-        """Handle the mark of a segment, or its complete arrival."""
+        """Give memory to a newly marked segment, or record one that has arrived.
+
+        Raises:
+            ProtocolError: It is not part of the plan, or was marked before.
+        """
         leg = self._leg
         inc = self._inc
         if isinstance(event, SegmentMarked):
