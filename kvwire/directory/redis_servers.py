@@ -120,7 +120,7 @@ class RedisClient:
     def keys_at(
         self, names: Collection[str], prefix: str
     ) -> dict[str, tuple[Any, str]]:
-        """Return the given cluster nodes that have slots, each with a key of its own."""
+        """Return the given cluster nodes that have slots, each with one of its keys."""
         found: dict[str, tuple[Any, str]] = {}
         if not names or isinstance(self.commands, Redis):
             return found
