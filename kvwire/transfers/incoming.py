@@ -296,7 +296,7 @@ class Incoming(Transfer):
     @property
     def _waits_for(self) -> str:
         if not self._legs:
-            return "no peer has pushed it"
+            return self._unasked() if self._unasked else "no peer has pushed it"
         leg = self._legs[0]
         peer = shown(leg.link.peer.name)
         if leg.state is LegState.ASKED:

@@ -18,7 +18,7 @@ import asyncio
 import enum
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Final, NamedTuple
@@ -198,9 +198,15 @@ class TransferRegistry:
             raise
         end._begin()
 
-    def defer(self, end: Transfer) -> None:
-        """Begin a transfer whose peer is asked as soon as it is connected."""
+    def defer(self, end: Transfer, unasked: Callable[[], str]) -> None:
+        """Begin a transfer whose peer is asked as soon as it is connected.
+
+        Args:
+            end: The transfer.
+            unasked: Says why its peer is not connected yet.
+        """
         _check_room(end)
+        end._unasked = unasked
         self.live[end] = None
         end._begin()
         end._watch_lease()
@@ -212,6 +218,7 @@ class TransferRegistry:
             UsageError: The peer has too many transfers to answer already.
             ConnectionClosed: The connection is closing or closed.
         """
+        end._unasked = None
         end._ask(link)
 
     def give_up(self, end: Transfer, error: KVWireError) -> None:

@@ -124,6 +124,8 @@ class Transfer:
     _outcome: Outcome | None = None
     # Why it has ended.
     _cause: KVWireError | None = None
+    # Says why its peer was not asked yet, if that peer is not connected.
+    _unasked: Callable[[], str] | None = None
     # How many things keep it from being drained.
     _busy = 0
     _lease: asyncio.TimerHandle | None = None

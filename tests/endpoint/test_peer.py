@@ -383,6 +383,20 @@ async def test_a_transfer_that_begins_before_its_peer_is_there() -> None:
         assert (await peer.pull("again", target, [2])).complete
 
 
+async def test_a_transfer_names_why_its_peer_is_not_connected() -> None:
+    async with kvwire.open() as comm:
+        peer = comm.peer(f"127.0.0.1:{free_port()}")
+        ends = (
+            peer.pull("pulled", cache(), [0], deadline=0.2),
+            peer.push("pushed", cache(), [0], deadline=0.2),
+        )
+        why = f"there is no connection to peer {peer.where!r}: "
+        assert all(why in repr(end) for end in ends)
+        for end in ends:
+            (reason,) = (await end).missing.reasons
+            assert f"deadline passed: {why}cannot connect to" in reason
+
+
 async def test_a_transfer_that_is_aborted_before_its_peer_is_there() -> None:
     async with communicators() as (near, far):
         port = free_port()
