@@ -143,6 +143,9 @@ async def test_a_peer_that_comes_late_is_found() -> None:
 async def test_nobody_at_the_address_is_an_error_and_an_outcome() -> None:
     async with kvwire.open(handshake_timeout_s=0.3) as comm:
         peer = comm.peer(f"127.0.0.1:{free_port()}")
+        # The first dial imports the backends, which may take longer than that.
+        with pytest.raises(kvwire.ConnectError):
+            await comm.connect(peer.where, timeout_s=30)
         incoming, outgoing = peer.pull("a", cache(), [0]), peer.push("b", cache(), [0])
         got, sent = bytearray(4), peer.send(1, b"x")
         received = peer.recv(2, got)
