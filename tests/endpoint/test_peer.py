@@ -389,9 +389,12 @@ async def test_a_transfer_that_begins_before_its_peer_is_there() -> None:
 async def test_a_transfer_names_why_its_peer_is_not_connected() -> None:
     async with kvwire.open() as comm:
         peer = comm.peer(f"127.0.0.1:{free_port()}")
+        # The first dial imports the backends, which may take longer than the deadline.
+        with pytest.raises(kvwire.ConnectError):
+            await comm.connect(peer.where, timeout_s=30)
         ends = (
-            peer.pull("pulled", cache(), [0], deadline=0.2),
-            peer.push("pushed", cache(), [0], deadline=0.2),
+            peer.pull("pulled", cache(), [0], deadline=1),
+            peer.push("pushed", cache(), [0], deadline=1),
         )
         why = f"there is no connection to peer {peer.where!r}: "
         assert all(why in repr(end) for end in ends)
