@@ -7,9 +7,8 @@ here and the same for all.
 A subclass promises:
 
 * ``write`` returns once the value is there for every later ``follow``. The value
-expires
-  if it is not written again for ``lease_s`` (or a few times as long: followers count
-  leases themselves).
+  expires if it is not written again for ``lease_s`` (or a few times as long: followers
+  count leases themselves).
 * ``follow`` first yields all existing values in one batch, which may be empty, and then
   each change soon after it was made. Writing a value again with the same bytes is a
   change as well: it is the sign of life that renews a lease.

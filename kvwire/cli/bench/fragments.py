@@ -1,11 +1,11 @@
 """``kvwire bench fragments``: scattered blocks of a cache, from small to large.
 
-All contenders move the same bytes, in the same fragments, scattered over the memory of
-both sides in the same places (see :mod:`~kvwire.cli.bench.operations`), and the bytes
-are compared once before anything is timed.
+All contenders move the same bytes, in the same fragments, scattered over both sides'
+memory in the same places (see :mod:`~kvwire.cli.bench.operations`), and the bytes are
+compared once before anything is timed.
 
-Rows are grouped by wire: contenders that go through the TCP stack, and those that rely
-on both processes being on one host.
+Rows are grouped by wire: contenders that go through the TCP stack, and those that
+require both processes to be on one host.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def why_not(transport: str) -> str:
 def contenders(
     transport: str, options: Mapping[str, object], peer: str = ""
 ) -> Iterator[Member]:
-    """Yield a transport's variants, each with the wire that it uses."""
+    """Yield a transport's variants, each with its wire."""
     name = f"kvwire {transport}"
     options = {"transport": transport, **options}
     if peer:

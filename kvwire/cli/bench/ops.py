@@ -42,7 +42,7 @@ _LAYERS: Final = 16
 
 
 def operations() -> dict[str, OpsWork]:
-    """Return all operations but a store's, by the name of their row."""
+    """Return all operations except a store's, by the name of their row."""
     kib64 = 64 * KIB
     works = [
         OpsWork(verb=verb, nbytes=nbytes, count=count, layers=layers, blocks=blocks)
@@ -79,7 +79,7 @@ def store_operations() -> dict[str, StoreWork]:
 
 
 def sides_cpu_s(row: CaseResult) -> list[float]:
-    """Return an operation's CPU seconds: on the initiating side, and on the other."""
+    """Return the CPU seconds of an operation: initiating side, other side."""
     samples = row.samples.get(row.case.ours[0].name)
     if samples is None:
         return []
@@ -233,7 +233,7 @@ def setup(
 
 
 def by_column(found: CaseResult) -> Findings:
-    """Turn a connection's timings into a row for each of them."""
+    """Turn a connection's timings into one row for each."""
 
     def row(at: int, name: str) -> CaseResult:
         whole = f"{found.case.name} {name}"
