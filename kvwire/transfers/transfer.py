@@ -343,7 +343,7 @@ class Transfer:
         """
         if self._state in OVER:
             return
-        waiting = self._legs and self._in(LegState.WAITING)
+        waiting = self._in(LegState.WAITING) if self._legs else ()
         leg = waiting[0] if waiting else self._new_leg(link, asks=True)
         try:
             leg.ask(link)
