@@ -458,7 +458,11 @@ class ConnectionCore:
         self._settle()
 
     def close(self, now: float, timeout_s: float) -> None:
-        """Finish the open requests, send CLOSE, then end. May be called again."""
+        """Close the connection gracefully. May be called again.
+
+        Receives without a message fail at once. CLOSE is sent when the other requests
+        are over; the connection ends with the peer's CLOSE, or after ``timeout_s``.
+        """
         if self._close_by is None:
             self._close_by = now + timeout_s
         self._turn(CloseInput.CLOSE_CALLED)

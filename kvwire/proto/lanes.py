@@ -27,9 +27,8 @@ another way.
 
 A lane is *over* when both sides have sent LANE_CLOSE and every missing payload has been
 named: no later frame names it, and it is forgotten. The client may ask for lanes as
-    long
-as the connection lives, so that a broken one can be replaced. The next lane always has
-the next number: a number stands for a secret, and a secret is used once.
+long as the connection lives, so that a broken one can be replaced. The next lane always
+has the next number: a number stands for a secret, and a secret is used once.
 
 When the control link ends, it no longer matters which chunks have arrived: a chunk or
 an arrival is then held until its own lane is gone.
@@ -251,7 +250,7 @@ class LaneTable:
     # --- sending ----------------------------------------------------------------------
 
     def room(self, number: int, window_bytes: int) -> bool:
-        """Return whether a lane is open and has sent less than its window."""
+        """Return whether a lane is open and has less than its window under way."""
         lane = self._lanes[number]
         return (
             lane.stage is LaneStage.OPEN

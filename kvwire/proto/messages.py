@@ -178,7 +178,7 @@ class Messages:
     def discard(self, tag: int) -> int:
         """Drop the messages of a tag, now and until it is received again.
 
-        Returns how many were here or announced.
+        Returns how many were here, on their way or announced.
         """
         if tag in self._posted:
             raise UsageError(

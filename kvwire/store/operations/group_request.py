@@ -47,7 +47,7 @@ class BlockRequest(ABC):
 
     @abstractmethod
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """Return where the images of some hashes lie, one by one."""
+        """Return where in memory the images of these positions lie, in this order."""
 
 
 class ImageRequest(BlockRequest):

@@ -267,7 +267,7 @@ class ObjectTier(KeyValueTier):
         *,
         writes: bool = False,
     ) -> T | BlockResult:
-        """Make one request; return MISSING if there is no such object, else FAILED."""
+        """Make one request; an error becomes MISSING (no such object) or FAILED."""
         async with self._room:
             if self._away and self._resting(writes):
                 return BlockResult.FAILED

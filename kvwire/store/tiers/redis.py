@@ -104,7 +104,7 @@ class RedisTier(KeyValueTier):
     # --- values -----------------------------------------------------------------------
 
     async def heads(self, keys: Keys) -> list[Head]:
-        """Read the heads, and report the uses noted since then, in one round trip."""
+        """Read the heads, and report the uses noted so far, in one round trip."""
         touched = self._touches.take()
 
         def command(at: int, name: str) -> Command:
