@@ -47,7 +47,7 @@ class BlockRequest(ABC):
 
     @abstractmethod
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """Return where in memory the images of these positions lie, in this order."""
+        """Return the memory of some blocks' images; ``order`` is that of their axes."""
 
 
 class ImageRequest(BlockRequest):
