@@ -333,7 +333,11 @@ class Leg:
         has notified its transfer, which ends or serves its other peers.
         """
         transfer = self.transfer
-        lost = transfer._services.config.resume and recoverable(error)
+        lost = (
+            error is not None
+            and transfer._services.config.resume
+            and recoverable(error)
+        )
         if transfer._state in (TransferState.NEW, TransferState.OPEN):
             if lost:
                 self._note_silence(transfer)

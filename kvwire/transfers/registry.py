@@ -163,7 +163,8 @@ class TransferRegistry:
                 f"transfer {end.id!r} is {verb} already, and has not ended; ids may be "
                 f"used again only after that"
             )
-        _check_room(end)
+        if end._services.buffers.holds.retired:
+            _check_room(end)
         end._offer().encode()
         past = self._past.get((key, b""))
         if past is not None:
@@ -187,7 +188,8 @@ class TransferRegistry:
             UsageError: Too much memory is in quarantine, or the peer has too many
                 transfers to answer already.
         """
-        _check_room(end)
+        if end._services.buffers.holds.retired:
+            _check_room(end)
         self._take_on(end)
         try:
             end._ask(link)
@@ -205,7 +207,8 @@ class TransferRegistry:
             end: The transfer.
             unasked: Says why its peer is not connected yet.
         """
-        _check_room(end)
+        if end._services.buffers.holds.retired:
+            _check_room(end)
         end._unasked = unasked
         self.live[end] = None
         end._begin()
@@ -362,7 +365,8 @@ class TransferRegistry:
             self._waits_no_more(question)
         for question in asked.values():
             self.opened(question.link, question.event)
-        self._tidy(key)
+        if slot.end is None and not slot.owed:
+            self._tidy(key)
 
     def _tidy(self, key: Key) -> None:
         """Remove a slot if it is empty."""
@@ -600,10 +604,7 @@ def _check_room(end: Transfer) -> None:
     Raises:
         UsageError: It is.
     """
-    buffers = end._services.buffers
-    if not buffers.holds.retired:
-        return
-    quarantined = buffers.quarantined_bytes
+    quarantined = end._services.buffers.quarantined_bytes
     limit = end._services.config.quarantine_bytes
     if quarantined > limit:
         raise UsageError(
