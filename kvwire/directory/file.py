@@ -156,7 +156,7 @@ class FileDirectory(Directory):
         return False
 
     def _path(self, key: str) -> Path:
-        # Of a file that is nobody's record, the name may be no text.
+        # The name of a file that is not a record need not be valid text.
         return self.folder / (quote(key, safe="", errors="surrogateescape") + _ENDING)
 
 

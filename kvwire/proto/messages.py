@@ -99,7 +99,7 @@ class Messages:
         self._announced: dict[int, tuple[int, UnreceivedMessage]] = {}
         # Not whole yet: what is held, and None for what goes straight into a receive.
         self._arriving: dict[ChunkArrival, UnreceivedMessage | None] = {}
-        # Tags whose messages nobody wants; a receive takes its tag out.
+        # Tags whose messages are discarded; a receive removes its tag.
         self._unwanted: OrderedDict[int, None] = OrderedDict()
         self._refusing = False
 

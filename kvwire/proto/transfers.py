@@ -452,7 +452,7 @@ class Transfers:
         if not intact:
             segment.damaged = True
         elif segment.damaged or segment.moved < segment.nbytes:
-            # Of a segment that is whole nobody asks for its chunks.
+            # Not for a whole segment: nothing reads its chunks.
             for number in self._chunks.numbers(arrival):
                 segment.arrived[number] = CHUNK_LANDED
         if segment.moved < segment.nbytes:

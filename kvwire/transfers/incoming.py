@@ -118,7 +118,7 @@ class Incoming(Transfer):
         Raises:
             UsageError: There is no such layer or group.
             RequestError, ConnectionClosed: The transfer ended without it, for this
-                reason; the outcome says what is here. Among them RequestCancelled:
+                reason; the outcome lists what landed. Among them RequestCancelled:
                 :meth:`abort` was called. PeerCancelled: the producer ended it, or did
                 not mark the layer ready. DeadlineExceeded: its deadline or its lease.
             ProfileMismatch: The two sides do not fit; names the fields.
@@ -487,7 +487,7 @@ class Joined:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing of kvwire can touch the blocks any more."""
+        """Whether kvwire can no longer touch the blocks."""
         return all(part.is_drained for part in self._parts)
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
@@ -519,7 +519,7 @@ class Joined:
             await asyncio.gather(*gates, return_exceptions=True)
 
     async def drained(self) -> None:
-        """Wait until nothing of kvwire can touch the blocks any more.
+        """Wait until kvwire can no longer touch the blocks.
 
         Cancel safety: safe, it only watches.
         """

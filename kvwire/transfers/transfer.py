@@ -109,7 +109,7 @@ class Transfer:
     # What links read or write: the listed blocks, unless they are encoded.
     _memory: PagedCache
     _memory_lists: BlockLists
-    # Its trace and the peer's, as TransferOffer has them; b"" where nobody traces.
+    # Its trace and the peer's, as TransferOffer has them; b"" without tracing.
     _trace = b""
     _peer_trace = b""
     _own_trace = False
@@ -244,11 +244,11 @@ class Transfer:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing of kvwire can touch the transfer's blocks any more."""
+        """Whether kvwire can no longer touch the transfer's blocks."""
         return self._is_drained
 
     async def drained(self) -> None:
-        """Wait until nothing of kvwire can touch the transfer's blocks any more.
+        """Wait until kvwire can no longer touch the transfer's blocks.
 
         The blocks may be reused only after that. There is no deadline: memory is either
         free or it is not, and a timeout would be a guess.

@@ -551,7 +551,7 @@ def command(
 ) -> int:
     """Measure blocks into each tier of a store and out: put, get, one block, match.
 
-    Each tier is in its steady state: it is full, and what is got is in no
+    Each tier is in its steady state: it is full, and the blocks to get are in no
     tier above it. With all tiers and --round-mib 64 it takes some 8 GiB of memory.
 
     Args:

@@ -134,7 +134,7 @@ class ActiveConnection:
                 raise error from None
             except KVWireError:
                 if answer.done():
-                    answer.exception()  # nobody has seen it if the send has failed
+                    answer.exception()  # not retrieved yet if the send has failed
                 raise
             finally:
                 late.cancel()

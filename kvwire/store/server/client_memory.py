@@ -83,7 +83,7 @@ class ClientMemory:
             self._has_room.set()
 
     def forget(self, client: MemoryHolder) -> None:
-        """Forget a client that has released all of its memory."""
+        """Forget a client, and release the memory that it still holds."""
         if client in self._held:
             self.release(client, self._held[client])
             del self._held[client]

@@ -103,7 +103,7 @@ class ClientSession:
         self._tiers = served.access.tiers
         self._move = served.access.run
         self._connection = connection
-        # Whose keys it names, and nobody else's.
+        # The tenant whose keys it names; "" without one.
         self._tenant = served.tenant_of(connection.peer)
         self._berths = TransferBuffers(served.berths, served.memory, self)
         self._open: set[asyncio.Task[None]] = set()
@@ -159,7 +159,7 @@ class ClientSession:
         except KVWireError as exc:
             self.drop(str(exc))
         except Exception:
-            # A bug of ours ends this client's connection, and nobody else's.
+            # A bug of ours ends only this client's connection.
             logger.exception("store server: %s cannot be served", self._connection.peer)
             self.drop("it cannot be served here")
         finally:
@@ -372,7 +372,7 @@ class ClientSession:
         sent = self._send(
             StoreDone(request.number, bytes(keys.size), "", orders, images)
         )
-        # Mostly it goes at once, and nobody has to wait for it.
+        # Mostly it is sent at once, without any waiting.
         return None if succeeded(sent) else sent
 
     async def _get_many(self, request: Get, namespace: Namespace, keys: Keys) -> None:

@@ -152,7 +152,7 @@ class TierStats(msgspec.Struct, kw_only=True):
     """A tier's contents, and counts since it was opened.
 
     Attributes:
-        blocks: Blocks that can be found; 0 where nobody counts.
+        blocks: Blocks that can be found; 0 if they are not counted.
         used_bytes: Bytes they take.
         size_bytes: Bytes that they may take; 0 for no limit of its own.
         read_blocks: Blocks that landed from it.

@@ -61,7 +61,7 @@ class MemoryTier:
         self.index: Index = index
         slabs = index.slabs
         self.in_flight: InFlightFills = InFlightFills()
-        # What somebody deletes, and waits until nobody uses it any more.
+        # Blocks being deleted; their deletion waits until no call uses them.
         self._leaving = InFlightFills()
         self._busy = (self.in_flight, self._leaving)
         self.counts: TierStats = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
@@ -329,7 +329,7 @@ class MemoryTier:
     async def _clear(self, nbytes: int) -> None:
         step = max(1, self._headroom_bytes // 4 // nbytes)
         while self._lacks_headroom(nbytes):
-            # Nobody waits for this room, so it costs nobody a block.
+            # No call waits for this room, so no block may be lost for it.
             if await self._evict(nbytes, step, lose=False) is None:
                 return
 
