@@ -186,7 +186,7 @@ def command(
     """Measure push and pull of scattered blocks of a cache, from 4 KiB to 16 MiB.
 
     Args:
-        transport: Of kvwire, separated by commas, or all that are installed. One that
+        transport: Transports, separated by commas, or all that are installed. One that
             cannot run here is named with the reason; local runs twice, with caches in
             ordinary memory and in arenas, ucx as messages and one-sided.
         peer: Measure with the host that runs `kvwire bench serve` at this address; all
@@ -196,7 +196,7 @@ def command(
         layout: A tensor for each layer, or blocks across layers; the latter up to 64
             KiB a layer.
         round_mib: MiB that each moves in a round.
-        rounds: How often everybody does their work; more rounds, firmer medians.
+        rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
     transports = transport.split(",")

@@ -306,7 +306,7 @@ def command(
     has 8 GiB of memory, and the one that publishes 1 GiB, which all the others want.
 
     Args:
-        transport: Of kvwire, separated by commas; those that join two processes.
+        transport: Transports that join two processes, separated by commas.
         endpoints: Communicators on each side; each is connected to each.
         transfers: How many begin at once: 80 of 100 have 64 KiB, 18 have 1 MiB.
         large_mib: MiB of the other two of 100.

@@ -152,7 +152,7 @@ def messages(
         peer: Measure kvwire alone, with the host that runs `kvwire bench serve` at this
             address.
         round_mib: MiB that each contender of a rate moves in a round.
-        rounds: How often everybody does their work; more rounds, firmer medians.
+        rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
     report.require_able([transport])
@@ -201,7 +201,7 @@ def setup(
     """Measure the handshake of a connection, its first transfer and its second.
 
     Args:
-        transport: Of kvwire, separated by commas; those that join two processes.
+        transport: Transports that join two processes, separated by commas.
         rounds: How often 20 connections are made by everybody.
         common: Options of every benchmark.
     """

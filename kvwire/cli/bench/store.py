@@ -555,9 +555,9 @@ def command(
     tier above it. With all tiers and --round-mib 64 it takes some 8 GiB of memory.
 
     Args:
-        tiers: Of memory, disk, server and object, separated by commas; or all. The
-            last needs obstore, the extra store, and uses a directory.
-        transport: To the server, of kvwire, separated by commas.
+        tiers: Some of memory, disk, server and object, separated by commas; or all. The
+            object tier needs the extra store, and uses a directory.
+        transport: The transports to the store server, separated by commas.
         directory: Where the disk and object tiers write, in a directory that is
             removed at the end; by default one for temporary files. The disk is used
             with --round-mib times 14, objects with twice that for every round.
@@ -565,7 +565,7 @@ def command(
             token in 16 layers.
         round_mib: MiB of one put or get.
         quick: 2 rounds of 8 MiB, to see that it runs; such figures mean little.
-        rounds: How often everybody does their work; more rounds, firmer medians.
+        rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
     if quick:

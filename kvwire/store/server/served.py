@@ -141,11 +141,11 @@ def _name(tier: str) -> str:
 
 
 class TransferBuffers:
-    """Lends one client its berths: memory that is taken when it is first used.
+    """Lends one client its berths: memory that is allocated at its first use.
 
-    Blocks that are not moved between the link and slots directly are copied through
-    berths. So a client that is slow, or dead without a sign yet, holds berths but never
-    a slot of the store. One event loop.
+    Blocks that cannot move directly between the link and slots are copied through
+    berths. So a client that is slow, or silently dead, holds berths but never a slot of
+    the store. One event loop.
     """
 
     def __init__(self, count: int, memory: ClientMemory, client: MemoryHolder) -> None:
