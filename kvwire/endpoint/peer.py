@@ -315,6 +315,7 @@ class Peer:
         task = start_task(self._ask(end))
         self._tasks.add(task)  # bounded: REQUESTS_MAX, each is a transfer of the caller
         task.add_done_callback(self._tasks.discard)
+        self._services.registry.connecting(end, task)
 
     async def _ask(self, end: Incoming | Outgoing) -> None:
         try:

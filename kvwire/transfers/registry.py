@@ -214,6 +214,10 @@ class TransferRegistry:
         end._begin()
         end._watch_lease()
 
+    def connecting(self, end: Transfer, task: asyncio.Task[None]) -> None:
+        """Cancel the task that connects to a deferred transfer's peer at its end."""
+        end._asking = task
+
     def ask_deferred(self, end: Transfer, link: ConnectionPort) -> None:
         """Ask the peer of a transfer that was deferred, unless that has ended.
 
@@ -222,6 +226,7 @@ class TransferRegistry:
             ConnectionClosed: The connection is closing or closed.
         """
         end._unasked = None
+        end._asking = None
         end._ask(link)
 
     def give_up(self, end: Transfer, error: KVWireError) -> None:

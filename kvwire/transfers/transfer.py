@@ -126,6 +126,8 @@ class Transfer:
     _cause: KVWireError | None = None
     # Says why its peer was not asked yet, if that peer is not connected.
     _unasked: Callable[[], str] | None = None
+    # Connects to the peer, until the peer is asked.
+    _asking: asyncio.Task[None] | None = None
     # How many things keep it from being drained.
     _busy = 0
     _lease: asyncio.TimerHandle | None = None
@@ -513,6 +515,8 @@ class Transfer:
             if not waiter.done():
                 waiter.set_result(None)
         self._watch_lease()
+        if self._asking is not None:
+            self._asking.cancel()
         if self._expiry is not None:
             self._expiry.cancel()
         self._busy += 1 + self._stop_jobs()

@@ -19,7 +19,7 @@ from kvwire.security.keys import write_key_file
 from tests.directory.records import record
 from tests.support import inside
 from tests.support.logs import warned
-from tests.support.pairs import communicators, until
+from tests.support.pairs import communicators, turns, until
 from tests.support.servers import free_port
 
 SPEC = kvwire.KVSpec(
@@ -408,9 +408,13 @@ async def test_a_transfer_that_is_aborted_before_its_peer_is_there() -> None:
         port = free_port()
         peer = near.peer(f"127.0.0.1:{port}")
         incoming = peer.pull("x", cache(), [0])
+        await turns(3)
+        assert any("_dial" in repr(task) for task in asyncio.all_tasks())
         incoming.abort("not needed")
         assert not (await incoming).complete
         await incoming.drained()
+        await turns(3)
+        assert not any("_dial" in repr(task) for task in asyncio.all_tasks())
         await far.listen(f"127.0.0.1:{port}")
         await peer.connect()
         assert inside.questions(far) == []
