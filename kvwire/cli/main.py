@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
     """Run a command line.
 
     Args:
-        arguments: The arguments; ``sys.argv[1:]`` by default.
+        arguments: Instead of ``sys.argv[1:]``.
         command: The command; ``kvwire`` by default.
 
     Returns:
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
 
 
 def _unread() -> int:
-    """Silence the output, which nothing reads, and return the exit status."""
+    """End without a message, now and when Python flushes its output at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
 

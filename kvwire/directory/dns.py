@@ -1,9 +1,8 @@
 """DNS as a directory: each address of a name is a member, as of a headless service.
 
-The zone's keeper (Kubernetes, for a headless service) decides which addresses are
-there; their role and other fields are in the URL. A resolver does not report changes,
-so it is asked every ``interval_s``. An address that is missing from three answers has
-left, since a single answer may be incomplete.
+Who keeps the zone (Kubernetes, for a headless service) says who is there; what they do
+is said in the URL. A resolver tells of no change, so it is asked every ``interval_s``.
+An address that is missing from three answers has left: answers may be cut.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class DnsDirectory(Directory):
         self._record("::1")  # whatever the URL says is checked here
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """Do nothing: members cannot announce themselves here."""
+        """Do nothing: nothing is announced here."""
 
     async def erase(self, key: str) -> None:
         """Do nothing: nothing was written."""

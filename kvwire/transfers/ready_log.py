@@ -160,7 +160,7 @@ class ReadyLog:
             wait(lambda failure: self._came_true(parts, failure))
 
     def _prepare(self, after: Any) -> Wait:
-        """Return a function that waits for ``after``; see EventWaiter."""
+        """Return what waits for something; two threads may make a waiter each."""
         if self._waiter is None:
             self._waiter = EventWaiter(self._devices)
         return self._waiter.prepare(after)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.support.depth import examples
-from tests.transfers.town import COUNT, LAYERS, End, Inside, Town
+from tests.transfers.town import COUNT, LAYERS, End, Town
+from tests.transfers.town_inside import Inside
 
 # Most often the newest, so that several rules meet one transfer.
 picks = st.sampled_from((0, 0, 0, 0, 0, 1, 1, 2, 3, 5, 10))
@@ -160,17 +161,45 @@ class Life(RuleBasedStateMachine):
         elif end is not None and not end.end.done():
             self.town.extend(end)
 
-    @rule(pick=picks, how=st.sampled_from(("abort", "abort", "name", "partial")))
-    def an_end_is_ended(self, pick: int, how: str) -> None:
+    @rule(
+        pick=picks,
+        how=st.sampled_from(("abort", "abort", "name", "partial")),
+        short=st.sampled_from((0, 0, 2)),
+        asked=st.booleans(),
+    )
+    def an_end_is_ended(self, pick: int, how: str, short: int, asked: bool) -> None:
+        """Without memory for its outcome it goes on ending, and a peer may ask."""
         end = _one(self.town.open, pick)
         if end is None:
             return
+        self.town.shortages = short
         if how == "abort":
             self.town.abort(end)
         elif how == "name":
             self.town.end_by_name(end.node, end.name)
         elif end.produces and not end.finished:
             self.town.finish(end, partial=True)
+        if short and asked and not end.asks:
+            verb = "pull" if end.produces else "push"
+            self._begin(verb, end.name, 0 if end.node.index else 1, 0, {})
+            self.town.turns(4)
+
+    @rule(pick=picks, which=st.sampled_from(("none", "producer", "all")))
+    def marks_are_not_taken_in(self, pick: int, which: str) -> None:
+        """They are on their way, and so in use, when one end or all are ended."""
+        end = _one((e for e in self.town.open if e.unmarked), pick)
+        if end is None:
+            return
+        for node in self.town.nodes:
+            if node is not end.node:
+                for connection in node.communicator.live_connections:
+                    self.town.stop_reading(connection)
+        self.town.mark(end, {min(end.unmarked)}, later=False)
+        self.town.turns(2)
+        for one in self.town.open:
+            if which == "all" or (which == "producer" and one is end):
+                self.town.abort(one)
+        self.town.turns(2)
 
     # --- time -------------------------------------------------------------------------
 
@@ -187,7 +216,7 @@ class Life(RuleBasedStateMachine):
     @rule(
         who=picks,
         link=picks,
-        how=st.sampled_from(("stops", "stops", "cut", "cut", "lost", "closed")),
+        how=st.sampled_from(("stops", "stops", "cut", "cut", "lost", "late", "closed")),
     )
     def a_link_suffers(self, who: int, link: int, how: str) -> None:
         node = self.town.nodes[who % 3]
@@ -200,8 +229,73 @@ class Life(RuleBasedStateMachine):
             self.town.cut(connection)
         elif how == "lost":
             self.town.break_unseen(connection)
+        elif how == "late":
+            self.town.close_late(connection)
         else:
             self.town.close_connection(connection)
+
+    @rule(
+        pick=picks,
+        who=st.integers(1, 2),
+        late=st.booleans(),
+        turns=st.sampled_from((0, 0, 1, 1, 2, 2, 3, 5, 8)),
+    )
+    def a_link_is_lost_and_the_next_too(
+        self, pick: int, who: int, late: bool, turns: int
+    ) -> None:
+        """The second is lost in a handshake, between ask and agree, or a bit later.
+
+        Segments have moved on the first; its other end may take long to close.
+        """
+        end = _one((e for e in self.town.open if e.unmarked), pick)
+        if end is not None:
+            self.town.mark(end, {min(end.unmarked)}, later=False)
+            self.town.turns(4)
+            who = end.node.index or who
+        hub, node = self.town.nodes[0], self.town.nodes[who]
+        communicator = node.communicator
+        before = list(communicator.live_connections)
+        there = hub.communicator.live_connections
+        far = _one((c for c in there if c.peer.name == node.name), 0)
+        if not before or far is None:
+            return
+        if late:
+            self.town.close_late(far)
+        else:
+            self.town.cut(before[-1])
+        for _ in range(30):
+            self.town.turns(1)
+            new = [c for c in communicator.live_connections if c not in before]
+            if new:
+                self.town.turns(turns)
+                self.town.cut(new[-1])
+                return
+
+    @rule(
+        pick=picks,
+        how=st.sampled_from(("stops", "cut", "lost", "late")),
+        over=st.booleans(),
+        far=st.booleans(),
+    )
+    def a_link_suffers_in_time(
+        self, pick: int, how: str, over: bool, far: bool
+    ) -> None:
+        """As soon as a consumer has something, or all before its producer knows."""
+        end = _one((e for e in self.town.open if not e.produces), pick)
+        if end is None:
+            return
+        for _ in range(30):
+            if (
+                end.end.done()
+                if over
+                else any(map(end.end.layer_landed, range(LAYERS)))
+            ):
+                break
+            self.town.turns(1)
+        else:
+            return
+        node = self.town.nodes[0 if far else max(1, end.node.index)]
+        self.a_link_suffers(node.index, 0, how)
 
     @rule(who=st.integers(1, 2), dials=st.booleans())
     def links_go_on(self, who: int, dials: bool) -> None:
@@ -241,6 +335,74 @@ def test_what_ends_is_not_asked_for_again() -> None:
         life.a_link_suffers(2, 0, "cut")
         life.some_turns(6)
         assert life.town.shortages < 3, "memory was not short in time"
+    finally:
+        life.teardown()
+
+
+def test_a_peer_learns_the_reason_on_its_next_link() -> None:
+    """The link was lost that should have brought it."""
+    life = Life()
+    town = life.town
+    try:
+        life.both_ends_begin("a", 0, False, False, False, {})
+        out, inc = town.ends
+        town.turns(10)
+        assert inc.end.met
+        here = town.nodes[1].communicator.live_connections[0]
+        town.stop_reading(here)
+        town.abort(out)
+        town.turns(4)
+        assert not inc.end.done()
+        town.cut(here)
+        town.go_on()
+        town.rest(0.5)
+        assert "given up" in inc.end.outcome.missing.reasons[0]
+    finally:
+        life.teardown()
+
+
+def test_a_leg_goes_on_once_its_last_link_has_released_its_memory() -> None:
+    """Its peer asks on a new link, and gets no answer before that."""
+    life = Life()
+    town = life.town
+    try:
+        life.both_ends_begin("a", 0, False, False, False, {})
+        out, inc = town.ends
+        town.turns(10)
+        assert inc.end.met
+        hub = town.nodes[0].communicator
+        town.close_late(next(c for c in hub.live_connections if c.peer.name == "q"))
+        town.rest(0.5)
+        assert town.nodes[1].communicator.live_connections, "it has not come back"
+        town.mark_rest(out)
+        town.rest(0.5)
+        assert not inc.end.done()
+        town.check()
+        town.go_on()
+        town.rest(0.5)
+        assert inc.end.outcome.complete
+        assert out.end.outcome.complete
+    finally:
+        life.teardown()
+
+
+def test_a_transfer_without_memory_for_its_outcome_answers_nobody() -> None:
+    """A peer that asks meanwhile gets the reason once there is an outcome."""
+    life = Life()
+    town = life.town
+    try:
+        town.rest(0.1)
+        life.an_end_begins("publish", "a", 0, 0, {})
+        town.shortages = 2
+        town.abort(town.ends[0])
+        life.an_end_begins("pull", "a", 1, 0, {})
+        town.turns(10)
+        out, inc = town.ends
+        assert not out.end.done()
+        assert not inc.end.done()
+        assert not inc.end.met
+        town.rest(1.0)
+        assert "given up" in inc.end.outcome.missing.reasons[0]
     finally:
         life.teardown()
 

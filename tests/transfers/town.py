@@ -7,7 +7,7 @@ holds a number that names the transfer, the layer and the position. So a byte th
 read too early or too late, that is another transfer's, or that was written to memory
 with a new owner is seen in the arrays.
 
-What tests of behaviour may not know of the library's inside is in :class:`Inside`.
+What it reads of the library's inside is in :mod:`tests.transfers.town_inside`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.errors import ClosedOK
+from kvwire.errors import ProtocolError
 from kvwire.kv.outcome import Timings
 from kvwire.limits import NO_MEMORY_S
 from kvwire.transfers import registry as registry_module
 from kvwire.transfers import timings
-from kvwire.transfers.offer import TransferOffer
-from kvwire.transfers.registry import Answer, Question, answer_of
-from kvwire.transfers.state import OVER
 from tests.support import inside, virtual_time
+from tests.transfers.town_inside import TOMBSTONES, Inside, JobsOf
 
 LAYERS: Final = 3
 BLOCKS: Final = 40
@@ -54,7 +52,8 @@ CONFIG: Final[dict[str, Any]] = {
     "checksum": "off",
 }
 FREE, UNWRITTEN = -1.0, -2.0
-TOMBSTONES: Final = 4
+# Long enough for a leg to go on, on a link that nothing disturbs.
+SOON_S: Final = 1.2
 # Everything that was begun has its end within this time once nothing goes wrong.
 LIVENESS_S: Final = 60.0
 _TOWNS = itertools.count()
@@ -93,6 +92,12 @@ class End:
     finished: bool = False
     recycled: bool = False
     follower: asyncio.Task[None] | None = None
+    communicator: Any = None
+    jobs: JobsOf | None = None
+
+    @property
+    def asks(self) -> bool:
+        return self.verb in ("pull", "push")
 
     @property
     def produces(self) -> bool:
@@ -100,37 +105,6 @@ class End:
 
     def __repr__(self) -> str:
         return f"{self.verb} {self.name!r} #{self.serial} of {self.node.name}"
-
-
-class Jobs:
-    """Stands for the threads of codecs: jobs run when the town says so."""
-
-    def __init__(self, real: Any) -> None:
-        self.devices = real.devices
-        self.waiting: list[tuple[Callable[[], None], Callable[[Any], None]]] = []
-        self.closed = False
-
-    def run(self, job: Callable[[], None], then: Callable[[Any], None]) -> None:
-        if self.closed:
-            then(ClosedOK("the communicator is closed"))
-        else:
-            self.waiting.append((job, then))
-
-    def work(self, count: int | None = None) -> None:
-        count = len(self.waiting) if count is None else count
-        jobs, self.waiting = self.waiting[:count], self.waiting[count:]
-        for job, then in jobs:
-            try:
-                job()
-            except Exception as exc:  # noqa: BLE001 - as the threads do
-                then(exc)
-            else:
-                then(None)
-
-    async def close(self) -> None:
-        """As the threads do: what waits is done, and nothing more is taken."""
-        self.closed = True
-        self.work()
 
 
 class Node:
@@ -195,6 +169,9 @@ class Town:
         self.shortages = 0
         # What lets a link go on again, by its connection.
         self._stopped: dict[Any, Callable[[], None]] = {}
+        # What lets a link close whose transport takes its time.
+        self._closing: list[tuple[Any, Callable[[], None]]] = []
+        self._disturbed_at = 0.0
         self._runner = asyncio.Runner(loop_factory=virtual_time.VirtualTimeLoop)
         self.loop: Any = self._runner.get_loop()
         self.loop.set_exception_handler(
@@ -222,6 +199,12 @@ class Town:
 
         class Listener(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
+                # Every peer here keeps the rules.
+                broken = any(
+                    isinstance(one, ProtocolError) for one in record.args or ()
+                )
+                if not broken and record.levelno < logging.ERROR:
+                    return
                 if "no memory for its outcome" not in record.getMessage():
                     cause = record.exc_info and record.exc_info[1]
                     town.troubles.append(f"{record.getMessage()}: {cause!r}")
@@ -229,10 +212,11 @@ class Town:
         def made(**spent: float) -> Any:
             if town.shortages:
                 town.shortages -= 1
+                town._disturb()
                 raise MemoryError
             return real(**spent)
 
-        listener, logger = Listener(logging.ERROR), logging.getLogger("kvwire")
+        listener, logger = Listener(logging.WARNING), logging.getLogger("kvwire")
         logger.addHandler(listener)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(timings, "Timings", made)
@@ -271,7 +255,7 @@ class Town:
         if len(blocks) < COUNT:
             node.free += blocks
             return None
-        end = End(node, verb, name, None, blocks)
+        end = End(node, verb, name, None, blocks, communicator=node.communicator)
         end.consumers = options.get("consumers", 1)
         if end.produces:
             end.serial = len(self.producers) + 1
@@ -292,6 +276,7 @@ class Town:
 
         async def call() -> None:
             end.end = getattr(by, verb)(name, node.cache, first, **options)
+            Inside.own_jobs(end)
             end.follower = asyncio.ensure_future(self._follow(end))
 
         if must_fail:
@@ -314,6 +299,7 @@ class Town:
         if not end.produces:
             self._check_bytes(end, end.landed)
         assert outcome.complete == (len(end.landed) == LAYERS * COUNT)
+        self._check_lease(end, outcome)
         await end.end.drained()
         self._recycle(end)
 
@@ -340,8 +326,43 @@ class Town:
             assert serial == end.serial, f"{end}: has bytes of {serial} too"
             assert self.producers[serial].name == end.name, f"{end}: of another name"
 
+    def _check_lease(self, end: End, outcome: kvwire.Outcome) -> None:
+        """A side that asks, and has met its peer, needs no lease on a sound link.
+
+        Neither does a producer whose consumer has everything.
+        """
+        by_lease = any(
+            "while a peer was missing" in one for one in outcome.missing.reasons
+        )
+        if not by_lease or end.consumers > 1 or not self._sound:
+            return
+        linked = Inside.met_on_a_link(end, SOON_S)
+        assert not (end.asks and linked), f"{end}: has a link, and waited for its lease"
+        served = [
+            one
+            for one in self.ends
+            if end.produces
+            and not one.produces
+            and one.serial == end.serial
+            and one.outcome is not None
+            and one.outcome.complete
+            and one.communicator is one.node.communicator
+        ]
+        assert not served, f"{end}: does not know that {served[0]} has everything"
+
+    @property
+    def _sound(self) -> bool:
+        """Whether nothing has disturbed links or memory for a while."""
+        if self._stopped or self._closing or self.shortages:
+            return False
+        return bool(self.loop.time() - self._disturbed_at > SOON_S)
+
+    def _disturb(self) -> None:
+        self._disturbed_at = self.loop.time()
+
     def _recycle(self, end: End) -> None:
         """Give the blocks a new owner: nothing reads or writes them for this one."""
+        Inside.check_untouched(end)
         if not end.produces:
             self._check_bytes(end, end.landed)
         end.recycled = True
@@ -430,6 +451,7 @@ class Town:
         """One end of a link takes nothing in until :meth:`go_on`."""
         if connection in self._stopped:
             return
+        self._disturb()
         link: Any = inside.link(connection)
         link._receive = lambda handler: None
 
@@ -452,8 +474,33 @@ class Town:
         self._stopped[object()] = go_on
         self.cut(connection)
 
+    def close_late(self, connection: Any) -> None:
+        """A link is lost, and its transport may touch memory until :meth:`go_on`."""
+        link: Any = inside.link(connection)
+        link._finish = lambda handler, end: None
+
+        def go_on() -> None:
+            del link._finish
+            link.wake()
+
+        if not any(link is one for one, _ in self._closing):
+            self._closing.append((link, go_on))
+        self.cut(connection)
+
+    def let_close(self) -> None:
+        """Every transport of a lost link is through."""
+        closing, self._closing = self._closing, []
+        self._disturb()
+
+        async def call() -> None:
+            for _, go_on in closing:
+                go_on()
+
+        self.run(call())
+
     def go_on(self) -> None:
         """Nothing stands in the way of any link."""
+        self.let_close()
         stopped, self._stopped = self._stopped, {}
 
         async def call() -> None:
@@ -463,12 +510,16 @@ class Town:
         self.run(call())
 
     def cut(self, connection: Any) -> None:
+        self._disturb()
+
         async def call() -> None:
             connection.abort("cut")
 
         self.run(call())
 
     def dial(self, node: Node) -> None:
+        self._disturb()
+
         async def call() -> None:
             if len(node.communicator.live_connections) < 3:
                 with suppress(OSError):
@@ -477,6 +528,7 @@ class Town:
         self.run(call())
 
     def close_connection(self, connection: Any) -> None:
+        self.let_close()
         self.run(connection.close())
 
     def restart(self, node: Node, *, graceful: bool) -> None:
@@ -495,7 +547,9 @@ class Town:
                     await node.communicator.connect(self.address, timeout_s=1.0)
 
         mine = list(node.ends)
+        self.let_close()
         self.run(call())
+        self._disturb()
         for end in mine:
             assert end.end.done(), f"{end}: open after its process has ended"
 
@@ -523,6 +577,8 @@ class Town:
             if parts:
                 self._check_bytes(end, parts)
         assert end.end.done() or not end.end.is_drained
+        if end.end.done() and not end.produces:
+            Inside.check_owed(end)
 
     # --- the end ----------------------------------------------------------------------
 
@@ -606,72 +662,3 @@ class Town:
     async def _close(self, node: Node) -> None:
         await node.communicator.close()
         Inside.check_empty(node.communicator)
-
-
-class Inside:
-    """What the town reads of the library's inside."""
-
-    @staticmethod
-    def jobs(communicator: Any) -> Jobs:
-        jobs: Any = inside.services(communicator).codec_threads
-        assert isinstance(jobs, Jobs)
-        return jobs
-
-    @staticmethod
-    def replace_threads(communicator: Any) -> None:
-        services: Any = inside.services(communicator)
-        services.codec_threads = Jobs(services.codec_threads)
-
-    @classmethod
-    def check_tables(cls, communicator: Any) -> None:
-        """The registry's tables agree with each other, and are bounded."""
-        registry = inside.registry(communicator)
-        sizes: Counter[Any] = Counter()
-        owed: list[Any] = []
-        for key, slot in registry._slots.items():
-            assert slot.end or slot.asked or slot.owed, f"an empty slot for {key}"
-            assert slot.end is None or slot.end in registry.live
-            owed += slot.owed
-            for request, question in slot.asked.items():
-                assert request.context is question
-                assert question.key == key
-                assert not request.over, "a question waits whose asker is gone"
-                sizes[question.link] += question.nbytes
-                cls._check_question(registry, slot, question)
-        assert sizes == registry._waiting_bytes
-        assert len(owed) == len(registry._owed)
-        assert set(owed) == set(registry._owed)
-        assert all(leg.transfer._state in OVER for leg in owed)
-        assert len(registry._past) <= TOMBSTONES
-        assert all(end._outcome is None for end in registry.live)
-
-    @staticmethod
-    def _check_question(registry: Any, slot: Any, question: Question) -> None:
-        """It waits only where nobody is named, or can answer only later."""
-        offer = TransferOffer.decode(question.event.description)
-        if any(leg.peer_id == offer.endpoint_id for leg in slot.owed):
-            return
-        past = registry._last_use(question.key, offer)
-        assert past is None, f"a question waits that has the answer {past}"
-        if slot.end is not None:
-            said = answer_of(slot.end, question.link, offer)
-            assert said is Answer.LATER, f"a question waits that has the answer {said}"
-
-    @classmethod
-    def check_idle(cls, communicator: Any) -> None:
-        """Nothing waits, and nobody is owed anything but the reasons of old ends."""
-        registry = inside.registry(communicator)
-        assert not registry.live
-        assert not registry._owed
-        cls.check_empty(communicator)
-
-    @classmethod
-    def check_empty(cls, communicator: Any) -> None:
-        """After its end nothing is left of a communicator."""
-        registry = inside.registry(communicator)
-        assert not registry.live
-        waiting = [slot for slot in registry._slots.values() if slot.end or slot.asked]
-        assert not waiting, f"{communicator.name}: {waiting[0].end} {waiting[0].asked}"
-        assert not registry._waiting_bytes
-        left = len(inside.buffers(communicator))
-        assert not left, "memory that was never let go of"

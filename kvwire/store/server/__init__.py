@@ -1,1 +1,1 @@
-"""A server that shares a store with other machines, and its client. Internal."""
+"""Serve a store to other machines, and ask one. Internal."""

@@ -1,1 +1,1 @@
-"""The tiers that keep blocks: memory, disks, objects, store servers. Internal."""
+"""Keep blocks: in memory, on disks, in objects, on a store server. Internal."""
