@@ -3,6 +3,10 @@
 ``make test`` takes a fixed sample where all would take minutes; ``make test-all``
 passes ``--thorough`` and takes all. Property tests that name no number of examples take
 30 in the first and hypothesis's 100 in the second.
+
+A soak takes other examples, any number of them, from a seed that the report names::
+
+    pytest --soak 2000 --hypothesis-seed 7 tests/transfers/test_machine.py
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from hypothesis import settings
 T = TypeVar("T")
 
 _EXAMPLES = 30
-_run = {"thorough": False}
+_run = {"thorough": False, "soak": 0}
 
 # Property tests take the same examples in every run and are not timed: what fails once
 # fails again, on any machine.
@@ -30,12 +34,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough", action="store_true", help="all cases of large sets, no samples"
     )
+    parser.addoption(
+        "--soak",
+        type=int,
+        default=0,
+        metavar="EXAMPLES",
+        help="that many examples of each property test, from --hypothesis-seed",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hook of pytest: what the option says, before any test is imported."""
     _run["thorough"] = config.getoption("--thorough")
     settings.load_profile("all" if _run["thorough"] else "some")
+    _run["soak"] = config.getoption("--soak")
+    if not _run["soak"]:
+        return
+    if config.getoption("--hypothesis-seed") is None:
+        raise pytest.UsageError("--soak: name its examples with --hypothesis-seed")
+    settings.register_profile(
+        "soak",
+        settings.get_profile("all"),
+        max_examples=_run["soak"],
+        derandomize=False,
+    )
+    settings.load_profile("soak")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Hook of pytest: the seed of a soak."""
+    if not _run["soak"]:
+        return None
+    seed = config.getoption("--hypothesis-seed")
+    return f"soak: {_run['soak']} examples of each property, seed {seed}"
 
 
 def sample(cases: Iterable[T], every: int) -> Iterator[T]:
@@ -56,4 +87,6 @@ def parameters(cases: Iterable[T], every: int) -> list[pytest.ParameterSet]:
 
 def examples(count: int) -> int:
     """How many examples a property test takes that names a number: a fifth, or all."""
+    if _run["soak"]:
+        return _run["soak"]
     return count if _run["thorough"] else count // 5
