@@ -334,7 +334,9 @@ class Town:
         by_lease = any(
             "while a peer was missing" in one for one in outcome.missing.reasons
         )
-        if not by_lease or end.consumers > 1 or not self._sound:
+        # A producer that waits for another consumer sends the same reason to this one.
+        shared = any(one.consumers > 1 for one in self.ends if one.name == end.name)
+        if not by_lease or shared or not self._sound:
             return
         linked = Inside.met_on_a_link(end, SOON_S)
         assert not (end.asks and linked), f"{end}: has a link, and waited for its lease"
