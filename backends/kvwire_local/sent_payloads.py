@@ -146,7 +146,7 @@ class SentPayloads:
         return len(self._unread)
 
     def come_up(self, wire: LocalWire, methods: ReadMethod) -> None:
-        """Start sending, by this socket, to a peer that reads in these ways."""
+        """Start to send on this socket; the peer can read memory by these methods."""
         self._wire = wire
         self._methods = methods
         self.place_later()

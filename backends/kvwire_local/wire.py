@@ -115,8 +115,8 @@ class LocalWire:
         reuses memory. So if the answer is yes, all bytes read before are those that
         were sent.
 
-        Without ``all_of_it``, for a caller that has read no memory, the answer does not
-        prove that. Then it takes one system call, and the loop calls again if there is
+        A caller that has read no memory needs no such proof, and may clear
+        ``all_of_it``: that takes one system call, and the loop calls again if there is
         more.
         """
         there = self._receive(all_of_it=all_of_it)

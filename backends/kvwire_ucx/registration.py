@@ -142,7 +142,7 @@ class Registrations:
         return lent
 
     def give_back(self, lent: list[Registration]) -> None:
-        """Return ranges that the peer has read; some unused ones stay registered."""
+        """Release ranges that the peer has read; some unused ones stay registered."""
         for one in lent:
             one.users -= 1
             if not one.users:

@@ -102,9 +102,9 @@ class Worker:
         *,
         eager: bool = False,
     ) -> UcxRequest:
-        """Send a message; it is over when the peer's receive has met it.
+        """Send a message; the request is over when the peer has a receive for it.
 
-        An eager message has a few bytes, and is over when UCX has taken them.
+        An eager message has few bytes, and is over when UCX has taken them.
         """
         request = self.requests.new(on_done, memory)
         params = self._moving(self._sending, memory, request)

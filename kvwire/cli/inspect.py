@@ -183,5 +183,5 @@ def _table(*columns: str) -> Table:
 
 
 def _plain(text: str) -> Text:
-    """Return text that a process sent, without what steers a terminal."""
+    """Return text from a process, without characters that control a terminal."""
     return Text(printable(text))

@@ -24,7 +24,7 @@ _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def take_level(tokens: list[str]) -> tuple[list[str], str]:
     """Return a command line without the option, and the option's level.
 
-    The option may stand anywhere in front of ``--``. The last one counts.
+    The option may stand anywhere before ``--``. The last one counts.
     """
     level = os.environ.get(LOG_LEVEL_VARIABLE) or "warning"
     source = LOG_LEVEL_VARIABLE
@@ -46,7 +46,7 @@ def take_level(tokens: list[str]) -> tuple[list[str], str]:
 
 @contextmanager
 def logging_from(level: str) -> Iterator[None]:
-    """Write kvwire's log records from a level on, and others' warnings."""
+    """Write kvwire's log records from this level up, and others' warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(_FORMAT))
     # What nobody else's logger lets through has no level of its own here.

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
     """Run a command line.
 
     Args:
-        arguments: Instead of ``sys.argv[1:]``.
+        arguments: The arguments; ``sys.argv[1:]`` by default.
         command: The command; ``kvwire`` by default.
 
     Returns:
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
 
 
 def _unread() -> int:
-    """End without a message, now and when Python flushes its output at the end."""
+    """Silence the output, which nothing reads, and return the exit status."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
 

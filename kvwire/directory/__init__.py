@@ -1,8 +1,8 @@
 """Directories, in which members announce themselves and find each other.
 
 A directory is an address book that people run already: a Redis, a NATS, a DNS zone, a
-folder of one machine. What it says is not believed. A record costs its reader one
-attempt to connect, and who answers there is a matter of keys and certificates.
+folder of one machine. Its records are not trusted. A false one costs its reader one
+attempt to connect; keys and certificates prove which process answers there.
 """
 
 from kvwire.directory.base import Directory

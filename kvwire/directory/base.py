@@ -1,20 +1,20 @@
-"""The contract of a directory, and what all of them have in common.
+"""The contract of a directory, and the code that all kinds of directories share.
 
-A directory is a table of small values under keys, with leases. A subclass says how one
-value is written and erased, and how what changes is followed; announcing, renewing,
-watching and trying again are here and the same for all.
+A directory is a table of small values under keys, with leases. A subclass writes and
+erases one value, and follows changes; announcing, renewing, watching and retrying are
+here and the same for all.
 
-What a subclass promises:
+A subclass promises:
 
-* ``write`` returns when those who follow from now on will get the value. The value is
-  gone when it was not written again for ``lease_s`` (or a few times as long: followers
+* ``write`` returns once the value is there for every later ``follow``. The value
+  expires if it is not written again for ``lease_s`` (or a few times as long: followers
   count leases themselves).
-* ``follow`` yields everything that is there first, in one batch, which may be empty,
-  and then each change soon after it was made. A value that is written again with the
-  same bytes is a change as well: it is the sign of life that renews a lease.
-* What fails raises ``OSError``, as :exc:`~kvwire.ConnectError` does. Then it can be
-  called again, also after the server was restarted with nothing in it.
-* It believes nothing: a value is bytes that it hands on, as long as they may be.
+* ``follow`` first yields all existing values in one batch, which may be empty, and then
+  each change soon after it was made. Writing a value again with the same bytes is a
+  change as well: it is the sign of life that renews a lease.
+* A failure raises ``OSError``, as :exc:`~kvwire.ConnectError` is. The call may then be
+  repeated, even after the server was restarted with nothing in it.
+* It does not interpret values: they are bytes, up to the permitted length.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Directory(ABC):
     """Holds the records of members. Belongs to the loop it is used on.
 
     Args:
-        url: Names it, with its options behind a question mark.
+        url: Its address, with options after a question mark.
 
     Raises:
-        UsageError: It is no URL, or has an option that this kind has not.
+        UsageError: It is not a URL, or has an option that this kind does not have.
 
     Attributes:
         options: The options that a URL may have, with their defaults.
-        read_only: Who announces its members, if that is not for them to do.
-        many_hosts: Whether a URL may name several hosts, with commas between them.
-        ignored: How many entries watchers found to be no record.
+        read_only: Who announces its members, if members cannot do so themselves.
+        many_hosts: Whether a URL may name several hosts, separated by commas.
+        ignored: The number of entries that watchers found to be invalid records.
         reason: Why it cannot be watched; empty while it can.
     """
 
@@ -98,7 +98,7 @@ class Directory(ABC):
         self._closed = False
 
     def __str__(self) -> str:
-        """Return where it is, without the password that its URL may hold."""
+        """Return its address, without the password that its URL may contain."""
         host = self.url.netloc.rpartition("@")[2]
         return f"{self.url.scheme}:{'//' if host else ''}{host}{self.url.path}"
 
@@ -109,8 +109,8 @@ class Directory(ABC):
         """Write a value, or write it again.
 
         Raises:
-            OSError: The directory cannot be reached, or does not take it.
-            UsageError: It can never be taken.
+            OSError: The directory cannot be reached, or does not accept it now.
+            UsageError: It can never be accepted.
 
         Cancel safety: it may have been written.
         """
@@ -127,10 +127,10 @@ class Directory(ABC):
 
     @abstractmethod
     def follow(self) -> AsyncGenerator[Batch, None]:
-        """Yield what is there, and then each change; see the module.
+        """Yield all entries, and then each change; see the module.
 
         Raises:
-            OSError: The directory cannot be reached, or not any more.
+            OSError: The directory cannot be reached, or can no longer be.
 
         Cancel safety: safe, it only looks.
         """
@@ -138,7 +138,7 @@ class Directory(ABC):
     async def disconnect(self) -> None:  # noqa: B027 - most hold nothing
         """Release everything; called once, when no other call is running.
 
-        Cancel safety: what is held is let go of in any case.
+        Cancel safety: everything is released in any case.
         """
 
     @contextmanager
@@ -155,7 +155,7 @@ class Directory(ABC):
         """Return an option that is a number of seconds above 0.
 
         Raises:
-            UsageError: It is none.
+            UsageError: It is not one.
         """
         with suppress(ValueError):
             value = float(self.given[option])
@@ -172,23 +172,25 @@ class Directory(ABC):
         """Check that a record can be announced here.
 
         Raises:
-            UsageError: The record is not allowed, or somebody else announces here.
+            UsageError: The record is not allowed, or members cannot announce themselves
+                here.
         """
         record.encode()
         if self.read_only:
             raise UsageError(f"directory {self}: {self.read_only} announces members")
 
     async def announce(self, record: Record) -> None:
-        """Write a record, and go on renewing it until it is withdrawn.
+        """Write a record, and renew it until it is withdrawn.
 
-        Returns when it is there for the first time, however long the directory cannot
-        be reached. A record of the same key is replaced.
+        Returns once it is written for the first time, however long the directory cannot
+        be reached. It replaces a record of the same key.
 
         Raises:
-            UsageError: The record is not allowed, or somebody else announces here.
+            UsageError: The record is not allowed, or members cannot announce themselves
+                here.
             ClosedOK: The directory was closed.
 
-        Cancel safety: it goes on being announced, or trying; :meth:`withdraw` ends it.
+        Cancel safety: the announcement continues; :meth:`withdraw` ends it.
         """
         self.check(record)
         value = record.encode()
@@ -205,9 +207,9 @@ class Directory(ABC):
     async def withdraw(self, key: str) -> None:
         """Stop announcing a record, and erase it if the directory can be reached.
 
-        Where it cannot, the record is gone after its lease. Never raises.
+        Otherwise the record expires with its lease. Never raises.
 
-        Cancel safety: safe, the announcement has ended, and its lease ends it for all.
+        Cancel safety: safe, the announcement has ended, and the record's lease expires.
         """
         keeper = self._announcements.pop(key, None)
         if keeper is None:
@@ -224,13 +226,13 @@ class Directory(ABC):
     ) -> AsyncGenerator[Change, None]:
         """Iterate changes of the members that a selector matches, without end.
 
-        Those that are there already have joined. While the directory cannot be reached
-        nothing becomes of anybody, and it is asked for again; what is no record is
-        counted in ``ignored`` and passed over. Close the iterator when it is not needed
-        any more (``contextlib.aclosing``).
+        Existing members are reported as joined. While the directory cannot be reached
+        no member changes, and it is tried again. Invalid records are counted in
+        ``ignored`` and skipped. Close the iterator when it is no longer needed
+        (``contextlib.aclosing``).
 
         Raises:
-            UsageError: The selector is none.
+            UsageError: The selector is not valid.
 
         Cancel safety: an iterator whose ``anext`` was cancelled has ended.
         """
@@ -256,7 +258,7 @@ class Directory(ABC):
 
         Raises:
             ConnectError: The directory cannot be reached.
-            UsageError: The selector is none.
+            UsageError: The selector is not valid.
 
         Cancel safety: safe, it only looks.
         """
@@ -299,7 +301,8 @@ class Directory(ABC):
     ) -> None:
         """Write a record three times in each lease, until it is withdrawn.
 
-        It looks whether it was: a library may swallow the cancellation of a write.
+        It checks after each write whether it was withdrawn, because a library may
+        swallow the cancellation of a write.
         """
         if old is not None:
             await end_task(old)
@@ -329,7 +332,7 @@ class Directory(ABC):
     async def _changes(
         self, members: Members, upkeep: Upkeep
     ) -> AsyncGenerator[Change, None]:
-        """Yield changes until all has to be read anew: a member's lease is over.
+        """Yield changes until a lease is over, so that everything must be read anew.
 
         The server may have silently lost the watch while the member lives. So no member
         leaves because one watch is silent: the next watch reads all entries first, and
@@ -366,7 +369,7 @@ class Directory(ABC):
                 await run_to_completion(end_task(pending))
 
     def _take(self, members: Members, batch: Batch) -> list[Change]:
-        """Apply a batch to a table; count what was no record."""
+        """Apply a batch to a table, and count invalid records."""
         now = asyncio.get_running_loop().time()
         members.resume(now)
         self.reason = ""
@@ -391,7 +394,7 @@ def _text(error: OSError) -> str:
 
 @asynccontextmanager
 async def _closing(changes: AsyncGenerator[T, None]) -> AsyncIterator[AsyncIterator[T]]:
-    """Close an iterator at the end, also in a cancel scope that cancels its closing."""
+    """Close an iterator at the end, even in a cancel scope that cancels the closing."""
     try:
         yield changes
     finally:

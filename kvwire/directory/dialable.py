@@ -1,8 +1,8 @@
 """Addresses that peers are given to dial: checked when sent and when received.
 
-A process listens on all of its interfaces, or behind a translation, and what it tells
-others is then another address. A wrong one shows late and elsewhere: who dials
-``0.0.0.0`` meets itself.
+A process that listens on all interfaces, or behind an address translation, has to give
+others a different address. A wrong one fails late and elsewhere: a peer that dials
+``0.0.0.0`` reaches itself.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def check_dialable(address: Address) -> None:
 
 
 def read_advertised(text: str) -> Address:
-    """Read ``host``, ``host:port``, an IPv6 address or any of them behind ``tcp://``.
+    """Read ``host``, ``host:port`` or an IPv6 address, each also behind ``tcp://``.
 
     Returns:
-        The address; its port is 0 where the text has none.
+        The address; its port is 0 if the text has none.
 
     Raises:
         UsageError: It is none of these.
@@ -63,7 +63,7 @@ def read_advertised(text: str) -> Address:
 async def warn_of_unknown_name(address: Address) -> None:
     """Log a warning if this host cannot resolve an advertised name.
 
-    It is no error: a name may be known to others alone, or from a little later on.
+    It is no error: only others may know the name, or it may be known a little later.
 
     Cancel safety: safe.
     """
@@ -81,7 +81,7 @@ async def warn_of_unknown_name(address: Address) -> None:
 
 
 def _why_not(host: str) -> str:
-    """Return why nobody can dial a host, or ""."""
+    """Return why a host cannot be dialled, or ""."""
     ip = _ip(host)
     if ip is None:
         last = host.rstrip(".").rpartition(".")[2]

@@ -1,8 +1,9 @@
 """DNS as a directory: each address of a name is a member, as of a headless service.
 
-Who keeps the zone (Kubernetes, for a headless service) says who is there; what they do
-is said in the URL. A resolver tells of no change, so it is asked every ``interval_s``.
-An address that is missing from three answers has left: answers may be cut.
+The zone's keeper (Kubernetes, for a headless service) decides which addresses are
+there; their role and other fields are in the URL. A resolver does not report changes,
+so it is asked every ``interval_s``. An address that is missing from three answers has
+left, since a single answer may be incomplete.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class DnsDirectory(Directory):
         self._record("::1")  # whatever the URL says is checked here
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """Do nothing: nothing is announced here."""
+        """Do nothing: members cannot announce themselves here."""
 
     async def erase(self, key: str) -> None:
         """Do nothing: nothing was written."""

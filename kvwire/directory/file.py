@@ -1,12 +1,12 @@
-"""A folder as a directory, for the processes of one machine: one file a member.
+"""A folder as a directory, for the processes of one machine: one file per member.
 
-A file is written beside and renamed, so that nobody reads half of one. Its time of
-change lies in the future: it says when its lease is over. A file whose lease is over is
-not read, unless this reader has known it since before: then only this reader's own
-count of leases matters, since the wall clock may have stepped. It is removed once it
-has stayed the same for a minute. Files that are no records are left alone: the
-folder may be somebody's by mistake. Nothing tells of a change, so the folder is looked
-at every ``interval_s``.
+A file is written under another name and renamed, so that no reader sees half of one.
+Its modification time lies in the future: the end of its lease. A file whose lease is
+over is not read, unless this reader has known it since before: then only this reader's
+own count of leases matters, since the wall clock may have stepped. It is removed once
+it has stayed the same for a minute. Files that are not records are left alone: the
+folder may be named by mistake. Changes are not reported, so the folder is read every
+``interval_s``.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ class FileDirectory(Directory):
     def _check(self) -> None:
         """Refuse the default folder if another user made it or may enter it.
 
-        Its name is known to everybody, and in ``/tmp`` anybody can make it.
+        Its name is no secret, and in ``/tmp`` every user can make it.
 
         Raises:
-            UsageError: It is not this user's alone.
+            UsageError: Other users can access it.
         """
         if self._is_default:
             own_folder(self.folder, f"the directory's folder {self.folder}")
 
     def _look(self, known: Mapping[str, int]) -> dict[str, int]:
-        """Return when each file of a member was changed; remove those of the dead."""
+        """Return when each member file was changed; remove files of expired members."""
         found: dict[str, int] = {}
         over: dict[str, tuple[int, float]] = {}
         now = time.time_ns()
@@ -130,7 +130,7 @@ class FileDirectory(Directory):
         return found
 
     def _may_go(self, name: str, key: str) -> bool:
-        """Return whether a file was made by kvwire: half a record, or a whole one."""
+        """Return whether kvwire made a file: a record, or a half-written one."""
         return name.startswith(_BESIDE) or self._is_ours(key)
 
     def _write(self, path: Path, value: bytes, until: float) -> None:
@@ -150,13 +150,13 @@ class FileDirectory(Directory):
             return file.read(RECORD_BYTES_MAX + 1)
 
     def _is_ours(self, key: str) -> bool:
-        """Return whether the file of a key is a record under its own key."""
+        """Return whether a file holds a record under its own key."""
         with suppress(OSError, UsageError):
             return Record.decode(self._read(key)).key == key
         return False
 
     def _path(self, key: str) -> Path:
-        # Of a file that is nobody's record, the name may be no text.
+        # The name of a file that is not a record need not be valid text.
         return self.folder / (quote(key, safe="", errors="surrogateescape") + _ENDING)
 
 

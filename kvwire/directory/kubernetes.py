@@ -1,9 +1,9 @@
 """Kubernetes as a directory: the endpoints of a Service, from its API server.
 
-Kubernetes says who is there and ready; what they do is said in the URL. The slices of
-the Service are listed, and then watched, so that a change arrives at once. Every
-``interval_s`` the watch ends and the list is read anew: that is the sign of life that
-renews a member, and it mends whatever a watch may have missed.
+Kubernetes reports which endpoints are there and ready; their role and other fields are
+in the URL. The slices of the Service are listed, and then watched, so that a change
+arrives at once. Every ``interval_s`` the watch ends and the list is read anew: that
+renews the members, and corrects anything that a watch may have missed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class KubernetesDirectory(DnsDirectory):
 
     Raises:
         UsageError: The URL is not ``k8s://service.namespace:port``, a value is not
-            allowed, or there is no API server: this is no pod, and ``api`` is not
+            allowed, or no API server is known: this is not a pod, and ``api`` is not
             given.
     """
 
@@ -132,7 +132,7 @@ class KubernetesDirectory(DnsDirectory):
     async def _list(
         self, client: httpx.AsyncClient
     ) -> tuple[str, dict[str, dict[str, bytes]]]:
-        """Return the version of the list, and the members of each slice."""
+        """Return the list's version, and the members of each slice."""
         body = bytearray()
         async with client.stream("GET", self._path, params=self._query) as answer:
             await _accepted(answer)
@@ -147,7 +147,7 @@ class KubernetesDirectory(DnsDirectory):
     async def _watch(
         self, client: httpx.AsyncClient, version: str
     ) -> AsyncGenerator[_Event, None]:
-        """Yield changes since a version, until the API server ends it."""
+        """Yield changes since a version, until the API server ends the watch."""
         query = self._query | {
             "watch": "1",
             "resourceVersion": version,
@@ -171,7 +171,7 @@ class KubernetesDirectory(DnsDirectory):
                             yield event
 
     def _members(self, found: _Slice) -> dict[str, bytes]:
-        """Return the records of a slice's endpoints that are ready."""
+        """Return the records of a slice's ready endpoints."""
         members: dict[str, bytes] = {}
         for endpoint in found.endpoints or ():
             host = next(iter(endpoint.addresses), "")
@@ -188,7 +188,7 @@ class KubernetesDirectory(DnsDirectory):
         return members
 
     def _client(self) -> httpx.AsyncClient:
-        """Make a client with the token and CA that the service account has now."""
+        """Make a client with the service account's current token and CA."""
         account = Path(local_path(self.given["account"]))
         token = account / "token"
         ca = account / "ca.crt"
@@ -217,7 +217,7 @@ async def _accepted(answer: httpx.Response) -> None:
 
 
 def _parts(answer: Any) -> aclosing[Any]:
-    """Iterate an answer's parts, and close the generator, which httpx does not."""
+    """Iterate a response's parts; close the generator too, which httpx does not."""
     return aclosing(answer.aiter_bytes())
 
 
@@ -229,7 +229,7 @@ def _check_size(nbytes: int) -> None:
 def _changed(
     known: dict[str, bytes], slices: Mapping[str, Mapping[str, bytes]], *, renew: bool
 ) -> tuple[dict[str, bytes], dict[str, bytes | None]]:
-    """Return the members that are there now, and the batch of changes.
+    """Return the current members, and the batch of changes.
 
     An endpoint that moves from one slice to another is in both for a while, or in
     neither; only the union of all slices counts.

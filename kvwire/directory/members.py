@@ -1,13 +1,13 @@
 """The table of members of one watcher, changed by entries and by time.
 
-An entry is a key and a record's bytes, or that the key is gone. A member is told by its
-key, which its record has to name as well: an entry that does not is ignored, as is
-anything that is no record. A member whose entry was not written anew within its lease
-has left, by this side's own clock. Before that, all entries are read again, since the
-watch may have ended and not the member. While the directory cannot be reached, no
-member leaves. When it returns, members that were written since its last return get a
-whole lease again, and the others keep the rest of their old one, so that dead members
-leave even a directory that comes and goes.
+An entry is a key with a record's bytes, or the news that the key is gone. A member's
+record must name the entry's key; other entries, and invalid records, are ignored. A
+member whose entry was not written again within its lease, by this side's own clock, has
+left. Before it is removed, all entries are read again, since the watch may have failed
+rather than the member. While the directory cannot be reached, no member leaves. When it
+returns, members written since its last return get a whole lease again, and the others
+keep the rest of their old one, so that dead members leave even a directory that comes
+and goes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Change:
 
     Attributes:
         kind: Whether it has joined, has changed, or has left.
-        record: What it says now; of one that has left, what it said last.
+        record: Its record; if it has left, the last one.
     """
 
     kind: ChangeKind
@@ -62,7 +62,7 @@ class _Member:
 
 
 class Members:
-    """The members that a selector matches."""
+    """The members that match a selector."""
 
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
@@ -136,7 +136,7 @@ class Members:
         """Return whether a lease is over for the first time since its last renewal.
 
         If so, ``doubts`` is set, and all entries have to be read anew before
-        :meth:`expire`: a watch can end without a sign.
+        :meth:`expire`, because a watch can fail without a sign.
         """
         first = self._first_over(now)
         if first is None or first.doubted:
@@ -148,20 +148,20 @@ class Members:
         return True
 
     def expires_in(self, now: float) -> float | None:
-        """Return in how many seconds a lease may be over; None for never."""
+        """Return the seconds until the next lease may be over; None without leases."""
         if self._suspended_at is not None or not self._members:
             return None
         return max(0.0, self._leases[0][0] - now)
 
     def suspend(self, now: float) -> bool:
-        """Let no lease end while the directory is away; return whether it was there."""
+        """Suspend leases while the directory is away; return whether they ran."""
         if self._suspended_at is not None:
             return False
         self._suspended_at = now
         return True
 
     def resume(self, now: float) -> None:
-        """Let leases end again if they were suspended: the directory is back."""
+        """Resume suspended leases: the directory is back."""
         if self._suspended_at is None:
             return
         away_s = now - self._suspended_at
@@ -175,7 +175,7 @@ class Members:
         self._index_leases()
 
     def _first_over(self, now: float) -> _Member | None:
-        """Return the member of the first entry of the leases, if its lease is over."""
+        """Return the member whose lease has been over for longest, or None."""
         if self._suspended_at is not None:
             return None
         while self._leases and self._leases[0][0] <= now:

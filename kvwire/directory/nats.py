@@ -1,9 +1,9 @@
-"""NATS as a directory: a bucket of JetStream's key-value store, an entry a member.
+"""NATS as a directory: a bucket of JetStream's key-value store, one entry per member.
 
 An existing bucket is used as it is. If there is none, the first member makes one in
-memory, which drops an entry that was not written again for the URL's ``lease_s``. It
-does not report this; watchers count leases themselves. A server that was restarted has
-the entries again with the next renewal.
+memory, which drops entries that were not written again for the URL's ``lease_s``. It
+does not report this; watchers count leases themselves. A restarted server has the
+entries again with the next renewals.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _REPLICAS_MAX: Final = 5
 class NatsDirectory(Directory):
     """Keeps records in a bucket: ``nats://host:4222``, or ``tls://``, or a cluster.
 
-    Fleets that share a server have different buckets. Nobody's lease may be longer than
-    a bucket keeps entries.
+    Fleets that share a server use different buckets. No lease may be longer than the
+    bucket keeps entries.
     """
 
     options: ClassVar[Mapping[str, str]] = {
@@ -142,7 +142,7 @@ class NatsDirectory(Directory):
             await self._client.close()
 
     async def _opened(self) -> KeyValue:
-        """Return the bucket, connecting at need."""
+        """Return the bucket, after connecting if needed."""
         async with self._opening:
             if self._client is None or self._client.is_closed:
                 self._client = self._bucket = None
@@ -154,7 +154,7 @@ class NatsDirectory(Directory):
     async def _subscribed(self, client: Client) -> JetStreamContext.PushSubscription:
         """Subscribe to the last entry of each key, and to all later ones.
 
-        Not with a watcher of the library, which leaves tasks behind when it ends.
+        The library's own watcher leaves tasks behind when it ends, so it is not used.
         """
         bucket = self.given["bucket"]
         await self._bucket_of(client)
@@ -186,7 +186,7 @@ class NatsDirectory(Directory):
         """Connect to the first server that answers.
 
         Raises:
-            ConnectionError: None does; the text has the reason of each.
+            ConnectionError: No server answers; the text has a reason for each.
         """
         reasons = []
         for server in self._servers:
@@ -226,9 +226,9 @@ class NatsDirectory(Directory):
         return client
 
     async def _bucket_of(self, client: Client) -> tuple[KeyValue, float]:
-        """Return the bucket, and how long it keeps entries: for ever, or seconds.
+        """Return the bucket, and for how many seconds it keeps entries.
 
-        The one that is there is taken as it is, whoever has made it.
+        An existing bucket is taken as it is, whatever made it.
         """
         bucket = self.given["bucket"]
         stream = client.jetstream()
@@ -289,29 +289,29 @@ _TLS_FILES: Final = ("ca", "cert", "key")
 
 
 class _ServerTime(msgspec.Struct, frozen=True):
-    """Reads the one field of a stream's description that the library leaves out."""
+    """The field of a stream's description that the library leaves out."""
 
     ts: datetime | None = None
 
 
 async def _closed(client: Client) -> None:
-    """Close a client that never was connected; after a failed TLS it waits for ever."""
+    """Close a client that never connected; after a failed TLS, closing may hang."""
     with suppress(nats.errors.Error, OSError):
         async with asyncio.timeout(_CLOSE_S):
             await client.close()
 
 
 async def _progress(entries: Any) -> tuple[int, int]:
-    """Return how many entries the server has sent to a subscription, and has yet to."""
+    """Return how many entries a subscription has sent, and has still to send."""
     info = await entries.consumer_info()
     return info.delivered.consumer_seq, info.num_pending or 0
 
 
 def _living(entries: Sequence[Msg], now: datetime | None) -> dict[str, bytes | None]:
-    """Return the entries of a bucket, without those whose lease is over.
+    """Return the entries of a bucket whose lease is not over.
 
-    A bucket may keep entries far longer than leases. Ages are by the server's clock:
-    that of this machine may be another.
+    A bucket may keep entries far longer than leases. Ages are by the server's clock,
+    since this machine's may differ.
     """
     there: dict[str, bytes | None] = {}
     for entry in entries:

@@ -1,7 +1,7 @@
 """Folders that this user alone may enter, for sockets, addresses and records.
 
-Anybody can make a folder in ``/tmp``, and its maker decides what is in it. So a folder
-is checked, without following links, before its content is trusted.
+Every user can make a folder in ``/tmp``, and its maker decides what is in it. So a
+folder is checked, without following links, before its content is trusted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ def own_folder(folder: Path, called: str) -> Path:
 
     Args:
         folder: Its path.
-        called: What names it in errors, such as ``inspect='/run/me'``.
+        called: Its name in errors, such as ``inspect='/run/me'``.
 
     Raises:
-        UsageError: It is another user's, open to others, no folder, or cannot be made.
+        UsageError: It belongs to another user, is open to others, is not a folder, or
+            cannot be made.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,8 +51,8 @@ def own_folder(folder: Path, called: str) -> Path:
 def user_folder() -> Path:
     """Return the path of the folder that all processes of this user share.
 
-    It is in ``XDG_RUNTIME_DIR`` if that is this user's, which it is not after ``su``,
-    and otherwise among the temporary files of the host.
+    It is in ``XDG_RUNTIME_DIR`` if this user owns that, which is not so after ``su``;
+    else among the host's temporary files.
 
     Raises:
         UsageError: There is no folder for temporary files.

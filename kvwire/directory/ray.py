@@ -1,10 +1,10 @@
-"""Ray as a directory: one named actor, where no other server is running.
+"""Ray as a directory: one named actor, for fleets without another server.
 
 ``ray:fleet`` is the detached actor ``fleet`` in the namespace ``kvwire`` of the Ray
-that this process is connected to, made by whoever needs it first. It holds a table in
-memory, counts leases by its own clock, and is started again by Ray where its node is
-lost; then its table is empty, and full again after a third of a lease. Whoever follows
-waits in a call for the next change, so changes come at once.
+that this process is connected to; the first process that needs it makes it. It holds a
+table in memory and counts leases by its own clock. If its node is lost, Ray restarts it
+with an empty table, which is full again after a third of a lease. Followers wait in a
+call for the next change, so changes arrive at once.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _FOLLOWERS_MAX: Final = 10_000
 class RayTable:
     """Holds the values of a directory inside its actor.
 
-    Each change has a number. ``life`` tells one start of the actor from the next, whose
-    numbers begin anew.
+    Each change has a number. ``life`` distinguishes one start of the actor from the
+    next, which numbers its changes anew.
     """
 
     def __init__(self) -> None:
@@ -71,9 +71,9 @@ class RayTable:
     async def changes(
         self, life: int, number: int
     ) -> tuple[int, int, dict[str, bytes | None]]:
-        """Return changes since a number; all entries if the actor was started anew.
+        """Return changes since a number; all entries if the actor was restarted.
 
-        Waits for a change where there is none.
+        Waits for a change if there is none.
         """
         if life == self._life and number == self._number:
             changed = self._changed
@@ -108,8 +108,8 @@ class RayTable:
 class RayDirectory(Directory):
     """Keeps records in an actor of Ray: ``ray:`` or ``ray:fleet``.
 
-    A process that is connected to no Ray connects to the one of its machine, or to that
-    of ``RAY_ADDRESS``.
+    A process that is not connected to a Ray connects to that of its machine, or of
+    ``RAY_ADDRESS``.
     """
 
     def __init__(self, url: str) -> None:
@@ -147,7 +147,7 @@ class RayDirectory(Directory):
     async def _call(
         self, call: Callable[[Any], Awaitable[Any]], timeout_s: float = _CALL_S
     ) -> Any:
-        """Call the actor, looked up on a thread because Ray blocks meanwhile."""
+        """Call the actor; it is looked up on a thread, because that blocks."""
         try:
             async with asyncio.timeout(_CALL_S):
                 if self._table is None:
@@ -166,7 +166,7 @@ def _changes(table: Any, life: int, number: int) -> Any:
 
 
 def _actor(name: str) -> Any:
-    """Return the actor of a directory; made where there is none."""
+    """Return a directory's actor; create it if there is none."""
     if not ray.is_initialized():
         ray.init(address="auto", log_to_driver=False)
     cls = ray.remote(RayTable).options(

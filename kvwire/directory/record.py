@@ -1,8 +1,8 @@
 """A member's record in a directory: one JSON object of at most 4 KiB.
 
-Whoever may write to the directory may say anything. So a record is checked before any
-of it is used: its size first, then each field's type, length and characters. A field
-that this version does not know is passed over, so that later ones may add some.
+A writer to the directory may write anything. So a record is checked before it is used:
+its size first, then each field's type, length and characters. Unknown fields are
+ignored, so that later versions may add some.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One member of a fleet, as it describes itself.
 
     Attributes:
-        name: As it calls itself. Two members may have one name.
+        name: Its name for itself. Two members may have the same name.
         address: Where it listens.
         incarnation: 32 hexadecimal digits, new for each start of its process; empty
-            where a directory knows addresses and nothing more.
-        role: What it does, such as ``"prefill"``, ``"decode"`` or ``"store"``.
+            if the directory knows nothing but addresses.
+        role: Its role, such as ``"prefill"``, ``"decode"`` or ``"store"``.
         model: A fingerprint of the model that it serves.
-        specs: Of each cache group, a digest of its :class:`~kvwire.KVSpec`.
-        transports: What can carry data there.
+        specs: A digest of each cache group's :class:`~kvwire.KVSpec`.
+        transports: The transports that can carry data there.
         load: How busy it is: 0 is idle, 1 is full. Lower ones are taken first.
-        labels: Whatever else selectors may ask for.
-        lease_s: How long it is believed to be there after its last sign of life.
+        labels: Further terms that selectors may match.
+        lease_s: Seconds after its last sign of life until it counts as gone.
     """
 
     name: Name
@@ -66,14 +66,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> str:
-        """Return the key of this member, unlike that of a namesake."""
+        """Return the key of this member, which differs even between equal names."""
         return self.incarnation or self.address
 
     def encode(self) -> bytes:
-        """Return the bytes that :meth:`decode` reads.
+        """Return the record as bytes for :meth:`decode`.
 
         Raises:
-            UsageError: A field is not allowed, or all of them are too long.
+            UsageError: A field is not allowed, or the record is too long.
         """
         raw = msgspec.json.encode(self, enc_hook=_plain)
         Record.decode(raw)
@@ -84,7 +84,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Read a record.
 
         Raises:
-            UsageError: These bytes are no record; says why.
+            UsageError: The bytes are not a valid record; the text says why.
         """
         if len(raw) > limits.RECORD_BYTES_MAX:
             raise UsageError(
@@ -98,7 +98,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def _plain(value: object) -> object:
-    """Return a number or a text of another library, such as NumPy, as Python's own."""
+    """Return another library's number or text, such as NumPy's, as Python's own."""
     if isinstance(value, (Real, str)):
         return float(value) if isinstance(value, Real) else str(value)
     raise wrong_type("record", value, "text, or a number,")

@@ -1,11 +1,11 @@
-"""Redis or Valkey as a directory: a key a member, with a TTL, and a channel.
+"""Redis or Valkey as a directory: one key per member, with a TTL, and a channel.
 
 Each write sets the key and then publishes the same on the channel; a watcher subscribes
 first and reads the keys afterwards, so that it misses nothing in between. Only plain
-commands are used: no keyspace notifications, which a server has to be configured for.
-A server that was restarted with nothing in it is full again after a third of a lease.
+commands are used: no keyspace notifications, which have to be enabled on a server. A
+server that was restarted with nothing in it is full again after a third of a lease.
 
-A server, one of a list that takes writes, or a cluster: see
+The URL names one server, several of which one takes writes, or a cluster: see
 :mod:`kvwire.directory.redis_servers`. In a cluster a message that was published at one
 server arrives at all of them.
 """
@@ -127,9 +127,9 @@ class RedisDirectory(Directory):
     async def _stir(self, client: RedisClient, channel: PubSub) -> None:
         """Publish a message on the channel, once the server has accepted a write.
 
-        The connection may be fine and lead to a server that others have left: one that
-        became a replica of nobody they can reach. A user who may only watch learns that
-        the server is no replica, and answers.
+        A working connection may lead to a server that its peers have left: a replica
+        whose primary cannot be reached. If this user may only watch, the server is
+        still asked whether it is a replica, and sends an answer.
         """
         await client.check(self._prefix)
         try:

@@ -1,13 +1,14 @@
-"""The servers of Redis or Valkey that a URL names, for a directory and a tier alike.
+"""The servers of Redis or Valkey that a URL names, for directories and tiers alike.
 
 Only a server that takes writes is used. If it fails, or refuses to serve (it became a
 replica, loads its data, lost its replicas or its disk), it is dropped with all its
 connections, since an open connection leads to the same server for ever, even when the
 name has moved to another one. Then all addresses of all hosts are tried, each 250 ms
-after the one before it (RFC 8305), until one of them has taken a write. So a name that
-moves, a list of hosts and a name with the addresses of all servers need no Sentinel.
+after the previous one (RFC 8305), until one of them has taken a write. So neither a
+name that moves, nor a list of hosts, nor a name with the addresses of all servers needs
+Sentinel.
 
-This module does not try again: a directory and a tier do so, with pauses of their own.
+This module does not retry: directories and tiers do, with pauses of their own.
 """
 
 from __future__ import annotations
@@ -107,9 +108,9 @@ class RedisClient:
     """A client of a server that accepts writes, or of its cluster.
 
     Attributes:
-        commands: Sends commands.
-        channel: Publishes and subscribes: any server of a cluster passes messages on.
-        users: How many calls use it now.
+        commands: The client that sends commands.
+        channel: The client that publishes and subscribes, at any server of a cluster.
+        users: The number of calls that use it now.
     """
 
     commands: Redis | RedisCluster
@@ -119,7 +120,7 @@ class RedisClient:
     def keys_at(
         self, names: Collection[str], prefix: str
     ) -> dict[str, tuple[Any, str]]:
-        """Return those of some nodes of a cluster that have slots, with a key each."""
+        """Return the given cluster nodes that have slots, each with one of its keys."""
         found: dict[str, tuple[Any, str]] = {}
         if not names or isinstance(self.commands, Redis):
             return found
@@ -156,12 +157,12 @@ class RedisServers:
     """The servers of a URL, one of which accepts writes.
 
     Args:
-        what: Names the tier or directory in errors.
-        url: ``redis://USER:PASSWORD@HOST:PORT,HOST:PORT/DATABASE``; ``rediss`` is TLS,
-            ``valkey`` and ``valkeys`` are the same.
-        options: Those of ``TLS_OPTIONS`` that were given.
-        timeout_s: For a connection, and for each answer.
-        key: A server that removes this key takes writes. The key is never set.
+        what: The name of the tier or directory in errors.
+        url: ``redis://USER:PASSWORD@HOST:PORT,HOST:PORT/DATABASE``; ``rediss`` is TLS;
+            ``valkey`` and ``valkeys`` mean the same two.
+        options: The given ones of ``TLS_OPTIONS``.
+        timeout_s: The limit for a connection, and for each answer.
+        key: A key that is never set; a server that accepts its removal takes writes.
 
     Raises:
         UsageError: The URL or an option cannot be used.
@@ -232,10 +233,10 @@ class RedisServers:
             self.client = None
 
     async def connect(self) -> None:
-        """Connect, if that is not done.
+        """Connect, unless that is done.
 
         Raises:
-            Exception: No server takes writes; the error names each one's reason.
+            Exception: No server takes writes; the text has a reason for each.
 
         Cancel safety: nothing stays open.
         """
@@ -244,13 +245,13 @@ class RedisServers:
                 self.client = await self._found()
 
     async def renew(self, doubtful: Collection[str]) -> set[str]:
-        """Connect anew; a cluster says where its slots are by now.
+        """Connect anew, and reread the slots of a cluster.
 
         Returns:
             Those of the doubtful nodes of a cluster that still take no writes.
 
         Raises:
-            Exception: No server takes writes; the error names each one's reason.
+            Exception: No server takes writes; the text has a reason for each.
 
         Cancel safety: nothing stays open.
         """
@@ -270,9 +271,9 @@ class RedisServers:
         }
 
     async def close(self) -> None:
-        """Close all connections; nothing is under way. Never raises.
+        """Close all connections; no call is running. Never raises.
 
-        Cancel safety: what is held is let go of in any case.
+        Cancel safety: everything is released in any case.
         """
         client = self.client
         self.client = None
@@ -313,7 +314,7 @@ class RedisServers:
                 raise
 
     async def _places(self) -> tuple[list[Place], dict[str, BaseException]]:
-        """Return all addresses of all hosts in their order, and hosts without any."""
+        """Return all addresses of all hosts in order, and the hosts without any."""
         loop = asyncio.get_running_loop()
         places: list[Place] = []
         faults: dict[str, BaseException] = {}
@@ -380,7 +381,7 @@ class RedisServers:
         return client
 
     async def _cluster(self, place: Place) -> RedisCluster:
-        """Return the client of a cluster, with the slots that a node has."""
+        """Return a client of a node's cluster, with its slots."""
         secure = "connection_class" in place.url
         cluster: RedisCluster = RedisCluster(
             # A certificate names the host.
@@ -412,7 +413,7 @@ class RedisServers:
 
 
 class _Dialled(Connection):
-    """Dials one address of a host; the host is what a certificate has to name."""
+    """Dials one address of a host; certificates have to name the host."""
 
     def __init__(self, *, dialled: str, **arguments: Any) -> None:
         self._dialled = dialled
@@ -432,9 +433,9 @@ class _DialledTLS(_Dialled, SSLConnection):
 async def _mode(client: Redis) -> str:
     """Return how a server runs: standalone, cluster or sentinel; empty if unknown.
 
-    Every user may send HELLO. A server that does not know it, and answers PING, is
-    taken for a single one. A replica is an error here already: not every user may try a
-    write, and some replicas take writes that no other server receives.
+    Every user may send HELLO. A server that does not know it, but answers PING, counts
+    as standalone. A replica already fails here, since not every user may try a write,
+    and some replicas take writes that no other server receives.
     """
     try:
         ask: Any = client.execute_command  # it is untyped
@@ -452,9 +453,9 @@ async def _mode(client: Redis) -> str:
 
 
 async def _write(client: Redis | RedisCluster, key: str) -> None:
-    """Remove a key that is never set; raise errors about the server.
+    """Remove a key that is never set; raise errors that concern the server.
 
-    A user without the right to write, who only watches, passes.
+    A user who may only watch passes, although the server refuses the write.
     """
     try:
         await client.unlink(key)
@@ -466,7 +467,7 @@ async def _write(client: Redis | RedisCluster, key: str) -> None:
 async def _given_up(
     trying: Iterable[asyncio.Task[RedisClient]], found: RedisClient | None
 ) -> None:
-    """End all attempts, and close the clients that nobody will use."""
+    """End all attempts, and close the clients that will not be used."""
     for task in trying:
         await end_task(task)
         if not task.cancelled() and task.exception() is None:
@@ -518,7 +519,7 @@ def _hosts_of(what: str, url: str) -> list[dict[str, Any]]:
 
 
 def _worst(faults: Mapping[str, BaseException]) -> BaseException:
-    """Return one error for all places; a refusal, which names a remedy, comes first."""
+    """Return one error for all places; a refusal with a remedy comes first."""
     for fault in faults.values():
         if isinstance(fault, (UsageError, exceptions.AuthenticationError)):
             return fault

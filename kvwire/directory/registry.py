@@ -1,7 +1,7 @@
-"""Finds kinds of directories: the entry-point group ``kvwire.directories`` has them.
+"""Finds the kinds of directories in the entry-point group ``kvwire.directories``.
 
-A kind is named by the scheme of its URLs. Those of this distribution are found in the
-same way, so that another's is never second class.
+A kind is named by the scheme of its URLs. The kinds of this distribution are found in
+the same way as those of others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def open_directory(url: str) -> Directory:
 
     Raises:
         UsageError: There is no such kind, or the URL cannot be used.
-        BackendUnavailable: Its library is missing, or two distributions have that kind.
+        BackendUnavailable: Its library is missing, or two distributions provide it.
     """
     scheme = url.partition(":")[0]
     try:

@@ -17,7 +17,7 @@ _SHAPE: Final = 'write "role=decode,model=demo"; other keys are labels'
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Match members by the fields of their records; all terms must match.
+    """Matches members by the fields of their records; all terms must match.
 
     Attributes:
         terms: Pairs of a key and a value. A key is a field of a record (``name``,
@@ -35,7 +35,7 @@ class Selector:
         """Read ``"key=value,key=value"``; the empty text matches all members.
 
         Raises:
-            UsageError: The text is no such list, or names a key twice.
+            UsageError: The text is not such a list, or names a key twice.
         """
         if isinstance(text, Selector):
             return text

@@ -437,7 +437,7 @@ class ConnectionDriver(LinkHandler):
         self.run(its_turn=True)
 
     def _is_much(self, core: ConnectionCore, moved_bytes: int) -> bool:
-        """Return whether woken waiters should run before the payload that is due."""
+        """Return whether to let woken waiters run before sending the next payload."""
         ready = self.staging.ready
         if self._again is not None:
             return True

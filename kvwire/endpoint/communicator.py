@@ -406,7 +406,7 @@ class Communicator(AsyncWith):
             cache: Where it lies.
             blocks: Block ids in token order, or ``{group: ids}``.
             consumers: How many peers pull it, such as a tensor-parallel group's ranks.
-            lease_s: Seconds for which the blocks are held while nobody works on them.
+            lease_s: Seconds for which the blocks are held while a consumer is missing.
             deadline, priority, tokens, hashes, content, codec: As for
                 :meth:`Connection.pull <kvwire.Connection.pull>`.
             group_bytes, growing: As for

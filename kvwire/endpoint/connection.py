@@ -406,7 +406,7 @@ class Connection(AsyncWith):
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Deliver what was begun, send CLOSE, and end; at most ``close_timeout_s``.
+        """Finish the open requests, send CLOSE, and end; at most ``close_timeout_s``.
 
         Receives without a message fail with :exc:`~kvwire.ClosedOK`, on both
         sides. Returns when this connection no longer touches any memory.

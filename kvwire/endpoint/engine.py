@@ -315,7 +315,7 @@ class _EngineTransfer:
         return self._thread.call(_outcome(self._end), timeout)
 
     def wait_drained(self, timeout: float | None = None) -> None:
-        """Wait until nothing of kvwire can touch the blocks any more.
+        """Wait until kvwire can no longer touch the blocks.
 
         Raises:
             TimeoutError: Not within ``timeout`` seconds. The blocks are *not* free.

@@ -309,10 +309,13 @@ class Peer:
         if connection is not None:
             self._services.registry.ask(end, connection._driver)
             return
-        self._services.registry.defer(end)
+        self._services.registry.defer(
+            end, lambda: f"there is no connection to {self._unconnected()}"
+        )
         task = start_task(self._ask(end))
         self._tasks.add(task)  # bounded: REQUESTS_MAX, each is a transfer of the caller
         task.add_done_callback(self._tasks.discard)
+        self._services.registry.connecting(end, task)
 
     async def _ask(self, end: Incoming | Outgoing) -> None:
         try:
@@ -332,7 +335,7 @@ class Peer:
                 if not limit.expired():
                     raise
                 raise DeadlineExceeded(
-                    f"no connection in time to peer {self._where!r}: {self._reason}"
+                    f"no connection in time to {self._unconnected()}"
                 ) from None
             del self._unposted[request]
             connection._adopt(request)
@@ -351,7 +354,7 @@ class Peer:
     def _describe(self, request: Request[Any]) -> str:
         if request not in self._unposted:
             return f"recv from peer {self._where!r}, not posted: nobody awaits it"
-        return f"waits for a connection to peer {self._where!r}: {self._reason}"
+        return f"waits for a connection to {self._unconnected()}"
 
     def _cancel(self, request: Request[Any]) -> None:
         self._unpost(request)
@@ -413,6 +416,9 @@ class Peer:
         if self._upkeep.reason or self._selector is None:
             return self._upkeep.reason or "it has not answered"
         return self._membership.reason or "no member is meant by that"
+
+    def _unconnected(self) -> str:
+        return f"peer {self._where!r}: {self._reason}"
 
     def _end_dialling(self) -> None:
         if self._dialling is not None:

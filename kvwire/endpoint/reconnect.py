@@ -150,7 +150,7 @@ class Reconnector:
         gone_at: float | None = None
         upkeep = Upkeep(REDIAL_S, REDIAL_S_MAX)
         if origin in self._redialled:
-            # What breaks as soon as it is up is not to be dialled without a pause.
+            # A link that breaks as soon as it is up is not redialled without a pause.
             await asyncio.sleep(REDIAL_S_MAX)
         unmet = bool(registry.unmet)
         async for _ in upkeep:

@@ -166,7 +166,7 @@ class GroupMap:
 
 
 def _steps_are(axis: str, run: int, table: Ids, offsets: dict[str, Ids]) -> bool:
-    """Return whether each step along an axis is as long as the run inside it."""
+    """Return whether every step along an axis has the length ``run``."""
     if axis in ("layer", "kv"):
         steps = np.diff(table, axis=("layer", "kv").index(axis))
     else:

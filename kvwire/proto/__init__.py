@@ -5,5 +5,5 @@ and keys are arguments. Payload does not pass through the core: it decides which
 of which buffer belong to a frame, and the links move them.
 
 A method that handles a frame of the peer raises a ProtocolError if the frame breaks a
-rule; the number of the rule stands beside the raise.
+rule; the raise names the rule's number.
 """

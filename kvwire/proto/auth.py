@@ -1,12 +1,12 @@
-"""Keys of one connection, and the proofs made with them.
+"""The keys of one connection, and the proofs made with them.
 
-From the pre-shared key and both nonces HKDF-SHA256 (RFC 5869) derives one key per
-purpose and direction, so that a proof sent back to its maker proves nothing. In
-``loopback`` mode the pre-shared key is empty: the same code runs, and the proofs then
-only show that both sides received the same handshake. In ``mtls`` mode the digests of
-both certificates of this TLS connection take the place of the key. They are no secret:
-TLS has proved who the peer is, and the proofs show that nothing between the two sides
-ends one TLS connection and begins another.
+HKDF-SHA256 (RFC 5869) derives one key per purpose and direction from the pre-shared key
+and both nonces, so that a proof sent back to its maker proves nothing. In ``loopback``
+mode the pre-shared key is empty: the same code runs, and the proofs only show that both
+sides received the same handshake. In ``mtls`` mode the digests of both certificates of
+this TLS connection replace the key. They are not secret: TLS has proved the peer's
+identity, and the proofs show that nothing between the two sides ends one TLS connection
+and begins another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvwire.types import Role
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Holds the keys that one handshake derives; never shown, never logged."""
+    """The keys that one handshake derives; never shown, never logged."""
 
     accept: bytes = field(repr=False)
     confirm: bytes = field(repr=False)
@@ -45,15 +45,15 @@ class Keys:
         )
 
     def lane_secret(self, number: int) -> bytes:
-        """Return the secret by which the two endpoints of a lane prove themselves."""
+        """Return the secret with which both endpoints of a lane prove themselves."""
         return hmac.digest(self.lane, number.to_bytes(4, "little"), "sha256")
 
     def server_proof(self, transcript: bytes) -> bytes:
-        """Return the proof in ACCEPT, for which a server needs HELLO and the key."""
+        """Return the proof in ACCEPT; a server needs HELLO and the key to make it."""
         return hmac.digest(self.accept, b"server" + transcript, "sha256")
 
     def client_proof(self, transcript: bytes) -> bytes:
-        """Return the proof in CONFIRM, for which a client needs ACCEPT and the key."""
+        """Return the proof in CONFIRM; a client needs ACCEPT and the key to make it."""
         return hmac.digest(self.confirm, b"client" + transcript, "sha256")
 
 

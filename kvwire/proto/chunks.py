@@ -1,12 +1,11 @@
 """Payload under way: the chunks to send, and the places of incoming ones.
 
 A request's bytes travel as chunks: pieces at multiples of the agreed chunk size, each
-in a frame of its own that says where it belongs. So the order in which they arrive
-does not matter, none can overlap another, and a request is complete when its bytes
-add up.
+in a frame of its own with its position. So chunks may arrive in any order, none can
+overlap another, and a request is complete when its bytes add up.
 
-On a lane several chunks that follow each other may travel as one *burst*, which costs
-as much beside its bytes as one chunk does.
+On a lane several consecutive chunks may travel as one *burst*, whose overhead is that
+of one chunk.
 
 :mod:`kvwire.proto.scheduler` decides which request sends the next chunk.
 """
@@ -43,11 +42,11 @@ class Chunk(msgspec.Struct, eq=False):
     """Describes a piece of payload to send: ``length`` bytes from ``offset``.
 
     Attributes:
-        mover: The request, or the segment of a request, that it is a part of.
+        mover: The request, or the segment of a request, that it belongs to.
         request: That request.
         buffer: Its memory.
-        position: Where in the mover's bytes it begins.
-        offset: Where in the buffer it begins.
+        position: Its first byte within the mover's bytes.
+        offset: Its first byte within the buffer.
         number: The number of its segment; 0 without one.
         lane: The number of the lane that carries it; 0 for the control link.
         index: On a lane: its number among the payloads of that lane.
@@ -69,7 +68,7 @@ class Chunk(msgspec.Struct, eq=False):
 
     @property
     def unsaid(self) -> bool:
-        """Whether its header has to carry the mark of its segment."""
+        """Whether its header has to carry the segment's mark."""
         mover = self.mover
         return isinstance(mover, SegmentRecord) and mover.unsaid is not None
 
@@ -97,7 +96,7 @@ class ChunkMover:
     # --- sending ----------------------------------------------------------------------
 
     def begin_send(self, request: RequestRecord) -> None:
-        """Give a request its turns from now on."""
+        """Let a request take turns to send from now on."""
         assert request.kind in SENDING
         assert request.state is RequestStage.MOVING
         self._scheduler.add(request)
@@ -109,12 +108,12 @@ class ChunkMover:
         self.sending = len(self._leaving) < LINK_CHUNKS_MAX
 
     def on_segment_sent(self, call: Callable[[SegmentRecord], None]) -> None:
-        """Set the function to call when a link is through with a whole segment."""
+        """Set the function to call when a link has finished a whole segment."""
         self._on_segment_sent = call
 
     @property
     def due_bytes(self) -> int:
-        """Return how many bytes the request or segment to send next has left."""
+        """Return the bytes left of the request or segment that sends next."""
         if self._again:
             return self._again[0].length
         mover = self._scheduler.head()
@@ -186,7 +185,7 @@ class ChunkMover:
             self._requests.finish(mover)
 
     def chunk_missed(self, chunk: Chunk) -> None:
-        """Queue a chunk that was lost with its lane; it goes before all others.
+        """Queue a chunk that was lost with its lane; it is sent before all others.
 
         A burst is sent again as single chunks, which every transport can carry.
         """
@@ -228,7 +227,7 @@ class ChunkMover:
         request.arrived = ChunkSet()
 
     def data_header(self, header: Header) -> ChunkArrival:
-        """Return where the body of an incoming DATA frame goes."""
+        """Return the place for the body of an incoming DATA frame."""
         request = self._requests.find(header.request)
         if request is None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
@@ -245,7 +244,7 @@ class ChunkMover:
         return self.land(header, request.buffer, request.base + header.offset, request)
 
     def chunk_numbers(self, header: Header, nbytes: int) -> range:
-        """Return the numbers of the chunks that a payload has, from its header."""
+        """Return the numbers of the chunks in a payload, from its header."""
         chunk_bytes = self._chunk_bytes
         first, beside = divmod(header.offset, chunk_bytes)
         left = nbytes - header.offset
@@ -278,7 +277,7 @@ class ChunkMover:
         return arrival
 
     def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """Count a chunk that is in place, or fail its request if it is damaged."""
+        """Count a chunk that has landed, or fail its request if it is damaged."""
         request = arrival.request
         assert request is not None
         # First, whatever became of the request: an ended one drains by this hold.
@@ -306,7 +305,7 @@ class ChunkMover:
         self._holds.drop(arrival.buffer)
 
     def missed(self, arrival: ChunkArrival) -> None:
-        """Forget an arrival that was lost with its lane, so that it may come again."""
+        """Forget an arrival that was lost with its lane; it will be sent again."""
         self.release(arrival)
         # The number is free again, or the chunk sent anew would count as a double.
         for number in self.numbers(arrival):
@@ -327,7 +326,7 @@ class ChunkMover:
     def link_gone(self) -> None:
         """Drop the holds of the control link, which has ended.
 
-        What lanes hold is dropped when they have ended.
+        The holds of lanes are dropped when the lanes have ended.
         """
         for chunk in [*(c for c in self._leaving if not c.lane), *self._again]:
             self._leaving.pop(chunk, None)

@@ -96,10 +96,10 @@ class ConnectionCore:
         eager_header: Sends a small message at once, if there is credit; see Messages.
         next_chunk: Returns the next piece of payload to send, if any; see ChunkMover.
         lanes: Data paths beside the control link.
-        phase: How far the connection is.
+        phase: The connection's state.
         error: Why it is closed, once it is.
-        speak_by: When the frames that transfers hold back are sent at the latest; None
-            if there are none.
+        speak_by: The latest time to send the frames that transfers hold back; None if
+            there are none.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class ConnectionCore:
 
     @property
     def open_requests(self) -> int:
-        """Return how many requests, begun by either side, are not over."""
+        """Return the number of requests, of either side, that are not over."""
         return len(self._requests)
 
     def silence_s(self, now: float) -> float:
@@ -251,17 +251,17 @@ class ConnectionCore:
     def payload_landed(
         self, arrival: ChunkArrival, now: float, *, intact: bool
     ) -> None:
-        """Act on a payload that a lane has put in place."""
+        """Act on a payload that a lane has received."""
         self._liveness.heard(now)
         self.lanes.payload_landed(arrival, intact=intact)
         self._settle(now)
 
     def heard(self, now: float) -> None:
-        """Take bytes of an incomplete frame for a sign of life."""
+        """Note a sign of life: bytes of an incomplete frame."""
         self._liveness.heard(now)
 
     def chunk_sent(self, chunk: Chunk) -> bool:
-        """Drop a chunk's hold, since the link or lane is through with it.
+        """Drop a chunk's hold, since the link or lane has finished with it.
 
         Returns:
             Whether it is dropped. A chunk on a lane keeps its hold until the peer has
@@ -277,12 +277,12 @@ class ConnectionCore:
         return True
 
     def lane_gone(self, number: int, reason: str) -> None:
-        """Close a lane whose endpoint here has ended and touches no memory."""
+        """Close a lane; its endpoint here has ended and touches no memory."""
         self.lanes.close(number, reason)
         self._settle()
 
     def link_lost(self, error: ConnectionClosed | None = None) -> None:
-        """End the connection, whose link has ended and touches no memory."""
+        """End the connection; its link has ended and touches no memory."""
         self.chunks.link_gone()
         self.lanes.link_gone()
         self.messages.link_gone()
@@ -293,16 +293,16 @@ class ConnectionCore:
 
     @property
     def sending(self) -> bool:
-        """Whether ``next_chunk`` may have something."""
+        """Whether ``next_chunk`` may return something."""
         return self.error is None and self.chunks.sending
 
     @property
     def due_bytes(self) -> int:
-        """Return how many bytes the request or segment to send next has left."""
+        """Return the bytes left of the request or segment that sends next."""
         return 0 if self.error is not None else self.chunks.due_bytes
 
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
-        """Return a chunk's header, which takes the next number of a frame."""
+        """Return a chunk's header, with the next frame number."""
         frame_type = _DATA
         offset = chunk.position
         wire_id = chunk.request.wire_id
@@ -317,7 +317,7 @@ class ConnectionCore:
 
     @property
     def next_tick(self) -> float:
-        """Return when to call ``tick`` at the latest."""
+        """Return the latest time to call ``tick``."""
         due = min(self._liveness.due, self._keepalive.due)
         for other in (self._requests.next_deadline, self._close_by, self.speak_by):
             if other is not None and other < due:
@@ -415,7 +415,7 @@ class ConnectionCore:
         self._settle()
 
     def withdraw(self, request: RequestRecord) -> bool:
-        """End a receive that has met no message yet; False if it has."""
+        """End a receive that has met no message yet; return False if it has."""
         if not self.messages.withdraw(request):
             return False
         error = RequestCancelled("the receive was withdrawn")
@@ -453,12 +453,16 @@ class ConnectionCore:
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
-        """End a request of either side with an error; the code is sent to the peer."""
+        """End a request of either side; its owner gets the error, the peer the code."""
         self._abandon(request, error, code)
         self._settle()
 
     def close(self, now: float, timeout_s: float) -> None:
-        """Deliver what was begun, send CLOSE, then end. May be called again."""
+        """Close the connection gracefully. May be called again.
+
+        Receives without a message fail at once. CLOSE is sent when the other requests
+        are over; the connection ends with the peer's CLOSE, or after ``timeout_s``.
+        """
         if self._close_by is None:
             self._close_by = now + timeout_s
         self._turn(CloseInput.CLOSE_CALLED)
@@ -469,7 +473,7 @@ class ConnectionCore:
         self._settle()
 
     def fail(self, error: KVWireError) -> None:
-        """End at once, because of a failure here or a broken rule of the peer."""
+        """End at once, because of a failure here or a rule that the peer broke."""
         if isinstance(error, ConnectionClosed):
             self._end(error)
             return
@@ -509,7 +513,7 @@ class ConnectionCore:
             self._end(closed, graceful=True)
 
     def _unheard(self) -> ConnectionLost:
-        """Return the error of a connection that the peer has given up."""
+        """Return the error of a connection whose peer no longer receives from us."""
         lost = ConnectionLost("the peer lives, and has heard nothing from this side")
         lost.__cause__ = PeerUnresponsive("nothing came to the peer")
         return lost
@@ -539,7 +543,7 @@ class ConnectionCore:
             self._end(self._closing, graceful=True)
 
     def _close_error(self, text: str) -> ClosedOK:
-        """Return the error of this close: that of the side that closed first."""
+        """Return this close's error; its text is from the side that closed first."""
         if self._closing is None:
             self._closing = ClosedOK(text)
         return self._closing

@@ -1,9 +1,9 @@
 """Credit for eager messages, which bounds the memory that a receiver holds for them.
 
 An eager message travels before a receive is posted for it, so its receiver may have to
-hold it. The receiver declares in the handshake how many bytes and messages it holds,
-and the sender counts down. A message that the application has taken gives its share
-back, in lumps of half a window: so credit costs one frame for hundreds of messages.
+hold it. The receiver declares in the handshake how many bytes and messages it can hold,
+and the sender counts down. Messages that the application has taken give credit back,
+half a window at once: so one frame returns the credit of hundreds of messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SendCredit:
         self._max_bytes = nbytes
 
     def spend(self, nbytes: int) -> bool:
-        """Take credit for one message; False if there is not enough."""
+        """Take credit for one message; return False if there is not enough."""
         if self.messages < 1 or self.nbytes < nbytes:
             return False
         self.messages -= 1
@@ -44,7 +44,7 @@ class SendCredit:
 
 
 class ReceiveCredit:
-    """Counts the eager messages that have arrived, and the credit due back."""
+    """Counts the eager messages that have arrived, and the credit to return."""
 
     __slots__ = ("_messages", "_nbytes", "due_bytes", "due_messages", "left")
 
@@ -56,7 +56,7 @@ class ReceiveCredit:
         self.due_bytes: int = 0
 
     def arrived(self, nbytes: int) -> None:
-        """Take the credit of a message whose header has arrived."""
+        """Subtract the credit of a message whose header has arrived."""
         left = self.left
         if left.messages < 1 or left.nbytes < nbytes:
             raise FlowControlViolation(
@@ -66,7 +66,7 @@ class ReceiveCredit:
         left.nbytes -= nbytes
 
     def taken(self, nbytes: int) -> bool:
-        """Count a message that was taken; return whether credit is due back."""
+        """Count a message that was taken; return whether to return credit now."""
         self.due_messages += 1
         self.due_bytes += nbytes
         return (

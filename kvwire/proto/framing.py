@@ -1,7 +1,7 @@
 """The numbers, checks and seals of one link's frames, in both directions.
 
-Each direction of a link counts its frames. The low 16 bits travel in the header, so a
-frame that was lost, doubled or reordered shows at the next one. A control body is
+Each direction of a link counts its frames. The low 16 bits travel in the header, so the
+next frame shows if one was lost, doubled or reordered. A control body is
 covered by a CRC-32 in its header. In ``psk`` mode, once the proofs have been exchanged,
 it ends in a seal instead: a truncated HMAC over the full 64-bit count, the header and
 the body, under a key of this connection and direction. A seal therefore cannot be
@@ -49,7 +49,7 @@ class Framing:
         self._open_key: bytes | None = None
 
     def use_seals(self, role: Role, seal: dict[Role, bytes]) -> None:
-        """Seal control frames from now on, and require seals of the peer's."""
+        """Seal control frames from now on, and require seals from the peer."""
         self._seal_key = seal[role]
         self._open_key = seal[role.other]
 

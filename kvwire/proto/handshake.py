@@ -12,9 +12,9 @@
 Nothing of unknown length is read before the peer has proved itself, and ACCEPT is never
 longer than HELLO. Both proofs cover all frames so far, so a changed version, mode or
 limit is detected. A side that disagrees before the proofs sends REFUSE with a code and
-stops; the side that receives the code makes the text of its error. A server that
-disagrees with an OFFER answers with a CHOICE that takes no transport and has its
-profile, so that both sides can name the fields that differ.
+stops; the receiver writes the error text for the code. A server that disagrees with an
+OFFER answers with a CHOICE that takes no transport but has the server's profile, so
+that both sides can name the fields that differ.
 
 The front decides which transport to take: it reads :attr:`ServerHandshake.offer` and
 calls :meth:`ServerHandshake.choose`.
@@ -72,16 +72,16 @@ OWN_INCARNATION: Final = "incarnation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Holds what this side brings to a handshake.
+    """This side's identity, keys and limits for a handshake.
 
     Attributes:
         name: The name that the peer sees.
         incarnation: 16 random bytes, new for each start of the process.
-        trust: How each side proves who it is.
-        psk: The key this side connects with; empty but in psk mode.
+        trust: How each side proves its identity.
+        psk: The key this side connects with; empty except in psk mode.
         keys: Every key this side accepts, by their ids.
         parameters: This side's limits.
-        profile: (field, value) pairs that must agree where both sides name the field.
+        profile: (field, value) pairs; a field that both sides name must have one value.
         versions: The lowest and the highest version of the protocol it speaks.
     """
 
@@ -97,15 +97,15 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Holds the result of a handshake that has succeeded.
+    """The result of a handshake that has succeeded.
 
     Attributes:
         role: The role of this side.
-        digest: 32 bytes over HELLO and ACCEPT; names the connection.
+        digest: 32 bytes over HELLO and ACCEPT; identifies the connection.
         keys: The connection's keys.
-        parameters: The smaller limits of both sides, and the features of both.
+        parameters: The smaller limits of both sides, and their common features.
         peer_parameters: The peer's own; its windows bound the eager messages to it.
-        peer: Who the peer is.
+        peer: The peer's name, incarnation and identity.
         choice: The verdict on each transport.
         offer: The client's OFFER.
     """
@@ -121,7 +121,7 @@ class Agreement:
 
 
 class HandshakeState(enum.Enum):
-    """Names the frame, or the decision, that a handshake waits for."""
+    """The frame, or the decision, that a handshake waits for."""
 
     HELLO = FrameType.HELLO
     ACCEPT = FrameType.ACCEPT
@@ -155,7 +155,7 @@ class Handshake(ABC):
     Attributes:
         identity: The name, keys and limits of this side.
         outgoing: (header, body) of frames to send, oldest first; the caller empties it.
-        agreement: Set when the handshake has ended well.
+        agreement: The result; None until the handshake has succeeded.
     """
 
     role: Role
@@ -188,7 +188,7 @@ class Handshake(ABC):
         self._secret = binding
 
     def header_received(self, raw: bytes | memoryview) -> int:
-        """Accept the next header; return how many bytes of body follow."""
+        """Accept the next header; return the length of its body."""
         try:
             header = self.framing.accept_header(raw)
             self._check_due(header)
@@ -200,7 +200,7 @@ class Handshake(ABC):
         return header.length
 
     def body_received(self, body: bytes) -> None:
-        """Act on the frame whose body this is.
+        """Act on a frame whose body has arrived.
 
         Raises:
             HandshakeError: The sides disagree. ``outgoing`` may have a last REFUSE.
@@ -219,7 +219,7 @@ class Handshake(ABC):
             raise
 
     def refuse(self, code: WireCode) -> None:
-        """Send REFUSE with a code, as the last frame of this side."""
+        """Send REFUSE with a code; it is this side's last frame."""
         low, high = self.identity.versions
         message = Refuse(
             code=code, version_min=low, version_max=high, trust=self.identity.trust
@@ -229,7 +229,7 @@ class Handshake(ABC):
 
     @abstractmethod
     def _advance(self, body: bytes) -> None:
-        """Act on the frame that was due."""
+        """Act on the expected frame."""
 
     def _check_due(self, header: Header) -> None:
         due = self.state.value
@@ -301,7 +301,7 @@ class Handshake(ABC):
 
     @property
     def _unbound(self) -> bool:
-        """Whether TLS was to prove who the peer is, and has not."""
+        """Whether TLS should have proved the peer's identity, but has not."""
         return self.identity.trust is TrustMode.MTLS and not self._secret
 
     def _check_profile(self, theirs: tuple[tuple[str, str], ...]) -> None:
@@ -405,7 +405,7 @@ class ServerHandshake(Handshake):
     """Runs the handshake of the side that listens.
 
     Attributes:
-        offer: The client's OFFER once it has come; :meth:`choose` answers it.
+        offer: The client's OFFER once it has arrived; :meth:`choose` answers it.
     """
 
     role = Role.SERVER
@@ -496,7 +496,7 @@ class ServerHandshake(Handshake):
 
 
 def accepted_digest(hello: bytes, accept: Accept) -> bytes:
-    """Return the digest that both proofs cover: of HELLO, and ACCEPT without proof."""
+    """Return the digest that both proofs cover: HELLO, and ACCEPT without its proof."""
     bare = replace(accept, mac=bytes(MAC_BYTES))
     return transcript_hash(hello, bare.encode())
 
@@ -513,7 +513,7 @@ def no_transport(choice: TransportChoice) -> ProfileMismatch:
 def _trust_error(
     mine: TrustMode, theirs: TrustMode, *, told: bool = False
 ) -> AuthenticationFailed:
-    """Return the error for a wrong proof, which the peer has found if ``told``."""
+    """Return the error for a wrong proof; ``told`` if the peer's REFUSE reports it."""
     if mine is not theirs:
         return AuthenticationFailed(
             f"trust modes differ: this side {mine.name.lower()}, peer "
@@ -542,7 +542,7 @@ def _trust_error(
 def common_parameters(
     mine: ConnectionParameters, theirs: ConnectionParameters
 ) -> ConnectionParameters:
-    """Return the smaller limits of two sides, and the features that both have."""
+    """Return the smaller limits of two sides, and their common features."""
     if theirs == mine:
         return mine
     return ConnectionParameters(

@@ -1,14 +1,14 @@
 """Holds on memory that operations still touch, behind `released` and `drained`.
 
-A buffer is *held* once for each operation of a link that may read or write it: from the
-moment a frame with its bytes is handed to the link until the link says that it is done,
-or is gone. A buffer is *retired* when its owner has no more use for it: the request is
-over, the region is closed. It is *drained* when it is retired and no hold is left. Only
-then may the memory be used for something else: a timeout, a cancel or an error retires
-a buffer, none of them drains it.
+A link *holds* a buffer once for each operation that may read or write it: from the
+moment it gets a frame with the buffer's bytes until it reports that it is done, or is
+gone. A buffer is *retired* when its owner no longer uses it: the request is over, the
+region is closed. It is *drained* when it is retired and no hold is left. Only then may
+the memory be used for something else: a timeout, a cancel or an error retires a buffer,
+but none of them drains it.
 
-One table serves all connections of a communicator, since a region's memory is used
-through many of them.
+One table serves all connections of a communicator, since many of them may use the
+memory of one region.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Holds:
         self._last = 0
 
     def __len__(self) -> int:
-        """Return how many buffers are not drained."""
+        """Return the number of buffers that are not drained."""
         return len(self._counts)
 
     def new(self) -> BufferId:
-        """Name a buffer; names are never used twice."""
+        """Return a new buffer id; ids are never used twice."""
         self._last = last = self._last + 1
         buffer = BufferId(last)
         self._counts[buffer] = 0  # bounded: REQUESTS_MAX, REGIONS_MAX
@@ -59,7 +59,7 @@ class Holds:
             self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
 
     def retire(self, *buffers: BufferId) -> None:
-        """Retire buffers that their owner needs no more; the last hold drains each."""
+        """Retire buffers that their owner no longer uses; the last hold drains each."""
         for buffer in buffers:
             held = self._counts.get(buffer)
             if held:
@@ -69,7 +69,7 @@ class Holds:
                 self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
 
     def drop_and_retire(self, buffer: BufferId) -> None:
-        """Drop a hold of a buffer that its owner needs no more either."""
+        """Drop a hold of a buffer, and retire it."""
         left = self._counts[buffer] - 1
         assert left >= 0, "a hold was dropped twice"
         if left:
@@ -81,5 +81,5 @@ class Holds:
             self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
 
     def held(self, buffer: BufferId) -> bool:
-        """Return whether some operation may touch the buffer now."""
+        """Return whether an operation may touch the buffer now."""
         return self._counts.get(buffer, 0) > 0

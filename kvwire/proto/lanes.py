@@ -10,28 +10,28 @@ Each side has an endpoint of a lane. Lanes open one after the other, in one exch
       LANE_READY  lane 0             ->      the initial set is done
 
 Each side may announce payloads for a lane that is open. They are numbered from 0 in the
-order of their LANE_DATA frames, in each direction by itself::
+order of their LANE_DATA frames, separately in each direction::
 
     sender                                receiver
       LANE_DATA   lane 1, chunk, descriptor ->      names the destination
       (payload on the lane)
               <- LANE_ACK    lane 1, the first 7
 
-The memory of a chunk is held until two things are known: that the endpoint here is
-through with it, and whether it has arrived. LANE_ACK reports arrivals. A side whose
+The memory of a chunk is held until two things are known: that the endpoint here has
+finished with it, and whether it has arrived. LANE_ACK reports arrivals. A side whose
 endpoint has ended sends LANE_CLOSE, with the number of LANE_DATA frames it has received
 and the numbers of those whose payload is missing. The payload of a LANE_DATA that comes
-later is missing too, and another LANE_CLOSE names it. So it becomes known exactly which
-chunks have arrived, as long as the control link lives, and those that are missing are
-sent again another way.
+later is missing too, and another LANE_CLOSE names it. So each side knows exactly which
+chunks have arrived, as long as the control link lives, and sends the missing ones again
+another way.
 
 A lane is *over* when both sides have sent LANE_CLOSE and every missing payload has been
-named: no later frame names it, and it is forgotten. The client may ask for lanes for as
-long as the connection lives, so that one that broke can be replaced. The next lane
-always has the next number: a number stands for a secret, and a secret is used once.
+named: no later frame names it, and it is forgotten. The client may ask for lanes as
+long as the connection lives, so that a broken one can be replaced. The next lane always
+has the next number: a number stands for a secret, and a secret is used once.
 
-When the control link ends, it does not matter any more which chunks have arrived: a
-chunk or an arrival is then held until its own lane is gone.
+When the control link ends, it no longer matters which chunks have arrived: a chunk or
+an arrival is then held until its own lane is gone.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _CHECKED: Final = int(Flag.CHECKED)
 
 
 class LaneStage(enum.Enum):
-    """Names the stages of a lane, which decide about the frames that may name it."""
+    """The stages of a lane; they decide which frames may name it."""
 
     ASKED = "asked"
     """The client has sent LANE_OPEN; an endpoint is being made, here or there."""
@@ -98,15 +98,15 @@ class LaneRecord:
     Attributes:
         number: 1 and up, in the order of LANE_OPEN.
         backend: The name of the transport that carries it.
-        sent: How many payloads were announced to the peer.
-        waiting: Those of them whose memory is still held, by index.
-        waiting_bytes: The bytes of those.
-        seen: How many payloads the peer has announced.
-        arriving: Those of them that our endpoint has yet to receive, by index.
-        received: How many have arrived without a gap; ``beyond`` are the others.
+        sent: The number of payloads announced to the peer.
+        waiting: Announced payloads whose memory is still held, by index.
+        waiting_bytes: Their bytes.
+        seen: The number of payloads that the peer has announced.
+        arriving: Payloads that our endpoint has still to receive, by index.
+        received: How many have arrived without a gap; ``beyond`` has the others.
         acknowledged: The count in the last LANE_ACK.
         missed: Indices that the next LANE_CLOSE will name.
-        peer_closed: The peer has sent LANE_CLOSE.
+        peer_closed: Whether the peer has sent LANE_CLOSE.
     """
 
     number: int
@@ -134,8 +134,8 @@ class LaneTable:
     """Holds the lanes of one connection.
 
     Attributes:
-        initial_set_done: Whether the client has opened the lanes it wants at first;
-            more may open later.
+        initial_set_done: Whether the client has opened its initial lanes; more may open
+            later.
         unreported: Lanes for which :meth:`acknowledge` has to send a frame.
     """
 
@@ -203,7 +203,7 @@ class LaneTable:
         self._outbox.send(FrameType.LANE_READY, LaneReady(lane=0))
 
     def open_received(self, body: LaneOpen) -> None:
-        """Handle LANE_OPEN, which has the bootstrap of the peer's endpoint."""
+        """Handle LANE_OPEN, with the bootstrap of the peer's endpoint."""
         if self._role is Role.SERVER:
             number = self.next_number()
             if body.lane != number:
@@ -250,7 +250,7 @@ class LaneTable:
     # --- sending ----------------------------------------------------------------------
 
     def room(self, number: int, window_bytes: int) -> bool:
-        """Return whether a lane is open and has less under way than its window."""
+        """Return whether a lane is open and has less than its window under way."""
         lane = self._lanes[number]
         return (
             lane.stage is LaneStage.OPEN
@@ -263,8 +263,8 @@ class LaneTable:
     ) -> tuple[bytes, bytes]:
         """Make the LANE_DATA frame of a chunk; send it before any other frame.
 
-        The chunk is held until ``payload_sent`` was called and it is known whether it
-        has arrived.
+        The chunk is held until ``payload_sent`` has been called and its arrival or loss
+        is known.
         """
         lane = self._lanes[number]
         assert lane.stage is LaneStage.OPEN
@@ -290,7 +290,7 @@ class LaneTable:
         )
 
     def payload_sent(self, chunk: Chunk) -> bool:
-        """Note that our endpoint is through with a chunk; return if its hold ends."""
+        """Note that our endpoint has finished a chunk; return whether its hold ends."""
         lane = self._lanes[chunk.lane]
         chunk.quiet = True
         return self._release(lane, chunk)
@@ -339,12 +339,12 @@ class LaneTable:
         )
 
     def expects(self, arrival: ChunkArrival) -> bool:
-        """Return whether an arrival is yet to come; if not, it counts as missing."""
+        """Return whether an arrival is still expected; if not, it counts as missing."""
         lane = self._lanes.get(arrival.lane)
         return lane is not None and arrival.index in lane.arriving
 
     def payload_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """Note that our endpoint has put a payload in place, or dropped it if asked."""
+        """Handle a payload that our endpoint has received, or dropped as asked."""
         lane = self._lanes[arrival.lane]
         del lane.arriving[arrival.index]
         lane.beyond.add(arrival.index)  # bounded: LANE_PAYLOADS_MAX
@@ -385,7 +385,7 @@ class LaneTable:
             self._release(lane, chunk)
 
     def close_received(self, body: LaneClose) -> None:
-        """Handle LANE_CLOSE: the peer's endpoint has ended, some payloads missing."""
+        """Handle LANE_CLOSE: the peer's endpoint has ended, with payloads missing."""
         lane = self._find(body.lane, "KVW-LN-06")
         # Before: some of `waiting` have an unknown fate. After: all that the peer has
         # seen are known, and those it names as missing go out again another way. Those
@@ -441,7 +441,7 @@ class LaneTable:
         """Drop a chunk's hold once nothing needs it, or send the chunk again.
 
         Before: the chunk is in ``lane.waiting`` and held. If this returns True it is
-        out of ``waiting``, and its hold was dropped or went on to its next sending.
+        out of ``waiting``, and its hold was dropped or passed on to its next sending.
         """
         if not chunk.quiet or (chunk.taken is None and not self._ended):
             return False

@@ -1,20 +1,20 @@
 """Pings, by which each side finds out whether the other is alive and receives.
 
-Any byte from the peer is a sign of life. After one interval of silence a PING goes out,
-then one more per interval; after ``misses`` intervals without a byte the peer is dead.
-PONG is sent by the loop that runs the application, so it proves that this loop turns.
-Pings are numbered from 1, and each is answered once, in their order.
+Any byte from the peer is a sign of life. After one interval of silence a PING is sent,
+then one more per interval; after ``misses`` intervals without a byte the peer counts as
+dead. The loop that runs the application sends PONG, so it proves that this loop turns.
+Pings are numbered from 1, and each is answered once, in order.
 
 A peer that receives nothing may still be able to send: a network can fail in one
-direction alone. A side that takes its peer for dead sends CLOSE with UNRESPONSIVE,
-which may get through. If it does not, a PING without an answer for an interval shows
+direction alone. A side that considers its peer dead sends CLOSE with UNRESPONSIVE,
+which may get through. If it does not, a PING that is unanswered for an interval shows
 the same.
 
-A stall of this side is not held against the peer: if our timer fires late by more than
-a tolerance, it was this side that did not read, and that time does not count as the
-peer's silence. A loop blocked for seconds by a GPU synchronisation must not kill
-healthy peers. Their bytes may not have been read yet, so a late look never takes a peer
-for dead: the next one does, an interval later.
+A stall of this side does not count against the peer: if our timer fires late by more
+than a tolerance, it was this side that did not read, and that time is not counted as
+the peer's silence. A loop blocked for seconds by a GPU synchronisation must not kill
+healthy peers. Their bytes may not have been read yet, so a late check never declares a
+peer dead: the next one may, an interval later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOOKS_PER_INTERVAL: Final = 2
 
 
 class LivenessVerdict(enum.Enum):
-    """Names the result of a look at the clock."""
+    """The results of a check of the clock."""
 
     FINE = "fine"
     PING = "ping"
@@ -43,7 +43,7 @@ class Liveness:
 
     Attributes:
         due: When to call :meth:`look` next.
-        heard_at: When bytes of the peer arrived last.
+        heard_at: When bytes of the peer last arrived.
     """
 
     __slots__ = (
@@ -77,17 +77,17 @@ class Liveness:
         self.heard_at = max(self.heard_at, now)
 
     def silence_s(self, now: float) -> float:
-        """Return the seconds since bytes of the peer arrived."""
+        """Return the seconds since bytes of the peer last arrived."""
         return now - self.heard_at
 
     def hears(self, now: float) -> bool:
-        """Return whether the peer receives what we send, judging by its answers."""
+        """Return whether the peer receives from this side, judging by its answers."""
         if self._sent == self._answered:
             return True
         return now - self._asked_at < self._interval_s
 
     def look(self, now: float) -> LivenessVerdict:
-        """Return what the peer's silence asks for; call it when ``due`` has come."""
+        """Return what to do about the peer's silence; call it at ``due``."""
         # After: `due` lies ahead, by one interval at most. DEAD is returned only by a
         # look that is on time, or that follows a late one which found silence too.
         if now < self.due:
@@ -129,8 +129,8 @@ class Liveness:
     def ping_received(self, now: float) -> None:
         """Handle PING; raise if the peer sends too many of them.
 
-        Each second allows for ten more, and those not used are saved: the pings that a
-        peer has sent while the network passed nothing arrive together.
+        Each second allows for ten more, and unused ones are saved, since pings that a
+        peer sent while the network was blocked arrive together.
         """
         earned = (now - self._pings_left_at) * PINGS_PER_SECOND_MAX
         self._pings_left = min(self._pings_left + earned, PINGS_SAVED_MAX) - 1.0
@@ -145,12 +145,12 @@ class Keepalive:
     """Decides when this side has to send a PING because it has sent nothing else.
 
     A side that only receives has nothing to send. If its peer sends faster than the
-    wire carries, the peer's pings wait behind megabytes of payload, no answer can come
-    in time, and the peer would take this side for dead. So a side that has sent nothing
-    for an interval sends a PING: its own direction is free.
+    wire carries, the peer's pings wait behind megabytes of payload, no answer can
+    arrive in time, and the peer would consider this side dead. So a side that has sent
+    nothing for an interval sends a PING: its own direction is free.
 
-    The core knows how many frames were sent, and not when. So it looks twice an
-    interval, and sends when nothing was sent since the last look: after half an
+    The core knows how many frames were sent, but not when. So it checks twice per
+    interval, and sends when nothing was sent since the last check: after half an
     interval of silence at the earliest, after a whole one at the latest.
 
     Attributes:
@@ -165,11 +165,11 @@ class Keepalive:
         self.due: float = now + self._period_s
 
     def is_idle(self, frames_sent: int) -> bool:
-        """Return whether nothing was sent since the last look."""
+        """Return whether nothing was sent since the last check."""
         return frames_sent == self._frames_sent
 
     def is_due(self, now: float, frames_sent: int) -> bool:
-        """Return whether to send a PING now; call it when ``due`` has come."""
+        """Return whether to send a PING now; call it at ``due``."""
         if now < self.due:
             return False
         silent = frames_sent == self._frames_sent

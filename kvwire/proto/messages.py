@@ -1,10 +1,9 @@
-"""Tagged messages: how each meets a receive, in which order, and in which memory.
+"""Tagged messages: the receive, the order and the memory in which each arrives.
 
 A small message travels at once (MESSAGE) if the receiver has given credit for it. Any
 other is announced (ANNOUNCE), waits until a receive with memory for it is posted
 (READY), and then moves as chunks. On the receiving side both kinds wait in one queue
-per tag, in the order in which they came, so messages of one tag never overtake each
-other.
+per tag, in order of arrival, so messages of one tag never overtake each other.
 
 A small message that meets a posted receive lands straight in its memory. One that meets
 no receive is held; credit bounds how many are. A receive whose buffer is too small for
@@ -55,13 +54,13 @@ _WHOLE = REQUEST_TRANSITIONS[RequestKind.RECV, _MOVING, RequestInput.MOVED]
 
 
 class UnreceivedMessage(msgspec.Struct, eq=False, kw_only=True):
-    """Holds a message that no RECV has taken yet.
+    """A message that no RECV has taken yet.
 
     Attributes:
-        buffer: Where it is held; None if it was only announced.
+        buffer: The memory that holds it; None if it was only announced.
         wire_id: Its request, if it was announced.
-        whole: Whether all of it is here, or it was only announced.
-        error: Set if it arrived damaged: the error of the receive that takes it.
+        whole: Whether all of it has arrived, or it was only announced.
+        error: If it arrived damaged, the error for the receive that takes it.
     """
 
     nbytes: int
@@ -100,7 +99,7 @@ class Messages:
         self._announced: dict[int, tuple[int, UnreceivedMessage]] = {}
         # Not whole yet: what is held, and None for what goes straight into a receive.
         self._arriving: dict[ChunkArrival, UnreceivedMessage | None] = {}
-        # Tags whose messages nobody wants; a receive takes its tag out.
+        # Tags whose messages are discarded; a receive removes its tag.
         self._unwanted: OrderedDict[int, None] = OrderedDict()
         self._refusing = False
 
@@ -109,7 +108,7 @@ class Messages:
     def eager_header(self, tag: int, nbytes: int, check: int | None) -> bytes | None:
         """Return the header of a message to send at once; None without credit for it.
 
-        The message is over for its sender as soon as the link has its bytes. If it is
+        The message is complete for its sender as soon as the link has its bytes. After
         None the message has to be announced, which a connection that is not open
         refuses.
         """
@@ -118,7 +117,7 @@ class Messages:
         return self._framing.payload(_MESSAGE, nbytes, 0, 0, tag, check)
 
     def end_eager(self) -> None:
-        """Make :meth:`eager_header` return None, since the connection is not open."""
+        """Stop eager messages, since the connection is no longer open."""
         self._may_send_bytes = -1
 
     def announce(self, request: RequestRecord) -> None:
@@ -128,7 +127,7 @@ class Messages:
         self._outbox.send(FrameType.ANNOUNCE, body, request=request.wire_id)
 
     def ready_received(self, header: Header, body: Ready) -> None:
-        """Handle READY: the receiver has memory for a message we announced."""
+        """Handle READY: the receiver has memory for a message that we announced."""
         request = self._requests.find(header.request)
         if request is None:
             return
@@ -149,7 +148,7 @@ class Messages:
     # --- receiving --------------------------------------------------------------------
 
     def post(self, request: RequestRecord) -> None:
-        """Post a receive, which takes a message of its tag now or when one comes."""
+        """Post a receive; it takes a message of its tag now, or when one arrives."""
         self._requests.start(request)
         tag = request.tag
         if self._unwanted:
@@ -163,7 +162,7 @@ class Messages:
             self._meet(tag)
 
     def withdraw(self, request: RequestRecord) -> bool:
-        """Withdraw a receive, and return True, unless it has met a message."""
+        """Withdraw a receive that has met no message; return whether it was."""
         queue = self._posted.get(request.tag)
         if (
             request.state is not RequestStage.POSTED
@@ -179,7 +178,7 @@ class Messages:
     def discard(self, tag: int) -> int:
         """Drop the messages of a tag, now and until it is received again.
 
-        Returns how many were here or under way.
+        Returns how many were here, on their way or announced.
         """
         if tag in self._posted:
             raise UsageError(
@@ -216,7 +215,7 @@ class Messages:
         self._receive(request)
 
     def message_header(self, header: Header) -> ChunkArrival:
-        """Return where the body of a MESSAGE goes: into a receive's memory, or held."""
+        """Return the place for the body of a MESSAGE: a receive, or a held buffer."""
         length = header.length
         tag = header.offset
         if length > self._eager_bytes or header.request or header.segment:
@@ -310,9 +309,10 @@ class Messages:
             self._trim(tag)
 
     def refuse_announced(self) -> None:
-        """Refuse announced messages, those that wait and those to come, with FAIL.
+        """Refuse announced messages with FAIL, now and from now on.
 
-        Otherwise two sides that close at once would wait for each other's receives.
+        Otherwise two sides that close at the same time would wait for each other's
+        receives.
         """
         self._refusing = True
         for wire_id in list(self._announced):
@@ -330,7 +330,7 @@ class Messages:
         return [request for queue in self._posted.values() for request in queue]
 
     def link_gone(self) -> None:
-        """Forget messages of which bytes are missing; keep those that are whole."""
+        """Forget messages that are incomplete; keep those that are whole."""
         for arrival, waiting in self._arriving.items():
             if waiting is None:
                 assert arrival.buffer is not None
@@ -343,7 +343,7 @@ class Messages:
         self._arriving.clear()
 
     def waits(self, tag: int, *, whole: bool) -> bool:
-        """Return whether a message of this tag is here, or all of one if ``whole``."""
+        """Return whether a message of this tag waits; if ``whole``, a complete one."""
         queue = self._waiting.get(tag)
         return queue is not None and (next(iter(queue)).whole or not whole)
 
@@ -431,12 +431,12 @@ class Messages:
             self._nothing_to_move(request)
 
     def _nothing_to_move(self, request: RequestRecord) -> None:
-        """End an announced message of 0 bytes, of which nothing will arrive."""
+        """End an announced message of 0 bytes, for which no payload follows."""
         request.advance(RequestInput.MOVED)
         self._requests.finish(request)
 
     def _let_go(self, waiting: UnreceivedMessage) -> None:
-        """Drop the link's hold of a message that was held."""
+        """Retire a held message's buffer, and drop the link's hold on it."""
         assert waiting.buffer is not None
         self._holds.retire(waiting.buffer)
         self._holds.drop(waiting.buffer)

@@ -1,10 +1,10 @@
 """put and get: the side that asks, and the side whose memory was granted.
 
 The owner of the memory takes part in both, and checks the grant before a byte of it is
-read or written. The bytes are payload like any other; some lanes read them where they
-lie. A put needs no answer to begin, since the grant is the permission and the memory is
-there: its chunks follow PUT at once, and are dropped if PUT was refused. It ends with
-the owner's FIN. A get ends when its bytes have landed.
+read or written. The bytes are payload like any other; some lanes read them in place. A
+put needs no answer to begin, since the grant is the permission and the memory is there:
+its chunks follow PUT at once, and are dropped if PUT was refused. It ends with the
+owner's FIN. A get ends when its bytes have landed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvwire.wire.header import FrameType, Header
 
 
 class OneSided:
-    """Runs the puts and gets of one connection, asked and served."""
+    """Runs the puts and gets of one connection, of either side."""
 
     def __init__(
         self, outbox: Outbox, requests: RequestTable, chunks: ChunkMover, grants: Grants
@@ -39,7 +39,7 @@ class OneSided:
         self._grants = grants
 
     def put(self, request: RequestRecord, target: AccessBody) -> None:
-        """Send PUT, and queue the request's bytes behind it."""
+        """Send PUT, and queue the request's bytes after it."""
         self._ask(FrameType.PUT, request, target)
         self._chunks.begin_send(request)
 
@@ -49,7 +49,7 @@ class OneSided:
         self._chunks.begin_receive(request)
 
     def asked(self, header: Header, body: AccessBody) -> None:
-        """Handle PUT and GET, by which the peer writes or reads memory of this side."""
+        """Handle PUT and GET: the peer writes or reads memory of this side."""
         wire_id = self._requests.admit(header.request)
         put = header.type == FrameType.PUT
         if not body.nbytes:
@@ -101,7 +101,7 @@ class OneSided:
         self._requests.finish(request)
 
     def region_revoked(self, region: RegionId) -> None:
-        """Fail the peer's requests on a region, whose memory then drains."""
+        """Fail the peer's requests on a region, so that its memory drains."""
         for request in self._requests:
             if request.kind in SERVING and request.region == region:
                 error: RequestError = StaleRegion("the region was closed or revoked")

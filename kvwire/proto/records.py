@@ -1,12 +1,12 @@
 """The core's records of requests, transfers, segments and arriving frames.
 
-These are records: the parts of the core that own them change them, and events and the
-front carry them.
+The parts of the core that own these records change them; events and the front carry
+them.
 
-A segment of one chunk needs no frame of its own that names its part of the cache: its
-box fits into the offset of a header, which is 0 for the first chunk. Such a mark is
-*unsaid* until the chunk leaves. A frame that must come behind the mark, that of a
-longer segment or COMMIT, has SEGMENT sent for it first.
+A segment of one chunk needs no SEGMENT to name its part of the cache: the mark fits
+into the offset of its header, which is 0 for the first chunk. Such a mark is *unsaid*
+until the chunk leaves. Before a frame that must follow the mark (a longer segment's
+SEGMENT, or COMMIT), SEGMENT is sent for it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _UNMATCHED: Final = RequestId(0)
 
 
 class ChunkSet:
-    """The set of a request's received chunks; takes no memory if they come in order.
+    """The set of a request's received chunks; takes no memory if they arrive in order.
 
-    A bitmap's size would follow from the size that the peer announces, before any byte
-    has come. Here all chunks below ``_next`` have come, and for each number kept
-    beyond it, the peer has sent a whole chunk.
+    The size of a bitmap would follow from the size that the peer announces, before any
+    byte has arrived. Here all chunks below ``_next`` have arrived, and for each number
+    kept beyond it, the peer has sent a whole chunk.
     """
 
     __slots__ = ("_beyond", "_holes", "_next")
@@ -55,7 +55,7 @@ class ChunkSet:
         self._holes: set[int] = set()
 
     def note(self, number: int) -> bool:
-        """Add a chunk; return False if it had come before."""
+        """Add a chunk; return False if it had arrived before."""
         if number in self._holes:
             self._holes.remove(number)
             return True
@@ -72,7 +72,7 @@ class ChunkSet:
         return True
 
     def forget(self, number: int) -> None:
-        """Remove a chunk that was lost with its lane, so that it may come again."""
+        """Remove a chunk that was lost with its lane, so that it may be sent again."""
         if number in self._beyond:
             self._beyond.remove(number)
         else:
@@ -83,20 +83,20 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     """Holds one request: a movement of bytes, as this side sees it.
 
     Attributes:
-        kind: Which movement it is.
+        kind: The kind of movement.
         wire_id: Its number on the wire; 0 for a RECV that has no match yet.
         tag: The tag of a message.
         buffer: Its memory; None for a RECV that was posted without any.
-        base: Where in the buffer its bytes begin.
-        nbytes: How many bytes it moves; for a posted RECV, how many it could take.
+        base: The first byte of it within the buffer.
+        nbytes: The bytes it moves; for a posted RECV, the most it could take.
         region: The region it works on, for SERVE_PUT and SERVE_GET.
-        state: How far it is; FIRST_STATE of its kind to begin with.
+        state: Its state; first the FIRST_STATE of its kind.
         moved: Bytes handed to the link (sending) or verified (receiving).
-        in_flight: Frames handed to the link that it still works on.
+        in_flight: Frames that the link has not finished.
         arrived: Receiving: the chunks whose headers were seen.
-        confirmed: The peer's FIN came before our link was through with its bytes.
+        confirmed: The peer's FIN arrived before our link had finished its bytes.
         over: Whether it is done or has failed.
-        turn_bytes: What it may still send in this turn; below 0 it has sent too much.
+        turn_bytes: Bytes it may still send in this turn; below 0 it has sent too many.
         context: The front's own object for it.
     """
 
@@ -118,7 +118,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     context: object = None
 
     def advance(self, event: RequestInput) -> None:
-        """Go to the state that REQUEST_TRANSITIONS has for this input."""
+        """Go to the next state for this input, by REQUEST_TRANSITIONS."""
         new = REQUEST_TRANSITIONS.get((self.kind, self.state, event))
         if new is None:
             raise UnexpectedFrame(
@@ -136,10 +136,10 @@ class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
     Attributes:
         request: The transfer.
         number: 1 for the first one marked.
-        box: The part of the cache that it is.
+        box: Its part of the cache.
         buffer: Its memory; None on the consumer until the front has placed it.
         moved: Bytes handed to the link (producer) or verified (consumer).
-        in_flight: Chunks the link still works on.
+        in_flight: Chunks that the link has not finished.
         arrived: Consumer: one byte per chunk, 0 until its header has come.
         damaged: A chunk of it did not match its checksum.
         over: Landed, acknowledged, or damaged: nothing more happens to it.
@@ -165,11 +165,11 @@ class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
     """Holds the part of a transfer's request that other requests do not have.
 
     Attributes:
-        id: The name both applications have given it.
+        id: The id that both applications have given it.
         priority: Chunks of a higher one go first.
         segments: Every segment by its number.
-        open_segments: How many segments are not over.
-        sending_bytes: Producer: the bytes of segments that the link still works on.
+        open_segments: The number of segments that are not over.
+        sending_bytes: Producer: bytes of the segments that the link has not finished.
         in_order: Producer: its chunks leave in the order in which they were marked.
         unsaid: Producer: segments whose chunks carry their marks, in that order.
         on_sent: Producer: called when a segment was sent and no more than
@@ -194,7 +194,7 @@ class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
 
 
 class ChunkPlace(enum.Enum):
-    """Names where the body of a frame goes."""
+    """The kinds of places for the body of a frame."""
 
     CONTROL = "control"
     """To the core: ``body_received`` wants its bytes."""
@@ -209,9 +209,9 @@ class ChunkPlace(enum.Enum):
 
 
 class ChunkArrival(msgspec.Struct, eq=False):
-    """Holds a frame whose header was accepted and whose body is under way.
+    """A frame whose header was accepted and whose body is under way.
 
-    Its payload comes on the control link, or as payload ``index`` of a lane.
+    Its payload arrives on the control link, or as payload ``index`` of a lane.
     """
 
     place: ChunkPlace
@@ -231,7 +231,7 @@ class ChunkArrival(msgspec.Struct, eq=False):
 
 
 def packed_mark(box: Box, commit: int) -> int | None:
-    """Return a mark as the offset of MARKED_DATA; None if that has no room for it."""
+    """Return a mark as the offset of MARKED_DATA; None if it does not fit."""
     group, layer, layers, granule, granules = box
     if max(granule, granules) > 0xFFFF or max(layer, layers) > 0xFFF or group > 0x3F:
         return None
@@ -240,7 +240,7 @@ def packed_mark(box: Box, commit: int) -> int | None:
 
 
 def read_mark(header: Header) -> SegmentBody:
-    """Return the mark that a MARKED_DATA header carries, as a SEGMENT has it."""
+    """Return the mark in a MARKED_DATA header, as the body of a SEGMENT."""
     mark = header.offset
     commit = header.offset >> 62
     if commit > _COMMIT_MAX:

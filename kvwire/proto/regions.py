@@ -1,12 +1,12 @@
-"""Registered memory, its generations, and the grants of a peer to reach it.
+"""Registered memory, its generations, and a peer's grants to reach it.
 
 No address crosses the wire. A peer names a grant, a generation, an offset and a length,
 and shows the grant's token. A grant belongs to one connection, covers one byte range of
-one region, allows one direction or both, and dies with its connection, its region, or
+one region, allows one direction or both, and ends with its connection, its region, or
 the region's generation. The token is an HMAC under a key of the connection, so that a
-descriptor written by somebody else (an API client whose request carries it, say) names
-nothing. A grant that is unknown, another's, or shown with a wrong token gives the same
-answer, and the token is compared in constant time.
+forged descriptor (from an API client whose request carries it, say) is refused. A grant
+that is unknown, another peer's, or shown with a wrong token gets the same answer, and
+the token is compared in constant time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOKEN_FIELDS: Final = struct.Struct("<QQQQQB")
 
 @dataclass(slots=True, kw_only=True)
 class RegionRecord:
-    """Holds registered memory, which peers may reach through grants.
+    """Registered memory, which peers may reach through grants.
 
     Attributes:
         generation: Counts revocations; grants from an earlier generation are stale.
@@ -55,7 +55,7 @@ class RegionTable:
         return len(self._open)
 
     def register(self, buffer: BufferId, nbytes: int, access: Access) -> RegionRecord:
-        """Make a region of a buffer."""
+        """Make a region out of a buffer."""
         if len(self._open) >= REGIONS_MAX:
             raise UsageError(f"{REGIONS_MAX} regions are open; close some of them")
         self._last += 1
@@ -82,7 +82,7 @@ class RegionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantRow:
-    """Holds one grant, on the side that gave it."""
+    """One grant, on the side that gave it."""
 
     id: GrantId
     region: RegionRecord
@@ -183,7 +183,7 @@ class Grants:
 
 
 def _range_of(region: RegionRecord, offset: int, nbytes: int | None) -> tuple[int, int]:
-    """Return the range to grant, after checking that the region has it."""
+    """Return the range to grant, after checking that it lies in the region."""
     first = whole(offset)
     length = whole(region.nbytes - (first or 0) if nbytes is None else nbytes)
     if (

@@ -64,19 +64,19 @@ class RequestTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """Return when the earliest open request expires."""
+        """Return the earliest deadline of an open request."""
         while self._deadlines and not _stands(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def start(self, request: RequestRecord) -> None:
-        """Number a request of this side, and keep it until it is over.
+        """Give a request of this side a number, and keep it until it is over.
 
-        A RECV gets the number of the message that it meets. Requests of the peer do not
+        A RECV gets its number when it meets a message. Requests of the peer do not
         count towards the limit.
 
         Raises:
-            UsageError: It would be one more than the table holds.
+            UsageError: The table is full.
         """
         if len(self._ours) + len(self._unmatched) >= REQUESTS_MAX:
             raise UsageError(
@@ -103,9 +103,9 @@ class RequestTable:
         self._theirs[wire_id] = request  # bounded: REQUESTS_MAX
 
     def admit(self, wire_id: int) -> RequestId:
-        """Return the number of a request that the peer starts, after checking it.
+        """Check and return the number of a request that the peer starts.
 
-        The peer may have forgotten a get whose last frame our link still works on, so
+        The peer may have forgotten a get whose last frame our link has not finished, so
         the limit is twice the number of requests that it may have open.
         """
         if wire_id != self._next_theirs:
@@ -148,7 +148,7 @@ class RequestTable:
     ) -> None:
         """Remove a request that is over, and report its end.
 
-        ``in_use``: its memory has a hold, which ends with it.
+        If ``in_use``, its memory has a hold, which ends with the request.
         """
         assert request.over
         wire_id = request.wire_id
@@ -213,7 +213,7 @@ class RequestTable:
 
     @staticmethod
     def expired(request: RequestRecord) -> DeadlineExceeded:
-        """Return the error for a request past its deadline, with how far it was."""
+        """Return the error for a request past its deadline, with its progress."""
         what = request.kind.value
         if request.kind in (RequestKind.SEND, RequestKind.RECV):
             what += f" of tag {request.tag}"
@@ -239,5 +239,5 @@ class RequestTable:
 
 
 def _stands(entry: _Deadline) -> bool:
-    """Return whether the request of a deadline is not over."""
+    """Return whether the request of a deadline is still open."""
     return not entry[2].over

@@ -2,19 +2,19 @@
 
 A higher priority goes first. Within one priority requests take turns of ``turn_bytes``,
 and a new request goes before those that have had a turn: a message or a short prompt
-beside eight long ones waits for the chunks under way, and not for a turn of each. The
-long ones must not starve when short ones never end, so between two new requests an old
-one has its turn. A lane may take more at once than is left of a turn; the request then
-loses later turns for it. So all requests send the same number of bytes, whatever the
-size of their pieces.
+beside eight long ones waits only for the chunks under way, not for a turn of each. The
+long ones must not starve while short ones keep coming, so between two new requests an
+old one has its turn. A lane may take more at once than is left of a turn; the request
+then loses later turns for it. So all requests send the same number of bytes, whatever
+the size of their pieces.
 
 A transfer has one turn, however many of its segments are marked, and sends them in the
 order of their marks: so its first layer arrives first, and a broken link leaves at most
-one segment half sent. A transfer that has sent all that was marked is new again with
-its next layer, since a consumer waits for it.
+one segment half sent. A transfer that has sent all its marked segments counts as new
+again with its next layer, since a consumer waits for it.
 
 The scheme is deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) with the new
-flows of FQ-CoDel (RFC 8290, section 4.2), but for the old one between two new ones.
+flows of FQ-CoDel (RFC 8290, section 4.2), plus an old one between two new ones.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Scheduler:
         """Charge the mover whose turn it is for ``length`` bytes.
 
         Before: ``head`` has returned it, and ``moved`` counts these bytes already.
-        After: it keeps its turn, or its request stands at the end of the old ones, or
-        is out of the turns because it has sent everything.
+        After: it keeps its turn; or its request is at the end of the old ones; or it
+        has no turns any more because it has sent everything.
         """
         assert self._head is not None
         level, turn = self._head
@@ -152,7 +152,7 @@ class Scheduler:
         """Forget requests that are over.
 
         ``head`` does so only while the link takes chunks: a peer that asks, cancels and
-        never reads would make the turns grow.
+        never reads would otherwise make the queues grow.
         """
         for level in self._levels:
             for turn in (level.new, level.old):
@@ -168,7 +168,7 @@ class _Level:
     """Queues the requests of one priority.
 
     Attributes:
-        new: Requests that have not had a turn since they came.
+        new: Requests that have not had a turn yet.
         old: Requests that have had one.
         old_turn_due: Whether the next turn is for an old one.
     """

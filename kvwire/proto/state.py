@@ -1,29 +1,29 @@
 """Every state of a request and of a connection, and every step between them.
 
-Rule 1: what decides a transition stands in this file. Rule 2: the tables do not know
-who runs them; both sides use the same ones. A step that is not listed does not exist:
-asked for by our own code it is a bug, caused by a frame it is an error of the peer.
+Rule 1: everything that decides a transition is in this file. Rule 2: both sides use the
+same tables. A step that is not listed does not exist: if our own code asks for it, that
+is a bug; if a frame causes it, that is an error of the peer.
 
 A request is one movement of bytes, seen from one side:
 
 * SEND and RECV are a message too large to travel unasked. The sender has announced it
   (POSTED), the receiver answers once it has memory (GO), the bytes move.
-* A message small enough to travel at once is a RECV alone: on the sender's side nothing
-  is left to wait for.
-* PUT moves at once, since the grant is the permission; it is over when the peer says
+* A message small enough to travel at once is a RECV alone: its sender has nothing to
+  wait for.
+* PUT moves at once, since the grant is the permission; it is over when the peer reports
   that every byte is in place.
 * GET moves as soon as it is asked for, from the peer's SERVE_GET.
 * SERVE_PUT and SERVE_GET are the same movements on the side that granted the memory.
 * OUTGOING and INCOMING are the two ends of a KV transfer. It waits until the
   applications on both sides have named it (GO), moves segment by segment
-  (kvwire.proto.transfers), and ends on the producer's side with the consumer's word
-  that all is settled, on the consumer's with the word that this has been heard.
+  (kvwire.proto.transfers), and ends on the producer's side with the consumer's report
+  that all is settled, on the consumer's with the receipt of that report.
 
 States:
 
-* POSTED: waits for a match, for credit, or for the peer's word; no byte moves yet.
+* POSTED: waits for a match, for credit, or for the peer's answer; no byte moves yet.
 * MOVING: payload may be under way, and the request's memory is in use.
-* WAITING: every byte has left or arrived here; the peer has the last word.
+* WAITING: every byte has left or arrived here; the peer's last frame is missing.
 * DONE, FAILED: over. Memory may still be in use; the holds know (kvwire.proto.holds).
 
 Inputs:
@@ -36,9 +36,9 @@ Inputs:
 A connection, once its handshake is over:
 
 * OPEN: anything goes.
-* FLUSHING: this side wants to close and still delivers what it has begun.
+* FLUSHING: this side wants to close, and finishes its open requests first.
 * CLOSE_SENT: this side has sent CLOSE, and waits for the peer's.
-* CLOSE_RECEIVED: the peer has sent CLOSE; this side delivers what it has begun, then
+* CLOSE_RECEIVED: the peer has sent CLOSE; this side finishes its open requests, then
   answers.
 * CLOSED: nothing more is sent; the link is ending or has ended.
 """
@@ -65,7 +65,7 @@ class RequestKind(Symbol):
 
 
 class RequestStage(Symbol):
-    """Names how far a request is."""
+    """The states of a request."""
 
     POSTED = "posted"
     MOVING = "moving"
@@ -121,7 +121,7 @@ REQUEST_TRANSITIONS: Final[
 
 
 class CloseState(Symbol):
-    """Names how far a connection is."""
+    """The states of a connection."""
 
     OPEN = "open"
     FLUSHING = "flushing"

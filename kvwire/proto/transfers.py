@@ -78,10 +78,11 @@ class Transfers:
     """Runs the KV transfers of one connection, whichever side has opened them.
 
     Attributes:
-        last_words: Requests whose FIN waits to be a part of the next OPEN or AGREE.
+        last_words: Requests whose FIN is held back, to travel in the next OPEN or
+            AGREE.
         only_link: Whether the control link carries all payload.
         unacknowledged: Requests whose landed segments :meth:`acknowledge` names.
-        unhurried: Requests whose landed segments wait for more of them, or for
+        unhurried: Requests whose landed segments are reported with later ones, or by
             :meth:`speak`.
         records: The record of each transfer until :meth:`forget`.
     """
@@ -193,7 +194,7 @@ class Transfers:
         nbytes: int,
         commit: int = 0,
     ) -> SegmentRecord:
-        """Queue a part of the cache for sending; its bytes change no more.
+        """Queue a part of the cache for sending; its bytes no longer change.
 
         ``commit`` is as in SEGMENT: above 0, this is the last segment.
         """
@@ -230,7 +231,7 @@ class Transfers:
         return segment
 
     def sent(self, segment: SegmentRecord) -> None:
-        """Note a segment that the link is through with."""
+        """Note that the link has finished a segment."""
         transfer = self.records[segment.request]
         transfer.sending_bytes -= segment.nbytes
         on_sent = transfer.on_sent
@@ -240,7 +241,7 @@ class Transfers:
             self.settle(segment.request)
 
     def commit(self, request: RequestRecord, *, complete: bool) -> None:
-        """Send COMMIT: nothing more is marked. ``complete`` means all of it was."""
+        """Send COMMIT: there are no more marks; ``complete`` if all was marked."""
         transfer = self.records[request]
         transfer.committed = True
         _say_marks(self._outbox, transfer)
@@ -249,7 +250,7 @@ class Transfers:
         self.settle(request)
 
     def said(self, chunk: Chunk) -> int | None:
-        """Return the mark that the header of a leaving chunk carries; None if none."""
+        """Return the mark for a leaving chunk's header, or None."""
         segment = chunk.mover
         assert isinstance(segment, SegmentRecord)
         mark = segment.unsaid
@@ -259,7 +260,7 @@ class Transfers:
         return mark
 
     def landed_received(self, header: Header, body: SegmentAck) -> None:
-        """Handle SEGMENT_ACK, which names segments that the consumer has."""
+        """Handle SEGMENT_ACK: the consumer has the segments that it names."""
         request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
@@ -314,7 +315,7 @@ class Transfers:
             )
 
     def settle(self, request: RequestRecord) -> None:
-        """Advance a committed transfer that the link is through with to its end."""
+        """Move a committed transfer on, once the link has finished its segments."""
         transfer = self.records[request]
         if not transfer.committed or transfer.sending_bytes:
             return
@@ -327,7 +328,7 @@ class Transfers:
     # --- the consumer -----------------------------------------------------------------
 
     def marked(self, header: Header, body: SegmentBody) -> SegmentRecord | None:
-        """Handle SEGMENT: report the segment, for which the front finds memory.
+        """Handle SEGMENT: report the segment, so that the front gives it memory.
 
         Returns None if the transfer is over.
         """
@@ -373,7 +374,7 @@ class Transfers:
         return ChunkArrival(place, plain, segment=segment)
 
     def marked_place(self, arrival: ChunkArrival) -> ChunkArrival:
-        """Return where the body of MARKED_DATA goes, once the front has placed it."""
+        """Return the place for the body of MARKED_DATA, after the front placed it."""
         segment = arrival.segment
         assert segment is not None
         if self._outbox.shut or segment.request.over:
@@ -393,7 +394,7 @@ class Transfers:
         segment.arrived = bytearray(-(-segment.nbytes // self._chunk_bytes))
 
     def committed(self, header: Header, body: Commit) -> None:
-        """Handle COMMIT: the producer marks nothing more."""
+        """Handle COMMIT: the producer makes no more marks."""
         request = self._find(header, RequestKind.INCOMING)
         if request is None:
             return
@@ -419,7 +420,7 @@ class Transfers:
         self._requests.finish(request)
 
     def data_header(self, header: Header) -> ChunkArrival:
-        """Return where the body of a segment's DATA goes."""
+        """Return the place for the body of a segment's DATA."""
         request = self._requests.find(header.request)
         if request is None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
@@ -437,7 +438,7 @@ class Transfers:
         return self._chunks.land(header, segment.buffer, header.offset, segment=segment)
 
     def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """Count a segment's chunk that is in place, or mark the segment damaged."""
+        """Count a chunk of a segment that has landed, or mark the segment damaged."""
         # Before: the arrival holds the buffer. After: it does not, and the segment that
         # has all its bytes is over: acknowledged if whole, else named by COMMIT_ACK.
         segment = arrival.segment
@@ -451,7 +452,7 @@ class Transfers:
         if not intact:
             segment.damaged = True
         elif segment.damaged or segment.moved < segment.nbytes:
-            # Of a segment that is whole nobody asks for its chunks.
+            # Not for a whole segment: nothing reads its chunks.
             for number in self._chunks.numbers(arrival):
                 segment.arrived[number] = CHUNK_LANDED
         if segment.moved < segment.nbytes:
@@ -499,7 +500,7 @@ class Transfers:
         return taken
 
     def _confirm(self, done: tuple[int, ...]) -> None:
-        """End the transfers that ``done`` of OPEN or AGREE names, as FIN would."""
+        """End the transfers that ``done`` in OPEN or AGREE names, as FIN would."""
         for wire_id in done:
             request = self._requests.find(wire_id)
             if request is None:
@@ -512,7 +513,7 @@ class Transfers:
 
     @property
     def unanswered(self) -> list[RequestRecord]:
-        """Return the transfers of the peer that wait for an answer of this side."""
+        """Return the peer's transfers that wait for an answer of this side."""
         return [request for request in self._unanswered if not request.over]
 
     def forget(self, request: RequestRecord) -> list[BufferId]:
@@ -527,7 +528,7 @@ class Transfers:
         return buffers
 
     def retire(self, request: RequestRecord) -> list[BufferId]:
-        """Retire the buffers of a transfer, which needs them no more; return them."""
+        """Retire the buffers of a transfer that no longer needs them; return them."""
         transfer = self.records.get(request)
         segments = () if transfer is None else transfer.segments.values()
         buffers = [s.buffer for s in segments if s.buffer is not None]
@@ -563,7 +564,7 @@ class Transfers:
 
 
 def _say_mark(outbox: Outbox, segment: SegmentRecord, commit: int) -> None:
-    """Send the SEGMENT of a segment."""
+    """Send SEGMENT for a segment."""
     body = SegmentBody(
         number=segment.number, box=segment.box, nbytes=segment.nbytes, commit=commit
     )
@@ -571,7 +572,7 @@ def _say_mark(outbox: Outbox, segment: SegmentRecord, commit: int) -> None:
 
 
 def _say_marks(outbox: Outbox, transfer: TransferRecord) -> None:
-    """Send the SEGMENT of every segment whose mark is unsaid."""
+    """Send SEGMENT for every segment whose mark is unsaid."""
     for segment in transfer.unsaid:
         assert segment.unsaid is not None
         commit = segment.unsaid >> 62

@@ -320,9 +320,8 @@ class Index:
         """Pin and return the blocks to evict next, to make room for ``nbytes``.
 
         Returns:
-            Up to ``count`` blocks of that size, or all of a slab of another size; the
-            tenant's own, if its quota is what has no room; none if everything is
-            pinned.
+            Up to ``count`` blocks of that size, or all of a slab of another size; only
+            the tenant's own if its quota is full; none if everything is pinned.
         """
         size = _size(nbytes)
         # A tenant without room in its quota pays with its own blocks, also where others

@@ -352,7 +352,7 @@ class BlockStore(StoreManagement):
 
     @property
     def report(self) -> dict[str, str]:
-        """For each tier why it accepts no blocks, or its last failure; or ""."""
+        """Why each tier accepts no blocks, or its last failure; "" if all is well."""
         return {self._name: ""} | {t.name: t.error for t in self._tiers.below}
 
     @yields_before_raising

@@ -118,7 +118,7 @@ class Incoming(Transfer):
         Raises:
             UsageError: There is no such layer or group.
             RequestError, ConnectionClosed: The transfer ended without it, for this
-                reason; the outcome says what is here. Among them RequestCancelled:
+                reason; the outcome lists what landed. Among them RequestCancelled:
                 :meth:`abort` was called. PeerCancelled: the producer ended it, or did
                 not mark the layer ready. DeadlineExceeded: its deadline or its lease.
             ProfileMismatch: The two sides do not fit; names the fields.
@@ -296,7 +296,7 @@ class Incoming(Transfer):
     @property
     def _waits_for(self) -> str:
         if not self._legs:
-            return "no peer has pushed it"
+            return self._unasked() if self._unasked else "no peer has pushed it"
         leg = self._legs[0]
         peer = shown(leg.link.peer.name)
         if leg.state is LegState.ASKED:
@@ -352,7 +352,11 @@ class ReceiveFlow:
         return self._promised.layers
 
     def event(self, event: TransferEvent) -> None:
-        """Handle the mark of a segment, or its complete arrival."""
+        """Give memory to a newly marked segment, or record one that has arrived.
+
+        Raises:
+            ProtocolError: It is not part of the plan, or was marked before.
+        """
         leg = self._leg
         inc = self._inc
         if isinstance(event, SegmentMarked):
@@ -483,7 +487,7 @@ class Joined:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing of kvwire can touch the blocks any more."""
+        """Whether kvwire can no longer touch the blocks."""
         return all(part.is_drained for part in self._parts)
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
@@ -515,7 +519,7 @@ class Joined:
             await asyncio.gather(*gates, return_exceptions=True)
 
     async def drained(self) -> None:
-        """Wait until nothing of kvwire can touch the blocks any more.
+        """Wait until kvwire can no longer touch the blocks.
 
         Cancel safety: safe, it only watches.
         """

@@ -254,8 +254,8 @@ class Leg:
 
         Raises:
             ProfileMismatch: The two halves do not fit; names the fields.
-            UsageError: The consumer says what it has of blocks that there are not, or
-                in a way that would take too long.
+            UsageError: The consumer reports parts that do not exist, or in a way that
+                would take too long to record.
             BackendUnavailable: This connection cannot move memory of the device.
         """
         transfer = self.transfer
@@ -333,7 +333,11 @@ class Leg:
         has notified its transfer, which ends or serves its other peers.
         """
         transfer = self.transfer
-        lost = transfer._services.config.resume and recoverable(error)
+        lost = (
+            error is not None
+            and transfer._services.config.resume
+            and recoverable(error)
+        )
         if transfer._state in (TransferState.NEW, TransferState.OPEN):
             if lost:
                 self._note_silence(transfer)

@@ -282,6 +282,8 @@ class Outgoing(Transfer, AsyncWith):
         peers = [shown(leg.link.peer.name) for leg in self._in(LegState.ASKED)]
         if peers:
             return f"the peer {', '.join(peers)} has not expected it"
+        if self._unasked and not self._legs:
+            return self._unasked()
         if len(self._legs) < self._peers:
             return f"{len(self._legs)} of {self._peers} consumers have pulled it"
         marked, layers = self._log.layers

@@ -160,7 +160,7 @@ class ReadyLog:
             wait(lambda failure: self._came_true(parts, failure))
 
     def _prepare(self, after: Any) -> Wait:
-        """Return what waits for something; two threads may make a waiter each."""
+        """Return a function that waits for ``after``; see EventWaiter."""
         if self._waiter is None:
             self._waiter = EventWaiter(self._devices)
         return self._waiter.prepare(after)

@@ -18,7 +18,7 @@ import asyncio
 import enum
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Final, NamedTuple
@@ -163,7 +163,8 @@ class TransferRegistry:
                 f"transfer {end.id!r} is {verb} already, and has not ended; ids may be "
                 f"used again only after that"
             )
-        _check_room(end)
+        if end._services.buffers.holds.retired:
+            _check_room(end)
         end._offer().encode()
         past = self._past.get((key, b""))
         if past is not None:
@@ -187,7 +188,8 @@ class TransferRegistry:
             UsageError: Too much memory is in quarantine, or the peer has too many
                 transfers to answer already.
         """
-        _check_room(end)
+        if end._services.buffers.holds.retired:
+            _check_room(end)
         self._take_on(end)
         try:
             end._ask(link)
@@ -198,12 +200,23 @@ class TransferRegistry:
             raise
         end._begin()
 
-    def defer(self, end: Transfer) -> None:
-        """Begin a transfer whose peer is asked as soon as it is connected."""
-        _check_room(end)
+    def defer(self, end: Transfer, unasked: Callable[[], str]) -> None:
+        """Begin a transfer whose peer is asked as soon as it is connected.
+
+        Args:
+            end: The transfer.
+            unasked: Says why its peer is not connected yet.
+        """
+        if end._services.buffers.holds.retired:
+            _check_room(end)
+        end._unasked = unasked
         self.live[end] = None
         end._begin()
         end._watch_lease()
+
+    def connecting(self, end: Transfer, task: asyncio.Task[None]) -> None:
+        """Cancel the task that connects to a deferred transfer's peer at its end."""
+        end._asking = task
 
     def ask_deferred(self, end: Transfer, link: ConnectionPort) -> None:
         """Ask the peer of a transfer that was deferred, unless that has ended.
@@ -212,6 +225,8 @@ class TransferRegistry:
             UsageError: The peer has too many transfers to answer already.
             ConnectionClosed: The connection is closing or closed.
         """
+        end._unasked = None
+        end._asking = None
         end._ask(link)
 
     def give_up(self, end: Transfer, error: KVWireError) -> None:
@@ -355,7 +370,8 @@ class TransferRegistry:
             self._waits_no_more(question)
         for question in asked.values():
             self.opened(question.link, question.event)
-        self._tidy(key)
+        if slot.end is None and not slot.owed:
+            self._tidy(key)
 
     def _tidy(self, key: Key) -> None:
         """Remove a slot if it is empty."""
@@ -593,10 +609,7 @@ def _check_room(end: Transfer) -> None:
     Raises:
         UsageError: It is.
     """
-    buffers = end._services.buffers
-    if not buffers.holds.retired:
-        return
-    quarantined = buffers.quarantined_bytes
+    quarantined = end._services.buffers.quarantined_bytes
     limit = end._services.config.quarantine_bytes
     if quarantined > limit:
         raise UsageError(

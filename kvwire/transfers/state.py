@@ -11,10 +11,10 @@ States of a transfer:
 * NEW: made and checked; no observer knows of it.
 * DOOMED: ended while its peer was being asked; observers learn of it first.
 * OPEN: under way, or waiting for its peers; its deadline counts.
-* ENDING: it will have an outcome as soon as there is memory for one, and what has
-  landed of it is decoded. Nothing is begun for it any more; a leg only reports its end.
+* ENDING: it gets an outcome as soon as there is memory for one, and its landed parts
+  are decoded. Nothing new begins for it; a leg only reports its end.
 * ENDED: it has an outcome. Links may still touch its memory.
-* DRAINED: nothing of kvwire can touch its memory any more.
+* DRAINED: kvwire can no longer touch its memory.
 
 Inputs of a transfer:
 

@@ -109,7 +109,7 @@ class Transfer:
     # What links read or write: the listed blocks, unless they are encoded.
     _memory: PagedCache
     _memory_lists: BlockLists
-    # Its trace and the peer's, as TransferOffer has them; b"" where nobody traces.
+    # Its trace and the peer's, as TransferOffer has them; b"" without tracing.
     _trace = b""
     _peer_trace = b""
     _own_trace = False
@@ -124,6 +124,10 @@ class Transfer:
     _outcome: Outcome | None = None
     # Why it has ended.
     _cause: KVWireError | None = None
+    # Says why its peer was not asked yet, if that peer is not connected.
+    _unasked: Callable[[], str] | None = None
+    # Connects to the peer, until the peer is asked.
+    _asking: asyncio.Task[None] | None = None
     # How many things keep it from being drained.
     _busy = 0
     _lease: asyncio.TimerHandle | None = None
@@ -242,11 +246,11 @@ class Transfer:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing of kvwire can touch the transfer's blocks any more."""
+        """Whether kvwire can no longer touch the transfer's blocks."""
         return self._is_drained
 
     async def drained(self) -> None:
-        """Wait until nothing of kvwire can touch the transfer's blocks any more.
+        """Wait until kvwire can no longer touch the transfer's blocks.
 
         The blocks may be reused only after that. There is no deadline: memory is either
         free or it is not, and a timeout would be a guess.
@@ -341,7 +345,7 @@ class Transfer:
         """
         if self._state in OVER:
             return
-        waiting = self._legs and self._in(LegState.WAITING)
+        waiting = self._in(LegState.WAITING) if self._legs else ()
         leg = waiting[0] if waiting else self._new_leg(link, asks=True)
         try:
             leg.ask(link)
@@ -416,8 +420,9 @@ class Transfer:
         A peer that comes back and is lost again without progress gets only the rest of
         the lease: a link that breaks each time does not renew it.
         """
-        here = sum(leg.state not in OFF_LINK for leg in self._legs)
-        if here >= self._peers or self._outcome is not None:
+        over = self._outcome is not None
+        here = [] if over else [leg for leg in self._legs if leg.state not in OFF_LINK]
+        if over or len(here) >= self._peers:
             if self._lease is not None:
                 self._lease.cancel()
                 self._lease = None
@@ -510,6 +515,8 @@ class Transfer:
             if not waiter.done():
                 waiter.set_result(None)
         self._watch_lease()
+        if self._asking is not None:
+            self._asking.cancel()
         if self._expiry is not None:
             self._expiry.cancel()
         self._busy += 1 + self._stop_jobs()

@@ -19,7 +19,7 @@ from kvwire.security.keys import write_key_file
 from tests.directory.records import record
 from tests.support import inside
 from tests.support.logs import warned
-from tests.support.pairs import communicators, until
+from tests.support.pairs import communicators, turns, until
 from tests.support.servers import free_port
 
 SPEC = kvwire.KVSpec(
@@ -143,6 +143,9 @@ async def test_a_peer_that_comes_late_is_found() -> None:
 async def test_nobody_at_the_address_is_an_error_and_an_outcome() -> None:
     async with kvwire.open(handshake_timeout_s=0.3) as comm:
         peer = comm.peer(f"127.0.0.1:{free_port()}")
+        # The first dial imports the backends, which may take longer than that.
+        with pytest.raises(kvwire.ConnectError):
+            await comm.connect(peer.where, timeout_s=30)
         incoming, outgoing = peer.pull("a", cache(), [0]), peer.push("b", cache(), [0])
         got, sent = bytearray(4), peer.send(1, b"x")
         received = peer.recv(2, got)
@@ -383,14 +386,35 @@ async def test_a_transfer_that_begins_before_its_peer_is_there() -> None:
         assert (await peer.pull("again", target, [2])).complete
 
 
+async def test_a_transfer_names_why_its_peer_is_not_connected() -> None:
+    async with kvwire.open() as comm:
+        peer = comm.peer(f"127.0.0.1:{free_port()}")
+        # The first dial imports the backends, which may take longer than the deadline.
+        with pytest.raises(kvwire.ConnectError):
+            await comm.connect(peer.where, timeout_s=30)
+        ends = (
+            peer.pull("pulled", cache(), [0], deadline=1),
+            peer.push("pushed", cache(), [0], deadline=1),
+        )
+        why = f"there is no connection to peer {peer.where!r}: "
+        assert all(why in repr(end) for end in ends)
+        for end in ends:
+            (reason,) = (await end).missing.reasons
+            assert f"deadline passed: {why}cannot connect to" in reason
+
+
 async def test_a_transfer_that_is_aborted_before_its_peer_is_there() -> None:
     async with communicators() as (near, far):
         port = free_port()
         peer = near.peer(f"127.0.0.1:{port}")
         incoming = peer.pull("x", cache(), [0])
+        await turns(3)
+        assert any("_dial" in repr(task) for task in asyncio.all_tasks())
         incoming.abort("not needed")
         assert not (await incoming).complete
         await incoming.drained()
+        await turns(3)
+        assert not any("_dial" in repr(task) for task in asyncio.all_tasks())
         await far.listen(f"127.0.0.1:{port}")
         await peer.connect()
         assert inside.questions(far) == []

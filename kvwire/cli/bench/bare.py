@@ -28,8 +28,8 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def streams(b: Bench) -> None:
     """Run asyncio's bare streams: a round trip and nothing else.
 
-    In a setup they connect and have one byte answered with all of a transfer, which is
-    the least that can be done: no handshake above that of TCP, no plan, no checksum.
+    In a setup they connect and get all bytes of a transfer as the answer to one byte,
+    which is the minimum: no handshake above that of TCP, no plan, no checksum.
     """
     async with AsyncExitStack() as opened:
         ball = Ball()
@@ -50,7 +50,7 @@ async def streams(b: Bench) -> None:
 
 
 class Ball:
-    """The bytes that travel back and forth, as they arrived last."""
+    """The bytes that travel back and forth, as they last arrived."""
 
     data: bytes
     setup: bool
@@ -97,8 +97,9 @@ class Ball:
 async def sockets(b: Bench) -> None:
     """Run bare blocking sockets, as fast as one stream can be in Python.
 
-    The receiving side goes through as many buffers as operations are in flight
-    elsewhere, since a buffer that stays in the cache would be faster than any in use.
+    The receiving side rotates through as many buffers as other contenders have
+    operations in flight, since one buffer that stays in the CPU cache would be
+    unrealistically fast.
     """
     with await connected(b) as sock:
         # Not made anew, so that no round has to fault them in.
@@ -168,7 +169,7 @@ def receive_into(source: socket.socket, part: memoryview) -> None:
 
 
 async def memcpy(b: Bench) -> None:
-    """Copy the same number of contiguous bytes: the best that memory can do."""
+    """Copy the same number of contiguous bytes: the most that memory allows."""
     source = sink = np.zeros(0, np.uint8)
     b.facts["numpy"] = np.__version__
     async for work in b.works(OpsWork):

@@ -1,11 +1,11 @@
 """``kvwire bench fragments``: scattered blocks of a cache, from small to large.
 
-All contenders move the same bytes, in the same fragments, scattered over the memory of
-both sides in the same places (see :mod:`~kvwire.cli.bench.operations`), and the bytes
-are compared once before anything is timed.
+All contenders move the same bytes, in the same fragments, scattered over both sides'
+memory in the same places (see :mod:`~kvwire.cli.bench.operations`), and the bytes are
+compared once before anything is timed.
 
-Rows are grouped by wire: contenders that go through the TCP stack, and those that rely
-on both processes being on one host.
+Rows are grouped by wire: contenders that go through the TCP stack, and those that
+require both processes to be on one host.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def why_not(transport: str) -> str:
 def contenders(
     transport: str, options: Mapping[str, object], peer: str = ""
 ) -> Iterator[Member]:
-    """Yield a transport's variants, each with the wire that it uses."""
+    """Yield a transport's variants, each with its wire."""
     name = f"kvwire {transport}"
     options = {"transport": transport, **options}
     if peer:
@@ -186,7 +186,7 @@ def command(
     """Measure push and pull of scattered blocks of a cache, from 4 KiB to 16 MiB.
 
     Args:
-        transport: Of kvwire, separated by commas, or all that are installed. One that
+        transport: Transports, separated by commas, or all that are installed. One that
             cannot run here is named with the reason; local runs twice, with caches in
             ordinary memory and in arenas, ucx as messages and one-sided.
         peer: Measure with the host that runs `kvwire bench serve` at this address; all
@@ -196,7 +196,7 @@ def command(
         layout: A tensor for each layer, or blocks across layers; the latter up to 64
             KiB a layer.
         round_mib: MiB that each moves in a round.
-        rounds: How often everybody does their work; more rounds, firmer medians.
+        rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
     transports = transport.split(",")

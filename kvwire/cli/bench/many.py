@@ -1,10 +1,10 @@
 """``kvwire bench many``: many transfers at once, and a small one beside large ones.
 
-It shows whether a short prompt has to wait for the long prompt of another request.
-Times are from the call to the outcome, at the side that pulls.
+It shows whether a short prompt has to wait for another request's long prompt. Times are
+from the call to the outcome, at the side that pulls.
 
 Every transfer has blocks of its own, scattered over one cache. Only the blocks of the
-``others`` exist once at the publishing side, as a prefix that all of them share. A
+``others`` exist just once at the publishing side, as a prefix that they all share. A
 block is 64 KiB in 16 layers, so all data moves in fragments of 4 KiB.
 """
 
@@ -101,11 +101,11 @@ class ManyWork(OpsWork):
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes that a round moves, without those of the others."""
+        """The bytes that a round moves, without those of the ``others``."""
         return sum(self.sizes())
 
     def shares(self, *, publishes: bool) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the blocks of each transfer that is timed, and of each other one.
+        """Return the blocks of each timed transfer, and of each of the ``others``.
 
         All transfers that are timed one by one share the same blocks. At the side that
         ``publishes``, so do the others.
@@ -227,7 +227,7 @@ class Crowd:
         return connection.pull(name, cache, blocks, priority=priority)
 
     def _publish(self, id: str, blocks: Sequence[int], at: int = 0) -> kvwire.Outgoing:
-        """Publish at the communicator that has the pull's connection."""
+        """Publish at the communicator whose connection the pull uses."""
         communicators = self.ends.communicators
         connections = self.ends.connections
         publish = communicators[at % len(connections) // len(communicators)].publish
@@ -258,7 +258,7 @@ class Crowd:
 
 
 def by_size(finding: CaseResult) -> Findings:
-    """Turn one case into a row for each size of transfers."""
+    """Turn one case into a row for each transfer size."""
     if finding.case.group != AT_ONCE:
         return [finding]
     sizes = finding.case.work.sizes()
@@ -272,7 +272,7 @@ def by_size(finding: CaseResult) -> Findings:
 
 
 def to_alone(findings: Findings) -> list[RenderableType]:
-    """Compare the 99th percentile beside others with the one alone."""
+    """Compare the 99th percentile beside other transfers with that alone."""
     lines: list[RenderableType] = []
     alone = {
         (name, f.case.work.nbytes): samples.p99
@@ -306,7 +306,7 @@ def command(
     has 8 GiB of memory, and the one that publishes 1 GiB, which all the others want.
 
     Args:
-        transport: Of kvwire, separated by commas; those that join two processes.
+        transport: Transports that join two processes, separated by commas.
         endpoints: Communicators on each side; each is connected to each.
         transfers: How many begin at once: 80 of 100 have 64 KiB, 18 have 1 MiB.
         large_mib: MiB of the other two of 100.

@@ -129,12 +129,12 @@ class OpsWork(Work):
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of each side: that of a pool, or of the operations in flight."""
+        """The memory of each side: of a pool, or of the operations in flight."""
         return self.nbytes * (self.spread if self.layers else self.in_flight)
 
 
 class Pool:
-    """The memory of one side, as the cache of a work."""
+    """One side's memory, as the cache of a work."""
 
     def __init__(self, memory: Bytes, work: OpsWork, side: int) -> None:
         self.memory = memory
@@ -179,7 +179,7 @@ class Pool:
 
     @property
     def intact(self) -> bool:
-        """Return whether all that does not travel is unchanged."""
+        """Return whether all memory that does not travel is unchanged."""
         return bool((self._fragments[self._beside] == _BESIDE).all())
 
     def fragments(self) -> Bytes:
@@ -237,7 +237,7 @@ class BenchMemory:
         self._work: OpsWork | None = None
 
     def have(self, work: Any) -> None:
-        """Prepare the memory for a work; no change if it is already prepared."""
+        """Prepare the memory for a work, unless it is prepared already."""
         if self._work != work:
             self.forget()
             self.lay_out(work)
@@ -377,7 +377,7 @@ async def _facts(ends: Ends) -> dict[str, Any]:
 class ConnectionChannel(Channel):
     """Carries the two sides' messages over the measured connection itself.
 
-    So there is no way in besides a connection that both sides have authenticated.
+    So the only way in is a connection that both sides have authenticated.
     """
 
     def __init__(self, connection: kvwire.Connection) -> None:
@@ -470,7 +470,7 @@ async def _granted(
 
 @dataclass(frozen=True, slots=True)
 class OpsRound:
-    """Does one round of a work: what the left side begins, and the other end of it."""
+    """Runs one round of a work: the left side's operations and their other ends."""
 
     b: Bench
     ends: Ends
@@ -479,7 +479,7 @@ class OpsRound:
     grants: Sequence[kvwire.Grant]
 
     async def move(self) -> Seconds:
-        """Do this side's part; the left one returns the seconds of what it began."""
+        """Do this side's part; the left side returns the seconds it measured."""
         if self.b.left:
             return await self._begin_all()
         await self._answer_all()
@@ -516,7 +516,7 @@ class OpsRound:
     def _begin_on(
         self, connection: kvwire.Connection, at: int = 0
     ) -> Awaitable[object]:
-        """Start one operation, given by its number among those in flight."""
+        """Start the operation with this number among those in flight."""
         parts = self.memory.parts
         match self.work.verb:
             case "pull" | "setup":
@@ -627,7 +627,7 @@ async def over(end: End) -> None:
 
 
 def require_complete(outcome: kvwire.Outcome) -> None:
-    """Raise if an outcome lacks any block."""
+    """Raise if an outcome lacks a block."""
     if not outcome.complete:
         reasons = "; ".join(outcome.missing.reasons)
         raise RuntimeError(f"{len(outcome.missing)} blocks are missing: {reasons}")

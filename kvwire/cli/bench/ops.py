@@ -42,7 +42,7 @@ _LAYERS: Final = 16
 
 
 def operations() -> dict[str, OpsWork]:
-    """Return all operations but a store's, by the name of their row."""
+    """Return all operations except a store's, by the name of their row."""
     kib64 = 64 * KIB
     works = [
         OpsWork(verb=verb, nbytes=nbytes, count=count, layers=layers, blocks=blocks)
@@ -79,7 +79,7 @@ def store_operations() -> dict[str, StoreWork]:
 
 
 def sides_cpu_s(row: CaseResult) -> list[float]:
-    """Return an operation's CPU seconds: on the initiating side, and on the other."""
+    """Return the CPU seconds of an operation: initiating side, other side."""
     samples = row.samples.get(row.case.ours[0].name)
     if samples is None:
         return []
@@ -152,7 +152,7 @@ def messages(
         peer: Measure kvwire alone, with the host that runs `kvwire bench serve` at this
             address.
         round_mib: MiB that each contender of a rate moves in a round.
-        rounds: How often everybody does their work; more rounds, firmer medians.
+        rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
     report.require_able([transport])
@@ -201,7 +201,7 @@ def setup(
     """Measure the handshake of a connection, its first transfer and its second.
 
     Args:
-        transport: Of kvwire, separated by commas; those that join two processes.
+        transport: Transports that join two processes, separated by commas.
         rounds: How often 20 connections are made by everybody.
         common: Options of every benchmark.
     """
@@ -233,7 +233,7 @@ def setup(
 
 
 def by_column(found: CaseResult) -> Findings:
-    """Turn a connection's timings into a row for each of them."""
+    """Turn a connection's timings into one row for each."""
 
     def row(at: int, name: str) -> CaseResult:
         whole = f"{found.case.name} {name}"

@@ -1,22 +1,22 @@
 """``kvwire bench overlap``: how much of a transfer hides behind the compute.
 
-A prefill of L layers computes layer after layer. *Whole*, its KV is sent when the last
-layer is computed, and all of the transfer is on the way to the first token: it is
-*exposed*. *Streamed*, each layer is sent while the next ones are computed, and exposed
-is only what is left after the last mark. Both are measured from the last ``ready()`` to
-the outcome at the consumer, in turns.
+A prefill of L layers computes layer after layer. *Whole*: its KV is sent when the last
+layer is computed, so the first token waits for all of the transfer: all of it is
+*exposed*. *Streamed*: each layer is sent while the next ones are computed, and only the
+rest after the last mark is exposed. Both are measured from the last ``ready()`` to the
+outcome at the consumer, in turns.
 
-No schedule can hide the last layer, and none can hide more than there is compute. With
-t for one layer's transfer, c for its compute and T for the whole transfer, the least
-that stays exposed is
+No schedule can hide the last layer, or more time than the compute takes. With t for one
+layer's transfer, c for its compute and T for the whole transfer, the smallest possible
+exposed time is
 
     ideal = max(t, T - (L - 1) c)
 
-and the *efficiency* is what was hidden of what could be:
+and the *efficiency* is the hidden time divided by the time that could be hidden:
 
     efficiency = (T - streamed) / (T - ideal)
 
-1 is a perfect overlap, 0 is as good as sending it whole. Where compute takes longer
+1 is a perfect overlap, 0 is no better than sending it whole. If compute takes longer
 than transfer, ideal is t.
 """
 
@@ -78,7 +78,7 @@ Layers = Annotated[tuple[int, ...], within(2, 4096, consume_multiple=True)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapWork(OpsWork):
-    """Transfers of ``nbytes`` in ``layers``; ``verb`` is what is timed."""
+    """Transfers of ``nbytes`` in ``layers``; ``verb`` is the time to measure."""
 
     spread: int = 1
     # Of one layer.
@@ -166,7 +166,7 @@ async def _prefill(
 def _mark(
     outgoing: kvwire.Outgoing, way: str, work: OverlapWork, compute_s: float = 0.0
 ) -> tuple[float, float]:
-    """Compute and mark layer by layer; return the first and the last mark's time."""
+    """Compute and mark layer by layer; return the times of the first and last mark."""
     began = time.monotonic()
     times = []
     for layer in range(work.layers):
@@ -214,7 +214,7 @@ def works(
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Holds how much of a transfer was hidden, as a share of what could be."""
+    """The hidden part of a transfer, as a share of what could be hidden."""
 
     name: str
     compute_s: float

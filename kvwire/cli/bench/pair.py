@@ -37,7 +37,7 @@ COMMAND: Final = (sys.executable, "-m", "kvwire.cli.bench")
 
 @dataclass(frozen=True, eq=False)
 class Contender:
-    """One way to do the work: kvwire, or a program to compare it with."""
+    """A way to do the work: kvwire, or a program to compare it with."""
 
     name: str
     # What both sides run, or what the command knows it by.

@@ -136,8 +136,8 @@ async def attend(
 ) -> None:
     """Serve connections until the communicator is closed.
 
-    ``made`` makes a bench for each connection, and ``ended`` gets it after its peer has
-    gone.
+    ``made`` makes a bench for each connection; ``ended`` is called with it after its
+    peer has gone.
     """
     turn = asyncio.Lock()
     room = asyncio.Semaphore(BENCH_PEERS_MAX)

@@ -33,7 +33,7 @@ from kvwire.cli.bench.turns import (
 
 
 def within(low: int, high: int, *, consume_multiple: bool = False) -> Parameter:
-    """Return an option's parameter: numbers from ``low`` to ``high``."""
+    """Return an option's parameter: a number from ``low`` to ``high``."""
     limits = Number(gte=low, lte=high)
     return Parameter(validator=limits, consume_multiple=consume_multiple)
 
@@ -93,7 +93,7 @@ COMMON: Final = Common()
 
 
 def short(value: float) -> str:
-    """Write a number in at least three digits, in four characters up to 9999."""
+    """Format a number with three digits or more, in four characters up to 9999."""
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
@@ -218,7 +218,7 @@ def lines_below(benchmark: Benchmark, findings: Findings) -> Iterator[Text]:
 
 
 def head(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the beginning of every document: the command, and the machine."""
+    """Return the beginning of every document: the command and the machine."""
     return {
         "benchmark": name,
         "kvwire": kvwire.__version__,

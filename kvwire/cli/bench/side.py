@@ -221,7 +221,7 @@ class Bench:
 
     @asynccontextmanager
     async def clock(self) -> AsyncIterator[None]:
-        """Count a round's CPU time; ends on both sides once the left one is done.
+        """Measure the CPU time of a round; both sides leave it after the left is done.
 
         Both sides do their part of the work inside the block.
         """
@@ -280,7 +280,7 @@ class Bench:
             await asyncio.gather(running, return_exceptions=True)
 
     async def play(self, program: Callable[[Bench], Awaitable[None]]) -> None:
-        """Run a program, and send an error to the process that waits for it."""
+        """Run a program; send its error to the process that waits for it."""
         try:
             await self.run(program)
         except Exception as exc:  # noqa: BLE001 - another process reports it
@@ -308,7 +308,7 @@ Program = Callable[[Bench], Coroutine[Any, Any, None]]
 
 
 class Drive(Protocol):
-    """Requests a round from a left side in this process."""
+    """The function that requests a round from a left side in this process."""
 
     async def __call__(self, work: Work, *, checks: bool = False) -> Sample: ...
 
@@ -409,8 +409,8 @@ def digest(data: bytes | bytearray | memoryview | Bytes) -> str:
 async def fill(memory: bytearray | memoryview | Bytes) -> None:
     """Fill memory with random bytes.
 
-    This runs in a thread: if the loop stood still for long, a peer would take it for
-    dead.
+    This runs on a thread: a loop that stands still for long would look dead to the
+    peer.
     """
     words = np.frombuffer(memory, np.uint8)
 

@@ -1,10 +1,10 @@
-"""``kvwire bench store``: blocks into the tiers of a store and out of them again.
+"""``kvwire bench store``: blocks into the tiers of a store, and out again.
 
-A *set* is the blocks of one call. They lie scattered in a pool of memory, as in
+A *set* is the blocks of one call. They are scattered over a pool of memory, as in
 ``kvwire bench fragments``. A tier has room for more than two sets, and the memory in
 front of it for one. Each get reads the less recently used of the last two sets, so it
-comes from that tier each time. The store is full all the time: each new block takes an
-older one's room.
+always comes from that tier. The store is always full: each new block replaces an older
+one.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class StoreWork(Work):
         )
 
     def room(self, sets: int) -> tuple[int, int]:
-        """Return the bytes of exactly ``sets`` sets, and of a slab in them."""
+        """Return the bytes of exactly ``sets`` sets, and of one of their slabs."""
         slab_blocks = max(1, min(self.set_blocks // _SLABS, STORE_SLOTS_MAX))
         return sets * self.set_bytes, slab_blocks * self.nbytes
 
@@ -161,7 +161,7 @@ def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
 
 
 class BlockMover(ABC):
-    """Moves sets of blocks into one place and out of it, for each size of blocks."""
+    """Moves sets of blocks into one place and out of it, for each block size."""
 
     @abstractmethod
     async def ready(self, work: StoreWork) -> None:
@@ -182,7 +182,7 @@ class BlockMover(ABC):
 
     @abstractmethod
     async def get_one(self, work: StoreWork, at: int) -> None:
-        """Get one block of that set, beginning with the first one."""
+        """Get one block of that set, starting with the first one."""
 
     async def match(self, work: StoreWork) -> None:
         """Match the hashes of a set."""
@@ -246,7 +246,7 @@ async def serve_stores(b: Bench, opened: AsyncExitStack) -> None:
 
 @dataclass(slots=True)
 class Stock:
-    """Blocks of one size: a cache that has them, one to get them into, and a store."""
+    """Blocks of one size: a cache that has them, one to get them into, a store."""
 
     store: kvwire.BlockStore
     # Of a tier on a disk.
@@ -264,7 +264,7 @@ class Stock:
 
 
 class StoreBlocks(BlockMover):
-    """Keeps a store for each size of blocks, so that no round begins cold."""
+    """Keeps a store for each block size, so that no round starts cold."""
 
     def __init__(self, b: Bench, opened: AsyncExitStack) -> None:
         self._b = b
@@ -365,7 +365,7 @@ class StoreBlocks(BlockMover):
 
 
 def compare(stock: Stock, work: StoreWork) -> None:
-    """Compare the first blocks of the target cache with those that were put."""
+    """Compare the first blocks of the target cache with the blocks that were put."""
     have, want = (
         pool.fragments().reshape(work.layers, work.set_blocks, -1)[:, : work.count]
         for pool in (stock.have, stock.want)
@@ -392,9 +392,9 @@ def drop(path: Path) -> None:
 
 
 def can_drop(directory: Path) -> bool:
-    """Return whether files of a directory can be read without their pages in memory.
+    """Return whether files of a directory can be read without cached pages.
 
-    A tmpfs has no other place for them. Only Linux reports whether a page is there.
+    A tmpfs keeps them nowhere else. Only Linux reports whether a page is cached.
     """
     if not hasattr(os, "posix_fadvise"):
         return False
@@ -410,7 +410,7 @@ def can_drop(directory: Path) -> bool:
 def _kept(file: IO[bytes]) -> int:
     """Return the number of a file's cached pages.
 
-    Reading with ``RWF_NOWAIT`` shows it too, but since Linux 6 it reads ahead too.
+    Reading with ``RWF_NOWAIT`` would show it too, but reads ahead since Linux 6.
     """
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), dtype=np.uint8)
@@ -551,13 +551,13 @@ def command(
 ) -> int:
     """Measure blocks into each tier of a store and out: put, get, one block, match.
 
-    Each tier is in its steady state: it is full, and what is got is in no
+    Each tier is in its steady state: it is full, and the blocks to get are in no
     tier above it. With all tiers and --round-mib 64 it takes some 8 GiB of memory.
 
     Args:
-        tiers: Of memory, disk, server and object, separated by commas; or all. The
-            last needs obstore, the extra store, and uses a directory.
-        transport: To the server, of kvwire, separated by commas.
+        tiers: Some of memory, disk, server and object, separated by commas; or all. The
+            object tier needs the extra store, and uses a directory.
+        transport: The transports to the store server, separated by commas.
         directory: Where the disk and object tiers write, in a directory that is
             removed at the end; by default one for temporary files. The disk is used
             with --round-mib times 14, objects with twice that for every round.
@@ -565,7 +565,7 @@ def command(
             token in 16 layers.
         round_mib: MiB of one put or get.
         quick: 2 rounds of 8 MiB, to see that it runs; such figures mean little.
-        rounds: How often everybody does their work; more rounds, firmer medians.
+        rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
     if quick:

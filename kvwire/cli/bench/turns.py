@@ -1,11 +1,11 @@
 """Cases, and the rounds in which contenders take turns.
 
-A machine is not the same from one minute to the next. So no contender does all its work
-at once: in each round every contender of every case does a little, one after the other,
-and another one begins in each round.
+A machine changes from one minute to the next. So no contender does all its work at
+once: in each round every contender of every case does a little, one after the other,
+and each round starts with another one.
 
-A contender that fails is out of that case, with its reason, and is started anew before
-its next case.
+A contender that fails is removed from that case, with its reason, and is restarted
+before its next case.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvwire.limits import GIB
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Chooses how seconds are shown: as times, or those of a round as one rate.
+    """Decides whether seconds are shown as times, or those of a round as one rate.
 
-    Values, seconds or bytes a second, are multiplied by ``scale`` and followed by
+    Values, in seconds or bytes per second, are multiplied by ``scale`` and followed by
     ``name``.
     """
 
@@ -109,7 +109,7 @@ class Samples:
 
     @property
     def cpu_s_per_gib(self) -> float:
-        """Both sides' CPU seconds for a GiB moved: the median of the rounds."""
+        """Both sides' CPU seconds per GiB moved: the median of the rounds."""
         return median(map(sum, self.cpu_s)) * GIB / self.moved_bytes
 
     def document(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Benchmark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Compares the first contender with the best of those that are not kvwire.
+    """Compares the first contender with the best one that is not kvwire.
 
     The lowest and highest ratio are those of single rounds. All are None if no other
     contender took part.
@@ -209,9 +209,9 @@ def steps(plan: Benchmark, rounds: int) -> int:
 def take_turns(
     plan: Benchmark, rounds: int, progress: Callable[[str], None]
 ) -> list[CaseResult]:
-    """Run a benchmark: one round that checks and does not count, then ``rounds`` more.
+    """Run a benchmark: one uncounted round that checks bytes, then ``rounds`` more.
 
-    Ctrl-C ends it early with the results so far; without any, it is raised again.
+    Ctrl-C ends it early with the results so far; if there are none, it is raised again.
     """
     findings = [CaseResult(case, {}) for case in plan.cases]
     # The running pair, or why it could not be started, which is not tried again.
@@ -246,7 +246,7 @@ def _take_turn(
     *,
     counts: bool,
 ) -> None:
-    """Let a contender do its work once; a round that does not count checks it."""
+    """Let a contender do its work once; in an uncounted round, check it first."""
     name = contender.name
     work = finding.case.work
     try:

@@ -1,10 +1,10 @@
 """Checks of a machine and of one of its processes, each with its remedy.
 
-They read ``/proc``, ``/sys`` and ``/dev``, for another process as well: a running
-engine's limits and libraries are those that count. They load no GPU library, since the
-driver lists the GPUs in ``/proc``. Files that cannot be read, as on macOS or for
-another user's process, count as empty, and no check raises for them. Only a process
-that does not exist is refused.
+They read ``/proc``, ``/sys`` and ``/dev``, also for another process: for a running
+engine, its own limits and libraries count. They load no GPU library, since the driver
+lists the GPUs in ``/proc``. Files that cannot be read, as on macOS or for another
+user's process, count as empty, and no check raises for them. Only a process that does
+not exist is refused.
 
 A check does not decide what is missing: the configuration (``examination``) or a
 backend (``Backend.diagnose``) does.
@@ -80,7 +80,7 @@ class HostFiles:
 
     @property
     def container(self) -> str:
-        """Name what runs this container, such as "docker"; "" outside of one."""
+        """Return the runtime of this container, such as "docker"; "" outside of one."""
         if "KUBERNETES_SERVICE_HOST" in self.environment:
             return "kubernetes"
         if (self.root / "run/.containerenv").exists():
@@ -109,7 +109,7 @@ class HostFiles:
             )
 
     def limit(self, name: str) -> int | None:
-        """Return a soft limit of the process, or UNLIMITED; None if it is not known."""
+        """Return a soft limit of the process, or UNLIMITED; None if it is unknown."""
         rows = _text(self.process / "limits")
         found = re.search(rf"^{name} +(\d+|unlimited) ", rows, re.MULTILINE)
         if found is None:
@@ -124,7 +124,7 @@ class HostFiles:
 
 
 def check(host: HostFiles) -> tuple[Finding, ...]:
-    """Make all findings, in the order of the screen: one with a remedy is a warning."""
+    """Make all findings, in screen order; one with a remedy is a warning."""
     return tuple(
         Finding(name=name, state="warn" if remedy else "ok", text=text, remedy=remedy)
         for name, judge in _CHECKS.items()
@@ -180,7 +180,7 @@ def _ask_nvidia_smi() -> list[str]:
 
 
 def _expandable_segments(host: HostFiles) -> Judgement:
-    """Judge the allocator's setting: not every stack registers memory of cuMemMap.
+    """Judge the allocator's setting: not every stack can register cuMemMap memory.
 
     Such memory has no CUDA IPC handle. openucx/ucx #11548, ai-dynamo/nixl #1754:
     registering succeeds, and the bytes then go through the host.

@@ -1,10 +1,10 @@
 """One host as the doctor sees it, for its screen and for its JSON report.
 
 Every installed backend reports whether it can run, and what it finds on this machine.
-The exit status is about what the configuration asks for: a transport of ``require`` has
-to run, or one of them if there are several, and so have the key files of the trust
-mode. ``prefer`` and ``forbid`` ask for nothing, but a name that nobody offers is
-refused wherever it stands.
+The exit status depends on the configuration's requirements: a transport of ``require``
+has to run (one of them if there are several), and the key files of the trust mode have
+to be usable. ``prefer`` and ``forbid`` require nothing, but an unknown name is refused
+in each of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHOWN: Final = ("uvloop", "msgspec", "numpy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """Describes one backend; most is from :class:`~kvwire.backend.Availability`."""
+    """One backend; most fields are from :class:`~kvwire.backend.Availability`."""
 
     name: str
     available: bool
@@ -46,8 +46,8 @@ class Examination:
 
     Attributes:
         system: Kernel, its release and the architecture.
-        cpus: Those that this process may use.
-        container: What runs this container, such as "docker".
+        cpus: The number of CPUs that this process may use.
+        container: The runtime of this container, such as "docker".
         pid: The process; 0 is the doctor itself.
         settings: Its environment variables that transports and allocators read.
         findings: Findings about the machine and the process.
@@ -66,7 +66,7 @@ class Examination:
 
     @property
     def well(self) -> bool:
-        """Return whether all is here that the configuration asks for."""
+        """Return whether all the configuration's requirements are met."""
         return not any(self.missing())
 
     def missing(self) -> Iterator[Finding]:

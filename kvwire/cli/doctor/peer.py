@@ -53,7 +53,7 @@ TRIAL_TIMEOUT_S: Final = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Holds how fast a put to the peer, or a get, moved fragments of one size."""
+    """The rate at which a put or get moved fragments of one size."""
 
     verb: Literal["put", "get"]
     # Contiguous, at both ends.
@@ -82,7 +82,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReport:
-    """Holds what was found on two hosts, and between them."""
+    """The findings on two hosts, and between them."""
 
     # Where the peer listens.
     address: str

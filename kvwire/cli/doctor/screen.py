@@ -1,8 +1,8 @@
 """The doctor's output: a screen of 80 columns and 40 rows, and the report of a trial.
 
-Findings that are in order are shortened until the screen fits; each warning keeps its
-reason and its remedy, whatever room they take. A peer's words are shown only where they
-cannot do anything to a terminal.
+Good findings are shortened until the screen fits; each warning keeps its reason and its
+remedy, whatever room they take. A peer's text is shown without characters that control
+a terminal.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _of(transport: Transport, brief: bool) -> Iterator[Finding]:
 
 
 def _in_brief(found: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield each warning with its remedy, and the names of what is in order."""
+    """Yield each warning with its remedy, and only the names of good findings."""
     yield from (finding for finding in found if finding.state != "ok")
     if well := ", ".join(finding.name for finding in found if finding.state == "ok"):
         yield Finding(name="", state="ok", text=well)

@@ -87,7 +87,7 @@ def lacking(
     specs: Mapping[str, KVSpec],
     parts: Iterable[Mapping[str, tuple[range, range]]],
 ) -> str:
-    """Return which part of this rank nothing covers; "" if all is covered."""
+    """Return a layer and head of this rank that no part covers; "" if there is none."""
     parts = list(parts)
     for name, spec in specs.items():
         brought = np.zeros((spec.layer_indices.stop, spec.heads.stop), np.bool_)

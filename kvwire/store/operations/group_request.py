@@ -47,7 +47,7 @@ class BlockRequest(ABC):
 
     @abstractmethod
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """Return where the images of some hashes lie, one by one."""
+        """Return the memory of some blocks' images; ``order`` is that of their axes."""
 
 
 class ImageRequest(BlockRequest):

@@ -1,1 +1,1 @@
-"""Serve a store to other machines, and ask one. Internal."""
+"""A server that shares a store with other machines, and its client. Internal."""

@@ -1,9 +1,9 @@
 """A client of a store server: requests and answers, and dialling again.
 
-A client has an active connection or none. Without one a request fails at once, with the
-reason; so an engine whose store is gone goes on without it. A connection ends by
-itself, or is ended when the server does not answer within a request's deadline. The
-client then dials again, after pauses that grow.
+Without an active connection a request fails at once, with the reason, so an engine
+continues without its store. A connection ends by itself, or is ended when the server
+does not answer within a request's deadline. The client then dials again, after pauses
+that grow.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from kvwire.wire.handshake_messages import common_version, version_mismatch
 
 
 async def ask_report(address: str, config: Config) -> StatsReport:
-    """Return a server's report: its tiers and clients.
+    """Return a server's report: its tiers, clients and counts.
 
     Cancel safety: safe, nothing stays connected.
     """
@@ -66,7 +66,7 @@ async def ask_report(address: str, config: Config) -> StatsReport:
 
 
 async def delete_all(address: str, config: Config, tenant: str) -> int:
-    """Delete all blocks of a tenant from a server; return how many there were.
+    """Delete all blocks of a tenant from a server; return their number.
 
     Cancel safety: safe, it may be called again.
     """
@@ -117,7 +117,7 @@ class ActiveConnection:
     async def call(self, request: NumberedRequest, kind: type[AnswerT]) -> AnswerT:
         """Send a request, and wait for its answer.
 
-        Cancel safety: safe, an answer that nobody waits for is dropped.
+        Cancel safety: safe, the answer is dropped when it arrives.
         """
         async with self._requests:
             loop = asyncio.get_running_loop()
@@ -134,7 +134,7 @@ class ActiveConnection:
                 raise error from None
             except KVWireError:
                 if answer.done():
-                    answer.exception()  # nobody has seen it if the send has failed
+                    answer.exception()  # not retrieved yet if the send has failed
                 raise
             finally:
                 late.cancel()
@@ -147,9 +147,9 @@ class ActiveConnection:
         return found
 
     async def listen(self) -> None:
-        """Take answers until the connection ends; then fail what waits for one.
+        """Receive answers until the connection ends; then fail the waiting requests.
 
-        Cancel safety: what waits is failed.
+        Cancel safety: the waiting requests fail.
         """
         why = "the client was closed"
         try:
@@ -185,7 +185,7 @@ def _expire(answer: asyncio.Future[NumberedReply]) -> None:
 
 
 class StoreClient:
-    """Keep a connection to a server, and dial again when it is lost. One event loop."""
+    """Keeps a connection to a server, and dials again after a loss. One event loop."""
 
     def __init__(
         self,
@@ -203,13 +203,13 @@ class StoreClient:
         self._upkeep = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
 
     def now(self) -> ActiveConnection:
-        """Return the connection."""
+        """Return the active connection, or raise the reason why there is none."""
         if self.active is None:
             raise ConnectionLost(self.reason)
         return self.active
 
     async def open(self) -> None:
-        """Dial for the first time. A server that is not there yet is dialled again.
+        """Dial for the first time; dial again later if the server is not up yet.
 
         Raises:
             KVWireError: Dialling again would not help: the address or the key is wrong.
@@ -224,7 +224,7 @@ class StoreClient:
         self._upkeep.start(partial(self._keep, first))
 
     async def close(self) -> None:
-        """End the connection, and dial no more.
+        """End the connection, and stop dialling.
 
         Cancel safety: safe, it may be called again.
         """
@@ -233,7 +233,7 @@ class StoreClient:
     # --- inside -----------------------------------------------------------------------
 
     async def _keep(self, active: ActiveConnection | None) -> None:
-        """Listen while a connection is active, dial while none is."""
+        """Receive answers while connected, and dial while not."""
         async for _ in self._upkeep:
             try:
                 await (active or await self._dial()).listen()

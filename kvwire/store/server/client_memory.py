@@ -1,8 +1,8 @@
 """Bounds the memory that all clients of a store server hold together.
 
 A client that reads no answers holds its requests, the answers and its berths until
-their deadlines. That is little for one client, and a machine's memory for a few
-hundred. So there is a bound over all of them. When it is reached, the client that has
+their deadlines. That is little for one client, but all memory of a machine for a few
+hundred. So there is one limit for all of them. When it is reached, the client that has
 read nothing for the longest time is disconnected, and clients that read go on.
 """
 
@@ -24,11 +24,11 @@ Berth = npt.NDArray[np.uint8]
 
 
 class MemoryHolder(Protocol):
-    """Holds memory of a server: one of its clients."""
+    """A client of a server, as the holder of some of the server's memory."""
 
     @property
     def stalled_since(self) -> float:
-        """Return since when its oldest answer is unread; infinity if all are read."""
+        """Return when its oldest unread answer was sent; infinity if all are read."""
 
     def drop(self, reason: str) -> None:
         """End its connection."""
@@ -38,8 +38,8 @@ class ClientMemory:
     """Counts the memory of all clients of a server. One event loop.
 
     Attributes:
-        berth_bytes: How long a berth is.
-        held_bytes: Size of open requests and of answers that clients have not read.
+        berth_bytes: Bytes of a berth.
+        held_bytes: Bytes of open requests, and of answers that clients have not read.
     """
 
     def __init__(self, berth_bytes: int) -> None:
@@ -56,7 +56,7 @@ class ClientMemory:
         self._lent: dict[object, tuple[float, MemoryHolder]] = {}
 
     def hold(self, client: MemoryHolder, nbytes: int) -> None:
-        """Count memory that a client makes this side hold."""
+        """Count memory as held for a client; drop the slowest one over the limit."""
         self.held_bytes += nbytes
         self._held[client] = self._held.get(client, 0) + nbytes
         if client in self._leaving:
@@ -74,7 +74,7 @@ class ClientMemory:
                 )
 
     def release(self, client: MemoryHolder, nbytes: int) -> None:
-        """Count memory that is free again."""
+        """Count memory as free again."""
         self.held_bytes -= nbytes
         self._held[client] -= nbytes
         if client in self._leaving:
@@ -83,14 +83,14 @@ class ClientMemory:
             self._has_room.set()
 
     def forget(self, client: MemoryHolder) -> None:
-        """Forget a client that has released all of its memory."""
+        """Forget a client, and release the memory that it still holds."""
         if client in self._held:
             self.release(client, self._held[client])
             del self._held[client]
         self._leaving.discard(client)
 
     async def room(self) -> None:
-        """Wait until they hold less than the bound; nothing is taken in meanwhile.
+        """Wait until all clients together hold no more than the limit.
 
         Cancel safety: safe, it only watches.
         """
@@ -102,8 +102,8 @@ class ClientMemory:
     async def berth(self, client: MemoryHolder) -> AsyncIterator[Berth]:
         """Lend a berth; at the end of the block nothing may touch it.
 
-        Cancel safety: safe while it waits. A block that is cancelled while something
-        may touch the berth leaves it to that, and there is another one in its place.
+        Cancel safety: safe while it waits. If the block is cancelled, something may
+        still touch the berth, so it is not reused; another one replaces it.
         """
         await self._wait_for_room()
         lent = object()
@@ -120,7 +120,7 @@ class ClientMemory:
             self._room.release()
 
     async def _wait_for_room(self) -> None:
-        """Wait for a berth; disconnect clients that hold one for too long meanwhile."""
+        """Wait for a berth; disconnect clients that hold one for too long."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle | None = None
 

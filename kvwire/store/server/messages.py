@@ -1,11 +1,11 @@
-"""The messages between a store server and its clients, without the blocks.
+"""The messages between a store server and its clients, apart from the blocks.
 
 Every request and reply is one kvwire message of :data:`TAG`: a msgspec array, with its
 kind in front and the range of every number spelled out. Fields are numbered by
 position: new ones go to the end and have defaults, old readers ignore them. The images
-of a request's blocks, one behind the other, are in the message itself where the blocks
-it names are ``STORE_INLINE_BYTES`` or less, and else a message of their own, whose tag
-is of the request's number.
+of a request's blocks, one after the other, are in the message itself if they have at
+most ``STORE_INLINE_BYTES``, and otherwise in a message of their own, with a tag that is
+made from the request's number.
 
 =========  =======================  ==================================================
 client     server                   then
@@ -13,17 +13,17 @@ client     server                   then
 Hello      Welcome                  once, before anything else
 Find       Found
 Touch      (nothing)
-Put        Done                     more images are sent behind the request
-Get        Done                     more images follow, those that it calls landed and
-                                    no others; none if there is none
+Put        Done                     large images are sent after the request
+Get        Done                     large images follow: only those of landed blocks,
+                                    and no message if there are none
 Flush      Done
 Delete     Done
 Pin        Done                     results say which blocks are pinned now
 Stats      Report
 =========  =======================  ==================================================
 
-So what is small takes one round trip: a message that fits the credit of the connection
-goes without being asked for. A larger one waits until its receiver has memory for it.
+So a small request takes one round trip: a message that fits the connection's credit is
+sent at once. A larger one waits until its receiver has memory for it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class StoreMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Names(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Keys of one length, one behind the other."""
+    """Keys of one length, one after the other."""
 
     width: _Width
     joined: _Joined
@@ -116,7 +116,7 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
         return cls(len(keys[0]), b"".join(keys.tolist()))
 
     def keys_of(self, tenant: str) -> Keys:
-        """Return the keys that a tenant's blocks have in a store of several."""
+        """Return the keys under which a store with tenants keeps a tenant's blocks."""
         if not tenant:
             width = self.width
             end = len(self.joined)
@@ -154,14 +154,14 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
 # Each request names one: bounded, as what a peer may have described.
 @lru_cache(STORE_NAMESPACES_TOLD)
 def text_of(namespace: Namespace) -> NamespaceText:
-    """Spell out a namespace."""
+    """Return a namespace in full, as messages name it."""
     fields = namespace.spec.to_pairs()
     return NamespaceText(namespace.group, fields, namespace.tenant)
 
 
 @lru_cache(STORE_NAMESPACES_TOLD)
 def namespace_told(text: NamespaceText, tenant: str = "") -> Namespace:
-    """Return a namespace, as its client knows it or as a tenant's."""
+    """Return the namespace in a message, as its client's or as a tenant's."""
     return Namespace(text.group, KVSpec.from_pairs(text.fields), tenant or text.tenant)
 
 
@@ -173,14 +173,14 @@ class ClientMessage(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class StoreHello(ClientMessage, array_like=True, frozen=True, gc=False, tag=1):
-    """Opens the conversation: the lowest and the highest version of the client."""
+    """Begins the conversation, with the client's lowest and highest version."""
 
     version_min: _Number
     version_max: _Number
 
 
 class NumberedRequest(ClientMessage, array_like=True, frozen=True, gc=False):
-    """Asks for an answer, which names the same number."""
+    """The base of requests that get an answer, with the same number."""
 
     number: _Number
 
@@ -206,18 +206,18 @@ class TransferMessage(NumberedRequest, array_like=True, frozen=True, gc=False):
 
 
 class Put(TransferMessage, array_like=True, frozen=True, gc=False, tag=4):
-    """Keep these blocks, whose images are in one order."""
+    """Requests to keep these blocks, whose images all have one order."""
 
     order: Annotated[int, Meta(ge=0, lt=len(ORDERS))]
     images: _Images = _NO_IMAGES
 
 
 class Get(TransferMessage, array_like=True, frozen=True, gc=False, tag=5):
-    """Send me these blocks."""
+    """Requests these blocks."""
 
 
 class Flush(NumberedRequest, array_like=True, frozen=True, gc=False, tag=6):
-    """Answer when what was put survives a power cut."""
+    """Requests an answer once all blocks put so far survive a power cut."""
 
 
 class Stats(NumberedRequest, array_like=True, frozen=True, gc=False, tag=7):
@@ -225,12 +225,13 @@ class Stats(NumberedRequest, array_like=True, frozen=True, gc=False, tag=7):
 
 
 class Delete(NumberedRequest, array_like=True, frozen=True, gc=False, tag=8):
-    """Forget these blocks, or all of a namespace, or of a tenant.
+    """Requests to delete these blocks, or all of a namespace, or of a tenant.
 
     Attributes:
-        names: Their keys; None for those of the namespace.
-        digest: The digest of a namespace; without names and it all of the tenant's.
-        tenant: Which one, if the operator says so; "" for the client's own.
+        names: Their keys; None for all of the namespace.
+        digest: The digest of a namespace; empty, without names, for all of the
+            tenant's.
+        tenant: The tenant, if the operator asks; "" for the client's own.
     """
 
     names: Names | None
@@ -243,7 +244,7 @@ class Delete(NumberedRequest, array_like=True, frozen=True, gc=False, tag=8):
 
 
 class Pin(NumberedRequest, array_like=True, frozen=True, gc=False, tag=9):
-    """Keep these blocks from being evicted, or no more."""
+    """Requests to pin these blocks against eviction, or to unpin them."""
 
     names: Names
     pinned: bool
@@ -261,12 +262,12 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
 
     Attributes:
         version: The highest that both speak; if there is none, the server's highest.
-        durable: Whether what it takes survives a restart of it.
-        read_only: Whether it takes nothing.
+        durable: Whether the blocks it takes survive its restart.
+        read_only: Whether it takes no blocks.
         requests: How many requests of one client may be open.
         berths: How many of them move blocks at once.
         berth_bytes: How many bytes of blocks one request may move.
-        namespaces: What it has blocks of.
+        namespaces: The namespaces of its blocks.
     """
 
     version: _Number
@@ -281,7 +282,7 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
 
 
 class NumberedReply(ServerMessage, array_like=True, frozen=True, gc=False):
-    """Answers the request of a number."""
+    """The base of replies to the request of the same number."""
 
     number: _Number
 
@@ -328,7 +329,7 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
         orders: bytes = b"",
         images: memoryview = _NO_IMAGES,
     ) -> Self:
-        """Make the reply, with as much of the reason as it may have."""
+        """Make the reply, with the reason cut to the length that it may have."""
         return cls(number, results.tobytes(), sayable(reason), orders, images)
 
     @property

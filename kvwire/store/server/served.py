@@ -31,10 +31,10 @@ from kvwire.types import PeerInfo
 
 
 class _Client(Protocol):
-    """A session, as far as the others know it."""
+    """The part of a session that the other sessions use."""
 
     def row(self) -> ClientRow:
-        """Return who it is, and what it has done."""
+        """Return the client's name and counts, for reports."""
 
 
 @dataclass(slots=True)
@@ -45,14 +45,14 @@ class ServedStore:
         store: The store.
         read_only: Clients may get and not put.
         berths: How many requests of one client may move blocks at once.
-        berth_bytes: The most that one of them moves.
-        proofs: Tenants by what proves them: the id of a key, or an identity.
-        name: What the server is called, once it listens.
-        clients: Who is connected, and what serves each.
-        dropped: Clients that broke a rule and were let go of.
-        lent_bytes: Of slots that are pinned to be sent.
-        memory: What all clients hold beside these.
-        access: The store's inside.
+        berth_bytes: The most bytes of blocks that one of them moves.
+        proofs: Tenants by their proof: the id of a key, or an identity.
+        name: The server's name, once it listens.
+        clients: The connected clients, each with the task that serves it.
+        dropped: The number of clients that were disconnected for breaking a rule.
+        lent_bytes: Bytes of the slots that are pinned while clients move them.
+        memory: The other memory that all clients hold.
+        access: The store's internal parts.
     """
 
     store: BlockStore
@@ -72,7 +72,7 @@ class ServedStore:
         self.access = access_to(self.store)
 
     def lend(self, nbytes: int) -> bool:
-        """Count bytes pinned to be sent; False if it would be too many."""
+        """Count bytes of pinned slots; return False if it would be too many."""
         size_bytes = self.access.tiers.memory.counts.size_bytes
         if nbytes > 0 and self.lent_bytes + nbytes > size_bytes // STORE_LENT_SHARE:
             return False
@@ -80,11 +80,11 @@ class ServedStore:
         return True
 
     def tenant_of(self, peer: PeerInfo) -> str:
-        """Return which tenant a client has proved to be; "" if it is none."""
+        """Return the tenant that a client has proved to be; "" if it is none."""
         return self.proofs.get(peer.identity or peer.key_id, "")
 
     def welcome(self, tenant: str, version: int) -> Welcome:
-        """Return the welcome for a new client, of a tenant or none.
+        """Return the welcome for a new client, of a tenant or of none.
 
         ``version`` is the one that both sides speak, or 0.
         """
@@ -141,11 +141,11 @@ def _name(tier: str) -> str:
 
 
 class TransferBuffers:
-    """Lends one client its berths: memory that is taken when it is first used.
+    """Lends one client its berths: memory that is allocated at its first use.
 
-    What is not received into slots, or sent from there, is copied between the store and
-    these. So what a client holds while it is slow, or dead without anybody knowing yet,
-    is memory of transfers, and never a slot of the store. One event loop.
+    Blocks that cannot move directly between the link and slots are copied through
+    berths. So a client that is slow, or silently dead, holds berths but never a slot of
+    the store. One event loop.
     """
 
     def __init__(self, count: int, memory: ClientMemory, client: MemoryHolder) -> None:

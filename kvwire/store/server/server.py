@@ -1,19 +1,19 @@
-"""A store that other processes use: ``kvwire://host:port`` is a tier of theirs.
+"""A store that other processes use as a tier: ``kvwire://host:port``.
 
 >>> async with kvwire.BlockStore.open(["memory:8GiB"]) as store:
 ...     async with kvwire.StoreServer(store, "10.0.0.5:7500", psk_file=key) as server:
 ...         await server.closed()
 
-Whoever proves the key may read, and write unless the server is read-only. A hash is
-taken at its word: who writes wrong bytes under a hash poisons it for all others of the
-same tenant. A tenant of the store is who proves its key, or has its name in a
-certificate; its keys are its own, so it cannot look for, get, replace or delete what is
-another's. Who has the server's own key, or a certificate that is no tenant's, is the
-operator: none of them, and may act for each.
+A client that proves the key may read, and write unless the server is read-only. Hashes
+are not checked: a client that writes wrong bytes under a hash poisons it for all others
+of the same tenant. A client is a tenant if it proves the tenant's key, or has the
+tenant's name in its certificate; its keys are its own, so it cannot find, get, replace
+or delete another tenant's blocks. A client with the server's own key, or a certificate
+that belongs to no tenant, is the operator: it is no tenant, and may act for each.
 
 Each client has its own berths, its own task, and its own limits; see
-:mod:`kvwire.store.server.session`. What breaks a rule ends that client's connection and
-is counted. What is slow ends with its deadline.
+:mod:`kvwire.store.server.session`. A client that breaks a rule is disconnected and
+counted. A slow request ends at its deadline.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class StoreServer:
     """Serves a store on an address, within ``async with``. One event loop.
 
     Args:
-        store: What is served; whoever opened it closes it, after the server.
+        store: The store to serve. Close it yourself, after the server.
         address: Where to listen; ``"host:0"`` takes any free port.
         config: As for :func:`kvwire.open`.
         read_only: Clients may get and not put.
         berths: How many transfers of one client may move at once.
-        berth_bytes: The most that one transfer moves, so the largest block. The memory
-            of a client is ``berths * berth_bytes``, as far as it is used.
+        berth_bytes: The most that one transfer moves, so the largest block. A client
+            takes up to ``berths * berth_bytes`` of memory, as it uses them.
         labels: Announces it in the directory of the configuration as a member of the
             role "store", with these labels; None for not at all.
         advertise: The address under which others reach it, if it listens on all
@@ -132,7 +132,7 @@ class StoreServer:
 
     @property
     def dropped(self) -> int:
-        """Return how many clients broke a rule and were let go of."""
+        """Return the number of clients that were disconnected for breaking a rule."""
         return self._served.dropped
 
     async def __aenter__(self) -> Self:
@@ -172,7 +172,7 @@ class StoreServer:
         self.communicator.announce(role="store", labels=labels, address=where)
 
     def _advertised(self, port: int) -> Address:
-        """Return by which address others reach a server that listens on a port."""
+        """Return the address at which others reach a server on this port."""
         where = self._advertise
         if not isinstance(where, Address):
             where = read_advertised(str(where))
@@ -184,14 +184,14 @@ class StoreServer:
         return where
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        """Close it, to the end also if the caller is cancelled again and again."""
+        """Close it completely, even if the caller is cancelled repeatedly."""
         await self._served.access.thread.leave(self.close)
 
     async def close(self) -> None:
-        """End every connection, and return when nothing of it touches the store.
+        """End every connection, and return when the server no longer touches the store.
 
-        What was begun has ``close_timeout_s``. Any number of times, and also of one
-        that does not listen yet.
+        Running requests have ``close_timeout_s``. May be called repeatedly, and before
+        the server listens.
 
         Cancel safety: safe, it may be called again.
         """
@@ -234,7 +234,7 @@ class StoreServer:
 
 
 def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:
-    """Return which tenant a key or an identity proves."""
+    """Return the tenants by their proof: the id of a key, or an identity."""
     proofs: dict[bytes | str, str] = {}
     for tenant in tenants:
         keys = [key_id(read_key_file(tenant.key_file))] if tenant.key_file else []
@@ -256,7 +256,7 @@ def _config(
     tenants: Sequence[Tenant],
     proofs: Mapping[bytes | str, str],
 ) -> Config:
-    """Return the caller's config, with what a server needs beside it."""
+    """Return the caller's config, with the settings that a server adds."""
     if arguments.get("psk_file"):
         arguments.setdefault("trust", "psk")
     loaded = (

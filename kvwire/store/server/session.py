@@ -1,14 +1,14 @@
 """One client of a store server: its requests, and the blocks that move for them.
 
-Each request is a task, and ends by itself: its blocks by their deadline, everything by
+Each request is a task, and ends by itself: its blocks by their deadline, everything at
 the end of the connection. Nothing here is ever cancelled, so a berth is given back only
-when both the link and the store have let go of it.
+when neither the link nor the store uses it any more.
 
-What a get finds in memory is sent from there, without a copy: its slots are pinned
-until the link has them, or until the deadline. What a put brings is received into free
-slots in the same way, which get their names when all of it is there. So that clients
-that stand still cannot pin all of memory, a part of it may be pinned in these ways;
-what is beyond that goes by way of a berth, as what comes from another tier does.
+Blocks that a get finds in memory are sent from there, without a copy: their slots are
+pinned until the link has sent them, or until the deadline. Blocks of a put are received
+into free slots in the same way, and get their keys when all of them have arrived. So
+that stalled clients cannot pin all of memory, only a part of it may be pinned like
+this; beyond that blocks go through a berth, as blocks of other tiers do.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ClientSession:
         self._tiers = served.access.tiers
         self._move = served.access.run
         self._connection = connection
-        # Whose keys it names, and nobody else's.
+        # The tenant whose keys it names; "" without one.
         self._tenant = served.tenant_of(connection.peer)
         self._berths = TransferBuffers(served.berths, served.memory, self)
         self._open: set[asyncio.Task[None]] = set()
@@ -118,7 +118,7 @@ class ClientSession:
         self._read_bytes = self._written_bytes = 0
 
     def row(self) -> ClientRow:
-        """Return who it is, and what it has done."""
+        """Return the client's name and counts, for reports."""
         peer = self._connection.peer
         return ClientRow(
             name=peer.name,
@@ -132,13 +132,13 @@ class ClientSession:
 
     @property
     def stalled_since(self) -> float:
-        """Return since when its oldest answer is unread; infinity if all are read."""
+        """Return when its oldest unread answer was sent; infinity if all are read."""
         return next(iter(self._unsent.values()), math.inf)
 
     async def run(self) -> None:
         """Serve until the connection ends, then wait for running requests.
 
-        Cancel safety: not to be cancelled; the end of the connection ends it.
+        Cancel safety: never cancel it; the end of the connection ends it.
         """
         try:
             hello = decode_request(await self._connection.recv(TAG, deadline=_PATIENCE))
@@ -159,7 +159,7 @@ class ClientSession:
         except KVWireError as exc:
             self.drop(str(exc))
         except Exception:
-            # A bug of ours ends this client's connection, and nobody else's.
+            # A bug of ours ends only this client's connection.
             logger.exception("store server: %s cannot be served", self._connection.peer)
             self.drop("it cannot be served here")
         finally:
@@ -187,7 +187,7 @@ class ClientSession:
         self._release_after(task, nbytes + self._begun_bytes)
 
     def _answer(self, request: AnyRequest) -> Awaitable[object] | None:
-        """Begin to answer a request; None if that is all."""
+        """Start to answer a request; return the rest of the work, or None if done."""
         match request:
             case Put():
                 putting = self._put(request)
@@ -228,7 +228,7 @@ class ClientSession:
             self.drop("its request failed here")
 
     def _send(self, reply: ServerMessage) -> Request[int]:
-        """Answer; a client that takes no answers is ended by the deadline."""
+        """Send an answer; a client that reads no answers is ended by the deadline."""
         body = encode(reply)
         sent = self._connection.send(TAG, body, deadline=_PATIENCE)
         if not sent.done():
@@ -246,7 +246,7 @@ class ClientSession:
         del self._unsent[sent]
 
     def _release_after(self, task: asyncio.Task[Any], nbytes: int) -> None:
-        """Count memory as held until a task has ended, whose frames refer to it."""
+        """Release held memory once a task has ended; its frames refer to the memory."""
         memory = self._served.memory
         task.add_done_callback(lambda _: memory.release(self, nbytes))
 
@@ -263,7 +263,7 @@ class ClientSession:
         await self._send(Found(request.number, orders.tobytes()))
 
     async def _put(self, request: Put) -> None:
-        """Put blocks into the store that are in the request, or come behind it."""
+        """Put blocks into the store, from the request or from the message after it."""
         keys = request.names.keys_of(self._tenant)
         namespace, refusal = self._namespace(request, keys.size)
         image_bytes = namespace.image_bytes
@@ -307,7 +307,7 @@ class ClientSession:
     async def _keep(
         self, request: Put, blocks: ImageRequest, arrived: Ids = NO_SLOTS
     ) -> StoreDone:
-        """Put images into the store; say what became of each."""
+        """Put images into the store; return the result of each."""
         put = PutOperation(self._tiers, (blocks,), arrived=arrived)
         await self._move(put)
         kept = put.landed(blocks)
@@ -319,7 +319,7 @@ class ClientSession:
         return StoreDone.of(request.number, results, "; ".join(put.reasons))
 
     async def _slots_for(self, keys: Keys, namespace: Namespace) -> Ids:
-        """Take slots for new blocks; none if they have to come by way of a berth."""
+        """Take slots for new blocks; none if the blocks have to go through a berth."""
         memory = self._tiers.memory
         nbytes = namespace.image_bytes
         none = np.empty(0, np.int64)
@@ -341,7 +341,7 @@ class ClientSession:
                 self._served.lend(-lent)
 
     async def _receive(self, request: Put, into: memoryview | Fragments) -> str:
-        """Receive the blocks of a put; why they are not all here and whole, or ""."""
+        """Receive the blocks of a put; return why some did not arrive whole, or ""."""
         images = self._connection.recv(
             payload_tag(request.number), into, deadline=_deadline(request)
         )
@@ -354,7 +354,7 @@ class ClientSession:
         return "" if came == into.nbytes else f"{came} bytes came of {into.nbytes}"
 
     def _get(self, request: Get) -> Awaitable[object] | None:
-        """Send few bytes that are all in memory at once; go for all others."""
+        """Send few bytes at once if all are in memory; else return the work to do."""
         memory = self._tiers.memory
         keys = request.names.keys_of(self._tenant)
         namespace, refusal = self._namespace(request, keys.size)
@@ -372,11 +372,11 @@ class ClientSession:
         sent = self._send(
             StoreDone(request.number, bytes(keys.size), "", orders, images)
         )
-        # Mostly it goes at once, and nobody has to wait for it.
+        # Mostly it is sent at once, without any waiting.
         return None if succeeded(sent) else sent
 
     async def _get_many(self, request: Get, namespace: Namespace, keys: Keys) -> None:
-        """Report which blocks there are, and send them."""
+        """Report which blocks are there, and send them."""
         memory = self._tiers.memory
         nbytes = keys.size * rounded(namespace.image_bytes)
         async with self._berths.one() as berth:
@@ -431,7 +431,7 @@ class ClientSession:
             self._answered -= 1
 
     async def _send_images(self, request: Get, images: Fragments) -> None:
-        """Send images behind an answer."""
+        """Send the images after an answer."""
         sent = self._connection.send(
             payload_tag(request.number), payload_of(images), deadline=_deadline(request)
         )
@@ -469,7 +469,7 @@ class ClientSession:
         return StoreDone(request.number)
 
     async def _delete(self, request: Delete) -> int:
-        """Delete blocks; return how many there were, or 0 if the request named them."""
+        """Delete blocks; return their number, or 0 if the request named them."""
         if request.names is not None:
             await self._tiers.delete(request.names.keys_of(self._tenant))
             return 0
@@ -480,10 +480,10 @@ class ClientSession:
         return await self._store.delete_all(tenant=self._tenant or request.tenant)
 
     def _namespace(self, request: TransferMessage, count: int) -> tuple[Namespace, str]:
-        """Return the namespace of a request's blocks in this store.
+        """Return the namespace of a request's blocks in this store, and a refusal.
 
         Returns:
-            It, and why blocks cannot move for the request; empty if they can.
+            The namespace, and why the request's blocks cannot move; empty if they can.
         """
         asked = namespace = namespace_told(request.namespace)
         if self._tenant:
@@ -515,7 +515,7 @@ class ClientSession:
 def _going_on(
     coroutine: Coroutine[Any, Any, object], waits_for: object
 ) -> Generator[Any, Any, None]:
-    """Go on with a coroutine that has begun, and waits for something."""
+    """Continue a coroutine that was started and waits for something."""
     try:
         while True:
             try:

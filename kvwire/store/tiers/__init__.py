@@ -1,1 +1,1 @@
-"""Keep blocks: in memory, on disks, in objects, on a store server. Internal."""
+"""The tiers that keep blocks: memory, disks, objects, store servers. Internal."""

@@ -1,39 +1,39 @@
 """The contract of a tier below memory, which keeps images of blocks.
 
-The store moves every block through slots of its memory, so a tier sees whole images
-that lie in one piece each: where a slot of a file, an object or a message begins and
-ends. It never sees a cache, a layout or a block id.
+The store moves every block through slots of its memory, so a tier sees whole images,
+each in one piece, which it can keep in a slot of a file, an object or a message. It
+never sees a cache, a layout or a block id.
 
 The store promises:
 
-* It calls from one event loop. Calls overlap, for the same keys as well.
+* It calls from one event loop. Calls overlap, even for the same keys.
 * Images do not change, and their memory stays, until the call has returned.
-* A key is a namespace's digest and a hash, of 1 to 64 bytes. It names one content for
-  ever.
+* A key is a namespace's digest and a hash, of 1 to 64 bytes. It never names another
+  content.
 
 A tier promises, and :func:`kvwire.testing.check_tier` checks:
 
-1. **Found**: ``find`` has each block that ``write`` has landed, with its order or
-   ``UNKNOWN``, until the block is deleted, evicted or damaged. It answers from memory,
-   without a disk read or a round trip where that can be.
-2. **Exact**: ``read`` gives LANDED only for bytes that are those of ``write``,
-   verified, and sets the block's order. The image of any other result may hold
-   anything.
-3. **Each for itself**: a call has one result for each block. A block that is missing or
-   damaged costs no other.
+1. **Found**: ``find`` returns each block that ``write`` has landed, with its order or
+   ``UNKNOWN``, until the block is deleted, evicted or damaged. If possible it answers
+   from memory, without a disk read or a round trip.
+2. **Exact**: ``read`` returns LANDED only for bytes that were verified to be those of
+   ``write``, and sets the block's order. With any other result the image's content is
+   undefined.
+3. **Independent**: a call has one result for each block. A block that is missing or
+   damaged does not affect the others.
 4. **Done**: when a call has returned, nothing of it touches the images any more.
 5. **Cancelled**: a call whose task is cancelled finishes first, and raises after that.
    Only what is copied in one turn (``at_once_bytes``) need not be finished.
-6. **Side by side**: calls overlap, for the same blocks as well.
-7. **Deleted**: after ``delete`` or ``delete_namespace`` no ``find`` has these blocks,
-   all others are still there, and a block may be written again.
-8. **Kept**: what a ``durable`` tier has landed is found again after this process was
-   killed, and once it was flushed, after a power cut.
-9. **No exception**: a failure is an answer for the blocks concerned. A tier that is
-   away gives it at once, with the cause in ``reason`` and ``error``, and comes back by
-   itself.
-10. **Room**: for a block that never fits, ``too_large`` has the reason. A tier that is
-    full forgets the least recently used blocks, tail before head, or takes no more.
+6. **Side by side**: calls overlap, even for the same blocks.
+7. **Deleted**: after ``delete`` or ``delete_namespace`` no ``find`` returns these
+   blocks, all others are still there, and a block may be written again.
+8. **Kept**: a block that a ``durable`` tier has landed is found again after this
+   process was killed, and once it was flushed, after a power cut.
+9. **No exception**: a failure is a result of the blocks concerned. A tier that cannot
+   be reached returns it at once, with the cause in ``reason`` and ``error``, and
+   reconnects by itself.
+10. **Room**: for a block that never fits, ``too_large`` returns the reason. A tier that
+    is full evicts the least recently used blocks, tail before head, or takes no more.
 """
 
 from __future__ import annotations
@@ -96,15 +96,15 @@ class Batch(NamedTuple):
     """Some blocks of one size, each key once.
 
     Attributes:
-        keys: Their keys, those of a chain from the head on.
-        orders: The order of each image, or ``UNKNOWN`` if it is to be read and nobody
-            has asked; see :mod:`kvwire.store.namespace`.
+        keys: Their keys; those of a chain from the head on.
+        orders: The order of each image. In a read it may be ``UNKNOWN``, if the order
+            was not looked up; see :mod:`kvwire.store.namespace`.
         images: Exactly one fragment for each image, all of one length, in host memory.
-            Of a write they may be entries of a codec, which are shorter than images.
-        sizes: Of a read, where the bytes of what was stored are told; None if nothing
-            but whole images is of use.
-        born: When each was put, in seconds since 1970; a read sets it where it knows.
-            None for now, or where nobody asks.
+            In a write they may be entries of a codec, which are shorter than images.
+        sizes: In a read, an array that receives the stored bytes of each block; None if
+            only whole images can be used.
+        born: When each was put, in seconds since 1970; a read sets it where it is
+            known. None for now in a write, or if a read need not return it.
     """
 
     keys: Keys
@@ -129,7 +129,8 @@ class Batch(NamedTuple):
     def stored(self, sizes: Ids) -> tuple[Batch, Bits]:
         """Return the batch with these lengths, and which blocks have room for theirs.
 
-        Those that do not have their whole memory; nothing of use goes there.
+        A block without enough room keeps its whole memory, and nothing useful is read
+        there.
         """
         most = self.images.lengths.astype(np.int64)
         fit = (sizes > 0) & (sizes <= most)
@@ -151,7 +152,7 @@ class TierStats(msgspec.Struct, kw_only=True):
     """A tier's contents, and counts since it was opened.
 
     Attributes:
-        blocks: Blocks that can be found; 0 where nobody counts.
+        blocks: Blocks that can be found; 0 if they are not counted.
         used_bytes: Bytes they take.
         size_bytes: Bytes that they may take; 0 for no limit of its own.
         read_blocks: Blocks that landed from it.
@@ -187,9 +188,9 @@ class TenantUse(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         used_bytes: Bytes of its blocks.
-        quota_bytes: The most that they may be; 0 for no bound of its own.
-        pinned_bytes: Of its blocks, the bytes that are pinned.
-        evicted_blocks: Blocks of it that were forgotten for others, or its own.
+        quota_bytes: The limit of ``used_bytes``; 0 if there is none of its own.
+        pinned_bytes: Bytes of its pinned blocks.
+        evicted_blocks: Blocks of it that were evicted, for its own or other blocks.
     """
 
     used_bytes: Annotated[int, Meta(ge=0)] = 0
@@ -202,8 +203,8 @@ class TenantStats(msgspec.Struct, kw_only=True):
     """The blocks and the calls of one tenant in a store.
 
     Attributes:
-        counters: What has happened to its blocks.
-        tiers: What it has in each tier that bounds it, by the tier's name.
+        counters: Counts of its blocks and calls.
+        tiers: Its use of each tier that limits it, by the tier's name.
     """
 
     counters: StoreCounters
@@ -211,7 +212,7 @@ class TenantStats(msgspec.Struct, kw_only=True):
 
 
 def uses_of(index: Index) -> tuple[TenantUse, ...]:
-    """Return what each tenant has in the tier of an index, by its number."""
+    """Return each tenant's use of an index's tier, by the tenant's number."""
     quotas = index.shares.quota_bytes
     bounded = np.where(quotas == STORE_TIER_BYTES_MAX, 0, quotas)
     columns = (index.used_bytes, bounded, index.kept_bytes, index.evicted_blocks)
@@ -219,9 +220,9 @@ def uses_of(index: Index) -> tuple[TenantUse, ...]:
 
 
 class Touches:
-    """Uses of blocks that a remote tier has not been told of yet.
+    """Uses of blocks that were not reported to a remote tier yet.
 
-    What was moved was touched for that there, and so is not told of once more.
+    Reading or writing a block there counts as a use, so it is not reported again.
     """
 
     def __init__(self) -> None:
@@ -231,12 +232,12 @@ class Touches:
         self._moved: set[Key] = set()
 
     def moved(self, keys: Keys) -> None:
-        """Note blocks that were read or written there."""
+        """Note that blocks were read or written there."""
         if len(self._moved) < STORE_TOUCHES_MAX:
             self._moved.update(keys.tolist())
 
     def add(self, keys: Keys) -> None:
-        """Note the use of a chain's blocks; its head goes last."""
+        """Note the use of a chain's blocks; its head is added last."""
         for key in keys[::-1].tolist():
             self.used.pop(key, None)
             if key in self._moved:
@@ -247,7 +248,7 @@ class Touches:
             del self.used[next(iter(self.used))]
 
     def take(self) -> Keys:
-        """Return the blocks whose use is not reported yet, and forget them."""
+        """Return the unreported uses, and clear them."""
         used = as_keys(self.used)
         self.used = {}
         return used
@@ -256,19 +257,19 @@ class Touches:
 class Tier(ABC):
     """Keep blocks below memory. A subclass moves them there and back.
 
-    A write or read is run to its end and counted here. What a subclass says nothing of
-    is as where others keep the blocks: nobody is told of uses, nothing is pinned, and
-    how safe a block is that was written is decided there.
+    This class finishes each write or read and counts its results. The defaults suit a
+    tier whose blocks another program keeps: uses are not reported, nothing is pinned,
+    and durability after a write is that program's decision.
 
     Attributes:
-        name: How the caller named it, for reports and reasons.
-        durable: Whether what it has taken is found again after a restart.
-        error: Why it takes no blocks, or what failed last; empty if all is well. Its
-            beginning and its end are lines of the log.
-        reason: Why ``find`` cannot say what is there; empty while it can.
-        asks: Whether ``find`` and ``holds`` are a round trip, at the moment.
-        at_once_bytes: Up to so many bytes of images it copies in one turn of the loop,
-            and touches them in no other.
+        name: The tier's address as the caller gave it, for reports and reasons.
+        durable: Whether the blocks it has taken are found again after a restart.
+        error: Why it takes no blocks, or the last failure; empty if all is well. Its
+            beginning and its end are logged.
+        reason: Why ``find`` cannot look blocks up; empty while it can.
+        asks: Whether ``find`` and ``holds`` need a round trip at the moment.
+        at_once_bytes: Images of up to this many bytes are copied in one turn of the
+            loop, and not touched in any other.
         lossy: The codec by which it keeps blocks, if that loses bits; or empty.
     """
 
@@ -288,7 +289,7 @@ class Tier(ABC):
 
     @classmethod
     async def open(cls, address: TierAddress) -> Tier:
-        """Open a tier that another distribution has, by its address.
+        """Open a tier that another distribution provides, by its address.
 
         Raises:
             UsageError: The address cannot be used.
@@ -313,7 +314,7 @@ class Tier(ABC):
             logger.warning("tier %s: %s", sayable(self.name), sayable(text))
 
     def _is_news(self) -> bool:
-        """Return whether the last failure is so long ago that a new one is logged."""
+        """Return whether the last failure is long enough ago to log a new one."""
         return monotonic() - self._ended_at > STORE_LOG_AGAIN_S
 
     @property
@@ -322,7 +323,7 @@ class Tier(ABC):
         return True
 
     def too_large(self, namespace: Namespace) -> str:
-        """Return why no block of a namespace has room here; "" where one may have."""
+        """Return why no block of a namespace can have room here, or ""."""
         return ""
 
     @abstractmethod
@@ -333,7 +334,7 @@ class Tier(ABC):
         """
 
     async def holds(self, keys: Keys) -> Bits:
-        """Tell which blocks need no writing, as far as this side knows.
+        """Return which blocks need not be written, as far as this side knows.
 
         Cancel safety: safe, it only looks.
         """
@@ -341,7 +342,7 @@ class Tier(ABC):
         return held
 
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Take blocks; those that are there already are touched.
+        """Take blocks; those that are there already count as used.
 
         Cancel safety: the write is finished first, unless its images were copied.
         """
@@ -368,23 +369,23 @@ class Tier(ABC):
     def _write(
         self, namespace: Namespace, batch: Batch
     ) -> Coroutine[Any, Any, BlockResults]:
-        """Write blocks, whether the caller is cancelled meanwhile or not."""
+        """Write blocks, even if the caller is cancelled meanwhile."""
 
     @abstractmethod
     def _read(
         self, namespace: Namespace, batch: Batch
     ) -> Coroutine[Any, Any, BlockResults]:
-        """Read blocks, whether the caller is cancelled meanwhile or not."""
+        """Read blocks, even if the caller is cancelled meanwhile."""
 
     def touch(self, keys: Keys) -> None:  # noqa: B027 - not everybody is told
-        """Note that blocks were used in another tier: they are evicted later here."""
+        """Note that blocks were used in another tier; they are evicted later here."""
 
     @abstractmethod
     async def delete(self, keys: Keys) -> None:
-        """Forget blocks: no ``find`` after this has them, and none after a restart.
+        """Delete blocks: no ``find`` after this returns them, not even after a restart.
 
         Raises:
-            OSError: Some are there still, or may be, and why.
+            OSError: Some are there still, or may be; the text has the reason.
 
         Cancel safety: safe, it may be called again.
         """
@@ -395,19 +396,19 @@ class Tier(ABC):
 
     @abstractmethod
     async def delete_namespace(self, digest: bytes) -> None:
-        """Forget every block of a namespace, as ``delete`` does.
+        """Delete every block of a namespace, as ``delete`` does.
 
         Raises:
-            OSError: Some are there still, or may be, and why.
+            OSError: Some are there still, or may be; the text has the reason.
 
         Cancel safety: safe, it may be called again.
         """
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """Keep blocks from being evicted, or no more, each of them once.
+        """Pin blocks against eviction, or unpin them; each key is given once.
 
         Returns:
-            Which are pinned now: those that are here, as far as their tenant may.
+            Which are pinned now: those that are here, within their tenant's limit.
 
         Cancel safety: safe, it may be called again.
         """
@@ -429,7 +430,7 @@ class Tier(ABC):
         """Return once all written blocks survive a power cut as well.
 
         Raises:
-            OSError: It does not, as far as anybody knows.
+            OSError: They may not; the text has the reason.
 
         Cancel safety: safe, it may be called again.
         """
@@ -438,5 +439,5 @@ class Tier(ABC):
     async def close(self) -> None:
         """Release everything. No other call is running. Never raises.
 
-        Cancel safety: what is held is let go of in any case.
+        Cancel safety: everything is released in any case.
         """

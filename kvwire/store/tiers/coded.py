@@ -1,17 +1,17 @@
-"""Tiers that keep entries of a codec: entries go down, images come back.
+"""Tiers that keep entries of a codec: writes encode, reads decode.
 
-A put encodes each image, and the tier keeps what is shorter; what does not shrink it
-keeps as it is. A get decodes into the image's own memory, whatever the tier was opened
-with: a length says whether an image or an entry was kept, and an entry which codec made
-it. So a tier whose ``codec=`` is changed or left out goes on giving what it has.
+A put encodes each image, and the tier keeps the entry if it is shorter, else the image.
+A get decodes into the image's own memory, whatever codec the tier was opened with: the
+length shows whether an image or an entry was kept, and an entry names its codec. So a
+tier whose ``codec=`` is changed or left out can still read its older blocks.
 
-A codec that loses bits is agreed upon by name. A key names one content for ever, and
-what such a codec gives back is another one: its blocks have keys of their own, into
-which the codec's name goes (:mod:`kvwire.store.namespace`). A store that is opened with
-another codec does not find them, and nobody gets one who has not asked for it.
+A codec that loses bits is agreed upon by name. A key never names two contents, and such
+a codec returns another content than was put: its blocks have keys of their own, which
+include the codec's name (:mod:`kvwire.store.namespace`). A store that is opened with
+another codec does not find them, so only users that asked for the loss get them.
 
-All of it runs on threads. What is being encoded takes as much memory again as the
-images, which are those of a few batches.
+All of it runs on threads. Encoding needs as much memory again as the images of the few
+batches that are being encoded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NOT_CODED: Final[Mapping[str, str]] = {
 
 
 def codec_of(address: TierAddress) -> BlockCodec | None:
-    """Return the codec that blocks are put with; None for none."""
+    """Return the codec with which blocks are put, or None."""
     name = address.options.get("codec")
     if name is None:
         return None
@@ -71,7 +71,7 @@ class CodedTier(Tier):
     """Encode images on their way down, and decode them on their way up. Subclassed.
 
     Attributes:
-        slotted: Whether what it keeps is in slots of a few lengths.
+        slotted: Whether it keeps blocks in slots of a few lengths.
     """
 
     slotted: ClassVar[bool] = False
@@ -135,7 +135,7 @@ class CodedTier(Tier):
     def _encode(
         self, namespace: Namespace, batch: Batch, part: Ids, room: _Rows
     ) -> list[int]:
-        """Encode images, each into a row of ``room``; the lengths of the entries."""
+        """Encode images, each into a row of ``room``; return the entry lengths."""
         assert self._codec is not None
         images = _arrays(batch.images.selected(part))
         orders = batch.orders[part].tolist()
@@ -149,14 +149,14 @@ class CodedTier(Tier):
         return lengths
 
     def _padded(self, nbytes: int, image_bytes: int) -> int:
-        """Return how many bytes to keep: a padded entry, or the whole image."""
+        """Return the bytes to keep: of a padded entry, or of the whole image."""
         if not nbytes:
             return image_bytes
         step = rounded(-(-image_bytes // _LENGTHS)) if self.slotted else 1
         return -(-nbytes // step) * step
 
     def _decode(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Decode the entries that images begin with."""
+        """Decode each entry in place: it lies at the begin of its image."""
         results = np.full(batch.keys.size, LANDED, np.uint8)
         assert batch.sizes is not None
         sizes = batch.sizes.tolist()

@@ -1,7 +1,7 @@
 """The directory of a disk tier: the index, and the file of images beside it.
 
 Every system call that moves bytes of images is a method of its own, so that a test can
-make any of them fail, or end the process in front of it.
+make any of them fail, or kill the process before it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class TierDirectory:
         """Check that the directory still has the files that are open.
 
         Raises:
-            OSError: Somebody has removed or replaced it, so nothing of what is written
-                would be found again.
+            OSError: The directory was removed or replaced, so blocks written now would
+                not be found again.
         """
         try:
             there = self._named() == self._names
@@ -80,7 +80,7 @@ class TierDirectory:
             )
 
     def _named(self) -> list[tuple[int, int]]:
-        """Return the identity of the files that have its two names now."""
+        """Return the identity of the files that now have its two names."""
         found = ((self._path / name).stat() for name in (_IMAGES, _INDEX))
         return [(one.st_dev, one.st_ino) for one in found]
 
@@ -117,7 +117,7 @@ class File:
 
     @property
     def nbytes(self) -> int:
-        """Return how long it is."""
+        """Return its length."""
         return os.fstat(self._fd).st_size
 
     def read(
@@ -126,8 +126,8 @@ class File:
         """Fill memory with the bytes from ``offset`` on.
 
         Raises:
-            BlockingIOError: The kernel does not have them, and they are to be read
-                ``at_once``.
+            BlockingIOError: ``at_once`` is set, and the kernel would have to read the
+                disk.
         """
         _move(self.preadv_at_once if at_once else self.preadv, into, offset)
 
@@ -144,7 +144,7 @@ class File:
             self.allocate(have, nbytes - have)
 
     def lock(self) -> bool:
-        """Keep others from locking it until it is closed; False if somebody has it."""
+        """Lock it until it is closed; return False if another process has it locked."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -170,7 +170,7 @@ class File:
         return self._fd
 
     def close(self) -> None:
-        """Close it; nobody uses it any more."""
+        """Close it; no thread uses it any more."""
         number = self._fd
         self._fd = -1
         if number >= 0:
@@ -179,7 +179,7 @@ class File:
     # --- the system calls -------------------------------------------------------------
 
     def preadv(self, views: Views, offset: int) -> int:
-        """Read into memory; the number of bytes, 0 at the end of the file."""
+        """Read into memory; return the number of bytes, 0 at the end of the file."""
         return os.preadv(self._fd, views, offset)
 
     def preadv_at_once(self, views: Views, offset: int) -> int:
@@ -189,7 +189,7 @@ class File:
         return os.preadv(self._fd, views, offset, os.RWF_NOWAIT)
 
     def pwritev(self, views: Views, offset: int) -> int:
-        """Write memory; the number of bytes."""
+        """Write memory; return the number of bytes."""
         return os.pwritev(self._fd, views, offset)
 
     def sync(self) -> None:

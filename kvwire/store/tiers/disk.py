@@ -1,15 +1,15 @@
 """A tier of slots in one file, which is found again after a restart.
 
-Which slot has which image is known in memory, and on the disk in SQLite. One thread at
-a time writes: images first, then the rows that name them, in one transaction. Who reads
-has the slots pinned, so that nothing else is written there. An error of the disk ends a
-request by a reason, and no later one: each is tried anew.
+An index in memory records which slot has which image, and SQLite does so on the disk.
+One thread at a time writes: images first, then the rows that name them, in one
+transaction. A read pins its slots, so that nothing else is written there. A disk error
+fails the requests it happened to, with a reason; later ones are tried anew.
 
 Trust
 -----
-A row of a tier that was not closed in order may name an image that was being written
-over. So until it was read and compared, its block is found, and is not *held*: a put of
-it reads it first, and writes it again unless it is whole.
+If the tier was not closed in order, a row may name an image that was being overwritten.
+So such a block is found, but not *held* until it was read and compared: a put of it
+reads it first, and writes it again unless it is whole.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class DiskTier(CodedTier):
     ) -> DiskTier:
         """Open a tier: ``disk:DIRECTORY?size=SIZE&slab=SIZE&sync=...&evict=...``.
 
-        Cancel safety: the directory is let go of again.
+        Cancel safety: the directory is unlocked and closed again.
         """
         address.require("size", "slab", "sync", "evict", "codec")
         if not address.place or "size" not in address.options:
@@ -165,7 +165,7 @@ class DiskTier(CodedTier):
         return found
 
     async def holds(self, keys: Keys) -> Bits:
-        """Tell which blocks are here, as written or read by this process."""
+        """Return which blocks are here, as written or verified by this process."""
         slots = self._index.find(keys)
         held: Bits = (slots >= 0) & self._trusted[slots]
         return held
@@ -212,10 +212,10 @@ class DiskTier(CodedTier):
     async def _write_some(
         self, namespace: Namespace, batch: Batch, nbytes: int, tenant: int
     ) -> tuple[BlockResults, Sequence[asyncio.Future[None]]]:
-        """Write blocks that are lacking and have room.
+        """Write the blocks that are absent and for which there is room.
 
         Returns:
-            The results, and what to wait for before others may have room.
+            The results, and the futures to wait for before others may have room.
         """
         results = np.full(batch.keys.size, LANDED, np.uint8)
         held = await self._look(namespace, batch.keys)
@@ -277,7 +277,7 @@ class DiskTier(CodedTier):
         return results
 
     async def delete(self, keys: Keys) -> None:
-        """Forget blocks; with ``sync=flush`` for good only after a ``flush``."""
+        """Delete blocks; with ``sync=flush`` a power cut may undo it before a flush."""
         while await self._in_flight.one_ended(keys):
             continue
         self._index.delete(keys)
@@ -294,7 +294,7 @@ class DiskTier(CodedTier):
         await self.delete(np.concatenate((coming, self.known(digest))))
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """Pin blocks, on the disk as well: what that refuses is not pinned."""
+        """Pin blocks, on the disk as well; if the disk fails, none is pinned."""
         slots = self._index.find(keys)
         kept = self._index.pin_named(keys, pinned=pinned)
         told = kept if pinned else slots >= 0
@@ -359,9 +359,9 @@ class DiskTier(CodedTier):
     # --- on the loop ------------------------------------------------------------------
 
     async def _look(self, namespace: Namespace, keys: Keys) -> Bits:
-        """Wait for running writes of these blocks, and tell which are held.
+        """Wait for running writes of these blocks; return which are held.
 
-        The others are not there. Nothing has been awaited since.
+        All others are absent. Nothing was awaited between the last look and the return.
         """
         while True:
             slots = self._index.find(keys)
@@ -389,7 +389,7 @@ class DiskTier(CodedTier):
         self._index.drop(failed, slots)
 
     def _room(self, nbytes: int, count: int, tenant: int) -> Ids:
-        """Return free or evicted slots for blocks, as many as there are."""
+        """Return up to ``count`` slots for blocks, free ones or evicted ones."""
         slots = self._index.take(nbytes, count, tenant)
         while slots.size < count:
             evicted = self._index.evict(nbytes, count - slots.size, tenant).slots
@@ -402,7 +402,7 @@ class DiskTier(CodedTier):
     async def _write_to(
         self, slots: Ids, namespace: Namespace, batch: Batch
     ) -> BlockResults:
-        """Write images into slots that were taken for them, and name these."""
+        """Write images into slots taken for them, and give the slots their keys."""
         self._in_flight.begin(batch.keys)
         written = False
         try:
@@ -451,7 +451,7 @@ class DiskTier(CodedTier):
             self._index.give_back(gone)
 
     async def _erased(self) -> bool:
-        """Erase stale rows from the index; return whether the disk has done so."""
+        """Erase stale rows from the index on the disk; return whether that worked."""
         try:
             async with self._writing:
                 stale = [range(slot, slot + 1) for slot in sorted(self._stale)]
@@ -494,7 +494,7 @@ class DiskTier(CodedTier):
             self._adopt(rows.selected(inside), sizes[inside])
 
     def _adopt(self, rows: DiskRows, sizes: Ids) -> None:
-        """Load rows that fit each other, the newest first."""
+        """Load consistent rows, the newest first."""
         self._sums[rows.slots] = rows.sums
         self._nbytes[rows.slots] = rows.nbytes
         self._trusted[rows.slots] = self._directory.whole
@@ -589,7 +589,7 @@ class DiskTier(CodedTier):
         return results
 
     def _runs(self, slots: Ids, nbytes: Ids) -> Iterable[tuple[Ids, int]]:
-        """Yield slots whose images lie side by side in the file, and their place."""
+        """Yield the runs of slots that are adjacent in the file, with their offsets."""
         offsets = self._slabs.begins[slots]
         if slots.size == 1:
             yield np.zeros(1, np.int64), offsets.item()
@@ -616,7 +616,7 @@ def _why(error: BaseException) -> str:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Return whether the only thing wrong is a disk without room."""
+    """Return whether an error only means that the disk is full."""
     name = getattr(error, "sqlite_errorname", "")
     return name == "SQLITE_FULL" or getattr(error, "errno", 0) == errno.ENOSPC
 
@@ -626,7 +626,7 @@ _PAD: Final = memoryview(bytearray(GRAIN_BYTES))
 
 
 def _padded(images: Fragments) -> Sequence[memoryview]:
-    """Return the images, each with what fills its slot behind it."""
+    """Return the images, each followed by the padding of its slot."""
     views: list[memoryview] = []
     for view in views_of(images):
         views.append(view)

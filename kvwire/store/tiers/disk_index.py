@@ -1,12 +1,12 @@
 """Which image is in which slot of a disk tier, in SQLite.
 
-A row of ``blocks`` says what a slot of the file of images holds: key, order and length,
-a checksum over these and the image, and when it was written. A row whose image was not
-written, or is written over by now, does not fit it. See docs/adr/0017.
+A row of ``blocks`` describes a slot of the file of images: key, order and length, a
+checksum over these and the image, and when it was written. If the image was not
+written, or was overwritten since, the checksum does not fit. See docs/adr/0017.
 
-The index is *closed in order* or it is not. It says so itself, from before the first
-image is written until after the last row is. If it was not, rows may be there of images
-that were being written over, so none is taken at its word before its image was read.
+The index records whether it was *closed in order*: the mark is cleared before the first
+image is written, and set after the last row. Without the mark, rows may name images
+that were being overwritten, so each image is verified before it is trusted.
 """
 
 from __future__ import annotations
@@ -110,15 +110,14 @@ class DiskRows(NamedTuple):
 class DiskIndex:
     """The index of one directory, used by one process and one thread at a time.
 
-    Its errors are those of SQLite, ``sqlite3.Error``: after one, nothing of what was
-    asked has happened, and it can be asked again.
+    Its errors are SQLite's, ``sqlite3.Error``: after one, nothing has been changed, and
+    the call may be repeated.
 
     Attributes:
         slab_bytes: Bytes of a slab of the file of images.
         closed: Whether it was closed in order, and nothing has been written since.
-        namespaces: The namespaces of its blocks, by digest; for words only, since a key
-        has all
-            that is needed to find a block.
+        namespaces: The namespaces of its blocks, by digest; for reports only, since a
+            key is enough to find a block.
     """
 
     def __init__(self, path: Path, slab_bytes: int, *, synced: bool) -> None:
@@ -195,7 +194,7 @@ class DiskIndex:
             )
 
     def pin(self, keys: Keys, slots: Ids, *, pinned: bool) -> None:
-        """Mark the rows of some blocks as pinned, or as pinned no more."""
+        """Mark the rows of some blocks as pinned, or no longer pinned."""
         with self._transaction():
             if pinned:
                 named = zip(slots.tolist(), keys.tolist(), strict=True)
@@ -217,7 +216,7 @@ class DiskIndex:
         """Close it.
 
         Args:
-            in_order: Whether every row fits its image, and both are safe.
+            in_order: Whether every row fits its image, and both are safe on the disk.
         """
         try:
             if in_order and not self.closed:
@@ -229,7 +228,7 @@ class DiskIndex:
     # --- inside -----------------------------------------------------------------------
 
     def _set_up(self, path: Path, slab_bytes: int) -> None:
-        """Make the tables, unless they are there."""
+        """Make the tables, unless they exist; refuse another format."""
         for setting in _SETTINGS:
             self._db.execute(f"PRAGMA {setting}")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -261,7 +260,7 @@ class DiskIndex:
             raise
 
     def _read_namespaces(self) -> Iterator[tuple[bytes, Namespace]]:
-        """Return the described namespaces that can be read."""
+        """Yield the stored namespaces that can be read, with their digests."""
         for (words,) in self._db.execute("SELECT described FROM spaces"):
             with contextlib.suppress(UsageError, TypeError, *DECODE_ERRORS):
                 said = msgspec.json.decode(words, type=_Described)

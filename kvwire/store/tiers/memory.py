@@ -1,21 +1,21 @@
 """The first tier: slots of one arena, through which every block of a store goes.
 
-A put copies from a cache into slots, a get from slots into a cache; what comes from or
-goes to a tier below does so from and into slots as well. So what was read from a disk
-is in memory already, and what is evicted lies in one piece for whoever takes it.
+A put copies from a cache into slots, a get from slots into a cache; moves from and to
+the tiers below use slots as well. So a block that was read from a disk is in memory
+already, and an evicted one lies in one piece for the tier that takes it.
 
 Room
 ----
-:meth:`MemoryTier.take` gives free slots, or those of the blocks that go first. Blocks
-that no tier below has are written there before they go; they are pinned and can still
-be found meanwhile, and if somebody has used one by then it stays. Where there is a tier
-below, a part of memory is kept free in the background, so that a put seldom waits for
-that. Memory is the bound of all of it: what is on its way down lies in its slots.
-Where every put is written through, there is nothing to wait for: what a tier below has
-goes when its room is needed, some more of it at once than that.
+:meth:`MemoryTier.take` returns free slots, or slots of evicted blocks. Blocks that no
+tier below has are written there before they are evicted; they are pinned and can still
+be found meanwhile, and a block that is used by then stays. If there is a tier below, a
+part of memory is kept free in the background, so that a put seldom waits for such a
+write. No other memory is needed: blocks on their way down stay in their slots. If every
+put is written through, eviction need not wait: blocks that a tier below has are evicted
+when their room is needed, a few more at once than that.
 
-If every slot is pinned, ``take`` waits. Whoever waits in it must hold no pin: all pins
-belong to copies, reads and writes that are under way, so some slot is let go of.
+If every slot is pinned, ``take`` waits. A caller of it must hold no pin: all pins then
+belong to copies, reads and writes that are under way, so some slot will be freed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MemoryTier:
         self.index: Index = index
         slabs = index.slabs
         self.in_flight: InFlightFills = InFlightFills()
-        # What somebody deletes, and waits until nobody uses it any more.
+        # Blocks being deleted; their deletion waits until no call uses them.
         self._leaving = InFlightFills()
         self._busy = (self.in_flight, self._leaving)
         self.counts: TierStats = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
@@ -101,7 +101,7 @@ class MemoryTier:
         )
 
     def line(self, slots: Ids, nbytes: int) -> memoryview:
-        """Return the images in some slots one behind the other, to be read at once."""
+        """Return the images in some slots, one after the other, to be read at once."""
         if slots.size == 1:
             begin = self.index.slabs.begins.item(slots.item(0))
             return self._bytes[begin : begin + nbytes].data
@@ -134,7 +134,7 @@ class MemoryTier:
         Returns:
             1 to ``count`` slots, ascending, each pinned.
 
-        Cancel safety: safe, nothing stays taken, and what was to go stays.
+        Cancel safety: safe, nothing stays taken, and the blocks to be evicted stay.
         """
         while True:
             slots = self.index.take(nbytes, count, tenant)
@@ -164,19 +164,19 @@ class MemoryTier:
         return slots
 
     def give_back(self, slots: Ids) -> None:
-        """Free taken slots that will not be named."""
+        """Free taken slots that will not get a key."""
         if slots.size:
             self.index.give_back(slots)
             self._notify()
 
     def unpin(self, keys: Keys, slots: Ids) -> None:
-        """Unpin named slots."""
+        """Unpin slots that have a key."""
         self.index.unpin(keys, slots)
         if self._changed is not None:
             self._notify()
 
     async def delete(self, keys: Keys) -> None:
-        """Forget blocks, once running reads and writes of them have ended.
+        """Delete blocks, once running reads and writes of them have ended.
 
         Cancel safety: safe, it may be called again.
         """
@@ -194,19 +194,19 @@ class MemoryTier:
             self._leaving.end(keys)
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """Forget every block of a namespace.
+        """Delete every block of a namespace.
 
         Cancel safety: safe, it may be called again.
         """
         await self.delete(self.of_namespace(digest))
 
     def of_namespace(self, digest: bytes) -> Keys:
-        """Return which blocks of a namespace are here, are coming or are leaving."""
+        """Return the blocks of a namespace that are here, arriving or leaving."""
         known = [one.of_namespace(digest) for one in (*self._busy, self.index)]
         return np.concatenate(known)
 
     def has_any(self, keys: Keys) -> bool:
-        """Return whether any of these is here, or is coming."""
+        """Return whether any of these blocks is here or arriving."""
         here = (self.index.find(keys) >= 0) | self.in_flight.busy(keys)
         return bool(any_of(here))
 
@@ -232,9 +232,9 @@ class MemoryTier:
             every: Write all blocks here, not only those that every tier below refused.
 
         Returns:
-            How many of them no tier below has taken.
+            The number of blocks that no tier below has taken.
 
-        Cancel safety: what is being written is finished first.
+        Cancel safety: running writes are finished first.
         """
         if self._demote is None:
             return 0
@@ -255,7 +255,7 @@ class MemoryTier:
         return left
 
     async def empty(self) -> None:
-        """Evict everything, so that the tiers below have it; nothing is in use.
+        """Evict everything to the tiers below; call it only while nothing is in use.
 
         Cancel safety: safe, it may be called again.
         """
@@ -271,7 +271,7 @@ class MemoryTier:
             self._arena.populate()
 
     def close(self) -> None:
-        """Free the memory, of which nothing is in use."""
+        """Free the memory; none of it may be in use."""
         self._bytes = np.empty(0, np.uint8)
         if self._arena is None:
             return
@@ -294,7 +294,7 @@ class MemoryTier:
     ) -> Ids | None:
         """Evict blocks, and take up to ``count`` of the slots that this frees.
 
-        Without ``lose`` blocks stay that no tier below has taken.
+        Without ``lose``, blocks that no tier below has taken stay.
 
         Returns:
             The slots taken; None if none can have become free.
@@ -320,7 +320,7 @@ class MemoryTier:
         return taken
 
     def _keep_headroom(self, nbytes: int) -> None:
-        """Begin to clear some room, unless there is enough or it has begun."""
+        """Start to free some room, unless there is enough or that is running."""
         if self._lacks_headroom(nbytes) and (
             self._clearing is None or self._clearing.done()
         ):
@@ -329,7 +329,7 @@ class MemoryTier:
     async def _clear(self, nbytes: int) -> None:
         step = max(1, self._headroom_bytes // 4 // nbytes)
         while self._lacks_headroom(nbytes):
-            # Nobody waits for this room, so it costs nobody a block.
+            # No call waits for this room, so no block may be lost for it.
             if await self._evict(nbytes, step, lose=False) is None:
                 return
 
@@ -360,13 +360,12 @@ def _allocate(nbytes: int) -> tuple[Arena | None, _Bytes]:
 class InFlightFills:
     """Tracks the keys whose slots are being filled, on one event loop.
 
-    Who fills waits for nothing but a copy or a disk, never for room or for another
-    fill. So whoever waits for a fill, holding pins or not, waits for something that
-    ends.
+    A fill waits only for a copy or a disk, never for room or for another fill. So every
+    wait for a fill ends, whether or not the waiting call holds pins.
 
     Attributes:
-        begun: Fills so far: while it is the same, nothing has come to memory.
-        ends: What is being filled, and what is set when it ends.
+        begun: Fills so far: while it is the same, no block has arrived in memory.
+        ends: For each key being filled, the event that is set at the end of its fill.
     """
 
     def __init__(self) -> None:
@@ -387,7 +386,7 @@ class InFlightFills:
         return as_keys(key for key in self.ends if key.startswith(digest))
 
     def begin(self, keys: Keys) -> None:
-        """Begin to fill blocks that no other call is filling."""
+        """Note that the caller fills blocks which no other call is filling."""
         self.begun += 1
         self.ends.update(zip(keys.tolist(), repeat(asyncio.Event())))
 

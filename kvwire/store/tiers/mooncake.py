@@ -1,16 +1,16 @@
-"""A tier in a Mooncake Store: a master knows where objects are, segments have them.
+"""A tier in a Mooncake Store: its master locates objects, its segments hold them.
 
-Placement, replicas, eviction and transports are theirs; this side adds what a tier has
-to promise.
+Placement, replicas, eviction and transports are Mooncake's; this side adds the rest of
+a tier's contract.
 
-Their client blocks, cannot be cancelled, and moves memory that was registered with it.
-So every call has a *stage*, a piece of registered memory of ours: images are copied to
-it before the call and from it after. A call that misses its deadline is given up with
-its stage, which comes back when the call does; no image is ever touched by one that was
-given up. Another stage takes its place, up to a limit. When none is left, or the master
-is gone, the tier is passed over until the master answers again. Their client ends with
-the process that calls it if it is closed in the middle of a call, so it is closed when
-the last one has returned, be it long after the tier.
+Mooncake's client blocks, cannot be cancelled, and moves memory that was registered with
+it. So every call has a *stage*, a piece of registered memory of ours: images are copied
+to it before the call, or from it afterwards. A call that misses its deadline is
+abandoned with its stage, which is reused when the call returns; an abandoned call never
+touches an image. Another stage replaces it, up to a limit. When none is left, or the
+master cannot be reached, the tier is skipped until the master answers again. Closing
+the client in the middle of a call would kill the process, so it is closed when the last
+call has returned, possibly long after the tier.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class MooncakeTier(KeyValueTier):
 
     Its address is ``mooncake://MASTER:PORT?host=THIS_HOST``. Options: ``prefix``,
     ``timeout`` in seconds, ``buffer`` (the largest block), ``metadata`` (a metadata
-    server), ``protocol`` (tcp or rdma), ``device`` (of RDMA), and ``segment``, what
-    this process gives the store of its own memory.
+    server), ``protocol`` (tcp or rdma), ``device`` (for RDMA), and ``segment``, the
+    memory that this process contributes to the store.
     """
 
     asks: bool = True
@@ -118,7 +118,7 @@ class MooncakeTier(KeyValueTier):
     # --- values -----------------------------------------------------------------------
 
     async def heads(self, keys: Keys) -> list[Head]:
-        """Return LANDED for each block that is there: a head is read with its image."""
+        """Return whether each block is there; its head is read with its image."""
         names = self._names(keys)
         codes = await self._ask(lambda native, _: native.batch_is_exist(names))
         if codes is None:
@@ -156,7 +156,7 @@ class MooncakeTier(KeyValueTier):
     async def _in_parts(
         self, batch: Batch, move: Callable[[Batch], Any]
     ) -> BlockResults:
-        """Move as many blocks at once as a stage holds."""
+        """Move a batch in parts that fit in a stage."""
         results = np.full(batch.keys.size, FAILED, np.uint8)
         nbytes = int(batch.images.lengths[0])
         step = self._buffer_bytes // (HEAD_BYTES + nbytes)
@@ -238,9 +238,10 @@ class MooncakeTier(KeyValueTier):
         """Call the client on a thread, with a stage; None if it did not answer in time.
 
         Args:
-            call: Takes their client, the stage and what ``fill`` gave, if there is one.
-            fill: Fills the stage first.
-            then: Empties it.
+            call: Called with the client, the stage and the result of ``fill``, if
+                given.
+            fill: Fills the stage before the call.
+            then: Reads the stage after the call.
         """
         native = self._native
         if native is None or self._upkeep.reason:
@@ -275,7 +276,7 @@ class MooncakeTier(KeyValueTier):
                 future.add_done_callback(lambda _: self._stages.put_nowait(memory))
 
     def _start(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Call on a daemon thread: the end of the process must not wait for it."""
+        """Call on a daemon thread, so that the process need not wait for it to end."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._calls.add(returned := threading.Event())
@@ -307,7 +308,7 @@ class MooncakeTier(KeyValueTier):
     # --- who is there -----------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Make the client and its stages."""
+        """Create the client and its stages."""
         # Their client waits for a minute where nobody listens.
         async with asyncio.timeout(self._timeout_s):
             _, writer = await asyncio.open_connection(*self._master)

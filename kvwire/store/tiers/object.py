@@ -1,17 +1,18 @@
 """A tier in an object store: ``object:s3://bucket/prefix``, one object for each block.
 
 A block's name follows from its key, so nothing has to be listed, and no index is kept:
-any number of stores share a prefix without knowing of each other. See
+any number of stores share a prefix without coordination. See
 docs/adr/0014-a-store-server-and-objects.md.
 
 ``find`` reads the head of each object that it does not remember; ``read`` fetches whole
 objects, large ones by several ranges at once, and compares them with their checksums.
-What is not what its name says is missing, and is written again by the next put of it.
+An object that is not the block its name says counts as missing, and the next put of the
+block writes it again.
 
-A store that cannot be reached is not asked again until a pause is over, which grows
-with each failure. Meanwhile everything is answered at once, with the reason. Before it
-is asked for the first time, and after each failure, somebody looks whether it sends its
-callers to another host: there no block goes.
+After a failure the store is not asked again until a pause is over, which grows with
+each failure; until then every call fails at once, with the reason. Before the first
+request, and after each failure, the tier checks whether the store redirects to another
+host: no block is sent there.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class ObjectTier(KeyValueTier):
 
     @property
     def taking(self) -> bool:
-        """Whether it takes blocks, which it does not soon after a failure."""
+        """Whether it takes blocks; it does not for a while after a failure."""
         return not (self._upkeep.resting or self._writes.resting)
 
     # --- values -----------------------------------------------------------------------
@@ -200,7 +201,7 @@ class ObjectTier(KeyValueTier):
                 raise OSError(f"{self.name}: {left} not deleted: {self.error}")
 
     async def _delete(self, paths: Iterable[str]) -> list[int]:
-        """Delete some paths; return the positions of those that may be there still."""
+        """Delete some paths; return the positions of those that may still exist."""
         failed: list[int] = []
 
         async def one(numbered: tuple[int, str]) -> None:
@@ -217,8 +218,8 @@ class ObjectTier(KeyValueTier):
     async def _whole(self, key: Key, nbytes: int) -> memoryview | BlockResult:
         """Fetch an object of up to ``nbytes``.
 
-        The first range says how long it is; what is behind that comes at once. Who
-        puts it again meanwhile, by another codec, makes it one with a wrong checksum.
+        The first range shows the length; all further ranges are then fetched at once.
+        If the block is put again meanwhile with another codec, the checksum shows it.
         """
         part = STORE_OBJECT_PART_BYTES
         first = await self._range(key, 0, min(nbytes, part))
@@ -244,7 +245,7 @@ class ObjectTier(KeyValueTier):
     async def _range(
         self, key: Key, begin: int, nbytes: int
     ) -> memoryview | BlockResult:
-        """Fetch up to ``nbytes`` of an object, from ``begin`` on."""
+        """Fetch up to ``nbytes`` of an object, starting at ``begin``."""
         path = self.value_name(key)
 
         async def fetch() -> Any:
@@ -266,7 +267,7 @@ class ObjectTier(KeyValueTier):
         *,
         writes: bool = False,
     ) -> T | BlockResult:
-        """Make one request; MISSING if there is no such object, FAILED otherwise."""
+        """Make one request; an error becomes MISSING (no such object) or FAILED."""
         async with self._room:
             if self._away and self._resting(writes):
                 return BlockResult.FAILED
@@ -325,7 +326,7 @@ class ObjectTier(KeyValueTier):
         self._away = bool(self._writes.reason)
 
     def _became_unavailable(self, error: BaseException, *, writes: bool) -> None:
-        """Report a failed request, and make no others of its kind for a while."""
+        """Record a failed request, and pause further requests of its kind."""
         words = words_of(error) or f"no answer in {self._timeout_s:g} s"
         # A reason that the store named is not replaced by a nameless one.
         if is_named(error) or not self.error:
@@ -410,7 +411,7 @@ def _settings(address: TierAddress) -> dict[str, str]:
 
 
 def _endpoint(settings: Mapping[str, str]) -> str:
-    """Return the endpoint that is named in the address, or in the environment."""
+    """Return the endpoint that the address names, or the environment."""
     names = ("aws_endpoint_url", "aws_endpoint", "endpoint_url", "endpoint")
     given = {name.lower(): value for name, value in settings.items()}
     named = [given[name] for name in names if name in given]

@@ -1,7 +1,7 @@
 """Errors of object stores in few words, with the store's own name for each.
 
-obstore puts the whole answer into the text of its error. S3, GCS and Azure name what is
-wrong in a ``<Code>``; a file system has no status and no code.
+obstore puts the whole response into the text of its error. S3, GCS and Azure name the
+error in a ``<Code>``; a file system gives neither a status nor a code.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _REDIRECTS: Final = (
 
 
 def is_no_object(error: BaseException) -> bool:
-    """Return whether an error says that one object is not there, and no more than that.
+    """Return whether an error means that one object is absent, and nothing worse.
 
-    If a bucket is missing, so is each of its objects; a caller that takes it for an
-    empty bucket fails silently for ever.
+    If the bucket is missing, every object is absent too; taking that for an empty
+    bucket would hide the failure for ever.
     """
     if not isinstance(error, FileNotFoundError):
         return False
@@ -70,14 +70,14 @@ def is_no_object(error: BaseException) -> bool:
 
 
 def is_past_the_end(error: BaseException) -> bool:
-    """Return whether an error says that a range begins behind the end of an object."""
+    """Return whether an error means that a range begins after the end of an object."""
     text = str(error)
     status = _STATUS.search(text)
     return status[1].startswith("416") if status else "StartTooLarge" in text
 
 
 def is_named(error: BaseException) -> bool:
-    """Return whether the store itself has named what is wrong."""
+    """Return whether the error has a name that the store gave it."""
     return _CODE.search(str(error)) is not None
 
 

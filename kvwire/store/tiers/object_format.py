@@ -1,7 +1,7 @@
 """The head in front of an image in an object: the block's key, order and checksums.
 
 An object is 128 bytes of head and the image. The head has the whole key, so that an
-object which was copied, renamed or written by somebody else is not taken for another
+object which was copied, renamed or written by another program is not taken for another
 block; the length, the order and the checksum of the image; and a checksum of its own.
 All numbers are little-endian.
 """
@@ -43,7 +43,7 @@ class ObjectHead(NamedTuple):
     image_sum: int
 
     def to_bytes(self) -> bytes:
-        """Return the head as it stands in front of the image."""
+        """Return the head as bytes, to be put in front of the image."""
         head = _HEAD.pack(
             _MAGIC, len(self.key), self.order, self.nbytes, self.image_sum, self.key
         )
@@ -51,7 +51,7 @@ class ObjectHead(NamedTuple):
 
     @classmethod
     def read(cls, raw: memoryview) -> ObjectHead | None:
-        """Return the head that some bytes begin with; None if it is not whole."""
+        """Return the head at the begin of some bytes; None if it is not valid."""
         if raw.nbytes < HEAD_BYTES:
             return None
         head = raw[: _HEAD.size]
@@ -69,10 +69,10 @@ def path_of(key: Key) -> str:
 
 
 def stage(batch: Batch, memory: npt.NDArray[np.uint8]) -> list[int]:
-    """Write the objects of a batch one behind the other. On a thread.
+    """Write the objects of a batch one after the other. On a thread.
 
     Returns:
-        Where each begins, and where the last one ends.
+        The begin of each object, and the end of the last one.
     """
     lengths = batch.images.lengths
     ends = (lengths.astype(np.int64) + HEAD_BYTES).cumsum().tolist()
@@ -87,7 +87,7 @@ def stage(batch: Batch, memory: npt.NDArray[np.uint8]) -> list[int]:
 
 
 def packed(batch: Batch) -> list[npt.NDArray[np.uint8]]:
-    """Return the objects of a batch. On a thread."""
+    """Return the objects of a batch as bytes. On a thread."""
     total = batch.images.nbytes + HEAD_BYTES * batch.keys.size
     memory = np.empty(total, np.uint8)
     return [memory[a:b] for a, b in itertools.pairwise(stage(batch, memory))]
@@ -97,8 +97,8 @@ def read_objects(batch: Batch, raws: list[memoryview]) -> BlockResults:
     """Copy images out of objects, and set the order of each. On a thread.
 
     Returns:
-        LANDED, or DAMAGED for what is not the block that the batch names. Its image
-        may hold anything, and its order too.
+        LANDED, or DAMAGED for an object that is not the block that the batch names; its
+        image and its order are then undefined.
     """
     results = np.full(batch.keys.size, BlockResult.DAMAGED, np.uint8)
     sums = np.zeros(batch.keys.size, np.uint64)
@@ -124,7 +124,7 @@ def read_objects(batch: Batch, raws: list[memoryview]) -> BlockResults:
 def _behind_heads(
     objects: list[memoryview], lengths: npt.NDArray[np.uint64]
 ) -> Fragments:
-    """Return where the images of objects lie."""
+    """Return the memory of the images, each behind the head of its object."""
     arrays = [np.frombuffer(one, np.uint8) for one in objects]
     begins = [array.ctypes.data + HEAD_BYTES for array in arrays]
     return Fragments(

@@ -1,15 +1,15 @@
 """A tier in Redis or Valkey: ``redis://host:6379``, one value for each block.
 
-A single server or a cluster: sharding, replication, failover, eviction and times to
-live are theirs.
+A single server or a cluster: sharding, replication, failover, eviction and expiry are
+the service's.
 
-All keys of a call that one server has go to it as pipelines, side by side with those
-of the others. One that fails, or has not answered by the deadline, is passed over from
-then on, until a task has found a server that takes writes, or has asked the cluster
-anew who has which slots; see :mod:`kvwire.directory.redis_servers`.
+The keys of a call are grouped by server, and each server gets its group as pipelines,
+all servers at the same time. A server that fails, or misses the deadline, is skipped
+until a task has found a server that takes writes, or has reread the cluster's slot
+table; see :mod:`kvwire.directory.redis_servers`.
 
-An image is copied once in front of a write, behind its head: what redis-py was given
-may be touched by its connection as long as that lives, and nobody says until when.
+An image is copied once before a write, behind its head: redis-py may touch the memory
+it was given as long as its connection lives, and does not report when it is done.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class RedisTier(KeyValueTier):
     """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`.
 
     Its address is ``redis://HOST:PORT,HOST:PORT?prefix=NAME&ttl=SECONDS``. ``rediss``
-    is TLS, ``valkey`` and ``valkeys`` the same. Whether it is a cluster the first
-    server says that takes writes.
+    is TLS; ``valkey`` and ``valkeys`` mean the same two. The first server that takes
+    writes reports whether it is a cluster.
     """
 
     faults: ClassVar[tuple[type[Exception], ...]] = FAULTS
@@ -104,7 +104,7 @@ class RedisTier(KeyValueTier):
     # --- values -----------------------------------------------------------------------
 
     async def heads(self, keys: Keys) -> list[Head]:
-        """Read the heads, in one round trip, and report what was used."""
+        """Read the heads, and report the uses noted so far, in one round trip."""
         touched = self._touches.take()
 
         def command(at: int, name: str) -> Command:
@@ -229,7 +229,7 @@ class RedisTier(KeyValueTier):
         return answers
 
     def _by_server(self, client: RedisClient, keys: Keys) -> dict[str, list[int]]:
-        """Return the positions of the keys that each server has, but those of none."""
+        """Return the keys' positions by server, except those without a server."""
         if isinstance(client.commands, Redis):
             return {"": list(range(keys.size))}
         servers: dict[str, list[int]] = {}

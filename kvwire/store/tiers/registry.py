@@ -1,4 +1,4 @@
-"""The kinds of tiers there are below memory, by how their addresses begin."""
+"""The kinds of tiers below memory, by the scheme of their addresses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PASSAGE: Final = "memory:256MiB"
 
 
 async def _open_kvwire(address: TierAddress) -> Tier:
-    """Open what a place names: one server by its address, or many by a selector."""
+    """Open one server by its address, or many by a selector."""
     if "=" in address.place or "directory" in address.options:
         return await ShardedTier.open(address)
     return await RemoteTier.open(address)
@@ -54,7 +54,7 @@ _KINDS: Final[dict[str, Callable[[TierAddress], Awaitable[Tier]]]] = {
 
 
 async def open_tier(address: TierAddress, tenants: Tenants) -> Tier:
-    """Open one tier, which tenants share.
+    """Open one tier, with the tenants that share it.
 
     Cancel safety: nothing stays open.
     """
@@ -86,10 +86,10 @@ async def _open(address: TierAddress, tenants: Tenants) -> Tier:
 
 
 def one_loss(addresses: Sequence[TierAddress]) -> str:
-    """Return the codec by which all of these lose bits; "" if none does.
+    """Return the codec by which all of these tiers lose bits; "" if none does.
 
-    Blocks go from one tier to another, so what one has lost the others would have as
-    if it were exact.
+    All tiers have to agree, because blocks move between them: one tier's loss would
+    otherwise be stored in another as if it were exact.
     """
     codecs = {address.text: codec_of(address) for address in addresses}
     lossy = {

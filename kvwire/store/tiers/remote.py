@@ -1,9 +1,9 @@
 """A tier in another process: ``kvwire://host:port``, which a store server serves.
 
-Images go out of the store's memory and into it without a copy here. What cannot be done
-while the server is away is an answer with a reason, at once; see
-:mod:`kvwire.store.server.client`. What became of a block is said for each: what had
-landed when a server died has landed.
+Images go out of the store's memory and into it without a copy here. While the server
+cannot be reached, calls fail at once with a reason; see
+:mod:`kvwire.store.server.client`. Each block has its own result: blocks that had landed
+when a server died stay landed.
 """
 
 from __future__ import annotations
@@ -87,12 +87,11 @@ class RemoteTier(Tier):
     async def open(cls, address: TierAddress) -> RemoteTier:
         """Open a tier: ``kvwire://HOST:PORT?psk_file=FILE&timeout=SECONDS``.
 
-        Instead of a key ``tls_cert_file``, ``tls_key_file``, ``tls_ca_file`` and
+        Instead of a key: ``tls_cert_file``, ``tls_key_file``, ``tls_ca_file`` and
         ``tls_peers`` (with commas between them), as in :class:`kvwire.Config`.
 
-        ``KVWIRE_*`` environment variables count as for every communicator. A server
-        that cannot be reached is no error: ``error`` says so, and it is dialled
-        again.
+        ``KVWIRE_*`` environment variables count as for every communicator. If the
+        server cannot be reached, ``error`` has the reason, and it is dialled again.
 
         Cancel safety: nothing stays open.
         """
@@ -139,7 +138,7 @@ class RemoteTier(Tier):
         self._touches.add(keys)
 
     async def delete(self, keys: Keys) -> None:
-        """Delete all blocks of this client's tenant."""
+        """Delete blocks of this client's tenant."""
         for which in _by_width(keys):
             await self._asked_for(Delete, Names.of(keys[which]))
 
@@ -147,7 +146,7 @@ class RemoteTier(Tier):
         await self._asked_for(Delete, None, digest)
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """Pin blocks; nothing is pinned at a server that cannot be asked."""
+        """Pin blocks; none is pinned if the server cannot be reached."""
         kept = np.zeros(keys.size, np.bool_)
         for which in _by_width(keys):
             with suppress(OSError):
@@ -188,7 +187,7 @@ class RemoteTier(Tier):
         await self._client.open()
 
     async def hang_up(self) -> None:
-        """End the connection, and not the communicator, which others may share.
+        """Close the connection, but not the communicator, which others may share.
 
         Cancel safety: safe, it may be called again.
         """
@@ -197,7 +196,7 @@ class RemoteTier(Tier):
     # --- inside -----------------------------------------------------------------------
 
     async def _asked_for(self, kind: type[Delete | Pin], *fields: Any) -> StoreDone:
-        """Ask the server to do something."""
+        """Send a delete or pin, and return the answer."""
         try:
             active = self._client.now()
             done = await active.call(kind(next(active.numbers), *fields), StoreDone)
@@ -245,7 +244,7 @@ class RemoteTier(Tier):
     async def _move(
         self, namespace: Namespace, batch: Batch, kinds: Orders, step: _Step
     ) -> BlockResults:
-        """Move a batch in parts, as large as the server's berths; each of one kind."""
+        """Move a batch in parts of one kind, none larger than the server's berths."""
         results = np.empty(batch.keys.size, np.uint8)
         results.fill(FAILED)
         try:
@@ -272,7 +271,7 @@ class RemoteTier(Tier):
     async def _put(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
-        """Send the images of one request, and the request."""
+        """Send a put and its images; return the results."""
         asked = self._asked(active, namespace, batch)
         order = int(batch.orders[0])
         if batch.images.nbytes <= STORE_INLINE_BYTES:
@@ -293,7 +292,7 @@ class RemoteTier(Tier):
     async def _get(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
-        """Learn which blocks there are, and receive their images."""
+        """Ask for blocks, and receive the images of those that the server has."""
         get = Get(*self._asked(active, namespace, batch))
         done = await active.call(get, StoreDone)
         results = self._checked(active, batch, done)
@@ -324,7 +323,7 @@ class RemoteTier(Tier):
     async def _received(
         self, active: ActiveConnection, number: int, room: Fragments
     ) -> int:
-        """Receive the images of a request, and return how many bytes came."""
+        """Receive the images of a request; return their number of bytes."""
         images = active.connection.recv(
             payload_tag(number),
             payload_of(room),
@@ -338,7 +337,7 @@ class RemoteTier(Tier):
     def _asked(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> _Asked:
-        """Return the fields that a put and a get of a batch begin with."""
+        """Return the first fields of a put or get of a batch."""
         text = text_of(namespace)
         names = Names.of(batch.keys)
         return next(active.numbers), text, names, max(1, int(self._timeout_s * 1000))
@@ -365,7 +364,7 @@ _Asked = tuple[int, NamespaceText, Names, int]
 
 
 def client_config(address: TierAddress) -> Config:
-    """Return the configuration of who uses store servers, as a tier's options say."""
+    """Return the configuration of a store client, from a tier's options."""
     arguments: dict[str, Any] = {
         "message_bytes": STORE_REQUEST_BYTES_MAX,
         # A thousand keys, or a small block, go at once.
@@ -387,7 +386,7 @@ def client_config(address: TierAddress) -> Config:
 
 
 def _by_width(keys: Keys) -> Iterator[Ids]:
-    """Yield positions for one message: keys of one length, not too many."""
+    """Yield the positions of keys for one message each: one length, not too many."""
     widths = np.fromiter(map(len, keys.tolist()), np.int64, keys.size)
     for width in sorted(set(widths.tolist())):
         same = (widths == width).nonzero()[0]
@@ -398,7 +397,7 @@ def _by_width(keys: Keys) -> Iterator[Ids]:
 def _parts(
     batch: Batch, kinds: Orders, most: int
 ) -> Iterable[tuple[Ids | slice, Batch]]:
-    """Return what one request each moves: blocks of one kind, not too many."""
+    """Split a batch into requests: blocks of one kind each, and not too many."""
     keys = batch.keys.tolist()
     if len(keys) <= most and len(set(map(len, keys))) == len(set(kinds.tolist())) == 1:
         return ((slice(None), batch),)

@@ -1,18 +1,18 @@
 """A tier on many store servers: ``kvwire://role=store?directory=redis://host:6379``.
 
-The place is a selector, as that of a peer. The servers that it means in the directory
-are the nodes, and each block lies at one of them, see :func:`placed`. A node is placed
-at while this side has a connection to it: one that is lost, or has not answered by a
-deadline, is passed over until it was dialled again, and what it has is missing
+The place is a selector, as for a peer. The members of the directory that match it are
+the nodes, and each block lies at one of them, see :func:`placed`. Only nodes to which
+this side is connected are used: a node whose connection is lost, or which missed a
+deadline, is skipped until it has been dialled again, and its blocks are missing
 meanwhile. Nothing is copied from one node to another.
 
-A node is told from others by the label ``node`` of its record, or by its address: it
-keeps its share of the blocks as long as that stays.
+A node's name is the label ``node`` of its record, or else its address: it keeps its
+share of the blocks as long as the name stays.
 
-Every client draws the same number for each pair of a block and a node, and the node of
-the highest one has the block (rendezvous hashing). So nobody keeps a table. A node that
-joins takes its share from all others and nothing else moves; that of one that leaves
-goes to all.
+Every client computes the same number for each pair of a block and a node; the node with
+the highest number has the block (rendezvous hashing). So no table is kept. A node that
+joins takes its share from all others, and nothing else moves; when a node leaves, its
+share goes to all others.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class ShardedTier(Tier):
     async def open(cls, address: TierAddress) -> ShardedTier:
         """Open a tier ``kvwire://SELECTOR?directory=URL``, with one server's options.
 
-        Without ``directory`` that of the configuration. Neither a directory nor a node
-        that cannot be reached is an error: ``error`` says so, and both are tried again.
+        Without ``directory`` the configuration's is used. If the directory or a node
+        cannot be reached, ``error`` has the reason, and it is tried again.
 
         Cancel safety: nothing stays open.
         """
@@ -195,7 +195,7 @@ class ShardedTier(Tier):
         return [node for node in self._nodes.values() if node.tier.asks]
 
     def _shards(self, keys: Keys) -> list[tuple[RemoteTier, Ids]]:
-        """Return the connected nodes that have some of the blocks, and which."""
+        """Return the connected nodes for the blocks, each with the positions it has."""
         nodes = self._asked()
         where = placed(keys, [node.seed for node in nodes])
         shards = ((n.tier, np.flatnonzero(where == at)) for at, n in enumerate(nodes))
@@ -217,7 +217,7 @@ class ShardedTier(Tier):
         return await self._moved(batch, lambda tier, part: tier.read(namespace, part))
 
     async def _moved(self, batch: Batch, move: Any) -> BlockResults:
-        """Move a batch, each node's part of it side by side."""
+        """Move a batch, all nodes' parts at the same time."""
         results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
 
         async def one(tier: RemoteTier, which: Ids) -> None:
@@ -232,21 +232,21 @@ class ShardedTier(Tier):
     async def _everywhere(
         self, do: Callable[[RemoteTier], Coroutine[Any, Any, None]]
     ) -> None:
-        """Call every node; one without a connection raises."""
+        """Call every node; raise if one is not connected."""
         await self._dialled()
         if not self._nodes:
             raise OSError(f"{self.name}: {self.error}")
         await gather_all(*(do(node.tier) for node in self._nodes.values()))
 
     async def _dialled(self) -> None:
-        """Wait until each node that is known has been dialled once."""
+        """Wait until each known node has been dialled once."""
         if opening := [node.opening for node in self._nodes.values()]:
             await asyncio.wait(opening)
 
     # --- who is there -----------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Wait for the nodes there are now, then follow the directory."""
+        """Wait for the nodes known now, then follow the directory."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 for record in await self._directory.members(self._selector):
@@ -270,7 +270,7 @@ class ShardedTier(Tier):
         self._follow()
 
     def _follow(self) -> None:
-        """Dial and drop nodes to match the records; of one name the last counts."""
+        """Dial and drop nodes to match the records; of equal names the last counts."""
         wanted = {_name(r): r.address for r in self._records.values()}
         for node in list(self._nodes.values()):
             if wanted.get(node.name) != node.address:
@@ -317,7 +317,7 @@ def seed_of(node: str) -> int:
 
 
 def placed(keys: Keys, seeds: Sequence[int]) -> Ids:
-    """Return for each block the position of its node; there is at least one."""
+    """Return the position of each block's node; there is at least one node."""
     digests = map(xxhash.xxh3_64_intdigest, keys.tolist())
     names = np.fromiter(digests, np.uint64, keys.size)
     best = np.zeros(keys.size, np.uint64)

@@ -1,12 +1,12 @@
 """The room of a tier: slabs of equal length, each cut into slots of one size.
 
 Blocks of different models, shards and cache groups differ in size, and one store may
-hold all of them. A slab belongs to no size until it is needed, and to one size until it
-is empty again: nothing is ever moved, and what is wasted is less than a slot a slab and
-the rounding to whole pages.
+hold all of them. A slab has no slot size until it is needed, and keeps one size until
+it is empty again: nothing is ever moved, and the waste is less than a slot per slab,
+plus the rounding to whole pages.
 
-A slot's number is ``slab * stride + place``, where the stride is the most slots that a
-slab may have. So tables by slot number are short, however small the slots of some slab.
+A slot's number is ``slab * stride + place``, where the stride is the largest number of
+slots in a slab. So tables by slot number stay short, however small some slots are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rounded(nbytes: _Bytes) -> _Bytes:
 
 
 def stride_of(slab_bytes: int) -> int:
-    """Return the slots of a slab of so many bytes; disks keep it for ever."""
+    """Return the slot numbers per slab; files of disk tiers depend on the result."""
     return min(slab_bytes // GRAIN_BYTES, STORE_SLOTS_MAX)
 
 
@@ -42,14 +42,14 @@ class Slabs:
     """Tracks which slots are free.
 
     Args:
-        slabs: How many slabs.
+        slabs: The number of slabs.
         slab_bytes: Bytes of each, in whole grains.
 
     Attributes:
-        begins: Shape (slots,): where in the tier each slot begins, in bytes.
-        stride: Slot numbers of one slab.
-        slot_bytes: Shape (slabs,): bytes of its slots; 0 while it belongs to no size.
-        used: Shape (slabs,): how many of its slots are taken.
+        begins: Shape (slots,): the offset of each slot in the tier, in bytes.
+        stride: Slot numbers per slab.
+        slot_bytes: Shape (slabs,): bytes of its slots; 0 while it has no slot size.
+        used: Shape (slabs,): the number of its slots that are taken.
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Slabs:
 
     @property
     def slots(self) -> int:
-        """The number of slot numbers; not each stands for a slot."""
+        """The number of slot numbers; some stand for no slot."""
         return len(self) * self.stride
 
     @property
@@ -96,7 +96,7 @@ class Slabs:
         return min(self.stride, self.slab_bytes // slot_bytes)
 
     def free(self, slot_bytes: int) -> int:
-        """Return how many slots of a size :meth:`take` can give."""
+        """Return how many slots of a size :meth:`take` could return."""
         slabs = self._open.get(slot_bytes, ())
         ready = sum(map(len, map(self._free.__getitem__, slabs)))
         return ready + len(self._blank) * self.capacity(slot_bytes)
@@ -126,7 +126,7 @@ class Slabs:
         return np.array(sorted(taken), np.int64)
 
     def give(self, slots: Ids) -> None:
-        """Give slots back; a slab of which none is taken belongs to no size."""
+        """Give slots back; a slab without taken slots loses its size."""
         if slots.size == 1:
             self._give(slots.item(0) // self.stride, slots.tolist())
             return
@@ -166,7 +166,7 @@ class Slabs:
         self._open.setdefault(slot_bytes, {})[slab] = None
 
     def restore(self, slab: int, slot_bytes: int, taken: Ids) -> None:
-        """Restore a slab that belonged to a size before, some slots taken."""
+        """Give a slab the slot size it had before a restart, with some slots taken."""
         del self._blank[slab]
         self.assign(slab, slot_bytes)
         gone = set(taken.tolist())

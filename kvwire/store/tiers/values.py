@@ -1,14 +1,14 @@
 """Tiers in services that keep values under names: object stores, Redis, Mooncake.
 
-:class:`ValueIO` has all in which the services differ: moving values. What a value is,
-which blocks are known to be there or not, what is damaged, and how a service that is
-away comes back, is in :class:`KeyValueTier` and the same for all.
+:class:`ValueIO` moves values, which is all in which the services differ.
+:class:`KeyValueTier` is the same for all of them: the format of a value, which blocks
+are known to be there or absent, checks for damage, and reconnecting.
 
 A value is one block: a head with the key, the order and checksums, and then the image
 or an entry of a codec, see :mod:`kvwire.store.tiers.object_format`. So a value that was
-cut, replaced or answered by mistake is no block.
+cut, replaced or returned by mistake is not taken for the block.
 
-While a service is away everything is answered at once, with the reason.
+While a service cannot be reached every call fails at once, with the reason.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ Head: TypeAlias = bytes | memoryview | BlockResult
 
 
 class ValueIO(ABC):
-    """Move values to one service and back: all that differs from other services.
+    """Moves values to one service and back: all that differs from other services.
 
-    Nothing here raises because of the service, unless it says so. What fails is the
-    answer for the values concerned, and :meth:`KeyValueTier.note` gets the reason.
+    Failures of the service raise nothing, unless a method says so: the values concerned
+    get a failed result, and :meth:`KeyValueTier.note` gets the reason.
     """
 
     async def connect(self) -> None:  # noqa: B027 - some connect with each request
-        """Connect to the service; raises one of ``faults`` where that fails."""
+        """Connect to the service; raise one of ``faults`` if that fails."""
 
     async def disconnect(self) -> None:  # noqa: B027 - some hold nothing
-        """Let go of the client, if there is one. Never raises."""
+        """Drop the client, if there is one. Never raises."""
 
     async def is_back(self) -> bool:
-        """Return whether the service is there again, connecting to it at need."""
+        """Return whether the service can be reached again, connecting if needed."""
         await self.connect()
         return True
 
@@ -85,7 +85,7 @@ class ValueIO(ABC):
 
     @abstractmethod
     async def remove(self, keys: Keys) -> Bits:
-        """Remove values; return which of them are not there any more."""
+        """Remove values; return which of them no longer exist."""
 
     @abstractmethod
     async def remove_folder(self, folder: str) -> None:
@@ -100,14 +100,14 @@ class KeyValueTier(ValueIO, CodedTier):
     """Keep each block as a value of a service. Subclassed; made by :meth:`open`.
 
     Attributes:
-        faults: What its client raises where the service cannot be reached.
-        refusals: Those of them that no other attempt would end.
+        faults: The exceptions of its client if the service cannot be reached.
+        refusals: Those of them that another attempt would not change.
         timeout_s: How long it waits for an answer, unless the address has a
             ``timeout``.
-        separator: What stands in a value's name between the prefix and the block; ""
-            where the place of the address has the prefix.
-        remembers: Whether this side may remember what is there. Not where values are
-            evicted.
+        separator: The text between the prefix and the block in a value's name; "" if
+            the address's place includes the prefix.
+        remembers: Whether this side may remember which blocks are there; not if the
+            service evicts values.
     """
 
     faults: ClassVar[tuple[type[Exception], ...]] = (OSError,)
@@ -156,8 +156,8 @@ class KeyValueTier(ValueIO, CodedTier):
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``.
 
-        ``UNKNOWN`` where the service does not give the head of a value alone. What is
-        not remembered costs one round trip.
+        ``UNKNOWN`` if the service cannot return the head of a value alone. Blocks that
+        are not remembered cost one round trip.
         """
         memory = self._memory
         orders = np.full(keys.size, ABSENT, np.uint8)
@@ -216,11 +216,11 @@ class KeyValueTier(ValueIO, CodedTier):
         return self._prefix + path_of(key)
 
     def note(self, error: str) -> None:
-        """Report what failed; it is no sign that the service is away."""
+        """Record a failure that does not mean that the service is unreachable."""
         self.error = printable(error)
 
     def lost(self, error: BaseException, server: str = "") -> None:
-        """Report that the service is away; a task asks until it is back."""
+        """Record that the service is unreachable; a task asks until it is back."""
         text = error_text(error).partition("\n")[0]
         self.note(f"{server} {text}".strip())
         self._upkeep.lost(self.error)
@@ -229,7 +229,7 @@ class KeyValueTier(ValueIO, CodedTier):
     async def unpack(
         self, batch: Batch, which: Ids, raws: list[memoryview], results: BlockResults
     ) -> None:
-        """Copy images out of the values that came, and set what became of each."""
+        """Copy images out of received values, and set the result of each."""
         if which.size:
             part = batch.selected(which)
             results[which] = await self._threads.run(partial(read_objects, part, raws))
@@ -270,7 +270,7 @@ class KeyValueTier(ValueIO, CodedTier):
         return results
 
     async def _bring_back(self) -> None:
-        """Ask the service after each pause until it is back."""
+        """Ask the service after each pause until it answers again."""
         async for _ in self._upkeep:
             try:
                 if await self.is_back():
@@ -283,18 +283,18 @@ class KeyValueTier(ValueIO, CodedTier):
 
 
 def _order(key: Key, raw: bytes | memoryview) -> int:
-    """Return the order that a head names, or ``ABSENT`` if it is none of that key."""
+    """Return the order in a head, or ``ABSENT`` if the head has another key."""
     head = ObjectHead.read(memoryview(raw))
     return head.order if head is not None and head.key == key else ABSENT
 
 
 class _Memory:
-    """Memory of which blocks are there, and for a while of which are not.
+    """Remembers which blocks are there, and for a while which are not.
 
-    Calls overlap, so an answer may be of before a change. What is known is changed by a
-    look only if it is what it was when the look began, and by a put or a delete only if
-    no other of the same block was under way meanwhile: nobody knows which came last at
-    the service.
+    Calls overlap, so an answer may be older than a change. A look-up changes an entry
+    only if it is the same as when the look-up began; a put or delete only if no other
+    one of the block overlapped it, since the order in which the service ran them is
+    unknown.
     """
 
     def __init__(self) -> None:
@@ -307,7 +307,7 @@ class _Memory:
         self._contested: set[Key] = set()
 
     def begin(self, keys: Keys) -> None:
-        """Begin to put or delete blocks."""
+        """Note that a put or delete of blocks has begun."""
         for key in keys.tolist():
             before = self._changing.get(key, 0)
             self._changing[key] = before + 1  # bounded: by the store's own calls
@@ -315,7 +315,7 @@ class _Memory:
                 self._contested.add(key)
 
     def end(self, keys: Keys, orders: Iterable[int | None]) -> None:
-        """Note the results of a put or delete: orders, or None where unknown."""
+        """Record the results of a put or delete: orders, or None if unknown."""
         for key, order in zip(keys.tolist(), orders, strict=False):
             left = self._changing.pop(key) - 1
             if left:
@@ -337,7 +337,7 @@ class _Memory:
         return orders, np.array(asked, np.int64)
 
     def state(self, keys: Keys) -> list[tuple[int | None, float | None]]:
-        """Return what is known of each block: not the same after any change of it."""
+        """Return the known state of each block; any change of a block changes it."""
         return list(map(self.state_of, keys.tolist()))
 
     def state_of(self, key: Key) -> tuple[int | None, float | None]:
@@ -345,7 +345,7 @@ class _Memory:
         return self.present.get(key), self._absent.get(key)
 
     def note(self, key: Key, order: int) -> None:
-        """Note that a block is there, or that it is ``ABSENT``."""
+        """Remember the order of a block, or that it is ``ABSENT``."""
         if order == ABSENT:
             self.lacks(key, STORE_OBJECT_ABSENT_S)
             return
@@ -356,7 +356,7 @@ class _Memory:
             self.present.popitem(last=False)
 
     def lacks(self, key: Key, for_s: float) -> None:
-        """Take a block to be absent for some seconds."""
+        """Remember for some seconds that a block is absent."""
         self.present.pop(key, None)
         self._absent[key] = asyncio.get_running_loop().time() + for_s
         self._absent.move_to_end(key)
@@ -364,7 +364,7 @@ class _Memory:
             self._absent.popitem(last=False)
 
     def forget_namespace(self, digest: bytes) -> None:
-        """Have all blocks of a namespace asked for again."""
+        """Forget all blocks of a namespace, so that they are asked for again."""
         self._contested.update(k for k in self._changing if k.startswith(digest))
         for key in [key for key in self.present if key.startswith(digest)]:
             self.lacks(key, 0.0)

@@ -63,7 +63,7 @@ def fragments(
     """``kvwire bench fragments`` beside other libraries; see there for its options.
 
     Args:
-        transport: Of kvwire, separated by commas, or all that are installed.
+        transport: Transports, separated by commas, or all that are installed.
         peers: Of nixl, mooncake, ucxx and iperf3, separated by commas; or all, or none.
             One that is not installed is named with how to install it.
         peer_python: Interpreters in which the peers are looked for, before this one.
@@ -71,7 +71,7 @@ def fragments(
         verb: Which side asks.
         layout: A tensor for each layer, or blocks across layers.
         round_mib: MiB that each moves in a round.
-        rounds: How often everybody does their work.
+        rounds: The number of rounds.
         common: Options that every benchmark has.
     """
     names = {"all": ALL_PEERS, "none": ()}.get(peers, tuple(peers.split(",")))
@@ -119,7 +119,7 @@ def cost(
     """Memory of connections and transfers, CPU of both sides, stalls of the loop.
 
     Args:
-        transport: Of kvwire, separated by commas; those that join two processes.
+        transport: Transports that join two processes, separated by commas.
         rounds: How often everything is measured, in new processes each time.
         round_mib: MiB of a transfer; it goes in fragments of 4 KiB.
         json: Write every answer, and what ran where, to this file; - is the output.

@@ -156,7 +156,7 @@ def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) 
     Args:
         codec: Names, separated by commas; or all. Those without loss need the extra
             codecs.
-        rounds: How often everybody does their work; more rounds, firmer medians.
+        rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
     names = list(CODECS) if codec == "all" else codec.split(",")
