@@ -133,15 +133,15 @@ class Leg:
         self.link: ConnectionPort = link
         self.origin: bytes = link.peer.origin
         self.peer_id: bytes = b""
-        self.asks = asks
+        self.asks: bool = asks
         self.state: LegState = LegState.ASKED
         self.core: RequestRecord | None = None
         self.planned: bool = False
         self.damaged: list[Segment] = []
         self.confirmed: bool = transfer._receives
         self.grouped: int = 1
-        self.phases = phases
-        self.reason = ""
+        self.phases: PhaseTimer = phases
+        self.reason: str = ""
         self.flow: Flow | None = None
         self.links: int = 0
 

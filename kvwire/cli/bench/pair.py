@@ -118,7 +118,7 @@ class Pair:
                 for right in between[1:]:
                     self._start(False, right)
             facts: dict[str, Any] = self._answer()["facts"]
-            self.facts = {**facts, **contender.environment}
+            self.facts: dict[str, Any] = {**facts, **contender.environment}
         except BaseException:
             self.stop()
             raise

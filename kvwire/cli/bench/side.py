@@ -155,7 +155,7 @@ class Bench:
         self.options = options
         self.control = control
         self.facts: dict[str, Any] = {}
-        self.checks = False
+        self.checks: bool = False
         self.cpu_s: Callable[[], float] = time.process_time
         self._other: Channel | None = None
         self._reading: asyncio.Task[None] | None = None
