@@ -169,7 +169,7 @@ class Blocks:
         return Batch(self.keys, orders, images), memory
 
     async def write(self, tier: Tier, *, landed: bool = True) -> BlockResults:
-        """Write all; they have to land, unless the check says otherwise.
+        """Write all blocks; each must land, unless ``landed`` is false.
 
         Cancel safety: safe, the check is over then.
         """
@@ -697,7 +697,7 @@ def _names(results: Iterable[Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check the tier of an address, and print what came of it; 0 if all passed."""
+    """Check the tier at an address and print the results; return 0 if all passed."""
     parser = argparse.ArgumentParser(
         prog="python -m kvwire.testing.tiers",
         description="Hold a tier of a block store against its ten promises.",
