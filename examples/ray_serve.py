@@ -16,6 +16,9 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
+import signal
+import time
 import urllib.request
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +26,7 @@ from typing import Any, Final
 
 import ray
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
@@ -40,6 +44,8 @@ NUM_BLOCKS: Final = 2 * REQUESTS * CONTEXT // BLOCK_TOKENS
 CHUNK: Final = 64
 # So long decode waits for KV; then it computes what has not come.
 PATIENCE_S: Final = 60.0
+# The show's load ends by then, even if what it is to show has not happened.
+SHOW_S: Final = 120.0
 
 
 def scaled(most: int) -> dict[str, Any]:
@@ -102,7 +108,9 @@ class Replica:
 
 @serve.deployment(**scaled(3))
 class Prefill(Replica):
-    """Computes the KV of prompts, and sends it to who asked."""
+    """Computes the KV of prompts, and sends it to the decode replica that asked."""
+
+    dying = False
 
     async def run(self, address: str, name: str, tokens: list[int]) -> None:
         """Compute a prompt; for Serve that is one request, until decode has it all."""
@@ -118,10 +126,23 @@ class Prefill(Replica):
                 for start in range(0, len(tokens), CHUNK):
                     if out.done():  # before its end: nobody wants it any more
                         break
+                    if start and self.dying:
+                        os.kill(os.getpid(), signal.SIGKILL)
                     await self.forward(tokens[start : start + CHUNK], sequence)
             await out
         finally:
             self.spawn(self.release(out, blocks))
+
+    async def die(self) -> None:
+        """For the show: this process is killed in the middle of a prompt.
+
+        The caller's call then fails with ``RayActorError``; it never returns.
+        """
+        self.dying = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.dying = False  # the caller has cancelled it
 
 
 @serve.deployment(**scaled(2))
@@ -197,34 +218,35 @@ app = Decode.bind(Prefill.bind())  # type: ignore[attr-defined]
 # --- the show -------------------------------------------------------------------------
 
 
-def prefill_replicas() -> list[str]:
-    """Name the actors that Serve has started for prefill."""
+def count_prefills() -> int:
+    """Count the actors that Serve has started for prefill."""
     named = ray.util.list_named_actors(all_namespaces=True)
-    return [one["name"] for one in named if "#Prefill#" in one["name"]]
+    return sum("#Prefill#" in one["name"] for one in named)
 
 
-async def follow_replicas(replicas: list[str], idle: asyncio.Event) -> None:
-    """List them, oldest first, until there is one and no load; say how many."""
-    while not (idle.is_set() and len(replicas) == 1):
-        here = prefill_replicas()
-        before = len(replicas)
-        known = [one for one in replicas if one in here]
-        replicas[:] = known + [one for one in here if one not in known]
-        if len(replicas) != before:
-            print(f"replicas of prefill: {len(replicas)}", flush=True)
+async def follow_replicas(counts: list[int], idle: asyncio.Event) -> None:
+    """Print and keep each new count, until there is one replica and no load."""
+    while not (idle.is_set() and counts[-1] == 1):
+        count = count_prefills()
+        if count != counts[-1]:
+            counts.append(count)
+            print(f"replicas of prefill: {count}", flush=True)
         await asyncio.sleep(0.1)
 
 
-async def kill_replicas(every_s: float, replicas: list[str]) -> None:
-    """Kill the oldest one, without a word to Serve.
-
-    It has prompts under way. Whom Serve picks for a call has the fewest, or none.
-    """
+async def kill_replicas(every_s: float, killed: asyncio.Event) -> None:
+    """Have replicas killed, each with prompts in progress; Serve gets no notice."""
+    prefill = serve.get_deployment_handle("Prefill", "default")
     while True:
         await asyncio.sleep(every_s)
-        if replicas:
-            ray.kill(ray.get_actor(replicas[0], "serve"))
+        response = prefill.die.remote()
+        try:
+            await response
+        except RayActorError:
+            killed.set()
             print("killed one", flush=True)
+        finally:
+            response.cancel()
 
 
 def post(url: str, prompt: str, new: int) -> dict[str, Any]:
@@ -235,7 +257,11 @@ def post(url: str, prompt: str, new: int) -> dict[str, Any]:
 
 
 async def show(options: argparse.Namespace) -> None:
-    """Send all requests at once, and compare each text with one process alone."""
+    """Send all requests at once, and compare each text with one process alone.
+
+    Again and again, until prefill has scaled up and, with ``--kill``, a prompt has lost
+    its replica.
+    """
     tokenizer = Tokenizer()
     alone = load("numpy", 2)
     prompts = [
@@ -244,22 +270,30 @@ async def show(options: argparse.Namespace) -> None:
     expected = [tokenizer.decode(alone.generate(p, options.new)) for p in prompts]
     url = f"http://127.0.0.1:{options.http}/"
     idle = asyncio.Event()
-    replicas: list[str] = []
-    following = asyncio.create_task(follow_replicas(replicas, idle))
-    killing = asyncio.create_task(kill_replicas(options.kill or 1e9, replicas))
+    killed = asyncio.Event()
+    counts = [1]
+    following = asyncio.create_task(follow_replicas(counts, idle))
+    killing = asyncio.create_task(kill_replicas(options.kill or 1e9, killed))
     threads = ThreadPoolExecutor(options.requests)
     loop = asyncio.get_running_loop()
-    answers = await asyncio.gather(
-        *(
-            loop.run_in_executor(
-                threads, post, url, tokenizer.decode(prompts[n % 8]), options.new
+    answers: list[dict[str, Any]] = []
+    until = time.monotonic() + SHOW_S
+    shown = False
+    while not shown and time.monotonic() < until:
+        wave = await asyncio.gather(
+            *(
+                loop.run_in_executor(
+                    threads, post, url, tokenizer.decode(prompts[n % 8]), options.new
+                )
+                for n in range(options.requests)
             )
-            for n in range(options.requests)
         )
-    )
+        for number, answer in enumerate(wave):
+            assert answer["text"] == expected[number % 8], answer
+        answers += wave
+        lost = killed.is_set() and any(answer["computed"] for answer in answers)
+        shown = max(counts) > 1 and (lost or not options.kill)
     killing.cancel()
-    for number, answer in enumerate(answers):
-        assert answer["text"] == expected[number % 8], answer
     received, computed = (
         sum(answer[key] for answer in answers) for key in ("received", "computed")
     )

@@ -34,14 +34,18 @@ def test_texts_are_whole_while_replicas_come_go_and_are_killed(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout
-    assert "32 texts, each as one process alone says" in said
+    found = re.search(r"(\d+) texts, each as one process alone says", said)
+    assert found, said
+    texts = int(found[1])
+    assert texts >= 32
+    assert texts % 32 == 0
     assert "killed one" in said
     counts = [int(one) for one in re.findall(r"replicas of prefill: (\d)", said)]
-    assert max(counts) > 1  # it has grown
+    assert max(counts) > 1  # it has grown: the load goes on until then
     assert counts[-1] == 1  # and shrunk
     moved = re.search(r"(\d+) tokens received, (\d+) computed by decode", said)
     assert moved
     received, computed = map(int, moved.groups())
-    assert received + computed == 32 * 399  # each once, by one side or the other
-    # Who was killed had prompts under way; how much of each had come is chance.
+    assert received + computed == texts * 399  # each once, by one side or the other
+    # A replica is killed between two chunks of a prompt: the second is decode's to do.
     assert computed > 0
