@@ -33,7 +33,7 @@ from msgspec import Meta
 
 from kvwire import limits
 from kvwire.errors import UsageError, nearest, without_password
-from kvwire.types import check_file_name, plain, read_bytes
+from kvwire.types import OneSidedWindows, check_file_name, plain, read_bytes
 
 logger: logging.Logger = logging.getLogger("kvwire.config")
 
@@ -69,6 +69,7 @@ class ConfigOptions(TypedDict, total=False):
     require: Sequence[str]
     forbid: Sequence[str]
     lanes: int
+    one_sided_windows: OneSidedWindows
     backends: Mapping[str, Mapping[str, str]]
     profile: Mapping[str, str]
     checksum: Checksum
@@ -113,6 +114,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         forbid: Transports that are never used.
         lanes: The number of data paths of the chosen transport. More than one helps if
             one core or one flow cannot fill the wire.
+        one_sided_windows: Which peers may read this process's windows one-sidedly; a
+            peer that may do so can read all of a window, offered or not. ``"user"``:
+            processes of the same user on this host. ``"peers"``: every peer.
+            ``"off"``: none, so that each block is asked for.
         backends: Settings of individual transports, such as ``{"ucx": {"TLS":
             "tcp"}}``.
         profile: Names with values, such as the model's revision. If both sides have a
@@ -162,6 +167,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     require: Names = ()
     forbid: Names = ()
     lanes: Annotated[int, Meta(ge=1, le=limits.LANES_MAX)] = 1
+    one_sided_windows: OneSidedWindows = "user"
     backends: Annotated[
         dict[ProfileText, dict[ProfileText, str]],
         Meta(max_length=limits.BACKENDS_MAX),

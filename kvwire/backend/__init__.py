@@ -20,12 +20,14 @@ from kvwire.backend.link import (
     TlsCredentials,
     TlsFiles,
 )
+from kvwire.backend.window import BlockRead, WindowMemory, WindowReader
 from kvwire.kv.fragments import Payload
 
 __all__ = [
     "API_VERSION",
     "Availability",
     "Backend",
+    "BlockRead",
     "Capabilities",
     "Finding",
     "Landing",
@@ -38,5 +40,7 @@ __all__ = [
     "Payload",
     "TlsCredentials",
     "TlsFiles",
+    "WindowMemory",
+    "WindowReader",
     "keep_from_children",
 ]

@@ -45,6 +45,9 @@ A lane makes these promises, and the conformance kit checks them:
    lane.
 5. Payloads may arrive in another order than they were sent in. The core counts.
 6. A lane never decides what a completion means, never retries, never drops silently.
+
+A lane may also read memory that its peer has exposed, without the peer's help:
+:mod:`kvwire.backend.window`.
 """
 
 from __future__ import annotations
@@ -54,9 +57,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvwire.backend.landing import Landing
+from kvwire.backend.window import WindowMemory, WindowReader
+from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Payload
 from kvwire.limits import MIB
-from kvwire.types import Address, MemoryKind, Role
+from kvwire.types import Address, MemoryKind, OneSidedWindows, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,9 @@ class LaneContext:
         remote_address: The peer's address on the control link, if its transport knows
             it.
         settings: The user's settings for this backend, by name.
+        windows: The peers that may read windows of this process one-sidedly. With
+            "user", a lane may only expose windows if its transport proves that the
+            peer's process belongs to the same user.
     """
 
     role: Role
@@ -77,6 +85,7 @@ class LaneContext:
     secret: bytes = field(repr=False)
     remote_address: Address | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
+    windows: OneSidedWindows = "user"
 
 
 class LaneHandler(ABC):
@@ -127,6 +136,8 @@ class Lane(ABC):
     If a device's kind is missing, its memory is staged through the host. Without HOST,
     host memory travels on the control link.
     """
+    reads_windows: bool = False
+    """Whether ``expose`` and ``window`` may succeed on this lane."""
 
     @property
     @abstractmethod
@@ -199,3 +210,41 @@ class Lane(ABC):
     @abstractmethod
     def received_bytes(self) -> int:
         """Return the bytes received since ``join``; any change is a sign of life."""
+
+    # --- windows: see kvwire.backend.window -------------------------------------------
+
+    def expose(self, memory: WindowMemory) -> bytes:
+        """Let the peer's lane read a window until ``conceal``; return its description.
+
+        The memory stays where it is until then. Exposing the same memory again returns
+        the same description, and one ``conceal`` ends it.
+
+        Returns:
+            Bytes for the peer's ``window``, at most ``DESCRIPTOR_BYTES_MAX``.
+
+        Raises:
+            BackendUnavailable: The peer cannot or may not read it over this lane; the
+                text has the reason. The window is then read by messages.
+        """
+        raise BackendUnavailable(f"{type(self).__name__} cannot read windows")
+
+    def conceal(self, memory: WindowMemory) -> None:  # noqa: B027 - nothing to end
+        """End what ``expose`` began; without effect if it is not exposed.
+
+        Called once the peer has reported that it reads no longer, or has gone. Readers
+        that the peer still has end.
+        """
+
+    def window(self, description: bytes, memory: WindowMemory) -> WindowReader:
+        """Return a reader of a window that the peer's lane has exposed.
+
+        Args:
+            description: From the peer's ``expose``; not to be trusted.
+            memory: The peer's addresses; not to be trusted either.
+
+        Raises:
+            BackendUnavailable: It cannot be read over this lane; the text has the
+                reason.
+            ProtocolError: The peer's lane would not make such a description.
+        """
+        raise BackendUnavailable(f"{type(self).__name__} cannot read windows")

@@ -1,7 +1,7 @@
-/* Copies pieces of memory, all of them in one call.
+/* Copies pieces of memory, all of them in one call; and tables of generations.
  *
- * kvwire/memory/pieces.py calls this by ctypes and does the same without it; nothing here
- * knows Python. hatch_build.py compiles it where kvwire is installed.
+ * kvwire/memory/pieces.py and generations.py call this by ctypes and do the same without
+ * it; nothing here knows Python. hatch_build.py compiles it where kvwire is installed.
  *
  * A store to memory that is not in a cache reads its line first. Stores past the caches
  * do not, which doubles the rate of copies that are larger than the caches: on an AMD
@@ -57,4 +57,28 @@ void kvwire_copy(const uint64_t *from, const uint64_t *to, const uint64_t *lengt
   }
 #endif
   for (; i < count; i++) memcpy((char *)to[i], (const char *)from[i], lengths[i]);
+}
+
+/* --- generations: kvwire/memory/generations.py has the argument --------------------- */
+
+/* Returns how many ids lie beyond the table; their generations are not stored. */
+size_t kvwire_renew(uint64_t *table, size_t entries, const uint64_t *ids,
+                    const uint64_t *fresh, size_t count) {
+  size_t beyond = 0;
+  for (size_t i = 0; i < count; i++) {
+    if (ids[i] < entries)
+      __atomic_store_n(&table[ids[i]], fresh[i], __ATOMIC_RELAXED);
+    else
+      beyond++;
+  }
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  return beyond;
+}
+
+void kvwire_same(const uint64_t *table, size_t entries, const uint64_t *ids,
+                 const uint64_t *generations, size_t count, uint8_t *same) {
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  for (size_t i = 0; i < count; i++)
+    same[i] = ids[i] < entries &&
+              __atomic_load_n(&table[ids[i]], __ATOMIC_RELAXED) == generations[i];
 }

@@ -24,7 +24,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -34,11 +33,11 @@ from kvwire.kv.blocks import distinct
 from kvwire.kv.fragments import Array, Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory.buffers import mid_page_memory
+from kvwire.memory.compiled import CompiledFunction, compiled_function
 
 Items = npt.NDArray[np.void]
 """Pieces of one length, as items of an array."""
 Places = npt.NDArray[np.intp]
-_Loops = tuple[Callable[..., None], Callable[..., None]]
 
 HELD_BYTES: Final = 4 * MIB
 """The most bytes copied without releasing the GIL: half a millisecond's worth.
@@ -58,6 +57,9 @@ _LENGTHS_MAX: Final = 64
 _FEW_PIECES: Final = 8
 # Bytes gathered at once: still in the second-level cache when they are scattered.
 _BATCH_BYTES: Final = 256 * KIB
+compiled: CompiledFunction | None = compiled_function(
+    "kvwire_copy", *(ctypes.c_void_p,) * 3, ctypes.c_size_t, ctypes.c_uint64
+)
 
 
 def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> None:
@@ -107,23 +109,6 @@ def copy_alike(pieces: Fragments, line: int, *, gather: bool) -> bool:
     else:
         _move_items(beside, None, items, places)
     return True
-
-
-def _load(library: Path) -> _Loops | None:
-    """Load the C loop twice, keeping the GIL and not; None if it is not built."""
-    try:
-        loaders = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
-    except OSError:
-        return None
-    for loader in loaders:
-        loader.kvwire_copy.argtypes = _COLUMNS
-        loader.kvwire_copy.restype = None
-    held, released = loaders
-    return held.kvwire_copy, released.kvwire_copy
-
-
-_COLUMNS: Final = (*(ctypes.c_void_p,) * 3, ctypes.c_size_t, ctypes.c_uint64)
-compiled: _Loops | None = _load(Path(__file__).with_name("_copy.so"))
 
 
 def _numpy_is_faster(lengths: Array) -> bool:

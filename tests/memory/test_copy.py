@@ -20,6 +20,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory import pieces
 from kvwire.memory.buffers import MID_PAGE_BYTES, mid_page_memory
+from kvwire.memory.compiled import compiled_function
 from kvwire.memory.copy import as_fragments, copy
 from tests.memory.fragments import content, fill, scattered
 
@@ -245,6 +246,7 @@ def test_without_a_compiler_other_threads_have_turns(
 
 def test_no_library_is_no_error(tmp_path: Path) -> None:
     """Nor is one that is not for this machine."""
-    assert pieces._load(tmp_path / "_copy.so") is None
-    (tmp_path / "_copy.so").write_bytes(b"\x7fELF, but not for us")
-    assert pieces._load(tmp_path / "_copy.so") is None
+    library = tmp_path / "_copy.so"
+    assert compiled_function("kvwire_copy", library=library) is None
+    library.write_bytes(b"\x7fELF, but not for us")
+    assert compiled_function("kvwire_copy", library=library) is None

@@ -331,6 +331,7 @@ class LaneSetup:
             secret=self._core.agreement.keys.lane_secret(number),
             remote_address=self._core.agreement.peer.address,
             settings=self._services.config.backends.get(name, {}),
+            windows=self._services.config.one_sided_windows,
         )
         try:
             return LaneEndpoint(number, name, backend.open_lane(context))

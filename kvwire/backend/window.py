@@ -1,0 +1,142 @@
+"""The contract of one-sided reads: how a lane reads memory that its peer has exposed.
+
+A *window* is a paged cache, or plain bytes, with a table of *generations* beside it: a
+64-bit number for each block (:mod:`kvwire.memory.generations`). A reader copies blocks
+and looks at their generations *after* the bytes. Where a generation is still the
+ticket's, every byte of the block is what the owner had offered::
+
+    owner's lane                              reader's lane
+      description = expose(memory)    ->        reader = window(description, memory)
+                                                await reader.ready()
+                                                landed = reader.read(batch)
+      conceal(memory)                 <-        reader.close()
+
+The owner takes no part in a read, and does not learn of it. A lane whose transport
+cannot read so leaves ``reads_windows`` False; the window is then read by messages.
+
+A reader makes these promises:
+
+1. A block that it reports as landed had the ticket's generation after its last byte was
+   read. It may look before as well, only to save work. The argument about the order of
+   memory accesses stands in the file that relies on it.
+2. It reads nothing but the memory that the peer has exposed, and writes nothing but the
+   batch's destinations, whatever the peer has sent. An entry beyond the table, and a
+   piece beyond its tensor, make their block one that has not landed.
+3. A block that has not landed may have been written to in part. Its destination belongs
+   to the caller again, as that of a landed one does, once the read is over.
+4. After ``close``, and once ``busy`` is False, it touches no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvwire.kv.blocks import Bits
+from kvwire.kv.fragments import Array
+from kvwire.limits import MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowMemory:
+    """The memory of a window; all addresses are the owner's.
+
+    Attributes:
+        spans: Address and bytes of each tensor.
+        table: Address and bytes of the table of generations, 8 for each block.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    table: tuple[int, int]
+
+
+class BlockRead(NamedTuple):
+    """A batch of blocks to read; the arrays are contiguous, of uint64.
+
+    A *granule* is the part of a block that is moved as one: the block itself, unless
+    the two sides' blocks differ in size. The pieces are a template, made once for a
+    window and the same objects in each batch; a granule only shifts them. Sums are
+    taken modulo 2**64.
+
+    Attributes:
+        pieces_from: The address of each piece of the granule at offset 0, the owner's.
+        pieces_to: The address of the same piece in this process.
+        run: The bytes of each piece.
+        offsets_from: What to add to ``pieces_from``, for each granule.
+        offsets_to: What to add to ``pieces_to``, for each granule.
+        entries: The index in the table of generations of each block of the owner.
+        generations: The generation that its ticket names.
+        per_block: Granules of one block: granule ``g`` belongs to block ``g //
+            per_block``. The last block may have fewer.
+        owner: An object that keeps the destinations alive.
+    """
+
+    pieces_from: Array
+    pieces_to: Array
+    run: int
+    offsets_from: Array
+    offsets_to: Array
+    entries: Array
+    generations: Array
+    per_block: int
+    owner: object
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all granules."""
+        return self.run * self.pieces_from.size * self.offsets_from.size
+
+
+class WindowReader(ABC):
+    """Reads one window of a lane's peer. Used on the lane's loop.
+
+    An immediate reader's ``read`` may also run on another thread, one call at a time.
+    """
+
+    way: str
+    """How it reads, for reports: "mapped", "process_vm_readv", "ucx", "nixl"."""
+    immediate: bool
+    """Whether ``read`` is over when it returns; otherwise it returns a future."""
+    turn_bytes: int = 8 * MIB
+    """The most bytes of a batch that keeps the loop for no more than about 2 ms."""
+
+    async def ready(self) -> None:  # noqa: B027 - most readers are ready at once
+        """Wait until ``read`` is allowed: the lane may have to get descriptors first.
+
+        Raises:
+            BackendUnavailable: The window cannot be read in this way; the text has the
+                reason.
+            ConnectionLost: The lane has ended.
+
+        Cancel safety: safe.
+        """
+
+    @abstractmethod
+    def read(self, batch: BlockRead) -> Bits | asyncio.Future[Bits]:
+        """Read blocks; return for each whether it has landed, now or as a future.
+
+        The arrays and the destinations are lent until then. A future that is cancelled
+        ends no read: wait until ``busy`` is False.
+
+        Raises:
+            ConnectionLost: The window has gone; so has every reader of it.
+        """
+
+    @property
+    def owner_gone(self) -> bool:
+        """Return whether the owner's end of the lane is closed, or its process dead.
+
+        Mapped memory outlives its owner, and what landed is still right.
+        """
+        return False
+
+    @property
+    def busy(self) -> bool:
+        """Return whether a read in flight may still touch memory after ``close``."""
+        return False
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the reader; ``read`` then raises ConnectionLost. Never raises itself."""
