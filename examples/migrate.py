@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import sys
 import time
@@ -29,6 +30,9 @@ from toy_model import SPEC, Pool, ToyModel, tokens_of
 # tags: what the frontend asks, what engines say
 ORDERS = 1
 EVENTS = 2
+
+# No more requests follow then, even if what they are to show has not happened.
+SHOW_S = 60.0
 
 
 class Follow(msgspec.Struct, tag=True):
@@ -386,8 +390,8 @@ class Frontend:
             stream.owner.connection.send(ORDERS, msgspec.msgpack.encode(move))
 
     async def kill(self) -> None:
-        """Kill the oldest engine, and start another one in its place."""
-        next(one for one in self.members if one.alive).process.kill()
+        """Kill the busiest engine, and start another one in its place."""
+        max((one for one in self.members if one.alive), key=self._load).process.kill()
         await self.start()
 
     async def _listen(self, member: Member) -> None:
@@ -445,7 +449,8 @@ class Frontend:
         return min((one for one in self.members if one.alive), key=self._load)
 
     def _load(self, member: Member) -> int:
-        return sum(one.owner is member for one in self.streams.values())
+        running = (one for one in self.streams.values() if not one.over.is_set())
+        return sum(one.owner is member for one in running)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -465,33 +470,42 @@ class Frontend:
 
 
 async def run(options: argparse.Namespace) -> Frontend:
-    """Run the requests; move each now and then, and kill engines if so asked."""
+    """Run requests; move each now and then, and kill engines if so asked.
+
+    More requests follow until one has moved and, with ``--kill``, one has lost its
+    engine.
+    """
     async with (
         kvwire.open(name="frontend") as comm,
         Frontend(comm, "torch" if options.torch else "toy") as frontend,
     ):
         for _ in range(options.engines):
             await frontend.start()
-        for number in range(options.requests):
-            prompt = prompt_of(number, options.prompt)
-            await frontend.submit(f"request {number}", prompt, options.new)
-        streams = list(frontend.streams.values())
         chaos = asyncio.create_task(disturb(frontend, options))
-        for stream in streams:
-            await stream.over.wait()
+        until = time.monotonic() + SHOW_S
+        shown = False
+        while not shown and time.monotonic() < until:
+            for _ in range(options.requests):
+                number = len(frontend.streams)
+                prompt = prompt_of(number, options.prompt)
+                await frontend.submit(f"request {number}", prompt, options.new)
+            for stream in frontend.streams.values():
+                await stream.over.wait()
+            lost = frontend.counts["asked again"] or not options.kill
+            shown = bool(frontend.counts["moved"] and lost)
         chaos.cancel()
         await asyncio.gather(chaos, return_exceptions=True)
     return frontend
 
 
 async def disturb(frontend: Frontend, options: argparse.Namespace) -> None:
-    """Move the requests, and again; at each fifth time kill an engine, three in all."""
-    for turn in range(1, 1_000_000):
+    """Move the requests, and again; at each fifth time kill an engine."""
+    for turn in itertools.count(1):
         await asyncio.sleep(options.every)
         for stream in frontend.streams.values():
             if stream.came_at:
                 frontend.move(stream)
-        if options.kill and turn in {5, 10, 15}:
+        if options.kill and turn % 5 == 0:
             await frontend.kill()
 
 

@@ -43,7 +43,7 @@ async def test_whatever_happens_memory_drains_and_bytes_are_right(
         trouble.cancel()
         for device in devices:
             device.release()
-        assert any(outcomes), "every transfer was aborted: the seed shows nothing"
+        assert outcomes[0], "nobody aborted it, and a lost lane is no reason"
         await until(
             lambda: not len(inside.buffers(pair.near)) + len(inside.buffers(pair.far))
         )
@@ -83,7 +83,7 @@ async def transfer(
     out = publishes.publish(number, PagedCache(SPEC, source), blocks)
     compute = there.stream()
     producer = asyncio.create_task(produce(out, compute, rng))
-    if rng.random() < 0.3:
+    if number and rng.random() < 0.3:  # the first one is to be complete
         await turns(rng, 300)
         rng.choice([inc, out]).abort("at random")
     complete = (await inc).complete

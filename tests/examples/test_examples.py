@@ -79,9 +79,10 @@ def test_requests_move_and_their_streams_stay_whole(
         *arguments,
         timeout_s=300,
     )
-    assert said.startswith("4 streams, each as one process alone says")
-    # Busy machines move few before the end, but something happened.
-    assert re.search(r"[1-9]\d* (moved|asked again)", said), said
+    assert re.match(r"\d+ streams, each as one process alone says", said), said
+    # More requests follow until then, however fast this machine is.
+    assert re.search(r" [1-9]\d* moved", said), said
+    assert "--kill" not in arguments or re.search(r" [1-9]\d* asked again", said), said
 
 
 def test_training_finds_the_files_of_the_demo(tmp_path: Path) -> None:
