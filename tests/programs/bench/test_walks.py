@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from typing import Final
 
 import pytest
 
+from kvwire.memory import pieces
 from tests.programs.bench.walks import ALIVE, WALKS, alive, walk
 
 # Calls, files and moves between files. What makes a walk shorter lowers its line; what
-# makes one longer gives its reason in the commit.
+# makes one longer gives its reason in the commit. With a compiled copy.
 CEILINGS: Final = {
     "send 100 B": (8, 7, 8),
     "send 4 MB": (21, 15, 19),
@@ -19,6 +21,8 @@ CEILINGS: Final = {
     "ready to layer": (145, 33, 121),
     "connect": (544, 60, 391),
 }
+# So many more of each copy the pieces of a layer where nothing is compiled.
+_NOT_COMPILED: Final = (8, 1, 4)
 # Objects of kvwire's classes, and how many classes.
 ALIVE_CEILINGS: Final = {
     "open transfer": (54, 29),
@@ -35,7 +39,8 @@ def test_everything_has_its_ceiling() -> None:
 def test_a_walk_is_no_longer_than_it_was(name: str) -> None:
     found = asyncio.run(walk(name))
     assert len(found.steps) == found.calls > 0
-    calls, files, moves = CEILINGS[name]
+    more = (0, 0, 0) if pieces.compiled else _NOT_COMPILED
+    calls, files, moves = map(operator.add, CEILINGS[name], more)
     listed = "\n".join(found.steps)
     assert found.calls <= calls, f"calls:\n{listed}"
     assert found.files <= files, f"files:\n{listed}"
