@@ -241,15 +241,6 @@ MOVING: Final = {
         c_uint64,
         _PARAMS,
     ),
-    "ucp_get_nbx": (
-        c_void_p,
-        _HANDLE,
-        c_void_p,
-        c_size_t,
-        c_uint64,
-        _HANDLE,
-        _PARAMS,
-    ),
     "ucp_mem_map": (c_int8, _HANDLE, POINTER(MapParams), _OUT),
     "ucp_mem_unmap": (c_int8, _HANDLE, _HANDLE),
     "ucp_init_version": (
@@ -269,6 +260,15 @@ MOVING: Final = {
 }
 # These return at once; releasing the GIL would cost more than they do.
 BRIEF: Final = {
+    "ucp_get_nbx": (
+        c_void_p,
+        _HANDLE,
+        c_void_p,
+        c_size_t,
+        c_uint64,
+        _HANDLE,
+        _PARAMS,
+    ),
     "ucp_get_version": (None, *(POINTER(c_uint),) * 3),
     "ucp_config_read": (c_int8, c_char_p, c_char_p, _OUT),
     "ucp_config_modify": (c_int8, _HANDLE, c_char_p, c_char_p),
@@ -280,6 +280,7 @@ BRIEF: Final = {
     "ucp_worker_arm": (c_int8, _HANDLE),
     "ucp_ep_print_info": (None, _HANDLE, c_void_p),
     "ucp_request_cancel": (None, _HANDLE, c_void_p),
+    "ucp_request_check_status": (c_int8, c_void_p),
     "ucp_request_free": (None, c_void_p),
     "ucp_rkey_pack": (c_int8, _HANDLE, _HANDLE, _OUT, POINTER(c_size_t)),
     "ucp_rkey_buffer_release": (None, c_void_p),

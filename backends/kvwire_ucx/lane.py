@@ -48,6 +48,7 @@ from typing import Final, final
 
 from kvwire.backend import Landing, Payload
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
+from kvwire.backend.window import WindowMemory, WindowReader
 from kvwire.errors import BackendUnavailable, ConnectionLost, MalformedFrame
 from kvwire.limits import KIB, MIB
 from kvwire.types import Role
@@ -73,6 +74,8 @@ from kvwire_ucx.pieces import (
     read_lent,
 )
 from kvwire_ucx.requests import MemoryHandles, UcxRequest
+from kvwire_ucx.settings import OLD
+from kvwire_ucx.windows import UcxWindows
 from kvwire_ucx.worker import UcxEndpoint, Worker
 
 # A rendezvous costs two messages beside the payload: below this size the control link
@@ -116,6 +119,7 @@ class UcxLane(Lane):
     bytes_min = BYTES_MIN
     window_bytes = WINDOW_BYTES
     span_bytes = SPAN_BYTES
+    reads_windows = True
 
     _handler: LaneHandler
     _peer: UcxBootstrap
@@ -140,6 +144,7 @@ class UcxLane(Lane):
         self._state = _State.OPENED
         self._endpoint: UcxEndpoint | None = None
         self._one_sided: OneSidedPayloads | None = None
+        self._windows: UcxWindows | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
         # Whether the core has the lane, and so gets `lane_closed`.
@@ -408,6 +413,44 @@ class UcxLane(Lane):
                 self._call(lambda: self._handler.payload_received(self, landing))
                 self._check_drained()
 
+    # --- windows ----------------------------------------------------------------------
+
+    def expose(self, memory: WindowMemory) -> bytes:
+        return self._trusted_windows().expose(memory)
+
+    def conceal(self, memory: WindowMemory) -> None:
+        if self._windows is not None:
+            self._windows.conceal(memory)
+
+    def window(self, description: bytes, memory: WindowMemory) -> WindowReader:
+        return self._trusted_windows().window(description, memory)
+
+    def _trusted_windows(self) -> UcxWindows:
+        """Return the lane's windows.
+
+        Raises:
+            BackendUnavailable: The settings do not allow them, the lane is not up, or
+                UCX has no way to the peer.
+        """
+        if self._context.windows != "peers":
+            raise BackendUnavailable(
+                f"ucx: one_sided_windows={self._context.windows!r}, and UCX cannot "
+                f"prove whose process the peer is; set one_sided_windows=\"peers\" on "
+                f"both sides if every peer may read all of a window"
+            )
+        if self._worker.context.library.version < OLD:
+            raise BackendUnavailable(
+                f"ucx: windows need UCX {'.'.join(map(str, OLD))}, and this is "
+                f"{self._own.version}"
+            )
+        if self._state is not _State.UP:
+            raise BackendUnavailable("ucx: the lane is not up")
+        if self._windows is None:
+            self._windows = UcxWindows(
+                self._worker, self._reach(), self._check_drained
+            )
+        return self._windows
+
     # --- ending -----------------------------------------------------------------------
 
     def close(self) -> None:
@@ -425,7 +468,8 @@ class UcxLane(Lane):
         return self._state in (_State.UP, _State.DRAINING)
 
     def _check_drained(self) -> None:
-        if self._state is _State.DRAINING and self._payloads == 0:
+        reads = self._windows is not None and self._windows.busy
+        if self._state is _State.DRAINING and self._payloads == 0 and not reads:
             self._end(None)
 
     def _endpoint_failed(self, status: int) -> None:
@@ -508,7 +552,11 @@ class UcxLane(Lane):
         """
         if self._state is _State.ENDED:
             return
+        if self._windows is not None:
+            self._windows.end_readers()
         self._worker.close()
+        if self._windows is not None:
+            self._windows.unregister()
         if self._one_sided is not None:
             self._one_sided.close()
         self._state = _State.ENDED

@@ -74,7 +74,6 @@ class MemoryHandles:
 OnDone = Callable[[int, int], None]
 
 
-@final
 class UcxRequest:
     """One operation.
 
@@ -95,6 +94,22 @@ class UcxRequest:
 
 
 @final
+class UcxGets(UcxRequest):
+    """Many gets with one end, when all of them are over.
+
+    They have no callback. UCX would call it for each get, and each call waits for the
+    GIL if another thread computes. Instead the handles are looked at after progress.
+    """
+
+    __slots__ = ("handles", "status")
+
+    def __init__(self, number: int, on_done: OnDone, keeps: object) -> None:
+        super().__init__(number, on_done, keeps)
+        self.handles: list[int] = []
+        self.status = OK
+
+
+@final
 class UcxRequests:
     """The operations of one worker that are not over, by number."""
 
@@ -104,6 +119,7 @@ class UcxRequests:
         self._numbers = itertools.count(1)
         # (number, status, bytes) of operations that are over but not yet reported.
         self._over: list[tuple[int, int, int]] = []
+        self._gets: list[UcxGets] = []
         self.on_sent = binding.SendCallback(self._sent)
         self.on_received = binding.ReceiveCallback(self._received)
 
@@ -116,6 +132,11 @@ class UcxRequests:
         """Return whether an operation is over but not yet reported."""
         return bool(self._over)
 
+    def look(self) -> None:
+        """Find the gets that are over."""
+        if self._gets:
+            self._gets = [gets for gets in self._gets if not self._is_over(gets)]
+
     def new(self, on_done: OnDone, keeps: object = None) -> UcxRequest:
         """Make an operation that is about to be posted."""
         request = UcxRequest(next(self._numbers), on_done, keeps)
@@ -127,6 +148,29 @@ class UcxRequests:
         status, request.handle = binding.request_of(result)
         if status != IN_PROGRESS:
             self._over.append((request.number, status, 0))
+
+    def new_gets(self, on_done: OnDone, keeps: object) -> UcxGets:
+        """Make gets that are about to be posted; add their handles, then call watch."""
+        gets = UcxGets(next(self._numbers), on_done, keeps)
+        self._open[gets.number] = gets
+        return gets
+
+    def watch(self, gets: UcxGets) -> None:
+        """Report the end of gets, all of which have been posted."""
+        if not self._is_over(gets):
+            self._gets.append(gets)  # bounded: the readers' portions
+
+    def _is_over(self, gets: UcxGets) -> bool:
+        """Free the handles of gets that are over; note it if none is left."""
+        handles = gets.handles
+        while handles:
+            status = self._ucp.request_check_status(handles[-1])
+            if status == IN_PROGRESS:
+                return False
+            gets.status = gets.status or status
+            self._ucp.request_free(handles.pop())
+        self._over.append((gets.number, gets.status, 0))
+        return True
 
     def tell(self) -> None:
         """Report the operations that are over by now; not those that end meanwhile."""
@@ -141,6 +185,7 @@ class UcxRequests:
 
     def abandon(self) -> None:
         """End every operation, because the worker was destroyed."""
+        self._gets.clear()
         told = {number for number, _, _ in self._over}
         missing = [number for number in self._open if number not in told]
         self._over += [(number, binding.ERR_CANCELED, 0) for number in missing]
