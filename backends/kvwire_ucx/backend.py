@@ -35,7 +35,7 @@ class UcxBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(links=False, lanes=True)
 
     def __init__(self) -> None:
-        self._contexts: dict[frozenset[tuple[str, str]], Context] = {}
+        self._contexts: dict[tuple[frozenset[tuple[str, str]], bool], Context] = {}
         self._lanes: set[UcxLane] = set()
 
     @classmethod
@@ -59,7 +59,7 @@ class UcxBackend(Backend):
 
     def open_lane(self, context: LaneContext) -> Lane:
         loop = asyncio.get_running_loop()
-        worker = Worker(self._context(context.settings), loop)
+        worker = Worker(self._context(context), loop)
         try:
             lane = UcxLane(worker, context, self._lanes.discard)
         except BaseException:
@@ -88,8 +88,9 @@ class UcxBackend(Backend):
         for context in contexts.values():
             context.close()
 
-    def _context(self, settings: Mapping[str, str]) -> Context:
-        key = frozenset(settings.items())
+    def _context(self, lane: LaneContext) -> Context:
+        exposes = lane.windows == "peers"
+        key = (frozenset(lane.settings.items()), exposes)
         if key not in self._contexts:
-            self._contexts[key] = Context(settings)
+            self._contexts[key] = Context(lane.settings, exposes=exposes)
         return self._contexts[key]

@@ -44,14 +44,18 @@ class Resource:
 class Context:
     """A UCX context. Close its workers before it.
 
+    Args:
+        given: The user's settings.
+        exposes: Whether peers may read windows.
+
     Raises:
         BackendUnavailable: UCX is missing or refuses a setting, or there is no RDMA
             device and the settings require one.
     """
 
-    def __init__(self, given: Mapping[str, str]) -> None:
+    def __init__(self, given: Mapping[str, str], *, exposes: bool = False) -> None:
         self.library = library = load()
-        self.settings = settings = parse(given, library.version)
+        self.settings = settings = parse(given, library.version, exposes=exposes)
         self.handle = _init(library, settings)
         text = printed(library.ucp.context_print_info, self.handle)
         self.resources = tuple(

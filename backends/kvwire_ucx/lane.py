@@ -435,7 +435,7 @@ class UcxLane(Lane):
         if self._context.windows != "peers":
             raise BackendUnavailable(
                 f"ucx: one_sided_windows={self._context.windows!r}, and UCX cannot "
-                f"prove whose process the peer is; set one_sided_windows=\"peers\" on "
+                f'prove whose process the peer is; set one_sided_windows="peers" on '
                 f"both sides if every peer may read all of a window"
             )
         if self._worker.context.library.version < OLD:
@@ -446,9 +446,7 @@ class UcxLane(Lane):
         if self._state is not _State.UP:
             raise BackendUnavailable("ucx: the lane is not up")
         if self._windows is None:
-            self._windows = UcxWindows(
-                self._worker, self._reach(), self._check_drained
-            )
+            self._windows = UcxWindows(self._worker, self._reach())
         return self._windows
 
     # --- ending -----------------------------------------------------------------------
@@ -468,8 +466,7 @@ class UcxLane(Lane):
         return self._state in (_State.UP, _State.DRAINING)
 
     def _check_drained(self) -> None:
-        reads = self._windows is not None and self._windows.busy
-        if self._state is _State.DRAINING and self._payloads == 0 and not reads:
+        if self._state is _State.DRAINING and self._payloads == 0:
             self._end(None)
 
     def _endpoint_failed(self, status: int) -> None:
@@ -486,6 +483,8 @@ class UcxLane(Lane):
             self._came_up.set_result(None)  # join looks at the state
         for request in self._receives:
             self._worker.cancel(request)
+        if self._windows is not None:
+            self._windows.end_readers()
         if self._endpoint is None:
             self._gone()  # a peer that was not answered is not up either
         elif self._endpoint.failed:
@@ -552,8 +551,6 @@ class UcxLane(Lane):
         """
         if self._state is _State.ENDED:
             return
-        if self._windows is not None:
-            self._windows.end_readers()
         self._worker.close()
         if self._windows is not None:
             self._windows.unregister()

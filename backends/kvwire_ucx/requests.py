@@ -118,7 +118,7 @@ class UcxRequests:
         self._open: dict[int, UcxRequest] = {}
         self._numbers = itertools.count(1)
         # (number, status, bytes) of operations that are over but not yet reported.
-        self._over: list[tuple[int, int, int]] = []
+        self.over: list[tuple[int, int, int]] = []
         self._gets: list[UcxGets] = []
         self.on_sent = binding.SendCallback(self._sent)
         self.on_received = binding.ReceiveCallback(self._received)
@@ -126,11 +126,6 @@ class UcxRequests:
     def __len__(self) -> int:
         """Return how many operations are not over."""
         return len(self._open)
-
-    @property
-    def over(self) -> bool:
-        """Return whether an operation is over but not yet reported."""
-        return bool(self._over)
 
     def look(self) -> None:
         """Find the gets that are over."""
@@ -147,7 +142,7 @@ class UcxRequests:
         """Record the result of the posting call."""
         status, request.handle = binding.request_of(result)
         if status != IN_PROGRESS:
-            self._over.append((request.number, status, 0))
+            self.over.append((request.number, status, 0))
 
     def new_gets(self, on_done: OnDone, keeps: object) -> UcxGets:
         """Make gets that are about to be posted; add their handles, then call watch."""
@@ -169,13 +164,13 @@ class UcxRequests:
                 return False
             gets.status = gets.status or status
             self._ucp.request_free(handles.pop())
-        self._over.append((gets.number, gets.status, 0))
+        self.over.append((gets.number, gets.status, 0))
         return True
 
     def tell(self) -> None:
         """Report the operations that are over by now; not those that end meanwhile."""
-        over = self._over
-        self._over = []
+        over = self.over
+        self.over = []
         for number, status, nbytes in over:
             request = self._open.pop(number)
             if request.handle:
@@ -186,9 +181,9 @@ class UcxRequests:
     def abandon(self) -> None:
         """End every operation, because the worker was destroyed."""
         self._gets.clear()
-        told = {number for number, _, _ in self._over}
+        told = {number for number, _, _ in self.over}
         missing = [number for number in self._open if number not in told]
-        self._over += [(number, binding.ERR_CANCELED, 0) for number in missing]
+        self.over += [(number, binding.ERR_CANCELED, 0) for number in missing]
         for request in self._open.values():
             request.handle = 0  # it was freed with the worker
         self.tell()
@@ -197,9 +192,9 @@ class UcxRequests:
     # could post again; so they only record.
 
     def _sent(self, _request: int, status: int, number: int) -> None:
-        self._over.append((number, status, 0))
+        self.over.append((number, status, 0))
 
     def _received(self, _request: int, status: int, info: object, number: int) -> None:
         # For a failed receive, UCX leaves that undefined.
         nbytes = info[0].length if status == OK else 0  # type: ignore[index]
-        self._over.append((number, status, nbytes))
+        self.over.append((number, status, nbytes))

@@ -50,9 +50,9 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "MM_SEG_SIZE": "60K",
     "MM_RX_BUFS_GROW": "64",
 }
-# With one_sided: UCX's own cache of registrations would keep a range, and so its key,
-# as long as the memory is mapped; ours knows when a payload is over.
-DEFAULTS_OF_ONE_SIDED: Final[Mapping[str, str]] = {"RCACHE_ENABLE": "n"}
+# Where peers get keys: UCX's own cache of registrations would keep a range, and so its
+# key, as long as the memory is mapped; ours ends with the payload or the window.
+DEFAULTS_OF_KEYS: Final[Mapping[str, str]] = {"RCACHE_ENABLE": "n"}
 # Versions before this get further defaults.
 OLD: Final = (1, 15)
 DEFAULTS_OF_OLD: Final[Mapping[str, str]] = {
@@ -88,8 +88,16 @@ def parse(
     given: Mapping[str, str],
     version: tuple[int, ...],
     environment: Mapping[str, str] | None = None,
+    *,
+    exposes: bool = False,
 ) -> UcxSettings:
     """Return the settings for a context.
+
+    Args:
+        given: The user's settings.
+        version: The version of UCX.
+        environment: Variables that come before them; None for those of the process.
+        exposes: Whether peers may read windows.
 
     Raises:
         UsageError: The user gave an unknown name, or a wrong value.
@@ -98,8 +106,8 @@ def parse(
     ucx = {**DEFAULTS, **(DEFAULTS_OF_OLD if version < OLD else {})}
     named = set()
     one_sided = _yes_or_no(ONE_SIDED, given.get(ONE_SIDED, "no"))
-    if one_sided:
-        ucx.update(DEFAULTS_OF_ONE_SIDED)
+    if one_sided or exposes:
+        ucx.update(DEFAULTS_OF_KEYS)
     for key, value in given.items():
         name = key.removeprefix(PREFIX)
         if key in _OWN:

@@ -40,7 +40,6 @@ import functools
 import re
 import struct
 import threading
-from collections.abc import Callable
 from typing import Final, final
 
 import numpy as np
@@ -74,15 +73,11 @@ class UcxWindows:
     Args:
         worker: The lane's worker.
         endpoint: Leads to the peer.
-        on_quiet: Called when no read is in flight any more.
     """
 
-    def __init__(
-        self, worker: Worker, endpoint: UcxEndpoint, on_quiet: Callable[[], None]
-    ) -> None:
+    def __init__(self, worker: Worker, endpoint: UcxEndpoint) -> None:
         self.worker = worker
         self.endpoint = endpoint
-        self._on_quiet = on_quiet
         self._exposed: dict[WindowMemory, tuple[bytes, list[Registration]]] = {}
         self._readers: set[UcxWindow] = set()
 
@@ -135,20 +130,13 @@ class UcxWindows:
         self._readers.add(reader)  # bounded: the windows of a connection
         return reader
 
-    @property
-    def busy(self) -> bool:
-        """Return whether a read is in flight."""
-        return any(reader.busy for reader in self._readers)
-
-    def quiet(self, reader: UcxWindow) -> None:
-        """Note that a reader has no read in flight."""
-        if reader.closed:
-            self._readers.discard(reader)
-            self.destroy(reader.keys)
-        self._on_quiet()
+    def leave(self, reader: UcxWindow) -> None:
+        """Forget a closed reader that has no read in flight."""
+        self._readers.discard(reader)
+        self._destroy(reader.keys)
 
     def end_readers(self) -> None:
-        """End the readers, before the worker is destroyed."""
+        """End the readers, because the lane ends; what was posted goes on."""
         for reader in list(self._readers):
             reader.close()
 
@@ -157,7 +145,7 @@ class UcxWindows:
         for memory in list(self._exposed):
             self.conceal(memory)
 
-    def destroy(self, keys: list[int]) -> None:
+    def _destroy(self, keys: list[int]) -> None:
         """Free keys; those of a destroyed worker went with it."""
         if not self.worker.closed:
             for key in keys:
@@ -179,7 +167,7 @@ class UcxWindows:
                 self.endpoint.handle, key + _PADDING, ctypes.byref(handle)
             )
             if status != OK:
-                self.destroy(keys)
+                self._destroy(keys)
                 text = self.worker.context.library.status_text(status)
                 raise BackendUnavailable(f"ucx: the peer's key is of no use: {text}")
             keys.append(handle.value or 0)  # bounded: DESCRIPTOR_BYTES_MAX
@@ -218,7 +206,7 @@ class UcxWindow(WindowReader):
         if not self.closed:
             self.closed = True
             if not self._reads:
-                self.windows.quiet(self)
+                self.windows.leave(self)
 
     def pass_fence(self) -> None:
         """Keep loads before this call before those after it; see the module."""
@@ -228,8 +216,8 @@ class UcxWindow(WindowReader):
     def over(self) -> None:
         """Note that a read is over."""
         self._reads -= 1
-        if not self._reads:
-            self.windows.quiet(self)
+        if self.closed and not self._reads:
+            self.windows.leave(self)
 
 
 @final
@@ -281,10 +269,10 @@ class _Read:
             self._end(OK)
 
     def _continue(self, gets: Gets) -> None:
-        if self._window.windows.endpoint.handle:
-            self._post(gets)
-        else:
+        if self._window.closed or not self._window.windows.endpoint.handle:
             self._end(ERR_CANCELED)
+        else:
+            self._post(gets)
 
     def _end(self, status: int) -> None:
         """Resolve the future: UCX touches no memory of this read any more."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple, final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvwire.backend.window import BlockRead, WindowMemory
 from kvwire.kv.blocks import Bits
@@ -24,6 +25,8 @@ ENTRY_BYTES: Final = 8
 GAP_BYTES: Final = 16 * 1024
 # No process has addresses beyond this, and no sum with a size overflows 64 bits.
 _ADDRESS_MAX: Final = 2**62
+Places = npt.NDArray[np.int64]
+
 _ENTRY: Final = np.uint64(ENTRY_BYTES)
 _GAP: Final = np.uint64(GAP_BYTES // ENTRY_BYTES)
 _ONE: Final = np.uint64(1)
@@ -33,13 +36,13 @@ class Gets(NamedTuple):
     """Ranges to read; the arrays have one item for each get.
 
     Attributes:
-        ranges: The exposed range in which it lies.
+        ranges: The number of the exposed range in which it lies.
         there: The peer's address.
         here: The address in this process.
         lengths: Its bytes.
     """
 
-    ranges: Array
+    ranges: Places
     there: Array
     here: Array
     lengths: Array
@@ -142,7 +145,7 @@ class WindowRanges:
         )
         return Looks(gets, memory, places)
 
-    def _holding(self, there: Array, nbytes: np.uint64) -> tuple[Array, Bits]:
+    def _holding(self, there: Array, nbytes: np.uint64) -> tuple[Places, Bits]:
         """Return the range in which each address lies, and whether all bytes do."""
         limits = np.where(
             self._sizes >= nbytes, self._sizes - nbytes + _ONE, np.uint64(0)
@@ -151,12 +154,11 @@ class WindowRanges:
         if self._starts.size == 1:
             ranges = np.zeros(there.shape, np.int64)
             return ranges, there - self._starts < limits
-        ranges = self._starts.searchsorted(there, "right") - 1
-        ranges = np.maximum(ranges, 0)
+        ranges = np.maximum(self._starts.searchsorted(there, "right"), 1) - 1
         return ranges, there - self._starts[ranges] < limits[ranges]
 
 
-def _merged(ranges: Array, there: Array, here: Array, run: np.uint64) -> Gets:
+def _merged(ranges: Places, there: Array, here: Array, run: np.uint64) -> Gets:
     """Join pieces of ``run`` bytes that touch on both sides, within one range."""
     count = there.size
     begins = np.ones(count, np.bool_)

@@ -46,7 +46,7 @@ async def test_lanes_that_do_not_end_are_counted_and_left(
         backend._lanes.add(cast("UcxLane", Stub(ends=ends)))
     freed: list[str] = []
     context = SimpleNamespace(close=lambda: freed.append("the context"))
-    backend._contexts[frozenset()] = cast("Context", context)
+    backend._contexts[frozenset(), False] = cast("Context", context)
     await backend.aclose()
     (record,) = logged(caplog)
     assert record.getMessage() == "1 lanes have not ended; UCX is left as it is"
