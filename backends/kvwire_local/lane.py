@@ -40,15 +40,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from kvwire.backend import Landing, Payload
+from kvwire.backend import Landing, Payload, WindowMemory, WindowReader
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role
 from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.rendezvous import Host, Rendezvous, RendezvousResult
-from kvwire_local.sent_payloads import ReadMethod, SentPayloads, read_so_far
+from kvwire_local.sent_payloads import SentPayloads, read_so_far
+from kvwire_local.shared_arenas import ReadMethod, SharedArenas
 from kvwire_local.tracer_slot import CHOICES, tracers
+from kvwire_local.windows import ExposedWindows, OpenedWindows
 from kvwire_local.wire import LocalMessage, LocalMessageType, LocalWire
 
 READ_METHODS: Final = {
@@ -78,6 +80,7 @@ class LocalLane(Lane):
     # Two spans: the reader never waits for the round trip of an acknowledgement, and
     # urgent payload waits for no more than these.
     window_bytes = 2 * SPAN_BYTES_MAX
+    reads_windows = True
 
     def __init__(self, context: LaneContext) -> None:
         allowed = READ_METHODS[context.settings.get("way", "auto")]
@@ -93,6 +96,8 @@ class LocalLane(Lane):
         self._wire: LocalWire | None = None
         self._outgoing = SentPayloads()
         self._incoming = ReceivedPayloads()
+        self._exposed = ExposedWindows(context.windows)
+        self._opened = OpenedWindows(context.windows)
         # A flush left bytes; lane_writable is due when they are gone.
         self._kept = False
         # No callback may come from inside another, although each may call flush.
@@ -162,7 +167,10 @@ class LocalLane(Lane):
         self._wire = LocalWire(result.sock)
         self._incoming.peer = result.peer
         self._loop.add_reader(self._wire.fileno(), self._run, self._readable)
-        self._outgoing.come_up(self._wire, result.is_read)
+        arenas = SharedArenas(self._wire, result.is_read)
+        self._outgoing.come_up(arenas)
+        self._opened.come_up(result.peer)
+        self._exposed.come_up(arenas, result.peer.uid)
 
     # --- moving -----------------------------------------------------------------------
 
@@ -199,6 +207,27 @@ class LocalLane(Lane):
     @property
     def received_bytes(self) -> int:
         return self._incoming.received_bytes
+
+    # --- windows: see kvwire_local.windows --------------------------------------------
+
+    def expose(self, memory: WindowMemory) -> bytes:
+        self._require_open()
+        description = self._exposed.expose(memory)
+        self._loop.call_soon(self._run, self._go_on)
+        return description
+
+    def conceal(self, memory: WindowMemory) -> None:
+        if not self._ended:
+            self._exposed.conceal(memory)
+            self._loop.call_soon(self._run, self._go_on)
+
+    def window(self, description: bytes, memory: WindowMemory) -> WindowReader:
+        self._require_open()
+        return self._opened.open(description, memory)
+
+    def _require_open(self) -> None:
+        if self._ended:
+            raise BackendUnavailable("local: the lane has ended")
 
     # --- the loop's turns -------------------------------------------------------------
 
@@ -258,6 +287,10 @@ class LocalLane(Lane):
             self._read(record.body)
         elif record.kind is LocalMessageType.PLACED:
             self._incoming.placed(record.body)
+        elif record.kind is LocalMessageType.WINDOW:
+            self._opened.announced(record.body)
+        elif record.kind is LocalMessageType.CONCEALED:
+            self._opened.concealed(record.body)
         elif self._incoming.peer is not None:
             self._incoming.peer.adopt(record.body, wire.take_fd())
 
@@ -302,8 +335,10 @@ class LocalLane(Lane):
         if self._wire is not None:
             self._loop.remove_reader(self._wire.fileno())
             self._loop.remove_writer(self._wire.fileno())
+            peer_left = self._wire.peer_left()
             # From here on the peer reports no further payload as received.
             self._wire.close()
+            self._opened.close(peer_left=peer_left)
         self._outgoing.close()
         self._incoming.close()
         self._rendezvous.close()

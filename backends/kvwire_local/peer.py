@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import struct
-from typing import Final
 
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
@@ -19,16 +17,16 @@ from kvwire.memory.arena import SEALS, SharedMapping
 from kvwire.memory.copy import address_of, copy
 from kvwire.memory.iovec import Iovecs
 from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind
-from kvwire_local.wire import ARENAS_MAX
-
-ARENA_BODY: Final = struct.Struct("<I")
+from kvwire_local.shared_arenas import ARENA_BODY
+from kvwire_local.wire import ARENAS_MAX, PeerProcess
 
 
 class PeerMemory:
     """The memory of one lane's peer."""
 
-    def __init__(self, pid: int, cookie_address: int, cookie: bytes) -> None:
-        self.pid = pid  # from the kernel; 0 if it is not visible from here
+    def __init__(self, who: PeerProcess, cookie_address: int, cookie: bytes) -> None:
+        self.pid: int = who.pid  # 0 if it is not visible from here
+        self.uid: int = who.uid
         self.cookie_address = cookie_address
         self.cookie = cookie
         self._arenas: list[SharedMapping] = []
@@ -82,11 +80,19 @@ class PeerMemory:
             raise ProtocolError(RULE, f"local: beyond an arena of {arena.nbytes} bytes")
         return MappedReading(fragments.shifted(arena.address), destination)
 
+    def arena(self, number: int) -> SharedMapping:
+        """Return an arena that the peer has shared.
+
+        Raises:
+            ProtocolError: It has shared no such arena.
+        """
+        if number >= len(self._arenas):
+            raise ProtocolError(RULE, f"local: arena {number} has not been shared")
+        return self._arenas[number]
+
     def close(self) -> None:
-        """Unmap the arenas that the peer has shared."""
-        for arena in self._arenas:
-            arena.close()
-        self._arenas.clear()
+        """Drop the arenas that the peer has shared; those in no window are unmapped."""
+        self._arenas = []
 
 
 class MemoryReading:

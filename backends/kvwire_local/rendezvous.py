@@ -37,9 +37,9 @@ from kvwire.errors import BackendUnavailable
 from kvwire.limits import LANE_TIMEOUT_S
 from kvwire.types import Role
 from kvwire_local.peer import PeerMemory
-from kvwire_local.sent_payloads import ReadMethod
+from kvwire_local.shared_arenas import ReadMethod
 from kvwire_local.tracer_slot import TracerSlot
-from kvwire_local.wire import peer_pid
+from kvwire_local.wire import PeerProcess, peer_process
 
 # The address of the cookie, and how this side reads the other one.
 _GREETING: Final = struct.Struct("<QQ")
@@ -123,11 +123,11 @@ class Rendezvous:
         sock = _socket()
         try:
             await loop.sock_connect(sock, self._name())
-            pid = peer_pid(sock)
-            self._permit(pid)
+            who = peer_process(sock)
+            self._permit(who.pid)
             await self._greet(sock, ReadMethod(0))
             address, is_read = await self._greeting(sock)
-            peer, reads = self._look_at(pid, address)
+            peer, reads = self._look_at(who, address)
             await self._greet(sock, reads)
         except OSError as exc:
             sock.close()
@@ -151,10 +151,10 @@ class Rendezvous:
             self._tracers.withdraw(self._permitted.pop(), self._tracer)
 
     async def _welcome(self, sock: socket.socket) -> RendezvousResult:
-        pid = peer_pid(sock)
+        who = peer_process(sock)
         address, _ = await self._greeting(sock)
-        self._permit(pid)
-        peer, reads = self._look_at(pid, address)
+        self._permit(who.pid)
+        peer, reads = self._look_at(who, address)
         await self._greet(sock, reads)
         _, is_read = await self._greeting(sock)
         if not reads or not is_read:
@@ -165,9 +165,9 @@ class Rendezvous:
         if self._tracers.permit(pid, self._tracer):
             self._permitted.append(pid)
 
-    def _look_at(self, pid: int, address: int) -> tuple[PeerMemory, ReadMethod]:
+    def _look_at(self, who: PeerProcess, address: int) -> tuple[PeerMemory, ReadMethod]:
         """Try to read the other side; return it with the possible methods."""
-        peer = PeerMemory(pid, address, self._cookie_of(self._role.other))
+        peer = PeerMemory(who, address, self._cookie_of(self._role.other))
         if ReadMethod.MEMORY not in self._allowed:
             self.description = "arena (asked for)"
             return peer, self._allowed

@@ -14,7 +14,6 @@ Memory is released when the peer has read the payload, whatever the descriptor w
 
 from __future__ import annotations
 
-import enum
 import struct
 from collections import deque
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.memory.arena import Arena, arena_of
 from kvwire.memory.copy import as_fragments, copy
 from kvwire_local.descriptor import LATER, RULE, PlaceKind, encode, encode_piece
-from kvwire_local.peer import ARENA_BODY
-from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire
+from kvwire_local.shared_arenas import ReadMethod, SharedArenas
+from kvwire_local.wire import LocalMessageType
 
 # --- the staging ring -----------------------------------------------------------------
 
@@ -113,13 +112,6 @@ _GATHER_BELOW_BYTES: Final = 8 * KIB
 _COUNT: Final = struct.Struct("<Q")
 
 
-class ReadMethod(enum.IntFlag):
-    """How one side can read the other's payloads."""
-
-    MEMORY = 1
-    ARENA = 2
-
-
 @dataclass(slots=True)
 class _Sent:
     payload: Payload
@@ -132,23 +124,19 @@ class SentPayloads:
 
     def __init__(self) -> None:
         self.queued_bytes = 0
-        self._wire: LocalWire | None = None
-        self._methods = ReadMethod(0)
+        self._arenas: SharedArenas | None = None
         self._unread: deque[_Sent] = deque()
         self._later: deque[_Sent] = deque()
         self._read_count = 0
         self._staging = Staging()
-        # Numbers of the arenas that the peer has, by their serial numbers.
-        self._shared: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Return how many payloads the peer has not read."""
         return len(self._unread)
 
-    def come_up(self, wire: LocalWire, methods: ReadMethod) -> None:
-        """Start to send on this socket; the peer can read memory by these methods."""
-        self._wire = wire
-        self._methods = methods
+    def come_up(self, arenas: SharedArenas) -> None:
+        """Start to send, on the socket on which these arenas are shared."""
+        self._arenas = arenas
         self.place_later()
 
     def send(self, payload: Payload, token: object) -> bytes:
@@ -170,8 +158,8 @@ class SentPayloads:
                 return
             sent = self._later.popleft()
             self.queued_bytes -= sent.payload.nbytes
-            assert self._wire is not None
-            self._wire.say(LocalMessageType.PLACED, descriptor)
+            assert self._arenas is not None
+            self._arenas.wire.say(LocalMessageType.PLACED, descriptor)
 
     def read(self, body: bytes) -> list[object]:
         """Handle the peer's report of read payloads; return their tokens.
@@ -203,10 +191,11 @@ class SentPayloads:
 
     def _descriptor(self, sent: _Sent) -> bytes | None:
         """Place a payload and return its descriptor; None if it must wait."""
-        if self._wire is None:
+        arenas = self._arenas
+        if arenas is None:
             return None
         fragments = as_fragments(sent.payload).merged()
-        descriptor = self._in_place(fragments)
+        descriptor = self._in_place(fragments, arenas)
         if descriptor is not None:
             return descriptor
         begin = self._staging.place(sent.payload)
@@ -215,45 +204,25 @@ class SentPayloads:
         sent.in_staging = True
         arena = self._staging.arena
         assert arena is not None
-        number = self._number_of(arena)
-        if number is None:
-            where = arena.address + begin
-            return encode_piece(PlaceKind.MEMORY, 0, where, sent.payload.nbytes)
-        self._share(arena, number)
-        return encode_piece(PlaceKind.ARENA, number, begin, sent.payload.nbytes)
+        nbytes = sent.payload.nbytes
+        if not arenas.has_room_for(arena):
+            return encode_piece(PlaceKind.MEMORY, 0, arena.address + begin, nbytes)
+        return encode_piece(PlaceKind.ARENA, arenas.share(arena), begin, nbytes)
 
-    def _in_place(self, fragments: Fragments) -> bytes | None:
+    def _in_place(self, fragments: Fragments, arenas: SharedArenas) -> bytes | None:
         """Return the descriptor of a payload that is best read in place, or None."""
         count = len(fragments)
         if count > 1 and fragments.nbytes < _GATHER_BELOW_BYTES * count:
             return None
         arena = arena_of(fragments)
-        number = self._number_of(arena) if arena is not None else None
-        if arena is not None and number is not None:
+        if arena is not None and arenas.has_room_for(arena):
             offsets = fragments.shifted(-arena.address)
-            descriptor = encode(PlaceKind.ARENA, number, offsets)
+            descriptor = encode(PlaceKind.ARENA, arenas.share(arena), offsets)
             if descriptor is not None:
-                self._share(arena, number)
                 return descriptor
-        if ReadMethod.MEMORY in self._methods:
+        if ReadMethod.MEMORY in arenas.methods:
             return encode(PlaceKind.MEMORY, 0, fragments)
         return None
-
-    def _number_of(self, arena: Arena) -> int | None:
-        """Return the number of an arena at the peer, now or once shared; else None."""
-        if ReadMethod.ARENA not in self._methods:
-            return None
-        number = self._shared.get(arena.serial, len(self._shared))
-        return number if number < ARENAS_MAX else None
-
-    def _share(self, arena: Arena, number: int) -> None:
-        """Share an arena with the peer, unless it has it."""
-        if arena.serial not in self._shared:
-            assert self._wire is not None
-            self._wire.say(
-                LocalMessageType.ARENA, ARENA_BODY.pack(number), arena.fileno()
-            )
-            self._shared[arena.serial] = number  # bounded: ARENAS_MAX
 
 
 def read_so_far(count: int) -> bytes:

@@ -4,7 +4,7 @@ No payload passes through it. It exists because only the kernel can answer these
 questions:
 
 * Who is the peer? ``SO_PEERCRED`` gives the process at the other end, in our own pid
-  namespace, so that a pid is never taken from a peer.
+  namespace, and its user, so that neither is ever taken from a peer.
 * Is the peer still there? Its end of the socket is shut down before its lane releases
   any memory, and closed by the kernel when the process dies. That is read under the
   same lock of the kernel under which it is done: see :meth:`LocalWire.hear`.
@@ -12,9 +12,11 @@ questions:
 
 Records are a head of 8 bytes and a body::
 
-    READ    u64         payloads of yours that I have read, in all
-    PLACED  descriptor  of the next of my payloads whose descriptor was LATER
-    ARENA   u32         the number of the arena whose descriptor comes with this record
+    READ      u64         payloads of yours that I have read, in all
+    PLACED    descriptor  of the next of my payloads whose descriptor was LATER
+    ARENA     u32         the arena whose descriptor comes with this record
+    WINDOW    see windows how you read a window of mine
+    CONCEALED u32         the window that you may no longer read
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ _READ_BYTES: Final = 64 * KIB
 _HEARD_MAX: Final = 2 * LANE_PAYLOADS_MAX * (DESCRIPTOR_BYTES_MAX + _HEAD.size)
 ARENAS_MAX: Final = 64
 """The most arenas one lane shares; payloads in others are read as ordinary memory."""
+WINDOWS_MAX: Final = 256
+"""The most windows that one lane exposes at a time."""
 
 
 class LocalMessageType(enum.IntEnum):
@@ -49,6 +53,8 @@ class LocalMessageType(enum.IntEnum):
     READ = 1
     PLACED = 2
     ARENA = 3
+    WINDOW = 4
+    CONCEALED = 5
 
 
 _KINDS: Final = {int(kind): kind for kind in LocalMessageType}
@@ -122,6 +128,15 @@ class LocalWire:
         there = self._receive(all_of_it=all_of_it)
         return list(self._records()), there
 
+    def peer_left(self) -> bool:
+        """Return whether the other end is closed, and all of its records received."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def take_fd(self) -> int:
         """Return the descriptor of an ARENA record, which the caller must close."""
         if not self._fds:
@@ -179,16 +194,26 @@ class LocalWire:
                 os.close(fd)
 
 
-def peer_pid(sock: socket.socket) -> int:
-    """Return the pid at the other end; 0 if it is not visible here.
+@dataclass(frozen=True, slots=True)
+class PeerProcess:
+    """The process at the other end of a socket, as the kernel knows it.
 
-    It is the process that connected, or that listens.
+    Attributes:
+        pid: Its number here; 0 if it is not visible.
+        uid: Its user, as this process's user namespace names it.
     """
+
+    pid: int
+    uid: int
+
+
+def peer_process(sock: socket.socket) -> PeerProcess:
+    """Return the process that connected, or that listens."""
     try:
         found = sock.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
     except OSError as exc:
         raise ConnectionLost(f"local: the peer has gone: {exc}") from exc
-    pid, _, _ = _CREDENTIALS.unpack(found)
-    return int(pid)
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return PeerProcess(pid, uid)

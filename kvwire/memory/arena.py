@@ -226,6 +226,11 @@ def arena_of(fragments: Fragments) -> Arena | None:
         return None
     first = int(fragments.addresses.min())
     end = int((fragments.addresses + fragments.lengths).max())
+    return arena_at(first, end)
+
+
+def arena_at(first: int, end: int) -> Arena | None:
+    """Return the arena that has the addresses from ``first`` to before ``end``."""
     with _lock:
         return next((arena for arena in _arenas if arena.holds(first, end)), None)
 

@@ -9,13 +9,11 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 import kvwire
 from kvwire.backend import Landing
-from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire.limits import MIB
 from kvwire.memory.arena import Arena
@@ -27,6 +25,7 @@ from kvwire_local.lane import LocalLane
 from kvwire_local.peer import PeerMemory
 from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.wire import LocalWire
+from tests.backends.kvwire_local.halves import Halves, halves, open_lane
 from tests.backends.recorders import LaneRecorder
 from tests.support.child import GRANTED_BYTES, REPORT_TAG, Child, child, granted
 
@@ -38,7 +37,6 @@ METHODS = (
     pytest.param("cma", marks=pytest.mark.matrix),
     pytest.param("arena", marks=pytest.mark.matrix),
 )
-SECRET = hashlib.sha256(b"what both halves know").digest()
 
 
 # --- another process ------------------------------------------------------------------
@@ -101,39 +99,6 @@ async def test_nothing_torn_is_taken_of_a_peer_that_dies(way: str) -> None:
 
 
 # --- both halves in this process ------------------------------------------------------
-
-
-class Halves(NamedTuple):
-    """Both halves of a lane, and what each of them was told."""
-
-    client: LocalLane
-    server: LocalLane
-    at_client: LaneRecorder
-    at_server: LaneRecorder
-
-
-def open_lane(role: Role, way: str = "auto") -> LocalLane:
-    settings = {"way": way}
-    context = LaneContext(role=role, number=1, secret=SECRET, settings=settings)
-    lane = LocalBackend().open_lane(context)
-    assert isinstance(lane, LocalLane)
-    return lane
-
-
-@asynccontextmanager
-async def halves(way: str = "auto") -> AsyncIterator[Halves]:
-    """A lane that is up; aborted at the end, unless it has ended before."""
-    client, server = open_lane(Role.CLIENT, way), open_lane(Role.SERVER, way)
-    both = Halves(client, server, LaneRecorder(), LaneRecorder())
-    try:
-        await server.join(client.bootstrap, both.at_server)
-        await client.join(server.bootstrap, both.at_client)
-        await server._rendezvous_task  # type: ignore[misc]
-        yield both
-    finally:
-        client.abort()
-        server.abort()
-        await asyncio.sleep(0)
 
 
 async def test_acknowledgements_wait_for_a_peer_that_is_busy() -> None:

@@ -18,13 +18,16 @@ from kvwire.memory.copy import address_of, as_fragments
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.testing.conformance.rig import open_descriptors
 from kvwire_local.descriptor import DescribedPlace, PlaceKind
-from kvwire_local.peer import ARENA_BODY, MappedReading, MemoryReading, PeerMemory
+from kvwire_local.peer import MappedReading, MemoryReading, PeerMemory
+from kvwire_local.shared_arenas import ARENA_BODY
+from kvwire_local.wire import PeerProcess
 
+HERE = PeerProcess(os.getpid(), os.geteuid())
 COOKIE = b"0123456789abcdef"
 
 
 def ourselves() -> PeerMemory:
-    return PeerMemory(os.getpid(), address_of(COOKIE), COOKIE)
+    return PeerMemory(HERE, address_of(COOKIE), COOKIE)
 
 
 def pieces(*places: tuple[int, int]) -> Fragments:
@@ -42,10 +45,11 @@ def pieces(*places: tuple[int, int]) -> Fragments:
 def test_whose_cookie_is_read_is_the_peer() -> None:
     assert ourselves().refusal() == ""
     assert (
-        PeerMemory(0, 4096, COOKIE).refusal() == "the peer is in another pid namespace"
+        PeerMemory(PeerProcess(0, 0), 4096, COOKIE).refusal()
+        == "the peer is in another pid namespace"
     )
-    assert "EFAULT" in PeerMemory(os.getpid(), 4096, COOKIE).refusal()
-    other = PeerMemory(os.getpid(), address_of(COOKIE), COOKIE[::-1])
+    assert "EFAULT" in PeerMemory(HERE, 4096, COOKIE).refusal()
+    other = PeerMemory(HERE, address_of(COOKIE), COOKIE[::-1])
     assert other.refusal() == f"pid {os.getpid()} is another process here"
 
 
@@ -67,7 +71,7 @@ def test_memory_is_read_in_steps(cuts: tuple[str, str]) -> None:
 
 def test_another_process_under_the_pid_is_noticed() -> None:
     cookie = bytearray(COOKIE)
-    peer = PeerMemory(os.getpid(), address_of(cookie), COOKIE)
+    peer = PeerMemory(HERE, address_of(cookie), COOKIE)
     source, target = Memory(100), Memory(100)
     reading = MemoryReading(
         peer, as_fragments(source.payload), as_fragments(target.payload)

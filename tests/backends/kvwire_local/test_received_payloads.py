@@ -14,14 +14,16 @@ from kvwire.memory.copy import address_of
 from kvwire_local.descriptor import LATER, PlaceKind, encode_piece
 from kvwire_local.peer import PeerMemory
 from kvwire_local.received_payloads import ReceivedPayloads
+from kvwire_local.wire import PeerProcess
 
+HERE = PeerProcess(os.getpid(), os.geteuid())
 COOKIE = b"fedcba9876543210"
 
 
 def incoming() -> ReceivedPayloads:
     """One that reads this process."""
     found = ReceivedPayloads()
-    found.peer = PeerMemory(os.getpid(), address_of(COOKIE), COOKIE)
+    found.peer = PeerMemory(HERE, address_of(COOKIE), COOKIE)
     return found
 
 

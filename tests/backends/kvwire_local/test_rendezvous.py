@@ -14,7 +14,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.types import Role
 from kvwire_local import rendezvous as host_module
 from kvwire_local.rendezvous import Host, Rendezvous
-from kvwire_local.sent_payloads import ReadMethod
+from kvwire_local.shared_arenas import ReadMethod
 from kvwire_local.tracer_slot import tracers
 
 SECRET = bytes(32)

@@ -19,11 +19,11 @@ from kvwire.memory.buffers import MID_PAGE_BYTES
 from kvwire_local.descriptor import LATER, PlaceKind, decode
 from kvwire_local.sent_payloads import (
     STAGING_BYTES,
-    ReadMethod,
     SentPayloads,
     Staging,
     read_so_far,
 )
+from kvwire_local.shared_arenas import ReadMethod, SharedArenas
 from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire
 
 BOTH = ReadMethod.MEMORY | ReadMethod.ARENA
@@ -90,7 +90,7 @@ def test_each_payload_gets_the_descriptor_that_suits_it(
 ) -> None:
     arena = Arena(2 * MIB)
     memory = arena.buffer(2 * MIB) if in_arena else np.zeros(2 * MIB, np.uint8)
-    outgoing.come_up(ends[0], methods)
+    outgoing.come_up(SharedArenas(ends[0], methods))
     descriptor = outgoing.send(every_other(memory, size), "token")
     place = decode(descriptor, MIB)
     assert place.fragments is not None
@@ -109,7 +109,7 @@ def test_each_payload_gets_the_descriptor_that_suits_it(
 def test_beyond_so_many_arenas_memory_is_ordinary(
     ends: Ends, outgoing: SentPayloads
 ) -> None:
-    outgoing.come_up(ends[0], BOTH)
+    outgoing.come_up(SharedArenas(ends[0], BOTH))
     arenas = [Arena(4096) for _ in range(ARENAS_MAX + 1)]
     descriptors = [outgoing.send(arena.buffer(4096).data, None) for arena in arenas]
     kinds = [decode(descriptor, 4096).kind for descriptor in descriptors]
@@ -126,7 +126,7 @@ def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
     room = STAGING_BYTES // MIB
     assert outgoing.send(payload, 0) == LATER
     assert outgoing.queued_bytes == MIB
-    outgoing.come_up(ends[0], BOTH)
+    outgoing.come_up(SharedArenas(ends[0], BOTH))
     assert outgoing.queued_bytes == 0
     descriptors = [outgoing.send(payload, number) for number in range(1, room + 2)]
     assert descriptors[-2:] == [LATER, LATER]
@@ -148,7 +148,7 @@ def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
 def test_what_cannot_have_been_read_is_refused(
     ends: Ends, outgoing: SentPayloads, count: int
 ) -> None:
-    outgoing.come_up(ends[0], BOTH)
+    outgoing.come_up(SharedArenas(ends[0], BOTH))
     for number in range(2):
         outgoing.send(memoryview(bytearray(100)), number)
     with pytest.raises(ProtocolError, match="payloads read of 0"):

@@ -11,7 +11,13 @@ import pytest
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.limits import DESCRIPTOR_BYTES_MAX
 from kvwire.testing.conformance.rig import open_descriptors
-from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire, peer_pid
+from kvwire_local.wire import (
+    ARENAS_MAX,
+    LocalMessageType,
+    LocalWire,
+    PeerProcess,
+    peer_process,
+)
 
 Ends = tuple[LocalWire, LocalWire, socket.socket]
 
@@ -134,6 +140,6 @@ def test_more_descriptors_than_arenas_are_refused(ends: Ends) -> None:
 def test_the_kernel_says_who_is_there() -> None:
     left, right = socket.socketpair()
     with left, right:
-        assert peer_pid(left) == os.getpid()
+        assert peer_process(left) == PeerProcess(os.getpid(), os.geteuid())
     with pytest.raises(ConnectionLost, match="has gone"):
-        peer_pid(left)
+        peer_process(left)

@@ -17,6 +17,7 @@ from kvwire.limits import KIB
 from kvwire_local.descriptor import PlaceKind, decode, encode
 from kvwire_local.rendezvous import Host
 from kvwire_local.sent_payloads import SentPayloads
+from kvwire_local.windows import OpenedWindows
 from kvwire_local.wire import LocalMessageType, LocalWire
 from kvwire_nccl.lane import NcclBootstrap
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble, is_proof, token_in
@@ -62,6 +63,7 @@ def _local_records(_: Reader, said: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.setblocking(False)
     wire, outgoing = LocalWire(ours), SentPayloads()
+    opened = OpenedWindows("user")
     try:
         theirs.sendall(said)
         records, there = wire.hear()
@@ -72,6 +74,10 @@ def _local_records(_: Reader, said: bytes) -> None:
                 outgoing.read(record.body)
             elif record.kind is LocalMessageType.ARENA:
                 wire.take_fd()
+            elif record.kind is LocalMessageType.WINDOW:
+                opened.announced(record.body)
+            elif record.kind is LocalMessageType.CONCEALED:
+                opened.concealed(record.body)
     finally:
         theirs.close()
         wire.close()

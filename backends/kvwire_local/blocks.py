@@ -1,0 +1,328 @@
+"""Reads the blocks of a window: from memory that is mapped here, or of another process.
+
+Both ways copy the bytes of a batch, and then look at the generations of its blocks.
+:mod:`kvwire.memory.generations` shows why that suffices, provided that the look comes
+after the bytes in the order that other processors see. It does:
+
+* **Mapped.** The compiled function executes a full fence between the bytes and the
+  generations. An acquire fence would do, as both are loads; but copying functions use
+  string instructions, whose loads the manuals do not order as plainly. Stores past the
+  caches need a fence of their own, for whoever reads the destination next. The argument
+  does not depend on it.
+* **Of another process.** One system call reads the bytes, then the generations, then a
+  cookie. The kernel handles the pieces in this order, and takes the lock of the
+  process's address space for each. On x86-64 loads are executed in order, and the lock
+  is a full fence besides. Elsewhere the generations are read by another call, behind a
+  fence. A batch that needs several calls reads its generations with the last.
+* **Without the compiled functions** both ways exist on x86-64 only, where loads are
+  executed in order. A lock that is taken between the bytes and the generations is a
+  full fence there.
+
+**Which process is read.** Only the process that the lane has met has the cookie, at its
+address, and a process that has ended does not come back. So if the cookie, which comes
+last, is right, then all calls of the batch have read that process.
+
+**Which memory is read.** Mapped, each address lies in a tensor of the window, and the
+tensor in a mapping whose size is sealed (:mod:`kvwire_local.templates`). Addresses of
+another process are resolved in that process only; a wrong one gives EFAULT.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvwire.backend import BlockRead, WindowMemory
+from kvwire.errors import BackendUnavailable, ConnectionLost
+from kvwire.kv.blocks import Bits
+from kvwire.kv.fragments import Array
+from kvwire.limits import KIB, MIB
+from kvwire.memory import cma
+from kvwire.memory.arena import SharedMapping
+from kvwire.memory.compiled import CompiledFunction, compiled_function
+from kvwire.memory.generations import ENTRY_BYTES, require_order
+from kvwire.memory.iovec import IOVECS_MAX
+from kvwire.memory.pieces import copy_pieces
+from kvwire_local.peer import PeerMemory
+from kvwire_local.templates import (
+    Span,
+    WindowTemplate,
+    WindowTemplates,
+    checked_spans,
+    checked_table,
+    packed,
+)
+
+# Whoever keeps the GIL for so many bytes takes some 50 us from other threads. Releasing
+# it may take the switch interval of another thread from this one, 5 ms.
+HELD_BYTES: Final = 512 * KIB
+# `kvwire_process` of _copy.c.
+_PROCESS: Final = struct.Struct("=2Q16s")
+
+mapped_compiled: CompiledFunction | None = compiled_function(
+    "kvwire_read_mapped", *(ctypes.c_void_p,) * 3
+)
+process_compiled: CompiledFunction | None = compiled_function(
+    "kvwire_read_process", *(ctypes.c_void_p,) * 5, result=ctypes.c_int
+)
+MappedArena = tuple[int, SharedMapping]
+"""The address of an arena at its owner, and its mapping here."""
+
+
+class WindowBlocks(ABC):
+    """The blocks of a window, as this process reads them."""
+
+    way: str
+    """The name of the way in reports."""
+    turn_bytes: int
+    """The most bytes that take about 2 ms."""
+
+    @abstractmethod
+    def read(self, batch: BlockRead) -> Bits:
+        """Read blocks, and return which have landed.
+
+        Raises:
+            ConnectionLost: The owner has gone.
+        """
+
+    @property
+    def owner_gone(self) -> bool:
+        """Return whether the owner's process is known to have ended."""
+        return False
+
+    def close(self) -> None:  # noqa: B027 - other processes need no descriptor
+        """Release what only ``owner_gone`` needs; a running read goes on."""
+
+
+class MappedBlocks(WindowBlocks):
+    """A window in arenas of its owner that are mapped here.
+
+    Args:
+        memory: The window.
+        arenas: The arenas that it may lie in.
+        pid: The owner's process; 0 if it is not visible from here.
+
+    Raises:
+        BackendUnavailable: A tensor or the table lies in none of the arenas.
+        ProtocolError: The owner would not have such tensors or such a table.
+    """
+
+    way = "mapped"
+    turn_bytes = 16 * MIB
+
+    def __init__(
+        self, memory: WindowMemory, arenas: Sequence[MappedArena], pid: int
+    ) -> None:
+        if mapped_compiled is None:
+            require_order()
+        spans = checked_spans(memory.spans)
+        shifts = [_shift(span, arenas) for span in spans]
+        first, end = checked_table(memory.table)
+        table = first + _shift((first, end), arenas)
+        entries = (end - first) // ENTRY_BYTES
+        self._templates = WindowTemplates(spans, shifts, table, entries)
+        self._generations: Array = np.frombuffer(
+            memoryview((ctypes.c_char * (end - first)).from_address(table)), np.uint64
+        )
+        # They stay mapped as long as this is referenced, by a running read too.
+        self._arenas = arenas
+        self._process = _process_descriptor(pid)
+
+    def read(self, batch: BlockRead) -> Bits:
+        template = self._templates.of(batch)
+        if mapped_compiled is None:
+            return self._read_in_python(template, batch)
+        landed = np.empty(batch.entries.size, np.bool_)
+        held, released = mapped_compiled
+        read = held if batch.nbytes <= HELD_BYTES else released
+        read(template.packed, packed(batch), landed.__array_interface__["data"][0])
+        return landed
+
+    def _read_in_python(self, template: WindowTemplate, batch: BlockRead) -> Bits:
+        landed = template.inside(batch)
+        self._keep_current(batch, landed)
+        origin, target = template.addresses(batch, landed)
+        if origin.size:
+            lengths = np.full(origin.size, batch.run, np.uint64)
+            copy_pieces(origin, target, lengths, batch.run * origin.size)
+        self._look_again(batch, landed)
+        return landed
+
+    def _look_again(self, batch: BlockRead, landed: Bits) -> None:
+        with _fence:
+            self._keep_current(batch, landed)
+
+    def _keep_current(self, batch: BlockRead, landed: Bits) -> None:
+        """Keep the blocks whose generation is the ticket's."""
+        found = self._generations[batch.entries[landed]]
+        landed[landed] = found == batch.generations[landed]
+
+    @property
+    def owner_gone(self) -> bool:
+        """Return whether the owner's process is known to have ended."""
+        if self._process < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
+
+
+class ProcessBlocks(WindowBlocks):
+    """A window in the ordinary memory of its owner.
+
+    Args:
+        memory: The window.
+        peer: The owner's process.
+
+    Raises:
+        BackendUnavailable: This process may not read that one.
+        ProtocolError: The owner would not have such tensors or such a table.
+    """
+
+    way = "process_vm_readv"
+    turn_bytes = 8 * MIB
+
+    def __init__(self, memory: WindowMemory, peer: PeerMemory) -> None:
+        if process_compiled is None:
+            require_order()
+        refusal = peer.refusal()
+        if refusal:
+            raise BackendUnavailable(f"local: {refusal}")
+        spans = checked_spans(memory.spans)
+        self._table, end = checked_table(memory.table)
+        entries = (end - self._table) // ENTRY_BYTES
+        shifts = [0] * len(spans)
+        self._templates = WindowTemplates(spans, shifts, self._table, entries)
+        self._peer = peer
+        self._packed = _PROCESS.pack(peer.pid, peer.cookie_address, peer.cookie)
+
+    def read(self, batch: BlockRead) -> Bits:
+        template = self._templates.of(batch)
+        if process_compiled is None:
+            return self._read_in_python(template, batch)
+        count = batch.entries.size
+        found = np.empty(count, np.uint64)
+        landed = np.empty(count, np.bool_)
+        held, released = process_compiled
+        read = held if batch.nbytes <= HELD_BYTES else released
+        error = read(
+            template.packed,
+            packed(batch),
+            self._packed,
+            found.__array_interface__["data"][0],
+            landed.__array_interface__["data"][0],
+        )
+        if error:
+            raise _lost(error)
+        return landed
+
+    def _read_in_python(self, template: WindowTemplate, batch: BlockRead) -> Bits:
+        landed = template.inside(batch)
+        if self._read_chosen(template, batch, landed):
+            return landed
+        # Some of the memory is not there. Read each block by itself.
+        for block in np.flatnonzero(landed).tolist():
+            alone = np.zeros_like(landed)
+            alone[block] = True
+            there = self._read_chosen(template, batch, alone)
+            landed[block] = there and alone[block]
+        if not self._read_chosen(template, batch, np.zeros_like(landed)):
+            raise _lost(errno.EFAULT)
+        return landed
+
+    def _read_chosen(
+        self, template: WindowTemplate, batch: BlockRead, chosen: Bits
+    ) -> bool:
+        """Read the chosen blocks; those that have landed remain chosen.
+
+        Returns False if some of the memory is not there.
+        """
+        origin, target = template.addresses(batch, chosen)
+        entries = batch.entries[chosen] * np.uint64(ENTRY_BYTES)
+        found = np.empty(entries.size, np.uint64)
+        cookie = np.zeros(len(self._peer.cookie), np.uint8)
+        # In this order: the bytes, the generations, the cookie.
+        lengths = np.repeat(
+            np.array((batch.run, ENTRY_BYTES, cookie.size), np.uint64),
+            (origin.size, found.size, 1),
+        )
+        here = np.arange(found.size, dtype=np.uint64) * np.uint64(ENTRY_BYTES)
+        here += np.uint64(found.ctypes.data)
+        local = _iovecs(lengths, target, here, cookie.ctypes.data)
+        there = entries + np.uint64(self._table)
+        remote = _iovecs(lengths, origin, there, self._peer.cookie_address)
+        try:
+            for first in range(0, lengths.size, IOVECS_MAX):
+                rows = lengths[first : first + IOVECS_MAX]
+                moved = cma.read(
+                    self._peer.pid,
+                    (local[first:].ctypes.data, rows.size),
+                    (remote[first:].ctypes.data, rows.size),
+                )
+                if moved < int(rows.sum()):
+                    return False
+        except OSError as exc:
+            if exc.errno == errno.EFAULT:
+                return False
+            raise _lost(exc.errno or 0) from exc
+        if cookie.tobytes() != self._peer.cookie:
+            raise _lost(errno.ESRCH)
+        self._look_again(batch, chosen, found)
+        return True
+
+    def _look_again(self, batch: BlockRead, chosen: Bits, found: Array) -> None:
+        """Keep the blocks whose generation, as it was read, is the ticket's."""
+        chosen[chosen] = found == batch.generations[chosen]
+
+
+_fence: Final = threading.Lock()
+
+
+def _shift(span: Span, arenas: Sequence[MappedArena]) -> int:
+    """Return what to add to the owner's addresses of a span to read it here.
+
+    Raises:
+        BackendUnavailable: No arena contains it.
+    """
+    first, end = span
+    for base, mapping in arenas:
+        if base <= first and end <= base + mapping.nbytes:
+            return mapping.address - base
+    raise BackendUnavailable(
+        f"local: {end - first} bytes of the window at {first:#x} are in no arena that "
+        f"the peer shares"
+    )
+
+
+def _process_descriptor(pid: int) -> int:
+    """Return a descriptor that is readable once a process has ended; -1 for none."""
+    try:
+        return os.pidfd_open(pid) if pid > 0 else -1
+    except OSError:
+        return -1
+
+
+def _iovecs(lengths: Array, bytes_: Array, generations: Array, cookie: int) -> Array:
+    """Return a table of iovecs."""
+    last = np.array((cookie,), np.uint64)
+    addresses = np.concatenate((bytes_, generations, last))
+    return np.stack((addresses, lengths), axis=1)
+
+
+def _lost(code: int) -> ConnectionLost:
+    error = OSError(code, os.strerror(code))
+    return ConnectionLost(f"local: the window's owner has gone: {cma.reason(error)}")

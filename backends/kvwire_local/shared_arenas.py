@@ -1,0 +1,54 @@
+"""The arenas that a lane has shared with its peer, by numbers that both sides count.
+
+An arena's descriptor travels on the socket before the first record that names the
+arena. A peer that has an arena can read all of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Final
+
+from kvwire.memory.arena import Arena
+from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire
+
+ARENA_BODY: Final = struct.Struct("<I")
+
+
+class ReadMethod(enum.IntFlag):
+    """How one side can read the other's memory."""
+
+    MEMORY = 1
+    ARENA = 2
+
+
+class SharedArenas:
+    """This side's arenas at the peer.
+
+    Args:
+        wire: The socket.
+        methods: How the peer can read this side.
+    """
+
+    def __init__(self, wire: LocalWire, methods: ReadMethod) -> None:
+        self.wire = wire
+        self.methods = methods
+        # Numbers of the arenas that the peer has, by their serial numbers.
+        self._shared: dict[int, int] = {}
+
+    def has_room_for(self, arena: Arena) -> bool:
+        """Return whether the peer has an arena, or can still get it."""
+        if ReadMethod.ARENA not in self.methods:
+            return False
+        return arena.serial in self._shared or len(self._shared) < ARENAS_MAX
+
+    def share(self, arena: Arena) -> int:
+        """Share an arena, unless the peer has it; return its number there."""
+        number = self._shared.get(arena.serial)
+        if number is None:
+            number = len(self._shared)
+            body = ARENA_BODY.pack(number)
+            self.wire.say(LocalMessageType.ARENA, body, arena.fileno())
+            self._shared[arena.serial] = number  # bounded: ARENAS_MAX
+        return number

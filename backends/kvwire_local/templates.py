@@ -1,0 +1,183 @@
+"""The pieces of a window's granules, with their bounds, made once for many batches.
+
+Addresses that the peer has sent are checked here: a piece is read only where its tensor
+is, and a tensor only where the caller has said that it may be.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvwire.backend import BlockRead
+from kvwire.errors import ProtocolError
+from kvwire.kv.blocks import Bits
+from kvwire.kv.fragments import Array
+from kvwire.memory.generations import ENTRY_BYTES
+from kvwire_local.descriptor import RULE
+
+# A window needs one for each group of blocks and each cache that it is read into.
+_TEMPLATES_MAX: Final = 64
+# `kvwire_window` and `kvwire_batch` of _copy.c.
+_WINDOW: Final = struct.Struct("=8Q")
+_BATCH: Final = struct.Struct("=7Q")
+# No process has addresses beyond this, so that no sum of two overflows 64 bits.
+_ADDRESS_MAX: Final = 2**63
+_WRAP: Final = 2**64
+
+Span = tuple[int, int]
+"""The first address of some memory, and the one behind its last."""
+
+
+class WindowTemplate:
+    """The pieces of a granule, and the tensors in which they may be moved.
+
+    Attributes:
+        packed: The template for the compiled functions.
+        pieces: The arrays that it was made for.
+    """
+
+    def __init__(self, batch: BlockRead, tensors: _Tensors) -> None:
+        pieces = batch.pieces_from
+        run = np.uint64(batch.run)
+        # The last tensor that does not begin behind the piece.
+        index = tensors.first.searchsorted(pieces, "right") - 1
+        first = tensors.first[index]
+        end = tensors.end[index]
+        inside = np.logical_and(index >= 0, pieces + run <= end)
+        self._origin: Array = pieces + tensors.shift[index]
+        self._target: Array = batch.pieces_to
+        self._low: Array = first + tensors.shift[index]
+        # In how many places of its tensor a piece may lie.
+        self._room: Array = np.where(
+            inside, end - first - run + np.uint64(1), np.uint64(0)
+        )
+        self._entries = tensors.entries
+        self.pieces = (batch.pieces_from, batch.pieces_to)
+        columns = (self._origin, self._target, self._low, self._room)
+        assert all(c.dtype == np.uint64 and c.flags.c_contiguous for c in columns)
+        self.packed: bytes = _WINDOW.pack(
+            *(column.ctypes.data for column in columns),
+            pieces.size,
+            batch.run,
+            tensors.table,
+            tensors.entries,
+        )
+
+    def inside(self, batch: BlockRead) -> Bits:
+        """Return which blocks have an entry and lie in the tensors."""
+        inside = batch.entries < np.uint64(self._entries)
+        places = batch.offsets_from[:, np.newaxis] + (self._origin - self._low)
+        granules = np.logical_and.reduce(places < self._room, axis=1)
+        firsts = np.arange(0, granules.size, batch.per_block)
+        if firsts.size:
+            inside &= np.logical_and.reduceat(granules, firsts)
+        return inside
+
+    def addresses(self, batch: BlockRead, chosen: Bits) -> tuple[Array, Array]:
+        """Return where the pieces of the chosen blocks are read, and written."""
+        granules = np.repeat(chosen, batch.per_block)[: batch.offsets_from.size]
+        origin = batch.offsets_from[granules, np.newaxis] + self._origin
+        target = batch.offsets_to[granules, np.newaxis] + self._target
+        return origin.ravel(), target.ravel()
+
+
+class WindowTemplates:
+    """The templates of one window.
+
+    Args:
+        spans: The tensors, at the owner; from :func:`checked_spans`.
+        shifts: What to add to an address of each, to read it.
+        table: Where the table of generations is read.
+        entries: Its entries.
+    """
+
+    def __init__(
+        self, spans: Sequence[Span], shifts: Sequence[int], table: int, entries: int
+    ) -> None:
+        self.table = table
+        self.entries = entries
+        self._tensors = _Tensors(spans, shifts, table, entries)
+        self._made: dict[tuple[int, int, int], WindowTemplate] = {}
+
+    def of(self, batch: BlockRead) -> WindowTemplate:
+        """Return the template of a batch."""
+        granules = batch.offsets_from.size
+        assert batch.offsets_to.size == granules
+        assert batch.generations.size == batch.entries.size
+        assert batch.entries.size == -(-granules // batch.per_block)
+        key = (id(batch.pieces_from), id(batch.pieces_to), batch.run)
+        made = self._made.get(key)
+        if made is None:
+            if len(self._made) >= _TEMPLATES_MAX:
+                self._made.clear()
+            made = WindowTemplate(batch, self._tensors)
+            self._made[key] = made  # bounded: _TEMPLATES_MAX
+        return made
+
+
+class _Tensors:
+    """The tensors of a window as columns, in the order of their addresses."""
+
+    def __init__(
+        self, spans: Sequence[Span], shifts: Sequence[int], table: int, entries: int
+    ) -> None:
+        # Behind them one without memory, which an index of -1 finds.
+        columns = np.array(
+            [(*span, shift % _WRAP) for span, shift in zip(spans, shifts, strict=True)]
+            + [(_WRAP - 1, 0, 0)],
+            np.uint64,
+        )
+        self.first, self.end, self.shift = np.ascontiguousarray(columns.T)
+        self.table = table
+        self.entries = entries
+
+
+def checked_spans(spans: Sequence[tuple[int, int]]) -> list[Span]:
+    """Return a peer's tensors by address; those that overlap become one.
+
+    Raises:
+        ProtocolError: One is empty, or beyond the end of memory.
+    """
+    checked: list[Span] = []
+    for first, nbytes in sorted(spans):
+        end = first + nbytes
+        if first < 0 or nbytes < 1 or end > _ADDRESS_MAX:
+            raise ProtocolError(RULE, f"local: no memory has {nbytes} B at {first:#x}")
+        if checked and first < checked[-1][1]:
+            checked[-1] = (checked[-1][0], max(end, checked[-1][1]))
+        else:
+            checked.append((first, end))
+    return checked
+
+
+def checked_table(table: tuple[int, int]) -> Span:
+    """Return where a peer's table of generations lies.
+
+    Raises:
+        ProtocolError: It is no table of aligned 64-bit numbers.
+    """
+    ((first, end),) = checked_spans((table,))
+    if first % ENTRY_BYTES or end % ENTRY_BYTES:
+        raise ProtocolError(
+            RULE,
+            f"local: generations are aligned numbers of {ENTRY_BYTES} bytes, and not "
+            f"{table[1]} bytes at {first:#x}",
+        )
+    return first, end
+
+
+def packed(batch: BlockRead) -> bytes:
+    """Return a batch for the compiled functions."""
+    return _BATCH.pack(
+        batch.offsets_from.__array_interface__["data"][0],
+        batch.offsets_to.__array_interface__["data"][0],
+        batch.entries.__array_interface__["data"][0],
+        batch.generations.__array_interface__["data"][0],
+        batch.offsets_from.size,
+        batch.per_block,
+        batch.entries.size,
+    )

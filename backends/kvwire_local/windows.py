@@ -1,0 +1,377 @@
+"""Windows of a lane: those that this side exposes, and those of the peer that it reads.
+
+An owner's description of a window is a number. How the window is read follows on the
+socket, because it depends on what only the socket shows (the peer's user, and how it
+can read this process), and because the descriptors of arenas travel there as well::
+
+    owner                                   reader
+      expose(memory) -> number     ...        window(number, memory)
+      ARENA, ARENA, WINDOW          ->        ready: the arenas are mapped
+      conceal(memory): CONCEALED    ->        its readers end
+
+A record of a window: u32 number, u32 kind, and what belongs to the kind::
+
+    ARENA    for each arena: u32 number, u32 zero, u64 its address at the owner
+    MEMORY   nothing: the reader calls process_vm_readv
+    REFUSED  the reason, in UTF-8
+
+**Who may read.** The reader of a window can read all of its arenas, or all of the
+process. With ``one_sided_windows = "user"`` the kernel must name the user of this
+process as the peer's (``SO_PEERCRED``); both sides ask. A user that this process's
+namespace does not know appears as user 65534, whoever it is, and is refused.
+
+**After the end of a lane** a mapped window can still be read: its pages exist as long
+as they are mapped, and the owner renews the generations of blocks before it writes to
+them, whether there is a lane or not. A window in ordinary memory ends with its lane,
+whose cookie identifies the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+import struct
+import weakref
+from collections.abc import Iterator
+from typing import Final
+
+from kvwire.backend import BlockRead, WindowMemory, WindowReader
+from kvwire.errors import (
+    BackendUnavailable,
+    ConnectionLost,
+    KVWireError,
+    ProtocolError,
+    printable,
+    sayable,
+)
+from kvwire.kv.blocks import Bits
+from kvwire.memory.arena import Arena, arena_at
+from kvwire.types import OneSidedWindows
+from kvwire_local.blocks import MappedBlocks, ProcessBlocks, WindowBlocks
+from kvwire_local.descriptor import RULE
+from kvwire_local.peer import PeerMemory
+from kvwire_local.shared_arenas import ReadMethod, SharedArenas
+from kvwire_local.wire import WINDOWS_MAX, LocalMessageType
+
+_NUMBER: Final = struct.Struct("<I")
+_HEAD: Final = struct.Struct("<II")
+_ARENA: Final = struct.Struct("<IIQ")
+# The kernel's default for users that a namespace does not know: `overflowuid`.
+_NOBODY: Final = 65534
+
+
+class _Kind(enum.IntEnum):
+    REFUSED = 0
+    ARENA = 1
+    MEMORY = 2
+
+
+_KINDS: Final = {int(kind): kind for kind in _Kind}
+
+
+class ExposedWindows:
+    """The windows of this side that a lane's peer may read.
+
+    Args:
+        allowed: The setting ``one_sided_windows``.
+    """
+
+    def __init__(self, allowed: OneSidedWindows) -> None:
+        self._allowed: OneSidedWindows = allowed
+        self._arenas: SharedArenas | None = None
+        self._uid = -1
+        self._numbers: dict[WindowMemory, int] = {}
+        self._count = 0
+        # Those exposed before the two sides had met; None for one that is concealed.
+        self._early: dict[int, WindowMemory | None] = {}
+
+    def come_up(self, arenas: SharedArenas, uid: int) -> None:
+        """Announce the windows that were exposed before the two sides had met."""
+        self._arenas = arenas
+        self._uid = uid
+        for number, memory in self._early.items():
+            try:
+                if memory is None:
+                    raise BackendUnavailable("local: the peer has concealed the window")
+                kind, body = self._way(memory, arenas)
+            except BackendUnavailable as exc:
+                kind = _Kind.REFUSED
+                body = sayable(str(exc)).encode()
+            _announce(arenas, number, kind, body)
+        self._early.clear()
+
+    def expose(self, memory: WindowMemory) -> bytes:
+        """Let the peer read a window; return its description.
+
+        Raises:
+            BackendUnavailable: The peer cannot or may not read it.
+        """
+        _require_trust(self._allowed)
+        if memory not in self._numbers:
+            if max(len(self._numbers), len(self._early)) >= WINDOWS_MAX:
+                raise BackendUnavailable(
+                    f"local: a lane has {WINDOWS_MAX} windows at most"
+                )
+            if self._arenas is not None:
+                kind, body = self._way(memory, self._arenas)
+                _announce(self._arenas, self._count, kind, body)
+            else:
+                self._early[self._count] = memory  # bounded: WINDOWS_MAX
+            self._numbers[memory] = self._count  # bounded: WINDOWS_MAX
+            self._count += 1
+        return _NUMBER.pack(self._numbers[memory])
+
+    def conceal(self, memory: WindowMemory) -> None:
+        """End the peer's readers of a window."""
+        number = self._numbers.pop(memory, None)
+        if number is None:
+            return
+        if self._arenas is None:
+            self._early[number] = None  # bounded: WINDOWS_MAX
+        else:
+            self._arenas.wire.say(LocalMessageType.CONCEALED, _NUMBER.pack(number))
+
+    def _way(self, memory: WindowMemory, arenas: SharedArenas) -> tuple[_Kind, bytes]:
+        """Share a window's memory with the peer, and return how it is read.
+
+        Raises:
+            BackendUnavailable: The peer cannot or may not read it.
+        """
+        _require_trust(self._allowed, self._uid)
+        if ReadMethod.ARENA in arenas.methods:
+            found = _arenas_of(memory)
+            if found is not None and all(map(arenas.has_room_for, found)):
+                return _Kind.ARENA, b"".join(
+                    _ARENA.pack(arenas.share(arena), 0, arena.address)
+                    for arena in found
+                )
+        if ReadMethod.MEMORY in arenas.methods:
+            return _Kind.MEMORY, b""
+        raise BackendUnavailable(
+            "local: the peer cannot read this process, and the window is not in arenas "
+            "that it can map; put the cache into an Arena: docs/howto/same-host.md"
+        )
+
+
+class OpenedWindows:
+    """The windows of the peer that this side reads.
+
+    Args:
+        allowed: The setting ``one_sided_windows``.
+    """
+
+    def __init__(self, allowed: OneSidedWindows) -> None:
+        self._allowed: OneSidedWindows = allowed
+        self._peer: PeerMemory | None = None
+        # How each window of the peer is read, by number.
+        self._ways: dict[int, tuple[_Kind, bytes]] = {}
+        self._count = 0
+        self._readers: weakref.WeakSet[LocalWindowReader] = weakref.WeakSet()
+
+    def come_up(self, peer: PeerMemory) -> None:
+        """Read the memory of this process."""
+        self._peer = peer
+
+    def open(self, description: bytes, memory: WindowMemory) -> LocalWindowReader:
+        """Return a reader of a window that the peer's lane has exposed.
+
+        Raises:
+            BackendUnavailable: It cannot or may not be read.
+            ProtocolError: The peer's lane would not make such a description.
+        """
+        _require_trust(self._allowed)
+        reader = LocalWindowReader(_number(description), memory)
+        if reader.number in self._ways:
+            reader.begin(self._blocks(reader))
+        elif reader.number < self._count:
+            raise BackendUnavailable("local: the peer has concealed the window")
+        self._readers.add(reader)  # bounded: those that the caller holds
+        return reader
+
+    def announced(self, body: bytes) -> None:
+        """Handle the record of a window.
+
+        Raises:
+            ProtocolError: The peer's lane would not send it.
+        """
+        if len(body) < _HEAD.size:
+            raise ProtocolError(RULE, f"local: a window's record of {len(body)} bytes")
+        number, code = _HEAD.unpack_from(body)
+        kind = _KINDS.get(code)
+        if number != self._count or kind is None or len(self._ways) >= WINDOWS_MAX:
+            raise ProtocolError(
+                RULE,
+                f"local: window {number} of kind {code}; number {self._count} is next, "
+                f"and {len(self._ways)} of at most {WINDOWS_MAX} are open",
+            )
+        self._count += 1
+        self._ways[number] = (kind, body[_HEAD.size :])  # bounded: WINDOWS_MAX
+        for reader in self._readers_of(number):
+            try:
+                reader.begin(self._blocks(reader))
+            except KVWireError as exc:
+                reader.end(exc)
+
+    def concealed(self, body: bytes) -> None:
+        """Handle the end of a window.
+
+        Raises:
+            ProtocolError: The peer has no such window.
+        """
+        number = _number(body)
+        if self._ways.pop(number, None) is None:
+            raise ProtocolError(RULE, f"local: window {number} is not open")
+        for reader in self._readers_of(number):
+            reader.end(ConnectionLost("local: the peer has concealed the window"))
+
+    def close(self, *, peer_left: bool) -> None:
+        """Handle the end of the lane; mapped windows can still be read."""
+        for reader in list(self._readers):
+            reader.lane_ended(peer_left=peer_left)
+        self._readers.clear()
+        self._ways.clear()
+        self._peer = None
+
+    def _readers_of(self, number: int) -> Iterator[LocalWindowReader]:
+        return (reader for reader in list(self._readers) if reader.number == number)
+
+    def _blocks(self, reader: LocalWindowReader) -> WindowBlocks:
+        """Return the blocks of a window that was announced.
+
+        Raises:
+            BackendUnavailable: They cannot or may not be read.
+            ProtocolError: The peer's lane would not say this of them.
+        """
+        peer = self._peer
+        assert peer is not None, "records come from a peer"
+        kind, body = self._ways[reader.number]
+        if kind is _Kind.REFUSED:
+            raise BackendUnavailable(printable(body.decode(errors="replace")))
+        _require_trust(self._allowed, peer.uid)
+        if kind is _Kind.MEMORY:
+            return ProcessBlocks(reader.memory, peer)
+        if len(body) % _ARENA.size:
+            raise ProtocolError(RULE, f"local: {len(body)} bytes for a list of arenas")
+        arenas = [
+            (base, peer.arena(number)) for number, _, base in _ARENA.iter_unpack(body)
+        ]
+        return MappedBlocks(reader.memory, arenas, peer.pid)
+
+
+class LocalWindowReader(WindowReader):
+    """Reads a window of another process of this host.
+
+    Attributes:
+        number: The window's number on its lane.
+        memory: The peer's addresses.
+    """
+
+    immediate = True
+    way = "not ready"
+
+    def __init__(self, number: int, memory: WindowMemory) -> None:
+        self.number = number
+        self.memory = memory
+        self._blocks: WindowBlocks | None = None
+        self._settled = asyncio.Event()
+        self._error: KVWireError | None = None
+        self._peer_left = False
+
+    def begin(self, blocks: WindowBlocks) -> None:
+        """Allow reading."""
+        self._blocks = blocks
+        self.way = blocks.way
+        self.turn_bytes = blocks.turn_bytes
+        self._settled.set()
+
+    def end(self, error: KVWireError) -> None:
+        """End reading, for this reason."""
+        if self._error is None:
+            self._error = error
+        if self._blocks is not None:
+            self._blocks.close()
+            self._blocks = None
+        self._settled.set()
+
+    def lane_ended(self, *, peer_left: bool) -> None:
+        """Handle the end of the lane."""
+        self._peer_left = peer_left
+        if not isinstance(self._blocks, MappedBlocks):
+            self.end(ConnectionLost("local: the window's lane has ended"))
+
+    async def ready(self) -> None:
+        await self._settled.wait()
+        if self._error is not None:
+            raise self._error
+
+    def read(self, batch: BlockRead) -> Bits:
+        # A read on another thread needs them until it is over.
+        blocks = self._blocks
+        if blocks is None:
+            raise ConnectionLost(str(self._error or "local: the window is not ready"))
+        try:
+            return blocks.read(batch)
+        except ConnectionLost as exc:
+            self._peer_left = True
+            self.end(exc)
+            raise
+
+    @property
+    def owner_gone(self) -> bool:
+        """Return whether the owner has left the lane, or its process has ended."""
+        blocks = self._blocks
+        return self._peer_left or (blocks is not None and blocks.owner_gone)
+
+    def close(self) -> None:
+        self.end(ConnectionLost("local: the reader is closed"))
+
+
+def _announce(arenas: SharedArenas, number: int, kind: _Kind, body: bytes) -> None:
+    arenas.wire.say(LocalMessageType.WINDOW, _HEAD.pack(number, kind) + body)
+
+
+def _arenas_of(memory: WindowMemory) -> list[Arena] | None:
+    """Return the arenas that all of a window lies in; None if some lies in none."""
+    found: dict[int, Arena] = {}
+    for first, nbytes in (*memory.spans, memory.table):
+        arena = arena_at(first, first + nbytes)
+        if arena is None:
+            return None
+        found[arena.serial] = arena
+    return list(found.values())
+
+
+def _number(body: bytes) -> int:
+    """Return the number of a window.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    if len(body) != _NUMBER.size:
+        raise ProtocolError(RULE, f"local: {len(body)} bytes for a window's number")
+    (number,) = _NUMBER.unpack(body)
+    return int(number)
+
+
+def _require_trust(allowed: OneSidedWindows, uid: int | None = None) -> None:
+    """Refuse windows that the configuration does not allow.
+
+    Args:
+        allowed: The setting ``one_sided_windows``.
+        uid: The peer's user; None while it is not known.
+
+    Raises:
+        BackendUnavailable: It allows none, or not for this user.
+    """
+    if allowed == "off":
+        raise BackendUnavailable(
+            'local: windows are refused by one_sided_windows="off"'
+        )
+    if uid is None or allowed == "peers":
+        return
+    if uid != os.geteuid() or uid == _NOBODY:
+        raise BackendUnavailable(
+            f"local: the peer's process belongs to user {uid}, this one to "
+            f'{os.geteuid()}; one_sided_windows="peers" lets every peer read windows'
+        )
