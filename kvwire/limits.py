@@ -94,6 +94,21 @@ REQUEST_ID_MAX: Final = 2**32 - 1
 # Rows of tables: a program with more of them open has forgotten to close some.
 GRANTS_MAX: Final = 65_536
 REGIONS_MAX: Final = 65_536
+
+WINDOWS_MAX: Final = 1024
+# Of each connection: the windows of the peer that are open, and their readers' caches
+# of different shape.
+WINDOWS_OPEN_MAX: Final = 1024
+WINDOW_VIEWS_MAX: Final = 64
+# One frame names this many blocks, with 12 bytes each; their payload is sent as one
+# request. A larger get is several of these.
+WINDOW_GET_BLOCKS_MAX: Final = 4096
+WINDOW_GET_BYTES_MAX: Final = 64 * MIB
+# The addresses of a window's tensors, 16 bytes for each layer of keys and of values, and
+# what a lane needs to read them. Without room for these it is read by asking.
+WINDOW_MEMORY_BYTES_MAX: Final = 20 * KIB
+WINDOW_ACCESS_BYTES_MAX: Final = 20 * KIB
+WINDOW_GEOMETRY_BYTES_MAX: Final = 20 * KIB
 # Control bytes queued towards one peer; beyond it the peer is a slow consumer. NATS
 # allows 64 MiB, but that is payload.
 CONTROL_QUEUE_BYTES_MAX: Final = 4 * MIB
@@ -235,6 +250,7 @@ assert DESCRIPTION_BYTES_MAX + TRANSFER_ID_BYTES_MAX < CONTROL_BODY_BYTES_MAX - 
 assert LANDED_BOX_BYTES * LANDED_BOXES_MAX < DESCRIPTION_BYTES_MAX - 16 * KIB
 assert 5 * SETTLED_MAX < CONTROL_BODY_BYTES_MAX - KIB
 assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
+assert 12 * WINDOW_GET_BLOCKS_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert SPAN_PIECES_MAX * 8 < DESCRIPTOR_BYTES_MAX - KIB
 assert DESCRIPTOR_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert BOOTSTRAP_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX

@@ -47,6 +47,7 @@ from kvwire.endpoint.snapshot import (
     snapshot_of,
     transfer_snapshots,
 )
+from kvwire.endpoint.window import Window
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
@@ -226,6 +227,36 @@ class Communicator(AsyncWith):
         """
         self._thread.check("Communicator.accept")
         return await self._acceptor.inbound.take()
+
+    # --- windows ----------------------------------------------------------------------
+
+    def expose(
+        self,
+        name: str,
+        memory: PagedCache | Memory,
+        *,
+        block_bytes: int | None = None,
+    ) -> Window:
+        """Let peers read blocks of a cache, or of plain bytes, without asking.
+
+        Nothing is offered yet: see :meth:`Window.offer <kvwire.Window.offer>`. Every
+        peer of this communicator may open the window, and reads the blocks for which it
+        has a ticket. Whether a peer on this host or behind RDMA may read the memory in
+        place, and could then also read what was not offered, is a setting:
+        ``one_sided_windows``.
+
+        Args:
+            name: The name by which peers open it.
+            memory: A cache; or contiguous memory, which is cut into blocks.
+            block_bytes: The bytes of each block of plain memory.
+
+        Raises:
+            UsageError: The memory cannot be used, or the name is taken.
+            ClosedOK: The communicator is closed.
+        """
+        self._thread.check("Communicator.expose")
+        self._links.check_open()
+        return self._links.windows.expose(name, memory, block_bytes)
 
     # --- fleets -----------------------------------------------------------------------
 

@@ -17,7 +17,9 @@ from kvwire.aio import FORKED, AsyncWith, LoopThread, absolute
 from kvwire.backend import Link, Payload
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneSet
+from kvwire.endpoint.remote_window import RemoteWindow, WindowAsk
 from kvwire.endpoint.request import Request
+from kvwire.endpoint.window_link import Opening, WindowLink
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -70,6 +72,7 @@ from kvwire.types import (
 from kvwire.wire.control import AccessBody
 
 if TYPE_CHECKING:
+    from kvwire.endpoint.window import WindowTable
     from kvwire.transfers.registry import TransferServices
 
 _TAG_MAX: Final = 2**64 - 1
@@ -78,6 +81,7 @@ _SEND: Final = RequestKind.SEND
 _RECV: Final = RequestKind.RECV
 _PUT: Final = RequestKind.PUT
 _GET: Final = RequestKind.GET
+_SERVE_READ: Final = RequestKind.SERVE_READ
 # What they wait for until they move.
 _MESSAGES: Final = {_SEND: "the peer to receive it", _RECV: "a message"}
 _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
@@ -113,6 +117,7 @@ class Connection(AsyncWith):
         *,
         peer: PeerInfo,
         lanes: LaneSet,
+        windows: WindowTable,
         ended: Callable[[Connection, ConnectionClosed], None],
     ) -> None:
         self._services = services
@@ -127,7 +132,9 @@ class Connection(AsyncWith):
         # Where it leads, on the side that has connected.
         self._dialled: Dialled | None = None
         self._driver = ConnectionDriver(link, core, services, lanes, peer)
+        self._windows = WindowLink(self._driver, windows)
         self._driver.serve(self, self._acts(ended))
+        self._driver.lane_setup.on_open = self._windows.lane_opened
 
     def __repr__(self) -> str:
         driver = self._driver
@@ -334,6 +341,24 @@ class Connection(AsyncWith):
             self._thread.check("Connection.get")
         payload = as_payload(into, writable=True, what="into")
         return self._one_sided(Request(self, _GET, grant, payload, absolute(deadline)))
+
+    async def window(self, name: str, *, deadline: Deadline = None) -> RemoteWindow:
+        """Open a window of the peer, to read blocks that it offers.
+
+        Args:
+            name: The name that the peer has given to ``expose``.
+            deadline: As for :meth:`send`.
+
+        Raises:
+            AccessDenied: The peer exposes no window of this name.
+            ConnectionClosed: The connection is closing or closed.
+            DeadlineExceeded: There was no answer in time.
+
+        Cancel safety: safe, nothing stays open.
+        """
+        self._thread.check("Connection.window")
+        opened = await self._windows.open(name, absolute(deadline))
+        return RemoteWindow(name, self._thread, opened)
 
     # --- KV transfers -----------------------------------------------------------------
 
@@ -609,8 +634,15 @@ class Connection(AsyncWith):
             TransferOpened: partial(self._services.registry.opened, self._driver),
             MessageDropped: lambda event: self._driver.held.pop(event.buffer),
             MemoryWanted: self._provide,
-            Ended: lambda event: ended(self, event.error),
+            **self._windows.acts(),
+            Ended: partial(self._ended, ended),
         }
+
+    def _ended(
+        self, ended: Callable[[Connection, ConnectionClosed], None], event: Ended
+    ) -> None:
+        self._windows.end(event.error)
+        ended(self, event.error)
 
     def _of_segment(self, event: SegmentMarked | SegmentLanded) -> None:
         leg = event.segment.request.context
@@ -666,6 +698,10 @@ class Connection(AsyncWith):
         if event.held is not None:
             held = self._driver.held.pop(event.held)
         if not isinstance(request, Request):
+            if isinstance(request, WindowAsk | Opening):
+                request.done(event)
+            elif record.kind is _SERVE_READ:
+                self._windows.request_over(record)
             return
         if event.error is not None:
             request._complete(None, event.error)

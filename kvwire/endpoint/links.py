@@ -24,6 +24,7 @@ from kvwire.driver.handshake import HandshakeDriver, report_of
 from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.connection import Connection, Dialled
 from kvwire.endpoint.dialling import Dialling
+from kvwire.endpoint.window import WindowTable
 from kvwire.errors import (
     BackendUnavailable,
     ClosedOK,
@@ -62,6 +63,7 @@ class Links:
         services: The services that the parts of the communicator share.
         identity: The identity that the communicator proves in each handshake.
         regions: The memory that it has lent to peers.
+        windows: The blocks that it exposes to reads without asking.
         drivers: The drivers of its links. Ordered, so that the order in which they are
             ended does not depend on object addresses.
         connections: Those that have not ended, oldest first.
@@ -73,6 +75,7 @@ class Links:
         self.services = services
         self.identity = identity
         self.regions: RegionTable = RegionTable()
+        self.windows: WindowTable = WindowTable(services.thread)
         self.drivers: dict[Driver, None] = {}
         self.connections: dict[Connection, None] = {}
         self.lost: Callable[[Connection, ConnectionClosed], None] | None = None
@@ -263,6 +266,7 @@ class Links:
             core,
             peer=peer,
             lanes=LaneSet(opening.scheme, report_of(agreement.choice.verdicts)),
+            windows=self.windows,
             ended=self._connection_ended,
         )
         self._add_driver(connection._driver)

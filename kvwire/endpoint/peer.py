@@ -20,7 +20,13 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Final, Unpack, overload
 
-from kvwire.aio import LoopThread, Upkeep, absolute, start_task
+from kvwire.aio import (
+    LoopThread,
+    Upkeep,
+    absolute,
+    start_task,
+    yields_before_raising,
+)
 from kvwire.backend import Payload
 from kvwire.directory import Change, ChangeKind, Record, Selector
 from kvwire.endpoint.connection import Connection, check_size, checked_tag
@@ -28,7 +34,9 @@ from kvwire.endpoint.limits import PEER_ATTEMPTS_MAX, PEER_REDIAL_S_MAX, REDIAL_
 from kvwire.endpoint.links import Links
 from kvwire.endpoint.membership import Membership
 from kvwire.endpoint.reconnect import Reconnector
+from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
+from kvwire.endpoint.window_link import OpenedWindow
 from kvwire.errors import (
     AuthenticationFailed,
     BackendUnavailable,
@@ -211,6 +219,28 @@ class Peer:
             return connection.get(grant, into, deadline=deadline)
         payload = as_payload(into, writable=True, what="into")
         return self._defer(RequestKind.GET, grant, payload, deadline)
+
+    @yields_before_raising
+    async def window(self, name: str) -> RemoteWindow:
+        """Open a window; see :meth:`Connection.window <kvwire.Connection.window>`.
+
+        The peer is dialled if it is not connected. After the connection has ended, the
+        next ``get`` dials again and opens the window anew; blocks that another process
+        has offered are missing.
+
+        Raises:
+            AccessDenied: The peer exposes no window of this name.
+            ConnectError, HandshakeError, ClosedOK: As for :meth:`connect`.
+
+        Cancel safety: safe, nothing stays open.
+        """
+        self._thread.check("Peer.window")
+
+        async def opened() -> OpenedWindow:
+            connection = await self._connect()
+            return await connection._windows.open(name, None)
+
+        return RemoteWindow(name, self._thread, await opened(), opened)
 
     def pull(
         self,

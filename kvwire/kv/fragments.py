@@ -189,6 +189,18 @@ class Fragments:
         return part
 
 
+def concatenated(parts: Sequence[Fragments]) -> Fragments:
+    """Return several lists as one stream; they are alike in device and writability."""
+    first = parts[0]
+    return Fragments(
+        np.concatenate([part.addresses for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        owner=[part.owner for part in parts],
+        writable=first.writable,
+        device=first.device,
+    )
+
+
 Payload = memoryview | Fragments
 """Bytes in memory: one C-contiguous byte view (format "B"), or many fragments."""
 

@@ -12,7 +12,7 @@ fragments differ only by one distance, so the last result is kept and shifted.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -20,15 +20,45 @@ from kvwire import limits
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.canonical import Canonical
 from kvwire.kv.fragments import Fragments
-from kvwire.kv.paged import CacheGroup
+from kvwire.kv.paged import Addresses
+from kvwire.kv.spec import KVSpec
+from kvwire.types import Device
+
+
+class GroupMemory(Protocol):
+    """The memory of one cache group; see :class:`kvwire.kv.paged.CacheGroup`."""
+
+    @property
+    def spec(self) -> KVSpec:
+        """What the group holds."""
+
+    @property
+    def bases(self) -> Addresses:
+        """The address of block 0 of each layer and component."""
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """The bytes between steps along each other axis."""
+
+    @property
+    def owners(self) -> object:
+        """What keeps the memory alive."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether it can receive."""
+
+    @property
+    def device(self) -> Device | None:
+        """The device that holds it; None for host memory."""
 
 
 class Steps:
     """The part of a group's address computation that is independent of block ids."""
 
-    def __init__(self, walk: Canonical, memory: CacheGroup) -> None:
+    def __init__(self, walk: Canonical, memory: GroupMemory) -> None:
         self.walk: Canonical = walk
-        self.memory: CacheGroup = memory
+        self.memory: GroupMemory = memory
         self.granules_per_block: int = memory.spec.block_tokens // walk.granule_tokens
         # Each layer's distance from the first, if it is the same for keys and values.
         behind = memory.bases - memory.bases[0]
@@ -113,7 +143,7 @@ class GroupMap:
 
     def __init__(self, steps: Steps, ids: Ids, wanted: Bits) -> None:
         self.walk: Canonical = steps.walk
-        self.memory: CacheGroup = steps.memory
+        self.memory: GroupMemory = steps.memory
         self.ids: Ids = ids
         self.wanted: Bits = wanted
         self.moves_all: bool = bool(np.logical_and.reduce(wanted))

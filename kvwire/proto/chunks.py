@@ -36,6 +36,8 @@ from kvwire.wire.header import FrameType, Header
 _DATA = int(FrameType.DATA)
 
 _BUFFER = ChunkPlace.BUFFER
+_READ = RequestKind.READ
+_SERVE_READ = RequestKind.SERVE_READ
 
 
 class Chunk(msgspec.Struct, eq=False):
@@ -87,6 +89,7 @@ class ChunkMover:
         self._scheduler = Scheduler(chunk_bytes)
         self.sending: bool = False
         self._on_segment_sent: Callable[[SegmentRecord], None] | None = None
+        self._on_read_sent: Callable[[RequestRecord], None] | None = None
         # Ordered, so that a run of the core is the same each time.
         self._leaving: dict[Chunk, None] = {}
         # Chunks that got lost with their lane.
@@ -110,6 +113,10 @@ class ChunkMover:
     def on_segment_sent(self, call: Callable[[SegmentRecord], None]) -> None:
         """Set the function to call when a link has finished a whole segment."""
         self._on_segment_sent = call
+
+    def on_read_sent(self, call: Callable[[RequestRecord], None]) -> None:
+        """Set the function to call when all bytes of a get from a window have left."""
+        self._on_read_sent = call
 
     @property
     def due_bytes(self) -> int:
@@ -183,6 +190,9 @@ class ChunkMover:
             mover.advance(RequestInput.CONFIRMED)
         if mover.over:
             self._requests.finish(mover)
+        elif mover.kind is _SERVE_READ:
+            assert self._on_read_sent is not None
+            self._on_read_sent(mover)
 
     def chunk_missed(self, chunk: Chunk) -> None:
         """Queue a chunk that was lost with its lane; it is sent before all others.
@@ -284,7 +294,10 @@ class ChunkMover:
         self.release(arrival)
         if request.over:
             return
-        if not intact:
+        if not intact and request.kind is _READ:
+            # The owner may have withdrawn the blocks: its last frame tells.
+            request.damaged = True
+        elif not intact:
             error = IntegrityError(
                 f"bytes {arrival.header.offset}+{arrival.length} arrived damaged"
             )
@@ -294,9 +307,12 @@ class ChunkMover:
         if request.moved < request.nbytes:
             return
         request.advance(RequestInput.MOVED)
+        if request.confirmed:
+            request.advance(RequestInput.CONFIRMED)
         if request.kind is RequestKind.SERVE_PUT:
             self._requests.tell_done(request)
-        self._requests.finish(request)
+        if request.over:
+            self._requests.finish(request)
 
     def release(self, arrival: ChunkArrival) -> None:
         """Drop an arrival's hold: the link has written all of it."""

@@ -52,11 +52,13 @@ from kvwire.proto.state import (
     RequestStage,
 )
 from kvwire.proto.transfers import Transfers
+from kvwire.proto.windows import WindowReads
 from kvwire.types import Access, BufferId, RegionId
 from kvwire.wire.control import (
     AccessBody,
     Close,
     Ping,
+    WindowGet,
     decode_body,
 )
 from kvwire.wire.handshake_messages import ConnectionParameters
@@ -96,6 +98,7 @@ class ConnectionCore:
         eager_header: Sends a small message at once, if there is credit; see Messages.
         next_chunk: Returns the next piece of payload to send, if any; see ChunkMover.
         lanes: Data paths beside the control link.
+        windows: Reads of blocks that either side has exposed.
         phase: The connection's state.
         error: Why it is closed, once it is.
         speak_by: The latest time to send the frames that transfers hold back; None if
@@ -153,6 +156,9 @@ class ConnectionCore:
         self._onesided = OneSided(
             self.outbox, self._requests, self.chunks, self._grants
         )
+        self.windows: WindowReads = WindowReads(
+            self.outbox, self._requests, self.chunks
+        )
         self._liveness = Liveness(
             interval_s=ping_interval_s, misses=ping_misses, now=now
         )
@@ -167,7 +173,7 @@ class ConnectionCore:
         self._dispatch = Dispatch(
             self.outbox,
             self._requests,
-            (*parts, self._liveness),
+            (*parts, self.windows, self._liveness),
             check_may_start=self._check_may_start,
             peer_closed=self._peer_closed,
         )
@@ -406,6 +412,22 @@ class ConnectionCore:
         self._check_open()
         request = self._record(RequestKind.GET, buffer, nbytes, deadline)
         self._onesided.get(request, where)
+        return request
+
+    def open_window(self, name: str, deadline: float | None) -> RequestRecord:
+        """Ask the peer for one of its windows."""
+        self._check_open()
+        request = self._record(RequestKind.OPEN_WINDOW, None, 0, deadline)
+        self.windows.open(request, name)
+        return request
+
+    def read_window(
+        self, buffer: BufferId, body: WindowGet, deadline: float | None
+    ) -> RequestRecord:
+        """Read blocks of a window of the peer into a buffer."""
+        self._check_open()
+        request = self._record(RequestKind.READ, buffer, body.nbytes, deadline)
+        self.windows.get(request, body)
         return request
 
     def cancel(self, request: RequestRecord) -> None:

@@ -23,6 +23,7 @@ from kvwire.proto.onesided import OneSided
 from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import RequestKind
 from kvwire.proto.transfers import Transfers
+from kvwire.proto.windows import WindowReads
 from kvwire.wire.control import (
     Body,
     Close,
@@ -32,7 +33,16 @@ from kvwire.wire.control import (
 from kvwire.wire.header import FrameType, Header
 
 # Frames that start something; after the peer's CLOSE there is none.
-_STARTS = frozenset({FrameType.ANNOUNCE, FrameType.PUT, FrameType.GET, FrameType.OPEN})
+_STARTS = frozenset(
+    {
+        FrameType.ANNOUNCE,
+        FrameType.PUT,
+        FrameType.GET,
+        FrameType.OPEN,
+        FrameType.WINDOW_OPEN,
+        FrameType.WINDOW_GET,
+    }
+)
 # Those that begin when the application at the other end does its part.
 MET_BY_PEER = frozenset({RequestKind.SEND, RequestKind.OUTGOING, RequestKind.INCOMING})
 
@@ -44,14 +54,16 @@ class Dispatch:
         self,
         outbox: Outbox,
         requests: RequestTable,
-        parts: tuple[Messages, OneSided, Transfers, LaneTable, Liveness],
+        parts: tuple[
+            Messages, OneSided, Transfers, LaneTable, WindowReads, Liveness
+        ],
         *,
         check_may_start: Callable[[Header], None],
         peer_closed: Callable[[Close], None],
     ) -> None:
         self._outbox = outbox
         self._requests = requests
-        messages, onesided, transfers, lanes, liveness = parts
+        messages, onesided, transfers, lanes, windows, liveness = parts
         self._messages = messages
         self._onesided = onesided
         self._transfers = transfers
@@ -66,6 +78,9 @@ class Dispatch:
             FrameType.LANE_READY: lanes.ready_received,
             FrameType.LANE_CLOSE: lanes.close_received,
             FrameType.LANE_ACK: lanes.ack_received,
+            FrameType.WINDOW_VIEW: windows.viewed,
+            FrameType.WINDOW_MEMORY: windows.memory_received,
+            FrameType.WINDOW_CLOSE: windows.closed_received,
         }
         self._of_request: dict[int, Callable[[Header, Any], object]] = {
             FrameType.ANNOUNCE: messages.announced,
@@ -75,6 +90,10 @@ class Dispatch:
             FrameType.FIN: self._done,
             FrameType.FAIL: self._failed,
             FrameType.LANE_DATA: lanes.data_received,
+            FrameType.WINDOW_OPEN: windows.asked,
+            FrameType.WINDOW_OPENED: windows.opened,
+            FrameType.WINDOW_GET: windows.get_asked,
+            FrameType.WINDOW_GOT: windows.got,
             FrameType.OPEN: transfers.opened,
             FrameType.AGREE: transfers.agreed,
             FrameType.SEGMENT: transfers.marked,

@@ -13,8 +13,14 @@ import msgspec
 from kvwire.errors import ConnectionClosed, KVWireError
 from kvwire.proto.framing import Framing
 from kvwire.proto.records import ChunkArrival, RequestRecord, SegmentRecord
-from kvwire.types import BufferId
-from kvwire.wire.control import Body, encode_body
+from kvwire.types import BufferId, RequestId
+from kvwire.wire.control import (
+    Body,
+    WindowGet,
+    WindowMemoryBody,
+    WindowViewBody,
+    encode_body,
+)
 
 
 class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +105,45 @@ class TransferSettled(msgspec.Struct, frozen=True, kw_only=True):
     request: RequestRecord
 
 
+class WindowAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports that the peer opens a window; call ``show`` or ``deny``."""
+
+    wire_id: RequestId
+    name: str
+
+
+class WindowMemoryOffered(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports that a lane can read an open window of the peer in place."""
+
+    body: WindowMemoryBody
+
+
+class WindowViewed(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports the geometry of a cache that the peer's gets will land in."""
+
+    body: WindowViewBody
+
+
+class WindowRead(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports a get of the peer; call ``serve`` or ``finish``, or fail the request."""
+
+    request: RequestRecord
+    body: WindowGet
+
+
+class WindowSent(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports that the bytes of a get have left; compare again, and ``finish``."""
+
+    request: RequestRecord
+
+
+class WindowClosed(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports the end of a window: of this side's by its reader, if ``mine``."""
+
+    window: int
+    mine: bool
+
+
 class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
     """Reports to a server that the client wants a lane; ``answer`` or ``lane_gone``."""
 
@@ -135,6 +180,14 @@ class LaneDataReceived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed | LaneDataReceived
+WindowEvent = (
+    WindowAsked
+    | WindowMemoryOffered
+    | WindowViewed
+    | WindowRead
+    | WindowSent
+    | WindowClosed
+)
 Event = (
     RequestDone
     | MemoryWanted
@@ -146,6 +199,7 @@ Event = (
     | SegmentLanded
     | SegmentsAcknowledged
     | TransferSettled
+    | WindowEvent
     | LaneEvent
 )
 

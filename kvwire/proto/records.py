@@ -26,7 +26,7 @@ from kvwire.proto.state import (
     RequestStage,
 )
 from kvwire.types import BufferId, RegionId, RequestId
-from kvwire.wire.control import SegmentBody
+from kvwire.wire.control import SegmentBody, WindowGot, WindowOpened
 from kvwire.wire.header import Header
 
 Box = tuple[int, int, int, int, int]
@@ -97,6 +97,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         confirmed: The peer's FIN arrived before our link had finished its bytes.
         over: Whether it is done or has failed.
         turn_bytes: Bytes it may still send in this turn; below 0 it has sent too many.
+        answer: The frame with which the owner of a window has ended it.
+        damaged: Bytes of a get from a window did not match their checksum.
         context: The front's own object for it.
     """
 
@@ -115,6 +117,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     confirmed: bool = False
     over: bool = False
     turn_bytes: int = 0
+    answer: WindowOpened | WindowGot | None = None
+    damaged: bool = False
     context: object = None
 
     def advance(self, event: RequestInput) -> None:

@@ -30,7 +30,14 @@ from kvwire.types import BufferId, RequestId, Role
 from kvwire.wire.control import Fail, Fin
 from kvwire.wire.header import FrameType
 
-SENDING: Final = frozenset({RequestKind.SEND, RequestKind.PUT, RequestKind.SERVE_GET})
+SENDING: Final = frozenset(
+    {
+        RequestKind.SEND,
+        RequestKind.PUT,
+        RequestKind.SERVE_GET,
+        RequestKind.SERVE_READ,
+    }
+)
 SERVING: Final = frozenset({RequestKind.SERVE_PUT, RequestKind.SERVE_GET})
 _RECV: Final = RequestKind.RECV
 

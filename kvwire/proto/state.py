@@ -14,6 +14,9 @@ A request is one movement of bytes, seen from one side:
   that every byte is in place.
 * GET moves as soon as it is asked for, from the peer's SERVE_GET.
 * SERVE_PUT and SERVE_GET are the same movements on the side that granted the memory.
+* OPEN_WINDOW waits for the answer of the window's owner.
+* READ moves as soon as it is asked for, from the peer's SERVE_READ; both end with the
+  owner's last frame, which reports the blocks that were withdrawn meanwhile.
 * OUTGOING and INCOMING are the two ends of a KV transfer. It waits until the
   applications on both sides have named it (GO), moves segment by segment
   (kvwire.proto.transfers), and ends on the producer's side with the consumer's report
@@ -30,7 +33,7 @@ Inputs:
 
 * GO: matched, permitted, or given credit.
 * MOVED: the last byte has left the link, or has arrived and was verified.
-* CONFIRMED: the peer sent FIN.
+* CONFIRMED: the last frame of the request was sent or received.
 * FAIL: cancelled, expired, refused, broken, on either side.
 
 A connection, once its handshake is over:
@@ -60,6 +63,9 @@ class RequestKind(Symbol):
     GET = "get"
     SERVE_PUT = "serve put"
     SERVE_GET = "serve get"
+    OPEN_WINDOW = "opening of a window"
+    READ = "get from a window"
+    SERVE_READ = "serve get from a window"
     OUTGOING = "outgoing transfer"
     INCOMING = "incoming transfer"
 
@@ -96,6 +102,9 @@ _WAYS: Final = {
     RequestKind.GET: (RequestStage.MOVING, (_DONE,)),
     RequestKind.SERVE_PUT: (RequestStage.MOVING, (_DONE,)),
     RequestKind.SERVE_GET: (RequestStage.MOVING, (_DONE,)),
+    RequestKind.OPEN_WINDOW: (RequestStage.WAITING, (_CONFIRMED,)),
+    RequestKind.READ: (RequestStage.MOVING, (_WAIT, _CONFIRMED)),
+    RequestKind.SERVE_READ: (RequestStage.MOVING, (_WAIT, _CONFIRMED)),
     RequestKind.OUTGOING: (RequestStage.POSTED, (_GO, _WAIT, _CONFIRMED)),
     RequestKind.INCOMING: (RequestStage.POSTED, (_GO, _WAIT, _CONFIRMED)),
 }

@@ -35,6 +35,10 @@ Pairs = Annotated[
     tuple[tuple[GroupName, GroupName], ...], Meta(max_length=PROFILE_FIELDS_MAX)
 ]
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+GeometryFields = Annotated[
+    tuple[tuple[GroupName, Pairs, GroupName, U32, U32 | None], ...],
+    Meta(max_length=KV_GROUPS_MAX),
+]
 ENDPOINT_ID_BYTES = 8
 TRACE_BYTES = 25
 # Arrays shorter than this have their count in their first byte.
@@ -59,10 +63,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             and the flags of W3C's traceparent. Empty without tracing.
     """
 
-    geometry: Annotated[
-        tuple[tuple[GroupName, Pairs, GroupName, U32, U32 | None], ...],
-        Meta(max_length=KV_GROUPS_MAX),
-    ]
+    geometry: GeometryFields
     endpoint_id: Annotated[
         bytes, Meta(min_length=ENDPOINT_ID_BYTES, max_length=ENDPOINT_ID_BYTES)
     ]

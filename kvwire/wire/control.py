@@ -22,6 +22,7 @@ from kvwire.limits import (
     DESCRIPTION_BYTES_MAX,
     DESCRIPTOR_BYTES_MAX,
     EAGER_WINDOW_BYTES_MAX,
+    KV_GROUPS_MAX,
     LANDED_MAX,
     LANE_NUMBER_MAX,
     LANE_PAYLOADS_MAX,
@@ -34,6 +35,11 @@ from kvwire.limits import (
     SEGMENTS_MAX,
     SETTLED_MAX,
     TRANSFER_ID_BYTES_MAX,
+    WINDOW_ACCESS_BYTES_MAX,
+    WINDOW_GEOMETRY_BYTES_MAX,
+    WINDOW_GET_BLOCKS_MAX,
+    WINDOW_MEMORY_BYTES_MAX,
+    WINDOW_VIEWS_MAX,
 )
 from kvwire.wire.header import FrameType
 
@@ -54,6 +60,11 @@ TransferId = Annotated[bytes, Meta(min_length=1, max_length=TRANSFER_ID_BYTES_MA
 Description = Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES_MAX)]
 LastWords = Annotated[tuple[U32, ...], Meta(max_length=LAST_WORDS_MAX)]
 SegmentNumber = Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
+WindowNumber = Annotated[int, Meta(ge=1, le=2**31)]
+WindowGeometry = Annotated[bytes, Meta(max_length=WINDOW_GEOMETRY_BYTES_MAX)]
+WindowMemory = Annotated[bytes, Meta(max_length=WINDOW_MEMORY_BYTES_MAX)]
+WindowAccess = Annotated[bytes, Meta(max_length=WINDOW_ACCESS_BYTES_MAX)]
+ViewNumber = Annotated[int, Meta(ge=0, le=WINDOW_VIEWS_MAX - 1)]
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -192,6 +203,88 @@ class AccessBody(Body, array_like=True, frozen=True, gc=False):
     nbytes: Bytes
 
 
+class WindowOpen(Body, array_like=True, frozen=True, gc=False):
+    """WINDOW_OPEN: asks for a window of the peer by its name."""
+
+    name: Name
+
+
+class WindowOpened(Body, array_like=True, frozen=True, gc=False):
+    """WINDOW_OPENED: the answer, with the window's number on this connection.
+
+    ``serial`` is in each of its tickets; ``geometry`` is that of its cache. If a lane is
+    open that reads it in place, the rest is as in WINDOW_MEMORY; without one, ``lane``
+    is 0.
+    """
+
+    window: WindowNumber
+    serial: Token
+    geometry: WindowGeometry
+    lane: Annotated[int, Meta(ge=0, le=LANE_NUMBER_MAX)] = 0
+    memory: WindowMemory = b""
+    access: WindowAccess = b""
+
+
+class WindowMemoryBody(Body, array_like=True, frozen=True, gc=False):
+    """WINDOW_MEMORY: a lane has come up that reads an open window in place.
+
+    ``memory`` has the addresses, and ``access`` what the lane itself needs.
+    """
+
+    window: WindowNumber
+    lane: LaneNumber
+    memory: WindowMemory
+    access: WindowAccess
+
+
+class WindowViewBody(Body, array_like=True, frozen=True, gc=False):
+    """WINDOW_VIEW: the geometry of a cache that gets of this window land in."""
+
+    window: WindowNumber
+    view: ViewNumber
+    geometry: WindowGeometry
+
+
+class WindowGet(Body, array_like=True, frozen=True, gc=False):
+    """WINDOW_GET: asks for blocks, whose ``nbytes`` bytes follow as DATA.
+
+    ``entries`` has the blocks' places in the window's table, 4 bytes each, and
+    ``generations`` 8 bytes for each. ``counts`` is the number of blocks of each group.
+    """
+
+    window: WindowNumber
+    view: ViewNumber
+    nbytes: Annotated[int, Meta(ge=1, le=REQUEST_BYTES_MAX)]
+    counts: Annotated[tuple[U32, ...], Meta(min_length=1, max_length=KV_GROUPS_MAX)]
+    entries: Annotated[bytes, Meta(min_length=4, max_length=4 * WINDOW_GET_BLOCKS_MAX)]
+    generations: Annotated[
+        bytes, Meta(min_length=8, max_length=8 * WINDOW_GET_BLOCKS_MAX)
+    ]
+
+
+class WindowGot(Body, array_like=True, frozen=True, gc=False):
+    """WINDOW_GOT: the last frame of an answer; compared after the bytes had left.
+
+    ``stale`` has one bit for each block, least significant first, that is set if its
+    generation is another one; it is empty if none is. Without ``sent`` no bytes were
+    sent, since all are stale.
+    """
+
+    sent: bool
+    stale: Annotated[bytes, Meta(max_length=WINDOW_GET_BLOCKS_MAX // 8)] = b""
+
+
+class WindowClose(Body, array_like=True, frozen=True, gc=False):
+    """WINDOW_CLOSE: the owner ends a window, or its reader does.
+
+    A reader answers the owner's with one of its own as soon as its lanes no longer read
+    the window's memory. ``mine`` is whether the sender is the owner.
+    """
+
+    window: WindowNumber
+    mine: bool
+
+
 class Fin(Body, array_like=True, frozen=True, gc=False):
     """FIN: every byte of a put is in place, or a producer has COMMIT_ACK."""
 
@@ -277,6 +370,13 @@ _BODIES: Final[dict[int, type[Body]]] = {
     FrameType.FIN: Fin,
     FrameType.FAIL: Fail,
     FrameType.LANE_DATA: LaneData,
+    FrameType.WINDOW_OPEN: WindowOpen,
+    FrameType.WINDOW_OPENED: WindowOpened,
+    FrameType.WINDOW_MEMORY: WindowMemoryBody,
+    FrameType.WINDOW_VIEW: WindowViewBody,
+    FrameType.WINDOW_GET: WindowGet,
+    FrameType.WINDOW_GOT: WindowGot,
+    FrameType.WINDOW_CLOSE: WindowClose,
     FrameType.OPEN: Open,
     FrameType.AGREE: Agree,
     FrameType.SEGMENT: SegmentBody,

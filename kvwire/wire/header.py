@@ -40,6 +40,7 @@ from kvwire.limits import (
     LANDED_MAX,
     LANE_PAYLOADS_MAX,
     SEAL_BYTES,
+    WINDOW_GET_BLOCKS_MAX,
 )
 
 _LAYOUT: Final = struct.Struct("<BBHIIIQII")
@@ -71,6 +72,9 @@ class FrameType(enum.IntEnum):
     LANE_READY = 0x15
     LANE_CLOSE = 0x16
     LANE_ACK = 0x17
+    WINDOW_VIEW = 0x18
+    WINDOW_MEMORY = 0x19
+    WINDOW_CLOSE = 0x1A
     ANNOUNCE = 0x20
     READY = 0x21
     PUT = 0x22
@@ -78,6 +82,10 @@ class FrameType(enum.IntEnum):
     FIN = 0x24
     FAIL = 0x25
     LANE_DATA = 0x26
+    WINDOW_OPEN = 0x27
+    WINDOW_OPENED = 0x28
+    WINDOW_GET = 0x29
+    WINDOW_GOT = 0x2A
     OPEN = 0x30
     AGREE = 0x31
     SEGMENT = 0x32
@@ -125,6 +133,10 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
     FrameType.LANE_OPEN: (1, BOOTSTRAP_BYTES_MAX + 1024),
     FrameType.LANE_CLOSE: (1, 9 * LANE_PAYLOADS_MAX + 1024),
     FrameType.LANE_DATA: (1, DESCRIPTOR_BYTES_MAX + 128),
+    FrameType.WINDOW_VIEW: (1, CONTROL_BODY_BYTES_MAX),
+    FrameType.WINDOW_MEMORY: (1, CONTROL_BODY_BYTES_MAX),
+    FrameType.WINDOW_OPENED: (1, CONTROL_BODY_BYTES_MAX),
+    FrameType.WINDOW_GET: (1, 12 * WINDOW_GET_BLOCKS_MAX + 1024),
     FrameType.OPEN: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.AGREE: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.SEGMENT_ACK: (1, 5 * LANDED_MAX + 64),

@@ -61,6 +61,8 @@ class LaneSetup:
         self._refusals = 0
         # Made when the first lane has broken.
         self._reconnector: LaneReconnector | None = None
+        # Called with each lane that comes up.
+        self.on_open: Callable[[LaneEndpoint], None] | None = None
         self._initial_set: asyncio.Future[None] = (
             asyncio.get_running_loop().create_future()
         )
@@ -316,6 +318,8 @@ class LaneSetup:
         logger.debug(
             "peer %s: lane %d is up: %s", peer, endpoint.number, endpoint.backend
         )
+        if endpoint.state is LaneState.OPEN and self.on_open is not None:
+            self.on_open(endpoint)
 
     def _check_alive(self) -> None:
         """Raise the error of the connection if it has ended."""

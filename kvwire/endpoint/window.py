@@ -1,0 +1,239 @@
+"""A window: blocks of a cache that peers read without asking, until they are withdrawn.
+
+The owner offers blocks that will not change, and withdraws them before it writes to
+them again. Each offer gives a block a *generation*, a random 64-bit number in a table
+beside the cache; withdrawing replaces the number. A reader copies a block and looks at
+its generation afterwards. If that is still the one of its ticket, every byte is what
+the owner had offered; if not, the block is missing and nothing else happens. So the
+owner never waits for a reader, a reader that has died holds nothing, and a reference
+to a block that was reused is never mistaken for a good one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvwire.aio import LoopThread
+from kvwire.errors import UsageError, is_name, wrong_type
+from kvwire.kv.blocks import Blocks, Ids
+from kvwire.kv.geometry import Geometry
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.spec import KVSpec
+from kvwire.kv.ticket import SERIAL_BYTES, write_ticket
+from kvwire.kv.window_map import geometry_of_pools
+from kvwire.limits import NAME_CHARS_MAX, WINDOWS_MAX
+from kvwire.memory.buffers import Memory, as_payload
+from kvwire.memory.generations import Generations
+
+BYTES_GROUP = "bytes"
+
+
+class Window:
+    """Blocks of this process that peers may read; made by ``expose``.
+
+    The cache's memory has to stay where it is until :meth:`close` has returned.
+    :meth:`offer` and :meth:`withdraw` may be called from any thread.
+    """
+
+    def __init__(
+        self, table: WindowTable, name: str, cache: PagedCache, thread: LoopThread
+    ) -> None:
+        self._table = table
+        self._thread = thread
+        self._name = name
+        self._cache = cache
+        self._serial = secrets.token_bytes(SERIAL_BYTES)
+        self._geometry: Geometry = geometry_of_pools(cache)
+        self._first: dict[str, int] = {}
+        entries = 0
+        for group in cache.groups.values():
+            self._first[group.name] = entries
+            entries += group.num_blocks
+        self._generations = Generations(entries)
+        self._closed = False
+        # What still reads its memory: answers under way, and readers on lanes.
+        self._uses = 0
+        self._unused = asyncio.Event()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<Window {self._name!r}: {self._cache!r}, {state}>"
+
+    @property
+    def name(self) -> str:
+        """Return the name by which peers open it."""
+        return self._name
+
+    @property
+    def closed(self) -> bool:
+        """Return whether it was closed."""
+        return self._closed
+
+    def offer(self, blocks: Blocks) -> bytes:
+        """Allow blocks to be read by peers that get the returned ticket.
+
+        The blocks must not change until :meth:`withdraw`. Offering a block again
+        returns the same right; there is no count.
+
+        Args:
+            blocks: Block ids, or ``{group: ids}``; of plain bytes, numbers of blocks.
+
+        Returns:
+            The ticket: the blocks and their generations, 12 bytes for each and some 32
+            more. It may travel by any channel.
+
+        Raises:
+            UsageError: A block is out of range, or the window is closed.
+        """
+        if self._closed:
+            raise UsageError(f"window {self._name!r} is closed")
+        lists = self._cache.block_lists(blocks)
+        entries = self._entries(lists)
+        counts = [ids.size for ids in lists.values()]
+        return write_ticket(
+            self._serial, counts, entries, self._generations.current(entries)
+        )
+
+    def withdraw(self, blocks: Blocks | None = None) -> None:
+        """End the right to read blocks; from here they may be written to.
+
+        Returns at once, whatever readers do: one that is in the middle of a block
+        reports it as missing.
+
+        Args:
+            blocks: As for :meth:`offer`; None for all.
+
+        Raises:
+            UsageError: A block is out of range.
+        """
+        if self._closed:
+            return
+        if blocks is None:
+            self._generations.renew(np.arange(self._generations.values.size))
+        else:
+            self._generations.renew(self._entries(self._cache.block_lists(blocks)))
+
+    async def close(self) -> None:
+        """Withdraw all blocks, and return when no transport touches the memory.
+
+        There is no deadline: a reader that does not answer is ended by its connection's
+        liveness check.
+
+        Cancel safety: safe. The window is closed either way; call it again to go on
+        waiting for its memory.
+        """
+        self._thread.check("Window.close")
+        if not self._closed:
+            self.withdraw()
+            self._closed = True
+            self._table.remove(self)
+        while self._uses:
+            self._unused.clear()
+            await self._unused.wait()
+        self._generations.close()
+
+    # --- for the connections that show it ---------------------------------------------
+
+    def _entries(self, lists: dict[str, Ids]) -> Ids:
+        """Return the places of blocks in the table of generations."""
+        if len(lists) == 1:
+            return next(iter(lists.values()))
+        return np.concatenate(
+            [ids + self._first[name] for name, ids in lists.items()]
+        )
+
+    def _used(self) -> None:
+        self._uses += 1
+
+    def _released(self) -> None:
+        self._uses -= 1
+        if not self._uses:
+            self._unused.set()
+
+
+class WindowTable:
+    """The windows that a communicator exposes, by name.
+
+    Attributes:
+        closing: Called with each window that is closed, by its connections.
+    """
+
+    def __init__(self, thread: LoopThread) -> None:
+        self._thread = thread
+        self._open: dict[str, Window] = {}
+        self.closing: dict[Callable[[Window], None], None] = {}
+
+    def expose(
+        self, name: str, memory: PagedCache | Memory, block_bytes: int | None
+    ) -> Window:
+        """Make a window; see Communicator.expose."""
+        if not is_name(name) or not name:
+            raise UsageError(
+                f"expose: name={name!r}: a text of 1 to {NAME_CHARS_MAX} characters"
+            )
+        if name in self._open:
+            raise UsageError(f"expose: there is a window {name!r}; close it first")
+        if len(self._open) >= WINDOWS_MAX:
+            raise UsageError(f"expose: {WINDOWS_MAX} windows are open; close some")
+        cache = as_cache("expose", memory, block_bytes)
+        window = Window(self, name, cache, self._thread)
+        self._open[name] = window  # bounded: WINDOWS_MAX
+        return window
+
+    def find(self, name: str) -> Window | None:
+        """Return the open window of this name."""
+        return self._open.get(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the open windows."""
+        return tuple(self._open)
+
+    def remove(self, window: Window) -> None:
+        """End a window at every connection that shows it."""
+        self._open.pop(window._name, None)
+        for call in list(self.closing):
+            call(window)
+
+
+def as_cache(
+    verb: str, memory: PagedCache | Any, block_bytes: int | None
+) -> PagedCache:
+    """Return memory as a cache: plain bytes are a group of one layer.
+
+    Raises:
+        UsageError: The memory cannot be used, or is no multiple of ``block_bytes``.
+    """
+    if isinstance(memory, PagedCache):
+        if block_bytes is not None:
+            raise UsageError(f"{verb}: block_bytes is for plain bytes, not for a cache")
+        return memory
+    if block_bytes is None:
+        raise wrong_type(
+            verb, memory, "a kvwire.PagedCache, or bytes and their block_bytes"
+        )
+    payload = as_payload(memory, writable=False)
+    if not isinstance(payload, memoryview):
+        raise wrong_type(verb, memory, "contiguous host memory")
+    if type(block_bytes) is not int or block_bytes < 1 or payload.nbytes % block_bytes:
+        raise UsageError(
+            f"{verb}: block_bytes={block_bytes!r} of memory of {payload.nbytes} bytes"
+        )
+    if not payload.nbytes:
+        raise UsageError(f"{verb}: memory of 0 bytes")
+    spec = KVSpec(
+        layers=1,
+        kv_heads=1,
+        head_dim=block_bytes,
+        block_tokens=1,
+        dtype="uint8",
+        components=1,
+        kind="state",
+    )
+    array = np.frombuffer(payload, np.uint8).reshape(-1, 1, 1, block_bytes)
+    return PagedCache.grouped({BYTES_GROUP: (spec, [array])})

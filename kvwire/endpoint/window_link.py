@@ -1,0 +1,553 @@
+"""The windows of one connection: those that it shows to its peer, and the peer's.
+
+The owner's part answers gets: it compares generations, sends the blocks straight from
+the cache, and compares again once its link no longer reads them. The reader's part
+keeps what is agreed once for each window of the peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import msgspec
+import numpy as np
+
+from kvwire.backend.window import WindowMemory, WindowReader
+from kvwire.driver.connection_driver import ConnectionDriver, EventActs
+from kvwire.driver.lanes.state import LaneEndpoint
+from kvwire.endpoint.window import Window, WindowTable
+from kvwire.endpoint.window_memory import decode_memory, encode_memory
+from kvwire.errors import (
+    BackendUnavailable,
+    ConnectionClosed,
+    ConnectionLost,
+    KVWireError,
+    ProfileMismatch,
+    ProtocolError,
+    UsageError,
+    WireCode,
+    nearest,
+)
+from kvwire.kv.blocks import Bits, Ids, MissingBlocks, nothing_missing
+from kvwire.kv.fragments import Array, Fragments, concatenated
+from kvwire.kv.geometry import Geometry, geometry_of
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.window_map import (
+    BlockPlaces,
+    PeerGroup,
+    common_pieces,
+    geometry_of_pools,
+    placed,
+    spans_of,
+    view_walks,
+)
+from kvwire.limits import WINDOW_GEOMETRY_BYTES_MAX, WINDOW_VIEWS_MAX
+from kvwire.proto.events import (
+    RequestDone,
+    WindowAsked,
+    WindowClosed,
+    WindowMemoryOffered,
+    WindowRead,
+    WindowSent,
+    WindowViewed,
+)
+from kvwire.proto.records import RequestRecord
+from kvwire.transfers.offer import GeometryFields
+from kvwire.wire.control import (
+    DECODE_ERRORS,
+    WindowMemoryBody,
+    WindowOpened,
+)
+
+logger: logging.Logger = logging.getLogger("kvwire.windows")
+
+_GEOMETRY: Final = msgspec.msgpack.Decoder(GeometryFields)
+_U4: Final = np.dtype("<u4")
+_U8: Final = np.dtype("<u8")
+
+
+class ShownWindow:
+    """A window of this side that the peer has open."""
+
+    def __init__(self, number: int, window: Window) -> None:
+        self.number = number
+        self.window = window
+        # By the reader's number: where blocks lie, or why they cannot be sent.
+        self.views: dict[int, tuple[BlockPlaces, ...] | str] = {}
+        # Lanes on which the peer may read it in place.
+        self.lanes: list[tuple[LaneEndpoint, WindowMemory]] = []
+
+    def view(self, geometry: bytes) -> tuple[BlockPlaces, ...] | str:
+        """Return where the blocks lie that a reader of this geometry gets."""
+        cache = self.window._cache
+        try:
+            walks = view_walks(self.window._geometry, read_geometry(geometry))
+        except (ProfileMismatch, UsageError) as exc:
+            return str(exc)
+        return tuple(BlockPlaces(walk, cache.groups[walk.group]) for walk in walks)
+
+
+class OpenedWindow:
+    """A window of the peer, open on one connection.
+
+    Attributes:
+        number: Its number there.
+        serial: The serial number in its tickets.
+        geometry: Its cache.
+        first: The first entry of each group, and behind the last one of all.
+        reader: Reads it in place, without asking; None while it is read by messages.
+        gone: Why it can be read no more, or "".
+    """
+
+    def __init__(self, link: WindowLink, answer: WindowOpened) -> None:
+        self.link = link
+        self.number: int = answer.window
+        self.serial: bytes = answer.serial
+        self.geometry: Geometry = read_geometry(answer.geometry)
+        first = 0
+        self.first: list[int] = [0]
+        for group in self.geometry.groups:
+            first += group.blocks
+            self.first.append(first)
+        self.reader: WindowReader | None = None
+        self.memory: tuple[WindowMemory, tuple[PeerGroup, ...]] | None = None
+        self.gone: str = ""
+        self._views: WeakKeyDictionary[PagedCache, ReaderView] = WeakKeyDictionary()
+        self._numbers: dict[bytes, int] = {}  # bounded: WINDOW_VIEWS_MAX
+
+    def view(self, cache: PagedCache) -> ReaderView:
+        """Return the map from its blocks to those of a cache of this side.
+
+        Raises:
+            ProfileMismatch: They do not fit together.
+        """
+        view = self._views.get(cache)
+        if view is None:
+            view = self._views[cache] = ReaderView(self, cache)
+        return view
+
+    def number_of(self, view: ReaderView) -> int:
+        """Return the view's number on this connection, once the owner knows it.
+
+        Raises:
+            UsageError: There are too many views of other geometry.
+        """
+        number = self._numbers.get(view.geometry)
+        if number is None:
+            number = len(self._numbers)
+            if number >= WINDOW_VIEWS_MAX:
+                raise UsageError(
+                    f"{WINDOW_VIEWS_MAX} caches of different shape read this window"
+                )
+            self._numbers[view.geometry] = number
+            core = self.link.driver.core
+            core.windows.view(self.number, number, view.geometry)
+        return number
+
+    def adopt(self, lane: int, memory: bytes, access: bytes) -> None:
+        """Read the window in place from now on, over a lane of this number."""
+        endpoint = self.link.driver.lanes.find(lane)
+        if endpoint is None or self.reader is not None:
+            return
+        try:
+            read = decode_memory(memory, self.geometry)
+            self.reader = endpoint.lane.window(access, read[0])
+        except BackendUnavailable as exc:
+            logger.info("a window is read by messages: %s", exc)
+            return
+        self.memory = read
+
+    def drop_reader(self) -> None:
+        """Read by messages from now on."""
+        if self.reader is not None:
+            self.reader.close()
+            self.reader = None
+
+    def close(self) -> None:
+        """Report to the owner that this side reads it no more."""
+        link = self.link
+        self.gone = self.gone or "this side closed the window"
+        self.drop_reader()
+        if link.opened.pop(self.number, None) is not None and not link.ended:
+            link.driver.core.windows.close(self.number)
+            link.driver.run()
+
+
+class ReaderView:
+    """The map from the blocks of a peer's window to those of a cache of this side.
+
+    Attributes:
+        geometry: This cache's, encoded.
+        places: Where blocks land, by group.
+        per_owner: The granules of one block of the owner, by group.
+        block_bytes: The bytes that one block of the owner has for this side, by group.
+    """
+
+    def __init__(self, opened: OpenedWindow, cache: PagedCache) -> None:
+        mine = geometry_of_pools(cache)
+        walks = view_walks(opened.geometry, mine)
+        if not cache.writable:
+            raise UsageError(
+                "this cache has a tensor that is not writable: nothing can land in it"
+            )
+        self.geometry: bytes = encode_geometry(mine)
+        self.places: tuple[BlockPlaces, ...] = tuple(
+            BlockPlaces(walk, cache.groups[walk.group]) for walk in walks
+        )
+        tokens = [group.spec.block_tokens for group in opened.geometry.groups]
+        self.per_owner: tuple[int, ...] = tuple(
+            count // walk.granule_tokens
+            for count, walk in zip(tokens, walks, strict=True)
+        )
+        self.block_bytes: tuple[int, ...] = tuple(
+            len(walk.layers) * walk.granule_bytes * granules
+            for walk, granules in zip(walks, self.per_owner, strict=True)
+        )
+        self.host: bool = cache.device is None
+        self.nothing_missing: MissingBlocks = nothing_missing(
+            {walk.group: walk.layers for walk in walks}
+        )
+        self.owners: object = [group.owners for group in cache.groups.values()]
+        self._pieces: list[tuple[BlockPlaces, Array, Array, int]] | None = None
+
+    def pieces(
+        self, opened: OpenedWindow
+    ) -> list[tuple[BlockPlaces, Array, Array, int]]:
+        """Return by group: the owner's places, and the pieces of a granule.
+
+        They are for a reader that needs no answers, which the window has.
+        """
+        if self._pieces is None:
+            assert opened.memory is not None
+            self._pieces = []
+            for place, group in zip(self.places, opened.memory[1], strict=True):
+                theirs = BlockPlaces(place.walk, group)
+                self._pieces.append((theirs, *common_pieces(theirs, place)))
+        return self._pieces
+
+
+class Opening:
+    """A window of the peer that has been asked for.
+
+    Attributes:
+        found: Its result.
+    """
+
+    def __init__(self, link: WindowLink, found: asyncio.Future[OpenedWindow]) -> None:
+        self._link = link
+        self.found: asyncio.Future[OpenedWindow] = found
+
+    def done(self, event: RequestDone) -> None:
+        """Take the answer."""
+        answer = event.request.answer
+        event.request.context = None
+        link = self._link
+        if event.error is not None:
+            if not self.found.done():
+                self.found.set_exception(event.error)
+            return
+        assert isinstance(answer, WindowOpened)
+        try:
+            opened = OpenedWindow(link, answer)
+            link.opened[opened.number] = opened  # bounded: WINDOWS_OPEN_MAX
+            if answer.lane:
+                opened.adopt(answer.lane, answer.memory, answer.access)
+        except KVWireError as exc:
+            link.driver.core.fail(exc)
+            if not self.found.done():
+                self.found.set_exception(exc)
+            return
+        if self.found.done():
+            opened.close()
+        else:
+            self.found.set_result(opened)
+
+
+class WindowLink:
+    """The windows of one connection.
+
+    Attributes:
+        driver: Runs the connection.
+        opened: The peer's windows that are open here, by number.
+        ended: The connection has ended.
+    """
+
+    def __init__(self, driver: ConnectionDriver, table: WindowTable) -> None:
+        self.driver = driver
+        self.opened: dict[int, OpenedWindow] = {}  # bounded: WINDOWS_OPEN_MAX
+        self.ended: bool = False
+        self._table = table
+        self._shown: dict[int, ShownWindow] = {}  # bounded: WINDOWS_OPEN_MAX
+        # The gets of the peer that are being sent.
+        self._served: dict[RequestRecord, tuple[ShownWindow, Ids, Array]] = {}
+
+    def acts(self) -> EventActs:
+        """Return the handler of each event about windows."""
+        return {
+            WindowAsked: self._asked,
+            WindowMemoryOffered: self._memory_offered,
+            WindowViewed: self._viewed,
+            WindowRead: self._read,
+            WindowSent: self._sent,
+            WindowClosed: self._closed,
+        }
+
+    # --- owner ------------------------------------------------------------------------
+
+    def _asked(self, event: WindowAsked) -> None:
+        windows = self.driver.core.windows
+        window = self._table.find(event.name)
+        if window is None:
+            reason = f"no window {event.name!r} is exposed here"
+            if self._table.names:
+                reason += f"; {nearest(event.name, self._table.names)}"
+            windows.deny(event.wire_id, reason)
+            return
+        geometry = encode_geometry(window._geometry)
+        if len(geometry) > WINDOW_GEOMETRY_BYTES_MAX:
+            windows.deny(event.wire_id, "the window has too many groups to describe")
+            return
+        try:
+            number = windows.number()
+        except UsageError as exc:
+            windows.deny(event.wire_id, str(exc))
+            return
+        self._table.closing[self._hide] = None
+        shown = self._shown[number] = ShownWindow(number, window)
+        window._used()
+        found = None
+        for endpoint in self.driver.lanes.open:
+            if found is None:
+                found = self._expose(shown, endpoint)
+        lane, memory, access = found or (0, b"", b"")
+        windows.show(
+            event.wire_id,
+            WindowOpened(number, window._serial, geometry, lane, memory, access),
+        )
+
+    def lane_opened(self, endpoint: LaneEndpoint) -> None:
+        """Let the peer read open windows over a lane that has come up."""
+        for shown in self._shown.values():
+            if not shown.lanes and (found := self._expose(shown, endpoint)):
+                body = WindowMemoryBody(shown.number, *found)
+                self.driver.core.windows.offer_memory(body)
+
+    def _expose(
+        self, shown: ShownWindow, endpoint: LaneEndpoint
+    ) -> tuple[int, bytes, bytes] | None:
+        """Let the peer read a window over a lane; return what it needs for that."""
+        window = shown.window
+        cache = window._cache
+        if not endpoint.lane.reads_windows or cache.device is not None:
+            return None
+        where = placed(cache)
+        table = window._generations
+        data = encode_memory(table.address, where)
+        if data is None:
+            return None
+        memory = WindowMemory(
+            spans=spans_of(window._geometry, where),
+            table=(table.address, table.values.nbytes),
+        )
+        try:
+            access = endpoint.lane.expose(memory)
+        except BackendUnavailable as exc:
+            logger.info("window %r is read by messages: %s", window.name, exc)
+            return None
+        shown.lanes.append((endpoint, memory))
+        return endpoint.number, data, access
+
+    def _viewed(self, event: WindowViewed) -> None:
+        body = event.body
+        shown = self._shown.get(body.window)
+        if shown is not None:
+            shown.views[body.view] = shown.view(body.geometry)
+
+    def _read(self, event: WindowRead) -> None:
+        # Before: the request is open, and its lists are of one length each. After: it
+        # moves blocks whose generations were right, or has its last frame.
+        request = event.request
+        body = event.body
+        shown = self._shown.get(body.window)
+        places = shown.views.get(body.view) if shown is not None else None
+        if shown is None or not isinstance(places, tuple):
+            error = ProfileMismatch(places or "the window has no such view")
+            self.driver.core.refuse(request, error, WireCode.PROFILE)
+            return
+        window = shown.window
+        entries = np.frombuffer(body.entries, _U4).astype(np.int64)
+        generations = np.frombuffer(body.generations, _U8)
+        fragments = self._fragments(window, places, body.counts, entries)
+        if fragments is None or fragments.nbytes != body.nbytes:
+            self.driver.core.fail(
+                ProtocolError("KVW-WN-05", "a WINDOW_GET whose blocks are not there")
+            )
+            return
+        same = window._generations.same(entries, generations)
+        if not same.all():
+            self.driver.core.windows.finish(request, packed(~same), sent=False)
+            return
+        buffers = self.driver.services.buffers
+        buffer = buffers.lend(fragments)
+        window._used()
+        buffers.on_drained(buffer, window._released)
+        self._served[request] = (shown, entries, generations)  # bounded: REQUESTS_MAX
+        self.driver.core.windows.serve(request, buffer)
+
+    def _fragments(
+        self,
+        window: Window,
+        places: tuple[BlockPlaces, ...],
+        counts: tuple[int, ...],
+        entries: Ids,
+    ) -> Fragments | None:
+        """Return the memory of blocks; None if the peer names one that is not there."""
+        if len(counts) != len(places):
+            return None
+        parts: list[Fragments] = []
+        begin = 0
+        firsts = window._first.values()
+        pools = window._geometry.groups
+        for place, count, first, pool in zip(
+            places, counts, firsts, pools, strict=True
+        ):
+            if not count:
+                continue
+            ids = entries[begin : begin + count] - first
+            begin += count
+            if int(ids.min()) < 0 or int(ids.max()) >= pool.blocks:
+                return None
+            parts.append(place.fragments(place.offsets(ids)))
+        return parts[0] if len(parts) == 1 else concatenated(parts)
+
+    def _sent(self, event: WindowSent) -> None:
+        request = event.request
+        shown, entries, generations = self._served.pop(request)
+        same = shown.window._generations.same(entries, generations)
+        stale = b"" if same.all() else packed(~same)
+        self.driver.core.windows.finish(request, stale, sent=True)
+
+    def request_over(self, request: RequestRecord) -> None:
+        """Forget a get of the peer that has ended, for whatever reason."""
+        self._served.pop(request, None)
+
+    def _hide(self, window: Window) -> None:
+        """End a window at the peer; it answers when it reads it no more."""
+        for shown in self._shown.values():
+            if shown.window is window:
+                self.driver.core.windows.hide(shown.number)
+        self.driver.run()
+
+    def _forget(self, shown: ShownWindow) -> None:
+        window = shown.window
+        others = [one for one in self._shown.values() if one.window is window]
+        if not others:
+            for endpoint, memory in shown.lanes:
+                if self.driver.lanes.knows(endpoint.lane):
+                    endpoint.lane.conceal(memory)
+        elif shown.lanes:
+            others[0].lanes += shown.lanes
+        window._released()
+        if not self._shown:
+            self._table.closing.pop(self._hide, None)
+
+    # --- reader -----------------------------------------------------------------------
+
+    async def open(self, name: str, deadline: float | None) -> OpenedWindow:
+        """Open a window of the peer.
+
+        Raises:
+            KVWireError: The peer has no such window, or the connection ended.
+
+        Cancel safety: safe, a window that opens too late is closed again.
+        """
+        driver = self.driver
+        waiting = Opening(self, driver.services.loop.create_future())
+        record = driver.core.open_window(name, deadline)
+        record.context = waiting
+        driver.run()
+        if deadline is not None:
+            driver.set_timer()
+        try:
+            opened = await waiting.found
+        except asyncio.CancelledError:
+            driver.core.cancel(record)
+            driver.run()
+            raise
+        if opened.reader is not None:
+            try:
+                await opened.reader.ready()
+            except (BackendUnavailable, ConnectionLost) as exc:
+                logger.info("window %r is read by messages: %s", name, exc)
+                opened.drop_reader()
+        return opened
+
+    def _memory_offered(self, event: WindowMemoryOffered) -> None:
+        body = event.body
+        opened = self.opened.get(body.window)
+        if opened is None:
+            return
+        try:
+            opened.adopt(body.lane, body.memory, body.access)
+        except ProtocolError as exc:
+            self.driver.core.fail(exc)
+
+    # --- both -------------------------------------------------------------------------
+
+    def _closed(self, event: WindowClosed) -> None:
+        if event.mine:
+            shown = self._shown.pop(event.window, None)
+            if shown is not None:
+                self._forget(shown)
+            return
+        opened = self.opened.get(event.window)
+        if opened is not None:
+            opened.gone = "withdrawn: the owner closed the window"
+            opened.close()
+
+    def end(self, error: ConnectionClosed) -> None:
+        """End all windows, with the connection."""
+        self.ended = True
+        shown_windows = list(self._shown.values())
+        self._shown.clear()
+        for shown in shown_windows:
+            self._forget(shown)
+        for opened in list(self.opened.values()):
+            opened.gone = f"gone: {error}"
+            opened.close()
+
+
+def encode_geometry(geometry: Geometry) -> bytes:
+    """Return a geometry as the frames about windows have it."""
+    return msgspec.msgpack.encode(geometry.encoded)
+
+
+def read_geometry(data: bytes) -> Geometry:
+    """Read a peer's geometry.
+
+    Raises:
+        ProfileMismatch: It is malformed.
+    """
+    try:
+        fields: tuple[Any, ...] = _GEOMETRY.decode(data)
+        return geometry_of(fields)
+    except (*DECODE_ERRORS, UsageError) as exc:
+        raise ProfileMismatch(f"the peer's window: {exc}") from None
+
+
+def packed(bits: Bits) -> bytes:
+    """Return bits as WINDOW_GOT has them."""
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def unpacked(data: bytes, count: int) -> Bits:
+    """Return the bits of WINDOW_GOT; all False without any."""
+    if not data:
+        return np.zeros(count, np.bool_)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    if bits.size < count:
+        raise ProtocolError("KVW-WN-03", "WINDOW_GOT for fewer blocks than a get has")
+    return bits[:count].astype(np.bool_)

@@ -1,0 +1,73 @@
+"""The memory of a window, as its owner describes it to a reader that needs no answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvwire.errors import ProtocolError, UsageError
+from kvwire.kv.geometry import Geometry
+from kvwire.kv.window_map import PeerGroup, Placed, spans_of
+from kvwire.limits import KV_GROUPS_MAX, WINDOW_MEMORY_BYTES_MAX
+from kvwire.backend.window import WindowMemory
+from kvwire.wire.control import DECODE_ERRORS
+
+_Address = Annotated[int, Meta(ge=0, lt=2**62)]
+_Stride = Annotated[int, Meta(gt=-(2**62), lt=2**62)]
+_RULE: Final = "KVW-WN-07"
+
+
+class _Group(msgspec.Struct, array_like=True, frozen=True):
+    bases: bytes
+    strides: tuple[_Stride, _Stride, _Stride, _Stride]
+
+
+class _Memory(msgspec.Struct, array_like=True, frozen=True):
+    table: _Address
+    groups: Annotated[tuple[_Group, ...], Meta(max_length=KV_GROUPS_MAX)]
+
+
+_DECODER: Final = msgspec.msgpack.Decoder(_Memory)
+_BASE: Final = np.dtype("<i8")
+
+
+def encode_memory(table: int, where: tuple[Placed, ...]) -> bytes | None:
+    """Return the description; None if it has too many bytes to be sent."""
+    groups = tuple(
+        _Group(place.bases.astype(_BASE, copy=False).tobytes(), place.strides)
+        for place in where
+    )
+    data = msgspec.msgpack.encode(_Memory(table, groups))
+    return data if len(data) <= WINDOW_MEMORY_BYTES_MAX else None
+
+
+def decode_memory(
+    data: bytes, geometry: Geometry
+) -> tuple[WindowMemory, tuple[PeerGroup, ...]]:
+    """Read the peer's description of a window whose geometry is known.
+
+    Raises:
+        ProtocolError: No owner would send it.
+    """
+    try:
+        memory = _DECODER.decode(data)
+        if len(memory.groups) != len(geometry.groups):
+            raise UsageError(f"{len(memory.groups)} groups")
+        where = tuple(
+            Placed(
+                np.frombuffer(given.bases, _BASE).reshape(
+                    group.spec.layers, group.spec.components
+                ),
+                given.strides,
+            )
+            for given, group in zip(memory.groups, geometry.groups, strict=True)
+        )
+        spans = spans_of(geometry, where)
+    except (*DECODE_ERRORS, UsageError, ValueError) as exc:
+        raise ProtocolError(_RULE, f"the memory of a window: {exc}") from None
+    entries = sum(group.blocks for group in geometry.groups)
+    groups = tuple(map(PeerGroup, geometry.groups, where))
+    return WindowMemory(spans=spans, table=(memory.table, 8 * entries)), groups

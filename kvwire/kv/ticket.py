@@ -1,0 +1,113 @@
+"""Tickets: the blocks that a window offers, with the generation of each, as bytes.
+
+A ticket is a right: a generation is a random number that only an offer reveals. Any
+channel may carry it, also an API client's request, so everything in it is checked::
+
+    magic        4 bytes   b"kvw1"
+    serial       16 bytes  the window's, new each time one is made
+    groups       u32
+    counts       u32 each  the blocks of each group, in the cache's order
+    padding                to a multiple of 8
+    generations  u64 each  of the blocks of all groups
+    entries      u32 each  their places in the window's table of generations
+
+All numbers are little-endian. The blocks of one group have neighbouring entries in the
+table; a group begins where the one before ends.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Ids
+from kvwire.kv.fragments import Array
+from kvwire.limits import KV_BLOCKS_MAX, KV_GROUPS_MAX
+
+SERIAL_BYTES: Final = 16
+_MAGIC: Final = b"kvw1"
+_HEAD: Final = struct.Struct(f"<4s{SERIAL_BYTES}sI")
+_U4: Final = np.dtype("<u4")
+_U8: Final = np.dtype("<u8")
+_BLOCK_BYTES: Final = _U4.itemsize + _U8.itemsize
+
+
+class Ticket(NamedTuple):
+    """A ticket that was read.
+
+    Attributes:
+        serial: The window's.
+        counts: The blocks of each group.
+        entries: Each block's place in the window's table.
+        generations: Each block's generation.
+    """
+
+    serial: bytes
+    counts: tuple[int, ...]
+    entries: Ids
+    generations: Array
+
+    def at(self, positions: slice | Sequence[int] | npt.NDArray[np.integer]) -> Ticket:
+        """Return the ticket of some of its blocks, by their positions in it.
+
+        Raises:
+            UsageError: It is of several groups, or a position is out of range.
+        """
+        if len(self.counts) != 1:
+            raise UsageError("positions: the ticket is of several groups")
+        chosen = positions if isinstance(positions, slice) else np.asarray(positions)
+        try:
+            entries = self.entries[chosen]
+        except IndexError as exc:
+            raise UsageError(f"positions: {exc}") from None
+        generations = self.generations[chosen]
+        return Ticket(self.serial, (entries.size,), entries, generations)
+
+
+def write_ticket(
+    serial: bytes, counts: Sequence[int], entries: Ids, generations: Array
+) -> bytes:
+    """Return a ticket as bytes."""
+    head = _HEAD.pack(_MAGIC, serial, len(counts)) + struct.pack(
+        f"<{len(counts)}I", *counts
+    )
+    head += bytes(-len(head) % _U8.itemsize)
+    return (
+        head
+        + generations.astype(_U8, copy=False).tobytes()
+        + entries.astype(_U4).tobytes()
+    )
+
+
+def read_ticket(ticket: object) -> Ticket:
+    """Read a ticket.
+
+    Raises:
+        UsageError: It is no ticket, or a part of one.
+    """
+    if not isinstance(ticket, bytes | bytearray | memoryview):
+        raise UsageError(
+            f"ticket: {type(ticket).__name__}; pass the bytes that Window.offer returned"
+        )
+    size = len(ticket)
+    if size < _HEAD.size:
+        raise UsageError(f"ticket: {size} bytes are too few")
+    magic, serial, groups = _HEAD.unpack_from(ticket)
+    if magic != _MAGIC or not 1 <= groups <= KV_GROUPS_MAX:
+        raise UsageError("ticket: these bytes are none, or of another version")
+    begin = _HEAD.size + _U4.itemsize * groups
+    begin += -begin % _U8.itemsize
+    if size < begin:
+        raise UsageError(f"ticket: {size} bytes, and {begin} before the first block")
+    counts = struct.unpack_from(f"<{groups}I", ticket, _HEAD.size)
+    total = sum(counts)
+    if not 0 < total <= KV_BLOCKS_MAX or size != begin + _BLOCK_BYTES * total:
+        raise UsageError(f"ticket: {size} bytes for {total} blocks")
+    generations = np.frombuffer(ticket, _U8, total, begin)
+    entries = np.frombuffer(ticket, _U4, total, begin + _U8.itemsize * total)
+    return Ticket(serial, counts, entries.astype(np.int64), generations)

@@ -1,0 +1,207 @@
+"""How the blocks of an exposed cache map onto those of a reader's cache.
+
+A transfer plans for two block lists. A window has none: any of its blocks may be read
+into any block of the reader. So the plan is a template, made once for two geometries,
+and a read brings nothing but block ids. The template uses the same canonical walk as a
+transfer (:mod:`kvwire.kv.canonical`), over the smallest run of tokens that is whole
+blocks on both sides; so whatever a transfer can map, a window can.
+
+Both sides make the template from the same two geometries, so they agree on the order of
+the bytes that one sends and the other receives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvwire.errors import ProfileMismatch, UsageError
+from kvwire.kv.blocks import Ids
+from kvwire.kv.canonical import Canonical, negotiate
+from kvwire.kv.fragments import Array, Fragments
+from kvwire.kv.geometry import Geometry, GroupGeometry
+from kvwire.kv.mapping import GroupMemory, Steps
+from kvwire.kv.paged import Addresses, PagedCache
+
+
+def geometry_of_pools(cache: PagedCache) -> Geometry:
+    """Describe all blocks of a cache."""
+    return Geometry(
+        tuple(
+            GroupGeometry(
+                name=name, spec=group.spec, order=group.order, blocks=group.num_blocks
+            )
+            for name, group in cache.groups.items()
+        )
+    )
+
+
+def view_walks(owner: Geometry, reader: Geometry) -> tuple[Canonical, ...]:
+    """Return the walk through the smallest run of tokens that both sides can move.
+
+    Raises:
+        ProfileMismatch: The two caches do not fit together; it names the fields.
+    """
+    if len(owner.groups) != len(reader.groups):
+        return negotiate(owner, reader)  # raises, with the names of both
+    ours: list[GroupGeometry] = []
+    theirs: list[GroupGeometry] = []
+    for mine, other in zip(owner.groups, reader.groups, strict=True):
+        tokens = math.lcm(mine.spec.block_tokens, other.spec.block_tokens)
+        ours.append(_of_tokens(mine, tokens))
+        theirs.append(_of_tokens(other, tokens))
+    return negotiate(Geometry(tuple(ours)), Geometry(tuple(theirs)))
+
+
+def _of_tokens(group: GroupGeometry, tokens: int) -> GroupGeometry:
+    return GroupGeometry(
+        name=group.name,
+        spec=group.spec,
+        order=group.order,
+        blocks=tokens // group.spec.block_tokens,
+    )
+
+
+class BlockPlaces:
+    """Where one side's blocks of one group lie, granule by granule.
+
+    Attributes:
+        walk: The walk that both sides share.
+        per_block: Granules of one block of this side.
+        block_bytes: The bytes of one block of this side that the walk moves.
+    """
+
+    def __init__(self, walk: Canonical, memory: GroupMemory) -> None:
+        self.walk: Canonical = walk
+        self._steps = Steps(walk, memory)
+        self.per_block: int = self._steps.granules_per_block
+        self.block_bytes: int = len(walk.layers) * walk.granule_bytes * self.per_block
+        self._stride = memory.strides["block"]
+        inside = walk.granule_tokens * memory.strides["token"]
+        self._inside = np.arange(self.per_block, dtype=np.int64) * inside
+
+    def offsets(self, ids: Ids) -> Ids:
+        """Return the distance of each granule of some blocks from block 0, in bytes."""
+        behind = ids * self._stride
+        if self.per_block > 1:
+            behind = np.add.outer(behind, self._inside).ravel()
+        return behind
+
+    def fragments(self, offsets: Ids) -> Fragments:
+        """Return the memory of granules at these offsets, in the order of the walk."""
+        return self._steps.fragments(self.walk.layers, offsets)
+
+    def pieces(self) -> tuple[Array, int]:
+        """Return the address of each piece of the first granule, and their length."""
+        relative, run, _ = self._steps.of(self.walk.layers)
+        return relative.ravel().view(np.uint64), run
+
+
+def common_pieces(owner: BlockPlaces, reader: BlockPlaces) -> tuple[Array, Array, int]:
+    """Return the pieces of a granule that are contiguous on both sides: theirs, ours.
+
+    Both sides cut the same walk at multiples of a suffix of its axes, so the shorter
+    run divides the longer one.
+    """
+    from_places, from_run = owner.pieces()
+    to_places, to_run = reader.pieces()
+    run = min(from_run, to_run)
+    return _cut(from_places, from_run, run), _cut(to_places, to_run, run), run
+
+
+def _cut(places: Array, length: int, run: int) -> Array:
+    if length == run:
+        return np.ascontiguousarray(places)
+    steps = np.arange(0, length, run, dtype=np.uint64)
+    return np.add.outer(places, steps).ravel()
+
+
+class Placed(NamedTuple):
+    """The memory of one cache group, as its owner describes it to a reader.
+
+    Attributes:
+        bases: The address of block 0 for each layer and component.
+        strides: The bytes between blocks, tokens, heads, and elements.
+    """
+
+    bases: Addresses
+    strides: tuple[int, int, int, int]
+
+
+_STRIDES = ("block", "token", "head", "dim")
+
+
+def placed(cache: PagedCache) -> tuple[Placed, ...]:
+    """Return where the groups of a cache lie in this process."""
+    return tuple(
+        Placed(
+            group.bases,
+            (
+                group.strides["block"],
+                group.strides["token"],
+                group.strides["head"],
+                group.strides["dim"],
+            ),
+        )
+        for group in cache.groups.values()
+    )
+
+
+class PeerGroup:
+    """A cache group in another process, for the steps of a walk through it."""
+
+    owners: object = None
+    writable: bool = False
+    device: None = None
+
+    def __init__(self, group: GroupGeometry, where: Placed) -> None:
+        self.spec = group.spec
+        self.bases: Addresses = where.bases
+        self.strides: dict[str, int] = dict(zip(_STRIDES, where.strides, strict=True))
+        if where.bases.shape != (group.spec.layers, group.spec.components):
+            raise ProfileMismatch(
+                f"group {group.name!r}: a table of {where.bases.shape} addresses for "
+                f"{group.spec.layers} layers and {group.spec.components} components",
+                fields=("bases",),
+            )
+
+
+def spans_of(
+    geometry: Geometry, where: Sequence[Placed]
+) -> tuple[tuple[int, int], ...]:
+    """Return address and bytes of the memory that holds all blocks, joined and sorted.
+
+    Raises:
+        UsageError: An address is beyond what a process can have.
+    """
+    begins: list[Addresses] = []
+    ends: list[Addresses] = []
+    for group, place in zip(geometry.groups, where, strict=True):
+        spec = group.spec
+        extents = (group.blocks, spec.block_tokens, spec.local_heads, spec.head_dim)
+        low = 0
+        high = spec.item_bytes
+        for extent, stride in zip(extents, place.strides, strict=True):
+            reach = (extent - 1) * stride
+            low += min(0, reach)
+            high += max(0, reach)
+        if high - low >= 2**62:
+            raise UsageError(f"group {group.name!r}: strides {place.strides}")
+        table = np.sort(place.bases, axis=None)
+        if int(table[0]) + low < 0 or int(table[-1]) + high >= 2**62:
+            raise UsageError(f"group {group.name!r}: addresses out of range")
+        begins.append(table + low)
+        ends.append(table + high)
+    begin = np.concatenate(begins)
+    end = np.concatenate(ends)
+    order = np.argsort(begin, kind="stable")
+    begin = begin[order]
+    end = np.maximum.accumulate(end[order])
+    first = np.concatenate(([True], begin[1:] > end[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    starts = begin[first].tolist()
+    lengths = (end[last] - begin[first]).tolist()
+    return tuple(zip(starts, lengths, strict=True))

@@ -1,0 +1,244 @@
+"""Windows: reads of finished blocks that the owner has exposed to its peers.
+
+A reader opens a window once, by its name, and gets its number on this connection and
+the geometry of the cache behind it. It reports the geometry of each cache that blocks
+are to land in (a *view*), and after that a get names nothing but blocks, with the
+generation that each had when it was offered::
+
+    reader                                 owner
+      WINDOW_OPEN name              ->
+                                    <-       WINDOW_OPENED number, geometry, lane
+                                    <-       WINDOW_MEMORY, when a lane comes up later
+      WINDOW_VIEW number, geometry  ->
+      WINDOW_GET view, blocks       ->       compares the generations
+                                    <-       DATA ... straight from the cache
+                                    <-       WINDOW_GOT, compared again once all has left
+                                    <-       WINDOW_CLOSE, or the reader first
+      WINDOW_CLOSE                  ->       once no lane of the reader reads it
+
+A lane that reads memory in place needs none of the frames of a get. The owner never
+waits for a reader: a block that is withdrawn in the middle of a get is reported by
+WINDOW_GOT, and its bytes count for nothing.
+
+This part knows no generations: it reports what was asked, and the front answers.
+"""
+
+from __future__ import annotations
+
+from kvwire.errors import AccessDenied, StaleRegion, UnexpectedFrame, UsageError
+from kvwire.limits import WINDOW_GET_BYTES_MAX, WINDOWS_OPEN_MAX
+from kvwire.proto.chunks import ChunkMover
+from kvwire.proto.events import (
+    Outbox,
+    WindowAsked,
+    WindowClosed,
+    WindowMemoryOffered,
+    WindowRead,
+    WindowSent,
+    WindowViewed,
+)
+from kvwire.proto.records import RequestRecord
+from kvwire.proto.requests import RequestTable
+from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind, RequestStage
+from kvwire.types import BufferId
+from kvwire.wire.control import (
+    WindowClose,
+    WindowGet,
+    WindowGot,
+    WindowMemoryBody,
+    WindowOpen,
+    WindowOpened,
+    WindowViewBody,
+)
+from kvwire.wire.header import FrameType, Header
+
+_READ = RequestKind.READ
+_SERVE_READ = RequestKind.SERVE_READ
+
+
+class WindowReads:
+    """Runs the windows of one connection, of either side."""
+
+    def __init__(
+        self, outbox: Outbox, requests: RequestTable, chunks: ChunkMover
+    ) -> None:
+        self._outbox = outbox
+        self._requests = requests
+        self._chunks = chunks
+        chunks.on_read_sent(self._sent)
+        # Windows of this side that the peer has open, and those of the peer; and the
+        # numbers given to the former, which are used once.
+        self._shown: set[int] = set()
+        self._opened: set[int] = set()
+        self._last = 0
+
+    # --- reader -----------------------------------------------------------------------
+
+    def open(self, request: RequestRecord, name: str) -> None:
+        """Ask for a window; its RequestDone has the answer in ``request.answer``."""
+        self._requests.start(request)
+        body = WindowOpen(name=name)
+        self._outbox.send(FrameType.WINDOW_OPEN, body, request=request.wire_id)
+
+    def view(self, window: int, view: int, geometry: bytes) -> None:
+        """Report the geometry that later gets land in."""
+        body = WindowViewBody(window=window, view=view, geometry=geometry)
+        self._outbox.send(FrameType.WINDOW_VIEW, body)
+
+    def get(self, request: RequestRecord, body: WindowGet) -> None:
+        """Ask for blocks, which land in the request's memory."""
+        self._requests.start(request)
+        self._outbox.send(FrameType.WINDOW_GET, body, request=request.wire_id)
+        self._chunks.begin_receive(request)
+
+    def opened(self, header: Header, body: WindowOpened) -> None:
+        """Handle WINDOW_OPENED."""
+        request = self._requests.find(header.request)
+        if request is None:
+            self.close(body.window)  # nobody waits for it any more
+            return
+        if request.kind is not RequestKind.OPEN_WINDOW:
+            raise UnexpectedFrame(
+                "KVW-WN-01", f"WINDOW_OPENED for a {request.kind.value}"
+            )
+        if body.window in self._opened or len(self._opened) >= WINDOWS_OPEN_MAX:
+            raise UnexpectedFrame(
+                "KVW-WN-02", f"window {body.window} is open already, or one too many"
+            )
+        self._opened.add(body.window)  # bounded: WINDOWS_OPEN_MAX
+        request.answer = body
+        request.advance(RequestInput.CONFIRMED)
+        self._requests.finish(request)
+
+    def memory_received(self, body: WindowMemoryBody) -> None:
+        """Handle WINDOW_MEMORY: a lane can read the window in place."""
+        if body.window in self._opened:
+            self._outbox.report(WindowMemoryOffered(body=body))
+
+    def got(self, header: Header, body: WindowGot) -> None:
+        """Handle WINDOW_GOT: the owner has sent what it had."""
+        request = self._requests.find(header.request)
+        if request is None:
+            return
+        if request.kind is not _READ or request.answer is not None:
+            raise UnexpectedFrame(
+                "KVW-WN-03", f"WINDOW_GOT for a {request.kind.value}, or a second one"
+            )
+        request.answer = body
+        if not body.sent:
+            if request.moved or request.state is not RequestStage.MOVING:
+                raise UnexpectedFrame("KVW-WN-04", "bytes of a get that has sent none")
+            request.advance(RequestInput.MOVED)
+        elif request.state is RequestStage.MOVING:
+            request.confirmed = True  # its last bytes come on a lane
+            return
+        request.advance(RequestInput.CONFIRMED)
+        self._requests.finish(request)
+
+    # --- owner ------------------------------------------------------------------------
+
+    def asked(self, header: Header, body: WindowOpen) -> None:
+        """Handle WINDOW_OPEN; the front calls ``show`` or ``deny``."""
+        wire_id = self._requests.admit(header.request)
+        self._outbox.report(WindowAsked(wire_id=wire_id, name=body.name))
+
+    def number(self) -> int:
+        """Return the next window's number on this connection.
+
+        Raises:
+            UsageError: The peer has too many windows open.
+        """
+        if len(self._shown) >= WINDOWS_OPEN_MAX:
+            raise UsageError(
+                f"{WINDOWS_OPEN_MAX} windows are open on this connection; close some"
+            )
+        self._last += 1
+        self._shown.add(self._last)  # bounded: WINDOWS_OPEN_MAX
+        return self._last
+
+    def offer_memory(self, body: WindowMemoryBody) -> None:
+        """Let the peer's end of a lane read a window in place."""
+        self._outbox.send(FrameType.WINDOW_MEMORY, body)
+
+    def show(self, wire_id: int, body: WindowOpened) -> None:
+        """Answer WINDOW_OPEN."""
+        self._outbox.send(FrameType.WINDOW_OPENED, body, request=wire_id)
+
+    def deny(self, wire_id: int, reason: str) -> None:
+        """Refuse WINDOW_OPEN."""
+        self._requests.tell_failed(wire_id, AccessDenied.code, reason)
+
+    def viewed(self, body: WindowViewBody) -> None:
+        """Handle WINDOW_VIEW."""
+        self._check_shown(body.window)
+        self._outbox.report(WindowViewed(body=body))
+
+    def get_asked(self, header: Header, body: WindowGet) -> None:
+        """Handle WINDOW_GET; the front calls ``serve``, or fails the request."""
+        wire_id = self._requests.admit(header.request)
+        if (
+            2 * len(body.entries) != len(body.generations)
+            or 4 * sum(body.counts) != len(body.entries)
+            or body.nbytes > WINDOW_GET_BYTES_MAX
+        ):
+            raise UnexpectedFrame("KVW-WN-05", "a WINDOW_GET whose lists differ")
+        request = RequestRecord(
+            kind=_SERVE_READ,
+            wire_id=wire_id,
+            buffer=None,
+            nbytes=body.nbytes,
+            state=FIRST_STATE[_SERVE_READ],
+        )
+        self._requests.serve(request)
+        if body.window not in self._shown:
+            error = StaleRegion("the window was closed")
+            self._requests.fail(request, error, tell=error.code)
+            return
+        self._outbox.report(WindowRead(request=request, body=body))
+
+    def serve(self, request: RequestRecord, buffer: BufferId) -> None:
+        """Send the bytes of a get; WindowSent follows when all have left."""
+        request.buffer = buffer
+        self._chunks.begin_send(request)
+
+    def finish(self, request: RequestRecord, stale: bytes, *, sent: bool) -> None:
+        """Answer a get, once its bytes have left or if all its blocks are stale."""
+        if request.over:
+            return
+        if not sent:
+            request.advance(RequestInput.MOVED)
+        body = WindowGot(sent=sent, stale=stale)
+        self._outbox.send(FrameType.WINDOW_GOT, body, request=request.wire_id)
+        request.advance(RequestInput.CONFIRMED)
+        self._requests.finish(request)
+
+    # --- the end ----------------------------------------------------------------------
+
+    def close(self, window: int) -> None:
+        """Report that this side no longer reads a window of the peer."""
+        self._opened.discard(window)
+        body = WindowClose(window=window, mine=False)
+        self._outbox.send(FrameType.WINDOW_CLOSE, body)
+
+    def hide(self, window: int) -> None:
+        """End a window of this side; the peer answers when it reads it no more."""
+        body = WindowClose(window=window, mine=True)
+        self._outbox.send(FrameType.WINDOW_CLOSE, body)
+
+    def closed_received(self, body: WindowClose) -> None:
+        """Handle WINDOW_CLOSE, of the owner or of a reader."""
+        if not body.mine:
+            self._check_shown(body.window)
+            if body.window not in self._shown:
+                return
+            self._shown.discard(body.window)
+        elif body.window not in self._opened:
+            return  # closed here already
+        self._outbox.report(WindowClosed(window=body.window, mine=not body.mine))
+
+    def _sent(self, request: RequestRecord) -> None:
+        self._outbox.report(WindowSent(request=request))
+
+    def _check_shown(self, window: int) -> None:
+        if not 0 < window <= self._last:
+            raise UnexpectedFrame("KVW-WN-06", f"window {window}, which never was")
