@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from kvwire.endpoint.engine import Engine
     from kvwire.endpoint.peer import Peer
     from kvwire.endpoint.region import Region
+    from kvwire.endpoint.remote_window import RemoteWindow
     from kvwire.endpoint.request import Request
     from kvwire.endpoint.snapshot import (
         ConnectionSnapshot,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
         StoreSnapshot,
         TransferSnapshot,
     )
+    from kvwire.endpoint.window import Window
     from kvwire.kv.outcome import Outcome, Timings
     from kvwire.kv.paged import PagedCache
     from kvwire.kv.pool import BlockPool
@@ -132,6 +134,7 @@ __all__ = [
     "ProfileMismatch",
     "ProtocolError",
     "Region",
+    "RemoteWindow",
     "Request",
     "RequestCancelled",
     "RequestError",
@@ -147,6 +150,7 @@ __all__ = [
     "UnexpectedFrame",
     "UsageError",
     "VersionMismatch",
+    "Window",
     "__version__",
     "join",
     "open",
@@ -179,10 +183,12 @@ _HOMES: Final = {
     "Outgoing": "kvwire.transfers.outgoing",
     "Peer": "kvwire.endpoint.peer",
     "Region": "kvwire.endpoint.region",
+    "RemoteWindow": "kvwire.endpoint.remote_window",
     "Request": "kvwire.endpoint.request",
     "StoreRequest": "kvwire.store.request",
     "StoreServer": "kvwire.store.server.server",
     "BlockStore": "kvwire.store.store",
+    "Window": "kvwire.endpoint.window",
 }
 
 

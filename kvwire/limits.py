@@ -104,8 +104,8 @@ WINDOW_VIEWS_MAX: Final = 64
 # request. A larger get is several of these.
 WINDOW_GET_BLOCKS_MAX: Final = 4096
 WINDOW_GET_BYTES_MAX: Final = 64 * MIB
-# The addresses of a window's tensors, 16 bytes for each layer of keys and of values, and
-# what a lane needs to read them. Without room for these it is read by asking.
+# The addresses of a window's tensors, 8 bytes for each layer of keys and of values, and
+# what a lane needs to read them. Without room for these it is read by messages.
 WINDOW_MEMORY_BYTES_MAX: Final = 20 * KIB
 WINDOW_ACCESS_BYTES_MAX: Final = 20 * KIB
 WINDOW_GEOMETRY_BYTES_MAX: Final = 20 * KIB

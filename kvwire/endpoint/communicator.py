@@ -555,6 +555,8 @@ class Communicator(AsyncWith):
                 len(links.drivers),
                 self.quarantined_bytes,
             )
+        windows = [window.close() for window in list(links.windows.open.values())]
+        await at_most(CLOSE_SLACK_S, windows)
         await self._acceptor.close()
         await services.close()
 

@@ -17,9 +17,10 @@ from kvwire.aio import FORKED, AsyncWith, LoopThread, absolute
 from kvwire.backend import Link, Payload
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneSet
-from kvwire.endpoint.remote_window import RemoteWindow, WindowAsk
+from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
-from kvwire.endpoint.window_link import Opening, WindowLink
+from kvwire.endpoint.window_link import WindowLink, WindowOpening
+from kvwire.endpoint.window_read import WindowAsk
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -133,7 +134,8 @@ class Connection(AsyncWith):
         self._dialled: Dialled | None = None
         self._driver = ConnectionDriver(link, core, services, lanes, peer)
         self._windows = WindowLink(self._driver, windows)
-        self._driver.serve(self, self._acts(ended))
+        self._on_ended = ended
+        self._driver.serve(self, self._acts())
         self._driver.lane_setup.on_open = self._windows.lane_opened
 
     def __repr__(self) -> str:
@@ -622,7 +624,7 @@ class Connection(AsyncWith):
         request._complete(0, None)
         return request
 
-    def _acts(self, ended: Callable[[Connection, ConnectionClosed], None]) -> EventActs:
+    def _acts(self) -> EventActs:
         """Return the handler of each event type of the core."""
         return {
             RequestDone: self._request_done,
@@ -635,14 +637,12 @@ class Connection(AsyncWith):
             MessageDropped: lambda event: self._driver.held.pop(event.buffer),
             MemoryWanted: self._provide,
             **self._windows.acts(),
-            Ended: partial(self._ended, ended),
+            Ended: self._ended,
         }
 
-    def _ended(
-        self, ended: Callable[[Connection, ConnectionClosed], None], event: Ended
-    ) -> None:
+    def _ended(self, event: Ended) -> None:
         self._windows.end(event.error)
-        ended(self, event.error)
+        self._on_ended(self, event.error)
 
     def _of_segment(self, event: SegmentMarked | SegmentLanded) -> None:
         leg = event.segment.request.context
@@ -698,10 +698,10 @@ class Connection(AsyncWith):
         if event.held is not None:
             held = self._driver.held.pop(event.held)
         if not isinstance(request, Request):
-            if isinstance(request, WindowAsk | Opening):
+            if isinstance(request, WindowAsk | WindowOpening):
                 request.done(event)
             elif record.kind is _SERVE_READ:
-                self._windows.request_over(record)
+                self._windows.served.pop(record, None)
             return
         if event.error is not None:
             request._complete(None, event.error)

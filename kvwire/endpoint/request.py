@@ -26,7 +26,6 @@ from kvwire.backend import Payload
 from kvwire.errors import KVWireError
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind
-from kvwire.types import Grant
 
 T = TypeVar("T")
 
@@ -42,7 +41,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     # Runs it, or will; None for one that was over when the verb returned.
     _owner: RequestOwner | None = None
     _kind: RequestKind = RequestKind.SEND
-    # The tag of a message, or the grant of a put or get.
+    # The tag of a message, the grant of a put or get, or the read of a window.
     _what: Any = None
     # Its bytes; where those of a receive go, None for new memory.
     _memory: Payload | None = None
@@ -66,7 +65,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
         self,
         owner: RequestOwner,
         kind: RequestKind,
-        what: int | Grant,
+        what: Any,
         memory: Payload | None,
         deadline: float | None,
     ) -> None:

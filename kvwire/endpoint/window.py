@@ -38,6 +38,9 @@ class Window:
 
     The cache's memory has to stay where it is until :meth:`close` has returned.
     :meth:`offer` and :meth:`withdraw` may be called from any thread.
+
+    Attributes:
+        name: The name by which peers open it.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class Window:
     ) -> None:
         self._table = table
         self._thread = thread
-        self._name = name
+        self.name: str = name
         self._cache = cache
         self._serial = secrets.token_bytes(SERIAL_BYTES)
         self._geometry: Geometry = geometry_of_pools(cache)
@@ -62,12 +65,7 @@ class Window:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"<Window {self._name!r}: {self._cache!r}, {state}>"
-
-    @property
-    def name(self) -> str:
-        """Return the name by which peers open it."""
-        return self._name
+        return f"<Window {self.name!r}: {self._cache!r}, {state}>"
 
     @property
     def closed(self) -> bool:
@@ -91,7 +89,7 @@ class Window:
             UsageError: A block is out of range, or the window is closed.
         """
         if self._closed:
-            raise UsageError(f"window {self._name!r} is closed")
+            raise UsageError(f"window {self.name!r} is closed")
         lists = self._cache.block_lists(blocks)
         entries = self._entries(lists)
         counts = [ids.size for ids in lists.values()]
@@ -143,9 +141,7 @@ class Window:
         """Return the places of blocks in the table of generations."""
         if len(lists) == 1:
             return next(iter(lists.values()))
-        return np.concatenate(
-            [ids + self._first[name] for name, ids in lists.items()]
-        )
+        return np.concatenate([ids + self._first[name] for name, ids in lists.items()])
 
     def _used(self) -> None:
         self._uses += 1
@@ -157,15 +153,16 @@ class Window:
 
 
 class WindowTable:
-    """The windows that a communicator exposes, by name.
+    """The windows that a communicator exposes.
 
     Attributes:
+        open: Those that are open, by name.
         closing: Called with each window that is closed, by its connections.
     """
 
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
-        self._open: dict[str, Window] = {}
+        self.open: dict[str, Window] = {}
         self.closing: dict[Callable[[Window], None], None] = {}
 
     def expose(
@@ -176,27 +173,18 @@ class WindowTable:
             raise UsageError(
                 f"expose: name={name!r}: a text of 1 to {NAME_CHARS_MAX} characters"
             )
-        if name in self._open:
+        if name in self.open:
             raise UsageError(f"expose: there is a window {name!r}; close it first")
-        if len(self._open) >= WINDOWS_MAX:
+        if len(self.open) >= WINDOWS_MAX:
             raise UsageError(f"expose: {WINDOWS_MAX} windows are open; close some")
         cache = as_cache("expose", memory, block_bytes)
         window = Window(self, name, cache, self._thread)
-        self._open[name] = window  # bounded: WINDOWS_MAX
+        self.open[name] = window  # bounded: WINDOWS_MAX
         return window
-
-    def find(self, name: str) -> Window | None:
-        """Return the open window of this name."""
-        return self._open.get(name)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the open windows."""
-        return tuple(self._open)
 
     def remove(self, window: Window) -> None:
         """End a window at every connection that shows it."""
-        self._open.pop(window._name, None)
+        self.open.pop(window.name, None)
         for call in list(self.closing):
             call(window)
 

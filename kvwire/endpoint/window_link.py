@@ -60,6 +60,7 @@ from kvwire.wire.control import (
     DECODE_ERRORS,
     WindowMemoryBody,
     WindowOpened,
+    WindowViewBody,
 )
 
 logger: logging.Logger = logging.getLogger("kvwire.windows")
@@ -144,7 +145,7 @@ class OpenedWindow:
                 )
             self._numbers[view.geometry] = number
             core = self.link.driver.core
-            core.windows.view(self.number, number, view.geometry)
+            core.windows.report(WindowViewBody(self.number, number, view.geometry))
         return number
 
     def adopt(self, lane: int, memory: bytes, access: bytes) -> None:
@@ -229,7 +230,7 @@ class ReaderView:
         return self._pieces
 
 
-class Opening:
+class WindowOpening:
     """A window of the peer that has been asked for.
 
     Attributes:
@@ -272,6 +273,7 @@ class WindowLink:
     Attributes:
         driver: Runs the connection.
         opened: The peer's windows that are open here, by number.
+        served: The gets of the peer that are being sent.
         ended: The connection has ended.
     """
 
@@ -281,8 +283,7 @@ class WindowLink:
         self.ended: bool = False
         self._table = table
         self._shown: dict[int, ShownWindow] = {}  # bounded: WINDOWS_OPEN_MAX
-        # The gets of the peer that are being sent.
-        self._served: dict[RequestRecord, tuple[ShownWindow, Ids, Array]] = {}
+        self.served: dict[RequestRecord, tuple[ShownWindow, Ids, Array]] = {}
 
     def acts(self) -> EventActs:
         """Return the handler of each event about windows."""
@@ -299,21 +300,21 @@ class WindowLink:
 
     def _asked(self, event: WindowAsked) -> None:
         windows = self.driver.core.windows
-        window = self._table.find(event.name)
+        window = self._table.open.get(event.name)
         if window is None:
             reason = f"no window {event.name!r} is exposed here"
-            if self._table.names:
-                reason += f"; {nearest(event.name, self._table.names)}"
-            windows.deny(event.wire_id, reason)
+            if self._table.open:
+                reason += f"; {nearest(event.name, self._table.open)}"
+            windows.answer(event.wire_id, reason)
             return
         geometry = encode_geometry(window._geometry)
         if len(geometry) > WINDOW_GEOMETRY_BYTES_MAX:
-            windows.deny(event.wire_id, "the window has too many groups to describe")
+            windows.answer(event.wire_id, "the window has too many groups to describe")
             return
         try:
             number = windows.number()
         except UsageError as exc:
-            windows.deny(event.wire_id, str(exc))
+            windows.answer(event.wire_id, str(exc))
             return
         self._table.closing[self._hide] = None
         shown = self._shown[number] = ShownWindow(number, window)
@@ -323,7 +324,7 @@ class WindowLink:
             if found is None:
                 found = self._expose(shown, endpoint)
         lane, memory, access = found or (0, b"", b"")
-        windows.show(
+        windows.answer(
             event.wire_id,
             WindowOpened(number, window._serial, geometry, lane, memory, access),
         )
@@ -333,7 +334,7 @@ class WindowLink:
         for shown in self._shown.values():
             if not shown.lanes and (found := self._expose(shown, endpoint)):
                 body = WindowMemoryBody(shown.number, *found)
-                self.driver.core.windows.offer_memory(body)
+                self.driver.core.windows.report(body)
 
     def _expose(
         self, shown: ShownWindow, endpoint: LaneEndpoint
@@ -372,9 +373,10 @@ class WindowLink:
         request = event.request
         body = event.body
         shown = self._shown.get(body.window)
-        places = shown.views.get(body.view) if shown is not None else None
-        if shown is None or not isinstance(places, tuple):
-            error = ProfileMismatch(places or "the window has no such view")
+        unknown = "the window has no such view"
+        places = shown.views.get(body.view, unknown) if shown is not None else unknown
+        if shown is None or isinstance(places, str):
+            error = ProfileMismatch(places if isinstance(places, str) else unknown)
             self.driver.core.refuse(request, error, WireCode.PROFILE)
             return
         window = shown.window
@@ -394,7 +396,7 @@ class WindowLink:
         buffer = buffers.lend(fragments)
         window._used()
         buffers.on_drained(buffer, window._released)
-        self._served[request] = (shown, entries, generations)  # bounded: REQUESTS_MAX
+        self.served[request] = (shown, entries, generations)  # bounded: REQUESTS_MAX
         self.driver.core.windows.serve(request, buffer)
 
     def _fragments(
@@ -420,19 +422,15 @@ class WindowLink:
             begin += count
             if int(ids.min()) < 0 or int(ids.max()) >= pool.blocks:
                 return None
-            parts.append(place.fragments(place.offsets(ids)))
+            parts.append(place.fragments(place.walk.layers, place.offsets(ids)))
         return parts[0] if len(parts) == 1 else concatenated(parts)
 
     def _sent(self, event: WindowSent) -> None:
         request = event.request
-        shown, entries, generations = self._served.pop(request)
+        shown, entries, generations = self.served.pop(request)
         same = shown.window._generations.same(entries, generations)
         stale = b"" if same.all() else packed(~same)
         self.driver.core.windows.finish(request, stale, sent=True)
-
-    def request_over(self, request: RequestRecord) -> None:
-        """Forget a get of the peer that has ended, for whatever reason."""
-        self._served.pop(request, None)
 
     def _hide(self, window: Window) -> None:
         """End a window at the peer; it answers when it reads it no more."""
@@ -465,7 +463,7 @@ class WindowLink:
         Cancel safety: safe, a window that opens too late is closed again.
         """
         driver = self.driver
-        waiting = Opening(self, driver.services.loop.create_future())
+        waiting = WindowOpening(self, driver.services.loop.create_future())
         record = driver.core.open_window(name, deadline)
         record.context = waiting
         driver.run()

@@ -1,4 +1,4 @@
-"""The memory of a window, as its owner describes it to a reader that needs no answers."""
+"""The memory of a window, as its owner describes it to readers in place."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from kvwire.backend.window import WindowMemory
 from kvwire.errors import ProtocolError, UsageError
 from kvwire.kv.geometry import Geometry
 from kvwire.kv.window_map import PeerGroup, Placed, spans_of
 from kvwire.limits import KV_GROUPS_MAX, WINDOW_MEMORY_BYTES_MAX
-from kvwire.backend.window import WindowMemory
 from kvwire.wire.control import DECODE_ERRORS
 
 _Address = Annotated[int, Meta(ge=0, lt=2**62)]

@@ -8,6 +8,7 @@ not 100,000 objects.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np

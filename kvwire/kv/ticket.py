@@ -92,7 +92,7 @@ def read_ticket(ticket: object) -> Ticket:
     """
     if not isinstance(ticket, bytes | bytearray | memoryview):
         raise UsageError(
-            f"ticket: {type(ticket).__name__}; pass the bytes that Window.offer returned"
+            f"ticket: {type(ticket).__name__}; pass the bytes that offer returned"
         )
     size = len(ticket)
     if size < _HEAD.size:

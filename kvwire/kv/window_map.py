@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.blocks import Ids
 from kvwire.kv.canonical import Canonical, negotiate
-from kvwire.kv.fragments import Array, Fragments
+from kvwire.kv.fragments import Array
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.mapping import GroupMemory, Steps
 from kvwire.kv.paged import Addresses, PagedCache
@@ -65,38 +65,30 @@ def _of_tokens(group: GroupGeometry, tokens: int) -> GroupGeometry:
     )
 
 
-class BlockPlaces:
+class BlockPlaces(Steps):
     """Where one side's blocks of one group lie, granule by granule.
 
     Attributes:
-        walk: The walk that both sides share.
-        per_block: Granules of one block of this side.
         block_bytes: The bytes of one block of this side that the walk moves.
     """
 
     def __init__(self, walk: Canonical, memory: GroupMemory) -> None:
-        self.walk: Canonical = walk
-        self._steps = Steps(walk, memory)
-        self.per_block: int = self._steps.granules_per_block
-        self.block_bytes: int = len(walk.layers) * walk.granule_bytes * self.per_block
-        self._stride = memory.strides["block"]
+        super().__init__(walk, memory)
+        granules = self.granules_per_block
+        self.block_bytes: int = len(walk.layers) * walk.granule_bytes * granules
         inside = walk.granule_tokens * memory.strides["token"]
-        self._inside = np.arange(self.per_block, dtype=np.int64) * inside
+        self._inside = np.arange(granules, dtype=np.int64) * inside
 
     def offsets(self, ids: Ids) -> Ids:
         """Return the distance of each granule of some blocks from block 0, in bytes."""
-        behind = ids * self._stride
-        if self.per_block > 1:
+        behind = ids * self.memory.strides["block"]
+        if self.granules_per_block > 1:
             behind = np.add.outer(behind, self._inside).ravel()
         return behind
 
-    def fragments(self, offsets: Ids) -> Fragments:
-        """Return the memory of granules at these offsets, in the order of the walk."""
-        return self._steps.fragments(self.walk.layers, offsets)
-
     def pieces(self) -> tuple[Array, int]:
         """Return the address of each piece of the first granule, and their length."""
-        relative, run, _ = self._steps.of(self.walk.layers)
+        relative, run, _ = self.of(self.walk.layers)
         return relative.ravel().view(np.uint64), run
 
 
@@ -181,7 +173,7 @@ def spans_of(
     ends: list[Addresses] = []
     for group, place in zip(geometry.groups, where, strict=True):
         spec = group.spec
-        extents = (group.blocks, spec.block_tokens, spec.local_heads, spec.head_dim)
+        extents = (group.blocks, spec.block_tokens, spec.kv_heads, spec.head_dim)
         low = 0
         high = spec.item_bytes
         for extent, stride in zip(extents, place.strides, strict=True):

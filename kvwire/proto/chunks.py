@@ -80,6 +80,8 @@ class ChunkMover:
 
     Attributes:
         sending: Whether there may be a chunk to send.
+        on_segment_sent: Called when a link has finished a whole segment.
+        on_read_sent: Called when all bytes of a get from a window have left.
     """
 
     def __init__(self, requests: RequestTable, holds: Holds, chunk_bytes: int) -> None:
@@ -88,8 +90,8 @@ class ChunkMover:
         self._chunk_bytes = chunk_bytes
         self._scheduler = Scheduler(chunk_bytes)
         self.sending: bool = False
-        self._on_segment_sent: Callable[[SegmentRecord], None] | None = None
-        self._on_read_sent: Callable[[RequestRecord], None] | None = None
+        self.on_segment_sent: Callable[[SegmentRecord], None] | None = None
+        self.on_read_sent: Callable[[RequestRecord], None] | None = None
         # Ordered, so that a run of the core is the same each time.
         self._leaving: dict[Chunk, None] = {}
         # Chunks that got lost with their lane.
@@ -109,14 +111,6 @@ class ChunkMover:
         """Queue a segment for its transfer's turn, behind earlier ones."""
         self._scheduler.add(segment.request, priority, segment)
         self.sending = len(self._leaving) < LINK_CHUNKS_MAX
-
-    def on_segment_sent(self, call: Callable[[SegmentRecord], None]) -> None:
-        """Set the function to call when a link has finished a whole segment."""
-        self._on_segment_sent = call
-
-    def on_read_sent(self, call: Callable[[RequestRecord], None]) -> None:
-        """Set the function to call when all bytes of a get from a window have left."""
-        self._on_read_sent = call
 
     @property
     def due_bytes(self) -> int:
@@ -182,8 +176,8 @@ class ChunkMover:
         ):
             return
         if isinstance(mover, SegmentRecord):
-            assert self._on_segment_sent is not None
-            self._on_segment_sent(mover)
+            assert self.on_segment_sent is not None
+            self.on_segment_sent(mover)
             return
         mover.advance(RequestInput.MOVED)
         if mover.confirmed:
@@ -191,8 +185,8 @@ class ChunkMover:
         if mover.over:
             self._requests.finish(mover)
         elif mover.kind is _SERVE_READ:
-            assert self._on_read_sent is not None
-            self._on_read_sent(mover)
+            assert self.on_read_sent is not None
+            self.on_read_sent(mover)
 
     def chunk_missed(self, chunk: Chunk) -> None:
         """Queue a chunk that was lost with its lane; it is sent before all others.
@@ -295,7 +289,7 @@ class ChunkMover:
         if request.over:
             return
         if not intact and request.kind is _READ:
-            # The owner may have withdrawn the blocks: its last frame tells.
+            # The owner may have withdrawn the blocks: its last frame has which.
             request.damaged = True
         elif not intact:
             error = IntegrityError(
@@ -311,7 +305,7 @@ class ChunkMover:
             request.advance(RequestInput.CONFIRMED)
         if request.kind is RequestKind.SERVE_PUT:
             self._requests.tell_done(request)
-        if request.over:
+        if request.kind is not _READ or request.confirmed:
             self._requests.finish(request)
 
     def release(self, arrival: ChunkArrival) -> None:

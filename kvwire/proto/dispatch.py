@@ -54,9 +54,7 @@ class Dispatch:
         self,
         outbox: Outbox,
         requests: RequestTable,
-        parts: tuple[
-            Messages, OneSided, Transfers, LaneTable, WindowReads, Liveness
-        ],
+        parts: tuple[Messages, OneSided, Transfers, LaneTable, WindowReads, Liveness],
         *,
         check_may_start: Callable[[Header], None],
         peer_closed: Callable[[Close], None],

@@ -106,7 +106,7 @@ class TransferSettled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the peer opens a window; call ``show`` or ``deny``."""
+    """Reports that the peer opens a window; call ``answer``."""
 
     wire_id: RequestId
     name: str

@@ -110,7 +110,7 @@ class Transfers:
         self._unanswered: dict[RequestRecord, None] = {}
         self.unacknowledged: dict[RequestRecord, None] = {}
         self.unhurried: dict[RequestRecord, None] = {}
-        chunks.on_segment_sent(self.sent)
+        chunks.on_segment_sent = self.sent
 
     # --- meeting ----------------------------------------------------------------------
 

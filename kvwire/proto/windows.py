@@ -12,7 +12,7 @@ generation that each had when it was offered::
       WINDOW_VIEW number, geometry  ->
       WINDOW_GET view, blocks       ->       compares the generations
                                     <-       DATA ... straight from the cache
-                                    <-       WINDOW_GOT, compared again once all has left
+                                    <-       WINDOW_GOT, compared again behind them
                                     <-       WINDOW_CLOSE, or the reader first
       WINDOW_CLOSE                  ->       once no lane of the reader reads it
 
@@ -65,7 +65,7 @@ class WindowReads:
         self._outbox = outbox
         self._requests = requests
         self._chunks = chunks
-        chunks.on_read_sent(self._sent)
+        chunks.on_read_sent = self._sent
         # Windows of this side that the peer has open, and those of the peer; and the
         # numbers given to the former, which are used once.
         self._shown: set[int] = set()
@@ -80,10 +80,11 @@ class WindowReads:
         body = WindowOpen(name=name)
         self._outbox.send(FrameType.WINDOW_OPEN, body, request=request.wire_id)
 
-    def view(self, window: int, view: int, geometry: bytes) -> None:
-        """Report the geometry that later gets land in."""
-        body = WindowViewBody(window=window, view=view, geometry=geometry)
-        self._outbox.send(FrameType.WINDOW_VIEW, body)
+    def report(self, body: WindowViewBody | WindowMemoryBody) -> None:
+        """Send a reader's view, or an owner's memory on a lane that has come up."""
+        view = isinstance(body, WindowViewBody)
+        frame = FrameType.WINDOW_VIEW if view else FrameType.WINDOW_MEMORY
+        self._outbox.send(frame, body)
 
     def get(self, request: RequestRecord, body: WindowGet) -> None:
         """Ask for blocks, which land in the request's memory."""
@@ -138,7 +139,7 @@ class WindowReads:
     # --- owner ------------------------------------------------------------------------
 
     def asked(self, header: Header, body: WindowOpen) -> None:
-        """Handle WINDOW_OPEN; the front calls ``show`` or ``deny``."""
+        """Handle WINDOW_OPEN; the front calls ``answer``."""
         wire_id = self._requests.admit(header.request)
         self._outbox.report(WindowAsked(wire_id=wire_id, name=body.name))
 
@@ -156,17 +157,12 @@ class WindowReads:
         self._shown.add(self._last)  # bounded: WINDOWS_OPEN_MAX
         return self._last
 
-    def offer_memory(self, body: WindowMemoryBody) -> None:
-        """Let the peer's end of a lane read a window in place."""
-        self._outbox.send(FrameType.WINDOW_MEMORY, body)
-
-    def show(self, wire_id: int, body: WindowOpened) -> None:
-        """Answer WINDOW_OPEN."""
-        self._outbox.send(FrameType.WINDOW_OPENED, body, request=wire_id)
-
-    def deny(self, wire_id: int, reason: str) -> None:
-        """Refuse WINDOW_OPEN."""
-        self._requests.tell_failed(wire_id, AccessDenied.code, reason)
+    def answer(self, wire_id: int, answer: WindowOpened | str) -> None:
+        """Answer WINDOW_OPEN; a text is the reason for a refusal."""
+        if isinstance(answer, str):
+            self._requests.tell_failed(wire_id, AccessDenied.code, answer)
+        else:
+            self._outbox.send(FrameType.WINDOW_OPENED, answer, request=wire_id)
 
     def viewed(self, body: WindowViewBody) -> None:
         """Handle WINDOW_VIEW."""

@@ -212,7 +212,7 @@ class WindowOpen(Body, array_like=True, frozen=True, gc=False):
 class WindowOpened(Body, array_like=True, frozen=True, gc=False):
     """WINDOW_OPENED: the answer, with the window's number on this connection.
 
-    ``serial`` is in each of its tickets; ``geometry`` is that of its cache. If a lane is
+    ``serial`` is in each of its tickets; ``geometry`` describes its cache. If a lane is
     open that reads it in place, the rest is as in WINDOW_MEMORY; without one, ``lane``
     is 0.
     """

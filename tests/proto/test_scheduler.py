@@ -23,7 +23,7 @@ def side() -> Side:
 
 def new_side() -> Side:
     side = Side()
-    side.chunks.on_segment_sent(lambda segment: None)
+    side.chunks.on_segment_sent = lambda segment: None
     return side
 
 

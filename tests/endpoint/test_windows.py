@@ -1,0 +1,320 @@
+"""Windows: finished blocks are read as offered, or are missing with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+import kvwire
+from kvwire.kv.layout import Layout
+from kvwire.limits import WINDOW_GET_BLOCKS_MAX, WINDOWS_MAX
+from tests.support.caches import STORED, Filled
+from tests.support.pairs import Pair
+
+SOURCE = Filled(seed=1)
+
+
+async def opened(
+    pair: Pair, source: Filled = SOURCE, name: str = "kv"
+) -> tuple[kvwire.Window, kvwire.RemoteWindow]:
+    """A window of the far side, and the near side's end of it."""
+    window = pair.far.expose(name, source.cache)
+    return window, await pair.left.window(name)
+
+
+def arrived(
+    source: Filled, blocks: Sequence[int], target: Filled, into: Sequence[int]
+) -> bool:
+    """Whether these blocks of the target begin with the tokens of the source's."""
+    sent = source.tokens(list(blocks))
+    here = target.tokens(list(into))[:, :, : sent.shape[2]]
+    return bool((sent == here).all())
+
+
+# --- reading --------------------------------------------------------------------------
+
+
+async def test_blocks_that_are_offered(pair: Pair) -> None:
+    """In the ticket's order, into any blocks of the reader; others stay."""
+    window, remote = await opened(pair)
+    target = Filled()
+    outcome = await remote.get(
+        window.offer([3, 1, 4]), into=target.cache, blocks=[5, 0, 9]
+    )
+    assert outcome.complete
+    assert outcome.usable_prefix == 3
+    assert outcome.usable_tokens == 3 * STORED.block_tokens
+    assert sorted(outcome.landed) == [("kv", 0), ("kv", 5), ("kv", 9)]
+    assert not outcome.missing
+    assert arrived(SOURCE, [3, 1, 4], target, [5, 0, 9])
+    untouched = [block for block in range(16) if block not in (0, 5, 9)]
+    assert not target.tokens(untouched).any()
+
+
+SHAPES: list[tuple[Layout, int, int]] = [
+    ("HND", STORED.block_tokens, 3),
+    ("NHD", STORED.block_tokens // 2, 6),
+    ("HND", STORED.block_tokens // 2, 6),
+    ("NHD", STORED.block_tokens * 2, 2),
+    ("HND", STORED.block_tokens * 4, 1),
+]
+
+
+@pytest.mark.parametrize(("layout", "block_tokens", "count"), SHAPES)
+async def test_another_layout_and_block_size(
+    pair: Pair, layout: Layout, block_tokens: int, count: int
+) -> None:
+    """Whatever a pull can map; a last block of the reader may be filled in part."""
+    window, remote = await opened(pair)
+    spec = replace(STORED, block_tokens=block_tokens)
+    target = Filled(spec=spec, layout=layout)
+    into = random.Random(count).sample(range(16), count)
+    outcome = await remote.get(window.offer([7, 2, 8]), into=target.cache, blocks=into)
+    assert outcome.complete
+    assert outcome.usable_tokens == 3 * STORED.block_tokens
+    assert arrived(SOURCE, [7, 2, 8], target, into)
+
+
+async def test_many_in_one_turn(pair: Pair) -> None:
+    """Each gets its own blocks and its own outcome."""
+    window, remote = await opened(pair)
+    target = Filled()
+    ticket = window.offer(range(16))
+    window.withdraw([5])
+    outcomes = await asyncio.gather(
+        *(
+            remote.get(ticket, into=target.cache, blocks=[15 - n], positions=[n])
+            for n in range(16)
+        )
+    )
+    assert [outcome.complete for outcome in outcomes] == [n != 5 for n in range(16)]
+    assert arrived(SOURCE, range(5), target, range(15, 10, -1))
+    assert arrived(SOURCE, range(6, 16), target, range(9, -1, -1))
+
+
+async def test_more_blocks_than_a_frame_names(pair: Pair) -> None:
+    """They are asked for in several frames."""
+    count = WINDOW_GET_BLOCKS_MAX + 10
+    memory = random.Random(2).randbytes(8 * count)
+    window = pair.far.expose("bytes", memory, block_bytes=8)
+    remote = await pair.left.window("bytes")
+    into = bytearray(len(memory))
+    outcome = await remote.get(window.offer(range(count)), into=into)
+    assert outcome.complete
+    assert into == memory
+
+
+async def test_plain_bytes(pair: Pair) -> None:
+    """Blocks of memory, which land one behind the other or where the reader says."""
+    memory = random.Random(3).randbytes(64)
+    window = pair.far.expose("bytes", memory, block_bytes=16)
+    remote = await pair.left.window("bytes")
+    into = bytearray(32)
+    assert (await remote.get(window.offer([3, 1]), into=into)).complete
+    assert into == memory[48:] + memory[16:32]
+    assert (await remote.get(window.offer([0]), into=into, blocks=[1])).complete
+    assert into == memory[48:] + memory[:16]
+
+
+# --- withdrawn ------------------------------------------------------------------------
+
+
+async def test_a_block_that_is_withdrawn(pair: Pair) -> None:
+    """It is missing, for ever; the others land. A new offer is another right."""
+    window, remote = await opened(pair)
+    target = Filled()
+    old = window.offer([3, 1, 4])
+    window.withdraw([1])
+    outcome = await remote.get(old, into=target.cache, blocks=[0, 1, 2])
+    assert not outcome.complete
+    assert outcome.state == "partial"
+    assert list(outcome.missing) == [("kv", 1)]
+    assert "taken the block back" in outcome.missing["kv", 1]
+    assert outcome.usable_prefix == 1
+    assert arrived(SOURCE, [3, 4], target, [0, 2])
+    new = window.offer([1])
+    assert (await remote.get(new, into=target.cache, blocks=[1])).complete
+    again = await remote.get(old, into=target.cache, blocks=[0, 1, 2])
+    assert list(again.missing) == [("kv", 1)]
+
+
+async def test_everything_is_withdrawn(pair: Pair) -> None:
+    """Nothing lands."""
+    window, remote = await opened(pair)
+    ticket = window.offer([1, 2])
+    window.withdraw()
+    outcome = await remote.get(ticket, into=Filled().cache, blocks=[0, 1])
+    assert outcome.state == "failed"
+    assert outcome.usable_tokens == 0
+
+
+async def test_a_ticket_of_another_life(pair: Pair) -> None:
+    """Of a window of the same name that was closed: missing, and not an error."""
+    window, remote = await opened(pair)
+    old = window.offer([1])
+    await window.close()
+    other, reopened = await opened(pair)
+    outcome = await reopened.get(old, into=Filled().cache, blocks=[0])
+    assert "another window" in outcome.missing["kv", 0]
+    gone = await remote.get(other.offer([1]), into=Filled().cache, blocks=[0])
+    assert "closed the window" in gone.missing["kv", 0]
+
+
+# --- its end --------------------------------------------------------------------------
+
+
+async def test_close_waits_for_bytes_under_way(pair: Pair) -> None:
+    """Then the memory is free, and a get under way ends without a wrong byte."""
+    memory = bytearray(random.Random(4).randbytes(32 << 20))
+    before = bytes(memory)
+    window = pair.far.expose("bytes", memory, block_bytes=1 << 20)
+    remote = await pair.left.window("bytes")
+    into = bytearray(len(memory))
+    request = remote.get(window.offer(range(32)), into=into)
+    await window.close()
+    memory[:] = bytes(len(memory))
+    outcome = await request
+    for _, block in outcome.landed:
+        part = slice(block << 20, (block + 1) << 20)
+        assert into[part] == before[part]
+    assert window.closed
+    with pytest.raises(kvwire.UsageError, match="closed"):
+        window.offer([1])
+
+
+async def test_the_connection_is_lost(pair: Pair) -> None:
+    """Blocks are gone, with the reason; the window can be closed."""
+    window, remote = await opened(pair)
+    ticket = window.offer([1])
+    pair.left.abort("to see")
+    outcome = await remote.get(ticket, into=Filled().cache, blocks=[0])
+    assert outcome.missing["kv", 0].startswith("gone: ")
+    await window.close()
+
+
+async def test_a_peer_reopens_its_window(pair: Pair) -> None:
+    """A get after the end of a connection dials again."""
+    window = pair.far.expose("kv", SOURCE.cache)
+    peer = pair.near.peer(str(pair.address))
+    remote = await peer.window("kv")
+    target = Filled()
+    assert (await remote.get(window.offer([1]), into=target.cache, blocks=[0])).complete
+    first = peer.connection
+    assert first is not None
+    await first.close()
+    assert (await remote.get(window.offer([2]), into=target.cache, blocks=[1])).complete
+    assert peer.connection not in (None, first)
+    assert arrived(SOURCE, [1, 2], target, [0, 1])
+    await remote.close()
+    assert remote.way == "closed"
+    late = await remote.get(window.offer([2]), into=target.cache, blocks=[1])
+    assert not late.complete
+
+
+async def test_a_get_that_is_cancelled(pair: Pair) -> None:
+    """Its blocks are free once it is released; the window goes on."""
+    memory = random.Random(5).randbytes(32 << 20)
+    window = pair.far.expose("bytes", memory, block_bytes=1 << 20)
+    remote = await pair.left.window("bytes")
+    into = bytearray(len(memory))
+    request = remote.get(window.offer(range(32)), into=into)
+    request.cancel()
+    with pytest.raises(kvwire.RequestCancelled):
+        await request
+    await request.released()
+    small = bytearray(1 << 20)
+    assert (await remote.get(window.offer([7]), into=small)).complete
+    assert small == memory[7 << 20 : 8 << 20]
+
+
+async def test_a_reader_closes_its_window(pair: Pair) -> None:
+    """The owner forgets it, and need not wait for it any more."""
+    window, remote = await opened(pair)
+    await remote.close()
+    await remote.close()
+    await window.close()
+    assert remote.way == "closed"
+
+
+# --- refused --------------------------------------------------------------------------
+
+
+async def test_no_such_window(pair: Pair) -> None:
+    """The text has the names that there are."""
+    pair.far.expose("keys", SOURCE.cache)
+    with pytest.raises(kvwire.AccessDenied, match=r"no window 'key'.*'keys'"):
+        await pair.left.window("key")
+
+
+async def test_caches_that_do_not_fit(pair: Pair) -> None:
+    """The error names the field."""
+    window, remote = await opened(pair)
+    other = Filled(spec=replace(STORED, head_dim=STORED.head_dim * 2))
+    with pytest.raises(kvwire.ProfileMismatch, match="head_dim"):
+        remote.get(window.offer([1]), into=other.cache, blocks=[0])
+    with pytest.raises(kvwire.UsageError, match="has blocks of a cache"):
+        remote.get(window.offer([1]), into=bytearray(100))
+
+
+async def test_blocks_that_do_not_fit_the_ticket(pair: Pair) -> None:
+    """Nothing is sent."""
+    window, remote = await opened(pair)
+    with pytest.raises(kvwire.UsageError, match="2 for a ticket of 1 blocks"):
+        remote.get(window.offer([1]), into=Filled().cache, blocks=[0, 1])
+
+
+@pytest.mark.parametrize("cut", [0, 3, 20, 31, -1])
+async def test_a_ticket_that_is_cut(pair: Pair, cut: int) -> None:
+    """A UsageError, whatever is left of it."""
+    window, remote = await opened(pair)
+    ticket = window.offer([1, 2])
+    with pytest.raises(kvwire.UsageError, match="ticket"):
+        remote.get(ticket[:cut], into=Filled().cache, blocks=[0, 1])
+
+
+async def test_tickets_that_are_forged(pair: Pair) -> None:
+    """Any changed byte gives an error or a missing block."""
+    window, remote = await opened(pair)
+    ticket = window.offer([1])
+    chosen = random.Random(6)
+    for position in range(len(ticket)):
+        forged = bytearray(ticket)
+        forged[position] ^= 1 << chosen.randrange(8)
+        target = Filled()
+        try:
+            outcome = await remote.get(bytes(forged), into=target.cache, blocks=[0])
+        except kvwire.UsageError:
+            continue
+        padding = 28 <= position < 32
+        assert outcome.complete == padding, position
+    assert (await remote.get(ticket, into=Filled().cache, blocks=[0])).complete
+
+
+async def test_names_and_memory_that_are_refused(pair: Pair) -> None:
+    """By their field."""
+    pair.far.expose("kv", SOURCE.cache)
+    for name in ("kv", "", "x" * 500):
+        with pytest.raises(kvwire.UsageError, match="expose"):
+            pair.far.expose(name, SOURCE.cache)
+    for size in (0, 3, -1, None):
+        with pytest.raises(kvwire.UsageError, match="block_bytes"):
+            pair.far.expose("bytes", bytearray(16), block_bytes=size)
+    with pytest.raises(kvwire.UsageError, match="block_bytes"):
+        pair.far.expose("both", SOURCE.cache, block_bytes=4)
+
+
+async def test_too_many_windows(pair: Pair) -> None:
+    """A limit, which says what to do."""
+    windows = [
+        pair.far.expose(f"w{n}", bytearray(8), block_bytes=8)
+        for n in range(WINDOWS_MAX)
+    ]
+    with pytest.raises(kvwire.UsageError, match="close some"):
+        pair.far.expose("more", SOURCE.cache)
+    for window in windows:
+        await window.close()
+    pair.far.expose("more", SOURCE.cache)

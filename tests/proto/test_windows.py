@@ -1,0 +1,324 @@
+"""Windows in the core: what was asked is reported once, and answered by the rules."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from kvwire.endpoint.window_link import unpacked
+from kvwire.endpoint.window_memory import decode_memory, encode_memory
+from kvwire.errors import AccessDenied, ProtocolError, RequestCancelled, StaleRegion
+from kvwire.kv.window_map import geometry_of_pools, placed, spans_of
+from kvwire.limits import WINDOW_GET_BYTES_MAX, WINDOWS_OPEN_MAX
+from kvwire.proto.events import (
+    Event,
+    WindowAsked,
+    WindowClosed,
+    WindowRead,
+    WindowSent,
+    WindowViewed,
+)
+from kvwire.proto.records import RequestRecord
+from kvwire.wire.control import (
+    WindowClose,
+    WindowGet,
+    WindowGot,
+    WindowOpened,
+    WindowViewBody,
+)
+from kvwire.wire.header import FrameType
+from tests.proto.moving import expect_broken, expect_error, expect_fine
+from tests.support.caches import Filled
+from tests.support.core_pair.peer import ConnectionPair, Peer
+
+E = TypeVar("E", bound=Event)
+SERIAL = bytes(16)
+DATA = bytes(range(100))
+
+
+def taken(peer: Peer, kind: type[E]) -> E:
+    """The one event of this kind, which is removed."""
+    (found,) = [event for event in peer.events if isinstance(event, kind)]
+    peer.events.remove(found)
+    return found
+
+
+def asks(blocks: int = 1, nbytes: int = len(DATA), *, window: int = 1) -> WindowGet:
+    return WindowGet(window, 0, nbytes, (blocks,), bytes(4 * blocks), bytes(8 * blocks))
+
+
+def opened(pair: ConnectionPair) -> int:
+    """The number of a window of the server that the client has opened."""
+    client, server = pair.client, pair.server
+    request = client.core.open_window("kv", None)
+    client.collect()
+    pair.run()
+    number = server.core.windows.number()
+    answer = WindowOpened(number, SERIAL, b"")
+    server.core.windows.answer(taken(server, WindowAsked).wire_id, answer)
+    server.collect()
+    expect_fine(pair)
+    assert client.error(request) is None
+    assert request.answer == answer
+    return number
+
+
+def get(peer: Peer, body: WindowGet) -> RequestRecord:
+    request = peer.core.read_window(peer.lend(body.nbytes), body, None)
+    peer.collect()
+    return request
+
+
+def served(pair: ConnectionPair, stale: bytes = b"") -> RequestRecord:
+    """A get whose bytes have left, with its last frame."""
+    request = get(pair.client, asks())
+    pair.run()
+    event = taken(pair.server, WindowRead)
+    pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
+    pair.server.collect()
+    assert taken(pair.server, WindowSent).request is event.request
+    pair.server.core.windows.finish(event.request, stale, sent=True)
+    pair.server.collect()
+    expect_fine(pair)
+    return request
+
+
+@pytest.mark.rule("KVW-WN-01", "KVW-WN-02", "KVW-WN-03", "KVW-WN-05", "keeps")
+def test_a_get() -> None:
+    """The bytes land, and the last frame ends it on both sides; no memory stays."""
+    pair = ConnectionPair()
+    opened(pair)
+    for stale in (b"", b"\x01"):
+        request = served(pair, stale)
+        assert pair.client.received(request) == DATA
+        assert isinstance(request.answer, WindowGot)
+        assert request.answer.stale == stale
+    assert not pair.client.memory
+    assert not pair.server.memory
+
+
+@pytest.mark.rule("KVW-WN-04", "keeps")
+def test_a_get_of_blocks_that_were_withdrawn() -> None:
+    """Nothing is sent but the reason."""
+    pair = ConnectionPair()
+    opened(pair)
+    request = get(pair.client, asks())
+    pair.run()
+    event = taken(pair.server, WindowRead)
+    pair.server.core.windows.finish(event.request, b"\x01", sent=False)
+    pair.server.collect()
+    expect_fine(pair)
+    assert pair.client.error(request) is None
+    assert request.moved == 0
+    assert not pair.client.memory
+
+
+def test_a_window_that_is_not_there() -> None:
+    pair = ConnectionPair()
+    request = pair.client.core.open_window("kv", None)
+    pair.client.collect()
+    pair.run()
+    pair.server.core.windows.answer(taken(pair.server, WindowAsked).wire_id, "none")
+    pair.server.collect()
+    expect_fine(pair)
+    expect_error(pair.client, request, AccessDenied)
+
+
+def test_a_get_that_is_cancelled() -> None:
+    """The owner stops, and both sides get their memory back."""
+    pair = ConnectionPair()
+    opened(pair)
+    pair.server.stalled = True
+    request = get(pair.client, asks())
+    pair.run()
+    event = taken(pair.server, WindowRead)
+    pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
+    pair.server.collect()
+    pair.client.cancel(request)
+    expect_fine(pair)
+    expect_error(pair.client, request, RequestCancelled)
+    assert event.request.over
+    pair.server.core.windows.finish(event.request, b"", sent=True)  # late: nothing
+    pair.server.collect()
+    expect_fine(pair)
+    assert not pair.client.memory
+    assert not pair.server.memory
+
+
+def test_damage_waits_for_the_last_frame() -> None:
+    """The blocks may have been written to since."""
+    pair = ConnectionPair()
+    opened(pair)
+    request = get(pair.client, asks())
+    pair.run()
+    event = taken(pair.server, WindowRead)
+    pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
+    pair.server.collect()
+    header, body = pair.server.wire.popleft()
+    pair.client.receive((header, b"\xff" + body[1:]))
+    pair.server.core.windows.finish(event.request, b"\x01", sent=True)
+    pair.server.collect()
+    expect_fine(pair)
+    assert pair.client.error(request) is None
+    assert request.damaged
+
+
+@pytest.mark.rule("KVW-WN-06", "keeps")
+def test_views_and_closing() -> None:
+    """Each side hears of the other's end of a window once."""
+    pair = ConnectionPair()
+    number = opened(pair)
+    pair.client.core.windows.report(WindowViewBody(number, 0, b"geometry"))
+    pair.client.collect()
+    pair.run()
+    assert taken(pair.server, WindowViewed).body.geometry == b"geometry"
+    pair.server.core.windows.hide(number)
+    pair.server.collect()
+    pair.run()
+    assert taken(pair.client, WindowClosed) == WindowClosed(window=number, mine=False)
+    pair.client.core.windows.close(number)
+    pair.client.collect()
+    expect_fine(pair)
+    assert taken(pair.server, WindowClosed) == WindowClosed(window=number, mine=True)
+    late = get(pair.client, asks())
+    expect_fine(pair)
+    expect_error(pair.client, late, StaleRegion)
+    pair.client.forge(FrameType.WINDOW_CLOSE, WindowClose(number, mine=False))
+    pair.server.forge(FrameType.WINDOW_CLOSE, WindowClose(number, mine=True))
+    expect_fine(pair)
+    assert not any(isinstance(e, WindowClosed) for e in pair.server.events)
+
+
+# --- rules that are broken ------------------------------------------------------------
+
+
+@pytest.mark.rule("KVW-WN-01", "breaks")
+def test_an_answer_to_something_else() -> None:
+    pair = ConnectionPair()
+    pair.client.recv(1)
+    pair.client.send(2, bytes(1 << 20))
+    pair.run()
+    pair.server.forge(FrameType.WINDOW_OPENED, WindowOpened(1, SERIAL, b""), request=1)
+    expect_broken(pair, pair.client, "KVW-WN-01")
+
+
+@pytest.mark.rule("KVW-WN-02", "breaks")
+def test_a_number_in_use() -> None:
+    """Or more windows than may be open."""
+    pair = ConnectionPair()
+    number = opened(pair)
+    pair.client.core.open_window("other", None)
+    pair.client.collect()
+    pair.run()
+    wire_id = taken(pair.server, WindowAsked).wire_id
+    pair.server.forge(
+        FrameType.WINDOW_OPENED, WindowOpened(number, SERIAL, b""), request=wire_id
+    )
+    expect_broken(pair, pair.client, "KVW-WN-02")
+    pair = ConnectionPair()
+    for _ in range(WINDOWS_OPEN_MAX):
+        opened(pair)
+    pair.client.core.open_window("more", None)
+    pair.client.collect()
+    pair.run()
+    wire_id = taken(pair.server, WindowAsked).wire_id
+    more = WindowOpened(WINDOWS_OPEN_MAX + 1, SERIAL, b"")
+    pair.server.forge(FrameType.WINDOW_OPENED, more, request=wire_id)
+    expect_broken(pair, pair.client, "KVW-WN-02")
+
+
+@pytest.mark.rule("KVW-WN-03", "breaks")
+def test_a_last_frame_that_is_none() -> None:
+    """For another request, twice, or with too few bits."""
+    pair = ConnectionPair()
+    pair.client.send(2, bytes(1 << 20))
+    pair.server.forge(FrameType.WINDOW_GOT, WindowGot(sent=True), request=1)
+    expect_broken(pair, pair.client, "KVW-WN-03")
+    pair = ConnectionPair()
+    opened(pair)
+    request = get(pair.client, asks())
+    for _ in range(2):
+        pair.server.forge(
+            FrameType.WINDOW_GOT, WindowGot(sent=True), request=request.wire_id
+        )
+    expect_broken(pair, pair.client, "KVW-WN-03")
+    with pytest.raises(ProtocolError) as caught:
+        unpacked(b"\x01", 9)
+    assert caught.value.rule == "KVW-WN-03"
+
+
+@pytest.mark.rule("KVW-WN-04", "breaks")
+def test_bytes_of_a_get_that_has_none() -> None:
+    pair = ConnectionPair()
+    opened(pair)
+    request = get(pair.client, asks(nbytes=2 * 65_536))
+    pair.run()
+    pair.server.forge_payload(FrameType.DATA, bytes(65_536), request=request.wire_id)
+    pair.server.forge(
+        FrameType.WINDOW_GOT, WindowGot(sent=False), request=request.wire_id
+    )
+    expect_broken(pair, pair.client, "KVW-WN-04")
+
+
+WRONG_LISTS = {
+    "more entries": WindowGet(1, 0, 5, (1,), bytes(8), bytes(8)),
+    "more generations": WindowGet(1, 0, 5, (1,), bytes(4), bytes(16)),
+    "other counts": WindowGet(1, 0, 5, (1, 1), bytes(4), bytes(8)),
+    "too many bytes": asks(nbytes=WINDOW_GET_BYTES_MAX + 1),
+}
+
+
+@pytest.mark.rule("KVW-WN-05", "breaks")
+@pytest.mark.parametrize("body", WRONG_LISTS.values(), ids=WRONG_LISTS)
+def test_lists_that_differ(body: WindowGet) -> None:
+    pair = ConnectionPair()
+    opened(pair)
+    pair.client.forge(FrameType.WINDOW_GET, body, request=3)
+    expect_broken(pair, pair.server, "KVW-WN-05")
+
+
+@pytest.mark.rule("KVW-WN-06", "breaks")
+def test_a_window_that_never_was() -> None:
+    for frame_type, body in (
+        (FrameType.WINDOW_VIEW, WindowViewBody(2, 0, b"")),
+        (FrameType.WINDOW_CLOSE, WindowClose(2, mine=False)),
+    ):
+        pair = ConnectionPair()
+        opened(pair)
+        pair.client.forge(frame_type, body)
+        expect_broken(pair, pair.server, "KVW-WN-06")
+
+
+@pytest.mark.rule("KVW-WN-07", "keeps")
+@pytest.mark.rule("KVW-WN-07", "breaks")
+def test_the_memory_of_a_window() -> None:
+    """What the owner describes is what the reader reads; anything else is refused."""
+    source = Filled(seed=1)
+    cache = source.cache
+    geometry = geometry_of_pools(cache)
+    data = encode_memory(4096, placed(cache))
+    assert data is not None
+    memory, groups = decode_memory(data, geometry)
+    assert memory.table == (4096, 8 * source.blocks)
+    assert memory.spans == spans_of(geometry, placed(cache))
+    assert sum(nbytes for _, nbytes in memory.spans) == sum(
+        tensor.nbytes for tensor in source.tensors
+    )
+    (group,) = groups
+    assert np.array_equal(group.bases, cache.groups["kv"].bases)
+    place = placed(cache)[0]
+    wrong = (
+        data[:-1],
+        data + b"\x00",
+        encode_memory(4096, ()),
+        encode_memory(4096, (place._replace(bases=place.bases[1:]),)),
+        encode_memory(4096, (place._replace(bases=-place.bases),)),
+        encode_memory(4096, (place._replace(strides=(2**61, 1, 1, 1)),)),
+    )
+    for described in wrong:
+        assert described is not None
+        with pytest.raises(ProtocolError) as caught:
+            decode_memory(described, geometry)
+        assert caught.value.rule == "KVW-WN-07"
