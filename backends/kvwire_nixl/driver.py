@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -72,11 +72,25 @@ _THEIRS: Final = 64
 
 
 class NixlRead:
-    """The read of one payload of the peer."""
+    """The read of one payload of the peer, or of a part of its window.
 
-    __slots__ = ("handle", "is_direct", "landing", "place", "slot")
+    Attributes:
+        stage: A "payload" is reported once the peer was alive after it. The "bytes" of
+            a window are not reported, and its "generations" are read once all reads
+            before them are over.
+    """
 
-    def __init__(self, landing: Landing, place: NixlPlace, *, is_direct: bool) -> None:
+    __slots__ = ("handle", "is_direct", "landing", "place", "slot", "stage")
+
+    def __init__(
+        self,
+        landing: Landing,
+        place: NixlPlace,
+        *,
+        is_direct: bool,
+        stage: Literal["payload", "bytes", "generations"] = "payload",
+    ) -> None:
+        self.stage: Literal["payload", "bytes", "generations"] = stage
         self.landing: Landing = landing
         self.place: NixlPlace = place
         self.is_direct: bool = is_direct  # NIXL may write to the landing itself
@@ -169,11 +183,11 @@ class NixlDriver:
             self._peer = peer
             self._changed.notify()
 
-    def read(self, reads: list[NixlRead], offered: int) -> None:
-        """Read these payloads too; the peer was offered ``offered`` of ours, in all."""
+    def read(self, reads: list[NixlRead], offered: int = 0) -> None:
+        """Read these too; the peer was offered ``offered`` payloads of ours, in all."""
         with self._changed:
-            self._inbox += reads  # bounded: LANE_PAYLOADS_MAX
-            self._offered = offered
+            self._inbox += reads  # bounded: LANE_PAYLOADS_MAX, and windows' batches
+            self._offered = max(self._offered, offered)
             self._changed.notify()
 
     def close(self) -> None:
@@ -281,6 +295,8 @@ class NixlDriver:
     def _post_reads(self) -> bool:
         posted = False
         while self._waiting and len(self._reading) < READS_MAX and not posted:
+            if self._reading and self._waiting[0].stage == "generations":
+                break
             read = self._waiting.popleft()
             self._reading.append(read)  # bounded: READS_MAX
             self._post(read)
@@ -323,8 +339,12 @@ class NixlDriver:
             if read.slot is not None and read.landing.payload is not None:
                 copy(read.slot.memory[: read.landing.length], read.landing.payload)
                 self._slots.give_back(read.slot)
-            self._read.append(self._reading.popleft())  # bounded: LANE_PAYLOADS_MAX
+            self._reading.popleft()
             moved = True
+            if read.stage == "payload":
+                self._read.append(read)  # bounded: LANE_PAYLOADS_MAX
+            elif read.stage == "generations":
+                self._completions.put([read.landing])
         return moved
 
     def _confirm(self) -> bool:

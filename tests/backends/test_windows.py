@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvwire.errors import ConnectionLost
+from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx import support as ucx
 from tests.backends.window_owner import BLOCKS, Owner, owner
 from tests.support.pairs import turns, until
@@ -22,6 +23,7 @@ BELIEVED_MAX = 200_000
 @pytest.fixture(
     params=[
         pytest.param("ucx", marks=ucx.needs_reading),
+        pytest.param("nixl", marks=needs_nixl),
     ]
 )
 async def there(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Owner]:
