@@ -48,7 +48,11 @@ from kvwire.kv.fragments import Array
 from kvwire.limits import KIB, MIB
 from kvwire.memory import cma
 from kvwire.memory.arena import SharedMapping
-from kvwire.memory.compiled import CompiledFunction, compiled_function
+from kvwire.memory.compiled import (
+    CompiledFunction,
+    as_argument,
+    compiled_function,
+)
 from kvwire.memory.generations import ENTRY_BYTES, require_order
 from kvwire.memory.iovec import IOVECS_MAX
 from kvwire.memory.pieces import copy_pieces
@@ -57,9 +61,9 @@ from kvwire_local.templates import (
     Span,
     WindowTemplate,
     WindowTemplates,
+    arguments,
     checked_spans,
     checked_table,
-    packed,
 )
 
 # Whoever keeps the GIL for so many bytes takes some 50 us from other threads. Releasing
@@ -68,11 +72,19 @@ HELD_BYTES: Final = 512 * KIB
 # `kvwire_process` of _copy.c.
 _PROCESS: Final = struct.Struct("=2Q16s")
 
+# The window, the offsets, the tickets, and what has landed.
+_KINDS: Final = (
+    *(ctypes.c_void_p,) * 3,
+    *(ctypes.c_uint64,) * 2,
+    *(ctypes.c_void_p,) * 2,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+)
 mapped_compiled: CompiledFunction | None = compiled_function(
-    "kvwire_read_mapped", *(ctypes.c_void_p,) * 3
+    "kvwire_read_mapped", *_KINDS
 )
 process_compiled: CompiledFunction | None = compiled_function(
-    "kvwire_read_process", *(ctypes.c_void_p,) * 5, result=ctypes.c_int
+    "kvwire_read_process", *_KINDS, ctypes.c_void_p, result=ctypes.c_int
 )
 MappedArena = tuple[int, SharedMapping]
 """The address of an arena at its owner, and its mapping here."""
@@ -144,7 +156,7 @@ class MappedBlocks(WindowBlocks):
         landed = np.empty(batch.entries.size, np.bool_)
         held, released = mapped_compiled
         read = held if batch.nbytes <= HELD_BYTES else released
-        read(template.packed, packed(batch), landed.__array_interface__["data"][0])
+        read(template.packed, *arguments(batch), as_argument(landed))
         return landed
 
     def _read_in_python(self, template: WindowTemplate, batch: BlockRead) -> Bits:
@@ -214,18 +226,11 @@ class ProcessBlocks(WindowBlocks):
         template = self._templates.of(batch)
         if process_compiled is None:
             return self._read_in_python(template, batch)
-        count = batch.entries.size
-        found = np.empty(count, np.uint64)
-        landed = np.empty(count, np.bool_)
+        landed = np.empty(batch.entries.size, np.bool_)
         held, released = process_compiled
         read = held if batch.nbytes <= HELD_BYTES else released
-        error = read(
-            template.packed,
-            packed(batch),
-            self._packed,
-            found.__array_interface__["data"][0],
-            landed.__array_interface__["data"][0],
-        )
+        argument = as_argument(landed)
+        error = read(template.packed, *arguments(batch), argument, self._packed)
         if error:
             raise _lost(error)
         return landed

@@ -21,9 +21,8 @@ from kvwire_local.descriptor import RULE
 
 # A window needs one for each group of blocks and each cache that it is read into.
 _TEMPLATES_MAX: Final = 64
-# `kvwire_window` and `kvwire_batch` of _copy.c.
+# `kvwire_window` of _copy.c.
 _WINDOW: Final = struct.Struct("=8Q")
-_BATCH: Final = struct.Struct("=7Q")
 # No process has addresses beyond this, so that no sum of two overflows 64 bits.
 _ADDRESS_MAX: Final = 2**63
 _WRAP: Final = 2**64
@@ -170,14 +169,14 @@ def checked_table(table: tuple[int, int]) -> Span:
     return first, end
 
 
-def packed(batch: BlockRead) -> bytes:
-    """Return a batch for the compiled functions."""
-    return _BATCH.pack(
-        batch.offsets_from.__array_interface__["data"][0],
-        batch.offsets_to.__array_interface__["data"][0],
-        batch.entries.__array_interface__["data"][0],
-        batch.generations.__array_interface__["data"][0],
+def arguments(batch: BlockRead) -> tuple[bytes, bytes, int, int, bytes, bytes, int]:
+    """Return a batch as the compiled functions take it."""
+    return (
+        batch.offsets_from.tobytes(),
+        batch.offsets_to.tobytes(),
         batch.offsets_from.size,
         batch.per_block,
+        batch.entries.tobytes(),
+        batch.generations.tobytes(),
         batch.entries.size,
     )

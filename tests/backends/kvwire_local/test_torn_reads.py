@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import signal
 import sysconfig
@@ -147,18 +146,16 @@ def plant(
     library = folder / "planted.so"
     flags = ("-O2", "-fPIC", "-shared", "-DKVWIRE_PLANTED")
     ran(compiler, *flags, "-o", library, _SOURCE, check=True)
-    for name, kinds, result in (
-        ("mapped", 3, None),
-        ("process", 5, ctypes.c_int),
-    ):
+    for name in ("mapped_compiled", "process_compiled"):
+        function = getattr(blocks, name).held
         planted = compiled_function(
-            f"kvwire_read_{name}",
-            *(ctypes.c_void_p,) * kinds,
-            result=result,
+            function.__name__,
+            *function.argtypes,
+            result=function.restype,
             library=library,
         )
         assert planted is not None
-        monkeypatch.setattr(blocks, f"{name}_compiled", planted)
+        monkeypatch.setattr(blocks, name, planted)
 
 
 @in_and_out
