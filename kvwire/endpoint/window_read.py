@@ -257,14 +257,19 @@ class Reading:
                 opened.drop_reader()
                 return self.begin(self._queue)
             assert isinstance(landed, np.ndarray)
-            request: Request[Outcome] = _new(Request)
-            request._over = True
+            self.over = True
             if landed.all():
-                request._value = self._whole(view, nbytes)
+                outcome = self._whole(view, nbytes)
             else:
                 self._note(np.arange(landed.size), landed, _WITHDRAWN)
-                request._value = self._outcome()
-            self.over = True
+                outcome = self._outcome()
+            if self._request is not None:  # it has waited for a connection
+                self._request._complete(outcome, None)
+                return self._request
+            # Made without an ``__init__``, for speed: it is over.
+            request: Request[Outcome] = _new(Request)
+            request._over = True
+            request._value = outcome
             return request
         request = self.request()
         start_task(self._in_turns(opened, view, reader))
