@@ -15,7 +15,7 @@ import asyncio
 import concurrent.futures
 import os
 import warnings
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 
@@ -24,10 +24,13 @@ from kvwire.driver.io_thread import IOThread, bind_thread
 from kvwire.endpoint.communicator import Communicator
 from kvwire.endpoint.communicator import open as open_communicator
 from kvwire.endpoint.connection import Connection
+from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.snapshot import Snapshot
+from kvwire.endpoint.window import Window
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
+from kvwire.memory.buffers import Memory
 from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.options import PublishOptions, ReceiveOptions, SendOptions
 from kvwire.transfers.outgoing import Outgoing
@@ -166,6 +169,25 @@ class Engine:
             ),
         )
 
+    def expose(
+        self,
+        name: str,
+        memory: PagedCache | Memory,
+        *,
+        block_bytes: int | None = None,
+    ) -> EngineWindow:
+        """Let peers read blocks without asking.
+
+        Arguments and errors are those of :meth:`kvwire.Communicator.expose`.
+        """
+        communicator = self._communicator
+        return EngineWindow(
+            self,
+            self._thread.run(
+                lambda: communicator.expose(name, memory, block_bytes=block_bytes)
+            ),
+        )
+
     def start(
         self, work: Callable[[Communicator], Coroutine[Any, Any, T]]
     ) -> concurrent.futures.Future[T]:
@@ -273,6 +295,15 @@ class EngineConnection:
             self._thread.run(lambda: push(id, cache, blocks, **options)),
         )
 
+    def window(self, name: str) -> EngineRemoteWindow:
+        """Open a window of the peer, and wait for that.
+
+        Raises:
+            KVWireError: As :meth:`kvwire.Connection.window`.
+        """
+        opened = self._thread.call(self._connection.window(name))
+        return EngineRemoteWindow(self._engine, opened)
+
     def close(self) -> None:
         """End the connection gracefully, and wait for that."""
         self._thread.call(self._connection.close())
@@ -280,6 +311,72 @@ class EngineConnection:
     def abort(self, reason: str = "aborted by this side") -> None:
         """End the connection now; does not wait."""
         self._thread.post(lambda: self._connection.abort(reason))
+
+
+class EngineWindow:
+    """Makes a window of this side usable from synchronous code."""
+
+    def __init__(self, engine: Engine, window: Window) -> None:
+        self._engine = engine  # which would close if nobody held it
+        self._thread = engine._thread
+        self._window = window
+
+    def __repr__(self) -> str:
+        return repr(self._window)
+
+    def offer(self, blocks: Blocks) -> bytes:
+        """Allow blocks to be read, as :meth:`kvwire.Window.offer`; never waits."""
+        return self._window.offer(blocks)
+
+    def withdraw(self, blocks: Blocks | None = None) -> None:
+        """End that right, as :meth:`kvwire.Window.withdraw`; never waits."""
+        self._window.withdraw(blocks)
+
+    def close(self) -> None:
+        """Withdraw all blocks, and wait until no transport touches the memory."""
+        self._thread.call(self._window.close())
+
+
+class EngineRemoteWindow:
+    """Makes a peer's window usable from synchronous code."""
+
+    def __init__(self, engine: Engine, window: RemoteWindow) -> None:
+        self._engine = engine
+        self._thread = engine._thread
+        self._window = window
+
+    def __repr__(self) -> str:
+        return repr(self._window)
+
+    def get(
+        self,
+        ticket: bytes,
+        into: PagedCache | Memory,
+        blocks: Blocks | None = None,
+        *,
+        positions: slice | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> Outcome:
+        """Read blocks that the owner has offered, and wait for them.
+
+        The arguments and errors are those of :meth:`kvwire.RemoteWindow.get`, with
+        ``timeout`` in seconds in place of ``deadline``: blocks that have not come by
+        then are missing. When it returns, nothing touches the blocks any more.
+        """
+
+        async def read() -> Outcome:
+            request = self._window.get(
+                ticket, into, blocks, positions=positions, deadline=timeout
+            )
+            outcome = await request
+            await request.released()
+            return outcome
+
+        return self._thread.call(read())
+
+    def close(self) -> None:
+        """End reading; the owner learns it."""
+        self._thread.call(self._window.close())
 
 
 class _EngineTransfer:

@@ -377,3 +377,43 @@ def test_cpus_that_are_not_there_are_refused() -> None:
     with pytest.raises(kvwire.UsageError, match="io_cpus=1023: Invalid argument"):
         kvwire.Engine(io_cpus=[1023])
     assert threading.active_count() == threads
+
+
+# --- windows --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_blocks_of_a_window(scheme: str) -> None:
+    """Offered and withdrawn from this thread; what was withdrawn is missing."""
+    with engines(scheme) as e:
+        window = e.p.expose("kv", e.source.cache)
+        ticket = window.offer([3, 1])
+        remote = e.asking.window("kv")
+        outcome = remote.get(ticket, e.target.cache, [0, 1])
+        assert outcome.complete
+        assert same(e.source, [3, 1], e.target, [0, 1])
+        window.withdraw([1])
+        again = remote.get(ticket, e.target.cache, [2, 3], timeout=PATIENCE_S)
+        assert sorted(again.landed) == [("kv", 2)]
+        assert sorted(again.missing) == [("kv", 3)]
+        remote.close()
+        window.close()
+
+
+def test_a_window_from_many_threads() -> None:
+    """Offers, withdrawals and gets at once: each get has what its ticket named."""
+    with engines() as e:
+        window = e.p.expose("kv", e.source.cache)
+        remote = e.asking.window("kv")
+
+        def turn(block: int) -> bool:
+            for _ in range(20):
+                target = Memory()
+                outcome = remote.get(window.offer([block]), target.cache, [0])
+                if not (outcome.complete and same(e.source, [block], target, [0])):
+                    return False
+                window.withdraw([block])
+            return True
+
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(turn, range(4)))
