@@ -56,9 +56,14 @@ class Version(NamedTuple):
 
 @final
 class Ucp:
-    """libucp's functions without their prefix: ``ucp.worker_progress(handle)``."""
+    """libucp's functions without their prefix: ``ucp.worker_progress(handle)``.
+
+    Attributes:
+        pointers: Their addresses, for loops in C.
+    """
 
     def __init__(self, path: str) -> None:
+        self.pointers: dict[str, int | None] = {}
         waiting = ctypes.CDLL(path)
         brief = ctypes.PyDLL(path)
         for library, functions in (
@@ -69,7 +74,9 @@ class Ucp:
                 function = getattr(library, name)
                 function.restype = result
                 function.argtypes = arguments
-                setattr(self, name.removeprefix("ucp_"), function)
+                short = name.removeprefix("ucp_")
+                setattr(self, short, function)
+                self.pointers[short] = ctypes.cast(function, ctypes.c_void_p).value
 
     if TYPE_CHECKING:
 

@@ -8,14 +8,16 @@ themselves or with their endpoint (https://github.com/openucx/ucx/issues/7290).
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import numpy as np
 
 from kvwire.backend import Payload
-from kvwire.kv.fragments import Fragments
+from kvwire.kv.fragments import Array, Fragments
+from kvwire.memory.compiled import CompiledFunction, compiled_function
 from kvwire.memory.copy import address_of
 from kvwire.types import MemoryKind
 from kvwire_ucx import binding
@@ -26,6 +28,25 @@ _MEMORY_TYPES: Final = {
     MemoryKind.HOST: binding.MEMORY_HOST,
     MemoryKind.CUDA: binding.MEMORY_CUDA,
 }
+
+
+_STATUS: Final = ctypes.POINTER(ctypes.c_int)
+post_compiled: CompiledFunction | None = compiled_function(
+    "kvwire_post_gets",
+    *(ctypes.c_void_p,) * 6,
+    ctypes.POINTER(binding.RequestParams),
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    _STATUS,
+    result=ctypes.c_size_t,
+)
+reap_compiled: CompiledFunction | None = compiled_function(
+    "kvwire_reap_gets",
+    *(ctypes.c_void_p,) * 3,
+    ctypes.c_size_t,
+    _STATUS,
+    result=ctypes.c_size_t,
+)
 
 
 @final
@@ -93,20 +114,102 @@ class UcxRequest:
         self.keeps = keeps
 
 
+progress_compiled: CompiledFunction | None = compiled_function(
+    "kvwire_progress",
+    *(ctypes.c_void_p,) * 2,
+    ctypes.c_uint64,
+    result=ctypes.c_uint,
+)
+# With gets under way, UCX makes progress for so long before Python goes on: each step
+# copies up to half a MiB, or reads one small range, and would need the GIL after it.
+_STEPS_NS: Final = 200_000
+
+
+class UcxRanges(NamedTuple):
+    """Ranges of the peer's memory to get; contiguous arrays, one item for each."""
+
+    here: Array
+    lengths: Array
+    there: Array
+    keys: Array
+
+
 @final
 class UcxGets(UcxRequest):
-    """Many gets with one end, when all of them are over.
+    """Many gets with one end, posted and looked after in C where that is compiled.
 
     They have no callback. UCX would call it for each get, and each call waits for the
-    GIL if another thread computes. Instead the handles are looked at after progress.
+    GIL while another thread computes. Instead their handles are looked at after
+    progress.
+
+    Attributes:
+        status: The first error, or OK.
     """
 
-    __slots__ = ("handles", "status")
+    __slots__ = ("_handles", "_left", "_ucp", "status")
 
-    def __init__(self, number: int, on_done: OnDone, keeps: object) -> None:
+    def __init__(self, ucp: Ucp, number: int, on_done: OnDone, keeps: object) -> None:
         super().__init__(number, on_done, keeps)
-        self.handles: list[int] = []
-        self.status = OK
+        self._ucp = ucp
+        self.status = ctypes.c_int(OK)
+        self._left = 0
+
+    def post(
+        self, endpoint: int, ranges: UcxRanges, params: binding.RequestParams
+    ) -> None:
+        """Hand all gets to UCX."""
+        count = ranges.here.size
+        self._handles = np.empty(count, np.uint64)
+        if post_compiled is not None:
+            self._left = post_compiled.held(
+                self._ucp.pointers["get_nbx"],
+                endpoint,
+                _start(ranges.here),
+                _start(ranges.lengths),
+                _start(ranges.there),
+                _start(ranges.keys),
+                params,
+                _start(self._handles),
+                count,
+                self.status,
+            )
+            return
+        reference = ctypes.byref(params)
+        for here, length, there, key in zip(
+            *(one.tolist() for one in ranges), strict=True
+        ):
+            status, handle = binding.request_of(
+                self._ucp.get_nbx(endpoint, here, length, there, key, reference)
+            )
+            if status == IN_PROGRESS:
+                self._handles[self._left] = handle
+                self._left += 1
+            else:
+                self._note(status)
+
+    def is_over(self) -> bool:
+        """Free the requests that are over; return whether all are."""
+        if reap_compiled is not None:
+            self._left = reap_compiled.held(
+                self._ucp.pointers["request_check_status"],
+                self._ucp.pointers["request_free"],
+                _start(self._handles),
+                self._left,
+                self.status,
+            )
+            return not self._left
+        while self._left:
+            handle = self._handles.item(self._left - 1)
+            status = self._ucp.request_check_status(handle)
+            if status == IN_PROGRESS:
+                return False
+            self._note(status)
+            self._ucp.request_free(handle)
+            self._left -= 1
+        return True
+
+    def _note(self, status: int) -> None:
+        self.status.value = self.status.value or status
 
 
 @final
@@ -119,7 +222,8 @@ class UcxRequests:
         self._numbers = itertools.count(1)
         # (number, status, bytes) of operations that are over but not yet reported.
         self.over: list[tuple[int, int, int]] = []
-        self._gets: list[UcxGets] = []
+        self._polled: list[UcxGets] = []
+        self._getting = binding.RequestParams()
         self.on_sent = binding.SendCallback(self._sent)
         self.on_received = binding.ReceiveCallback(self._received)
 
@@ -127,10 +231,29 @@ class UcxRequests:
         """Return how many operations are not over."""
         return len(self._open)
 
+    def progress(self, worker: int) -> int:
+        """Have a worker make progress; return 0 if nothing moves any more."""
+        if self._polled and progress_compiled is not None:
+            moves: int = progress_compiled.released(
+                self._ucp.pointers["worker_progress"], worker, _STEPS_NS
+            )
+        else:
+            moves = self._ucp.worker_progress(worker)
+        if not moves:
+            self.look()
+        return moves
+
     def look(self) -> None:
-        """Find the gets that are over."""
-        if self._gets:
-            self._gets = [gets for gets in self._gets if not self._is_over(gets)]
+        """Find operations without a callback that are over."""
+        if not self._polled:
+            return
+        polled = self._polled
+        self._polled = []
+        for one in polled:
+            if one.is_over():
+                self.over.append((one.number, one.status.value, 0))
+            else:
+                self._polled.append(one)
 
     def new(self, on_done: OnDone, keeps: object = None) -> UcxRequest:
         """Make an operation that is about to be posted."""
@@ -144,28 +267,19 @@ class UcxRequests:
         if status != IN_PROGRESS:
             self.over.append((request.number, status, 0))
 
-    def new_gets(self, on_done: OnDone, keeps: object) -> UcxGets:
-        """Make gets that are about to be posted; add their handles, then call watch."""
-        gets = UcxGets(next(self._numbers), on_done, keeps)
+    def get(
+        self,
+        endpoint: int,
+        ranges: UcxRanges,
+        on_done: OnDone,
+        keeps: object,
+    ) -> None:
+        """Get ranges of the peer's memory; ``on_done`` when all of them are over."""
+        gets = UcxGets(self._ucp, next(self._numbers), on_done, keeps)
         self._open[gets.number] = gets
-        return gets
-
-    def watch(self, gets: UcxGets) -> None:
-        """Report the end of gets, all of which have been posted."""
-        if not self._is_over(gets):
-            self._gets.append(gets)  # bounded: the readers' portions
-
-    def _is_over(self, gets: UcxGets) -> bool:
-        """Free the handles of gets that are over; note it if none is left."""
-        handles = gets.handles
-        while handles:
-            status = self._ucp.request_check_status(handles[-1])
-            if status == IN_PROGRESS:
-                return False
-            gets.status = gets.status or status
-            self._ucp.request_free(handles.pop())
-        self.over.append((gets.number, gets.status, 0))
-        return True
+        gets.post(endpoint, ranges, self._getting)
+        self._polled.append(gets)  # bounded: the readers' portions
+        self.look()
 
     def tell(self) -> None:
         """Report the operations that are over by now; not those that end meanwhile."""
@@ -180,7 +294,7 @@ class UcxRequests:
 
     def abandon(self) -> None:
         """End every operation, because the worker was destroyed."""
-        self._gets.clear()
+        self._polled.clear()
         told = {number for number, _, _ in self.over}
         missing = [number for number in self._open if number not in told]
         self.over += [(number, binding.ERR_CANCELED, 0) for number in missing]
@@ -198,3 +312,7 @@ class UcxRequests:
         # For a failed receive, UCX leaves that undefined.
         nbytes = info[0].length if status == OK else 0  # type: ignore[index]
         self.over.append((number, status, nbytes))
+
+
+def _start(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])

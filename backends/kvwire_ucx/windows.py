@@ -48,10 +48,12 @@ from kvwire.backend.gets import Gets, WindowRanges
 from kvwire.backend.window import BlockRead, WindowMemory, WindowReader
 from kvwire.errors import BackendUnavailable, ConnectionLost, MalformedFrame
 from kvwire.kv.blocks import Bits
+from kvwire.kv.fragments import Array
 from kvwire.limits import DESCRIPTOR_BYTES_MAX
 from kvwire_ucx.binding import ERR_CANCELED, OK
 from kvwire_ucx.pieces import KEY_BYTES_MAX, RULE
 from kvwire_ucx.registration import Registration
+from kvwire_ucx.requests import UcxRanges
 from kvwire_ucx.worker import UcxEndpoint, Worker
 
 # Gets that are handed to UCX at once: posting them takes less than a millisecond, and
@@ -133,7 +135,7 @@ class UcxWindows:
     def leave(self, reader: UcxWindow) -> None:
         """Forget a closed reader that has no read in flight."""
         self._readers.discard(reader)
-        self._destroy(reader.keys)
+        self._destroy(reader.keys.tolist())
 
     def end_readers(self) -> None:
         """End the readers, because the lane ends; what was posted goes on."""
@@ -186,7 +188,7 @@ class UcxWindow(WindowReader):
     ) -> None:
         self.windows = windows
         self.ranges = ranges
-        self.keys = keys
+        self.keys: Array = np.array(keys, np.uint64)
         self.closed = False
         self._reads = 0
         self._between = threading.Lock()
@@ -240,15 +242,13 @@ class _Read:
         part = slice(self._next, self._next + PORTION)
         self._next += PORTION
         windows = self._window.windows
-        keys = self._window.keys
-        windows.worker.gets(
+        windows.worker.get(
             windows.endpoint.handle,
-            zip(
-                gets.here[part].tolist(),
-                gets.lengths[part].tolist(),
-                gets.there[part].tolist(),
-                [keys[one] for one in gets.ranges[part].tolist()],
-                strict=True,
+            UcxRanges(
+                gets.here[part],
+                gets.lengths[part],
+                gets.there[part],
+                self._window.keys[gets.ranges[part]],
             ),
             self._over,
             (self._batch, self._looks.memory),

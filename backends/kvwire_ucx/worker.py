@@ -23,7 +23,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final, final
 
 from kvwire.backend.pacing import unpace
@@ -32,7 +32,13 @@ from kvwire_ucx import binding
 from kvwire_ucx.binding import ERR_BUSY, OK, Post, RequestParams
 from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.context import Context, printed
-from kvwire_ucx.requests import MemoryHandles, OnDone, UcxRequest, UcxRequests
+from kvwire_ucx.requests import (
+    MemoryHandles,
+    OnDone,
+    UcxRanges,
+    UcxRequest,
+    UcxRequests,
+)
 from kvwire_ucx.settings import OLD
 
 # One turn of the loop: about 4 MiB at memory speed, 1 MiB over TCP.
@@ -80,7 +86,6 @@ class Worker:
         self._sending = _params(on_sent, _OF_MEMORY)
         self._receiving = _params(on_received, _OF_MEMORY | binding.OP_NO_IMMEDIATE)
         self._other = _params(on_sent)
-        self._getting = RequestParams()
         self._closing = _params(on_sent, binding.OP_FLAGS)
         self.handle = self._create()
         try:
@@ -134,33 +139,18 @@ class Worker:
         self._other.user_data = request.number
         return self._posted(request, call(ctypes.byref(self._other)))
 
-    def gets(
-        self,
-        endpoint: int,
-        gets: Iterable[tuple[int, int, int, int]],
-        on_done: OnDone,
-        keeps: object,
+    def get(
+        self, endpoint: int, ranges: UcxRanges, on_done: OnDone, keeps: object
     ) -> None:
-        """Get ranges of the peer's memory; ``on_done`` when all of them are over.
+        """Get ranges of the peer's memory.
 
         Args:
             endpoint: Leads to the peer.
-            gets: For each, the address here, its bytes, the peer's address and its key.
-            on_done: Called once, with the first status that is an error.
+            ranges: Where they are, here and there.
+            on_done: Called once all are over, with the first status that is an error.
             keeps: Anything that must live as long, such as the memory.
         """
-        request = self.requests.new_gets(on_done, keeps)
-        post = self._ucp.get_nbx
-        params = ctypes.byref(self._getting)
-        for here, nbytes, there, key in gets:
-            status, handle = binding.request_of(
-                post(endpoint, here, nbytes, there, key, params)
-            )
-            if handle:
-                request.handles.append(handle)  # bounded: a portion of a reader
-            elif status:
-                request.status = request.status or status
-        self.requests.watch(request)
+        self.requests.get(endpoint, ranges, on_done, keeps)
         self.wake()
 
     # --- endpoints --------------------------------------------------------------------
@@ -268,10 +258,8 @@ class Worker:
         handle = self.handle
         self.requests.look()
         while not self._closed:
-            moved = ucp.worker_progress(handle)
+            moved = self.requests.progress(handle)
             self._used = self._used or bool(moved)
-            if not moved:
-                self.requests.look()
             if self.requests.over or self._failed:
                 self._tell()
             elif not moved:

@@ -116,9 +116,10 @@ class WindowRanges:
         if not entries.size:
             return self._looks(entries, entries, entries)
         lowest = entries.min()
-        if entries.max() - lowest <= _GAP:
+        count = entries.max() - lowest + _ONE
+        if count <= _GAP:
             firsts = np.array((lowest,), np.uint64)
-            counts = np.array((entries.max() - lowest + _ONE,), np.uint64)
+            counts = np.array((count,), np.uint64)
             return self._looks(firsts, counts, entries - lowest)
         order = entries.argsort()
         ordered = entries[order]
@@ -161,13 +162,12 @@ class WindowRanges:
 def _merged(ranges: Places, there: Array, here: Array, run: np.uint64) -> Gets:
     """Join pieces of ``run`` bytes that touch on both sides, within one range."""
     count = there.size
-    begins = np.ones(count, np.bool_)
-    begins[1:] = there[1:] - there[:-1] != run
-    begins[1:] |= here[1:] - here[:-1] != run
-    begins[1:] |= ranges[1:] != ranges[:-1]
-    if begins.all():
+    touch = there[1:] - there[:-1] == run
+    if not touch.any():
         return Gets(ranges, there, here, np.full(count, run))
-    firsts = np.flatnonzero(begins)
+    touch &= here[1:] - here[:-1] == run
+    touch &= ranges[1:] == ranges[:-1]
+    firsts = np.flatnonzero(np.append(True, ~touch))
     counts = np.diff(firsts, append=count).astype(np.uint64)
     return Gets(ranges[firsts], there[firsts], here[firsts], counts * run)
 

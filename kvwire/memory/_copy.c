@@ -17,6 +17,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 /* Shorter pieces have hardly a whole line. */
 static const uint64_t STREAMED_PIECE = 1024;
@@ -315,3 +316,59 @@ int kvwire_read_process(const struct kvwire_window *window,
   return error;
 }
 #endif
+
+/* --- gets of UCX, for backends/kvwire_ucx/gets.py -------------------------------------
+ *
+ * A batch of a window is many gets, and each is three calls of libucp: one that posts it,
+ * one that looks at its status, and one that frees its request. These loops call them by
+ * the addresses that Python has from libucp. `status` keeps the first error. */
+
+typedef void *(*kvwire_get)(void *endpoint, void *here, size_t length, uint64_t there,
+                            void *key, const void *params);
+
+enum { UCX_LAST_ERROR = -100, UCX_IN_PROGRESS = 1 };
+
+/* Returns how many gets are not over; their requests are in `handles`. */
+size_t kvwire_post_gets(kvwire_get get, void *endpoint, const uint64_t *here,
+                        const uint64_t *lengths, const uint64_t *there,
+                        const uint64_t *keys, const void *params, uint64_t *handles,
+                        size_t count, int *status) {
+  size_t left = 0;
+  for (size_t i = 0; i < count; i++) {
+    void *posted = get(endpoint, (void *)here[i], lengths[i], there[i], (void *)keys[i],
+                       params);
+    intptr_t error = (intptr_t)posted;
+    if (error < 0 && error >= UCX_LAST_ERROR) {
+      if (!*status) *status = (int)error;
+    } else if (posted) {
+      handles[left++] = (uint64_t)posted;
+    }
+  }
+  return left;
+}
+
+/* Frees the last of `count` requests as far as they are over; returns how many stay. */
+size_t kvwire_reap_gets(int8_t (*look)(void *), void (*release)(void *),
+                        const uint64_t *handles, size_t count, int *status) {
+  for (; count; count--) {
+    void *handle = (void *)handles[count - 1];
+    int8_t found = look(handle);
+    if (found == UCX_IN_PROGRESS) break;
+    if (found && !*status) *status = found;
+    release(handle);
+  }
+  return count;
+}
+
+/* Calls `progress` until nothing moves, or some time is over; returns whether it still
+ * moves. */
+unsigned kvwire_progress(unsigned (*progress)(void *), void *worker, uint64_t budget_ns) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  uint64_t end = (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec + budget_ns;
+  while (progress(worker)) {
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if ((uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec > end) return 1;
+  }
+  return 0;
+}

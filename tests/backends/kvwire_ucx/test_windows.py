@@ -10,12 +10,14 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 import pytest
 
+from kvwire.backend.gets import WindowRanges
 from kvwire.backend.lane import Lane
 from kvwire.backend.window import WindowMemory
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
 from kvwire.limits import DESCRIPTOR_BYTES_MAX
 from kvwire.types import OneSidedWindows
-from kvwire_ucx.windows import PORTION
+from kvwire_ucx import requests
+from kvwire_ucx.windows import PORTION, UcxWindow
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
 from tests.backends.window_pairs import Pool, ended, pair, read
 
@@ -28,6 +30,18 @@ def ucx_pair(
     return pair("ucx", {"TLS": tls}, windows)
 
 
+@pytest.fixture(params=["compiled", "python"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops over gets: in C, or in Python as where there is no compiler."""
+    names = ("post_compiled", "reap_compiled", "progress_compiled")
+    if request.param == "python":
+        for name in names:
+            monkeypatch.setattr(requests, name, None)
+    elif any(getattr(requests, name) is None for name in names):
+        pytest.skip("kvwire was installed without a C compiler")
+
+
+@pytest.mark.usefixtures("loops")
 async def test_more_gets_than_a_portion() -> None:
     """They are posted bit by bit, and looked at after the last one."""
     pool = Pool(5 * PORTION)
@@ -70,6 +84,23 @@ async def test_a_lane_that_is_not_up_has_no_windows() -> None:
         with pytest.raises(ConnectionLost, match="has ended"):
             window.read(pool.batch([1]))
         window.close()
+
+
+@pytest.mark.usefixtures("loops")
+async def test_memory_that_the_owner_has_unmapped_ends_the_lane() -> None:
+    """The kernel reads nothing of it, and UCX gives its endpoint up for that."""
+    pool = Pool(4)
+    async with ucx_pair() as (owner, reader):
+        window = reader.window(owner.expose(pool.memory), pool.memory)
+        assert isinstance(window, UcxWindow)
+        unmapped = WindowMemory(spans=((4096, 64),), table=(4160, 8))
+        window.ranges = WindowRanges(unmapped)
+        batch = pool.batch([0])._replace(pieces_from=np.array([4096], np.uint64))
+        with pytest.raises(ConnectionLost, match="cannot be read any more"):
+            await read(window.read(batch))
+        assert not window.busy
+        await ended(reader)
+        assert not pool.mine.any()
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])
