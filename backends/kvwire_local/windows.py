@@ -267,7 +267,8 @@ class LocalWindowReader(WindowReader):
         memory: The peer's addresses.
     """
 
-    immediate = True
+    # Once it is ready.
+    immediate = False
     way = "not ready"
 
     def __init__(self, number: int, memory: WindowMemory) -> None:
@@ -281,6 +282,7 @@ class LocalWindowReader(WindowReader):
     def begin(self, blocks: WindowBlocks) -> None:
         """Allow reading."""
         self._blocks = blocks
+        self.immediate = True
         self.way = blocks.way
         self.turn_bytes = blocks.turn_bytes
         self._settled.set()

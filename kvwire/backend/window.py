@@ -98,7 +98,10 @@ class WindowReader(ABC):
     way: str
     """How it reads, for reports: "mapped", "process_vm_readv", "ucx", "nixl"."""
     immediate: bool
-    """Whether ``read`` is over when it returns; otherwise it returns a future."""
+    """Whether ``read`` is over when it returns; otherwise it returns a future.
+
+    False as long as ``ready`` has to be awaited.
+    """
     turn_bytes: int = 8 * MIB
     """The most bytes of a batch that keeps the loop for no more than about 2 ms."""
 

@@ -382,6 +382,7 @@ async def test_arenas_that_were_never_shared(body: bytes) -> None:
     cache = OwnersCache(1, 2, KIB, in_arena=True)
     async with halves() as both:
         waiting = both.client.window(bytes(4), cache.memory)
+        assert not waiting.immediate
         wire_of(both).say(LocalMessageType.WINDOW, struct.pack("<II", 0, 1) + body)
         with pytest.raises(ProtocolError, match="arena"):
             await waiting.ready()
