@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 import sysconfig
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ class CustomBuildHook(BuildHookInterface[Any]):
         library.unlink(missing_ok=True)  # somebody may run with it
         # As Python was compiled; a compiler that is named in CC comes first.
         named = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+        source = Path(self.root, _SOURCE)
         compiler = [*shlex.split(named), "-O2", "-fPIC", "-shared", "-o", str(library)]
+        # See kvwire/memory/compiled.py, which compares it.
+        stamp = f"-DKVWIRE_SOURCE={zlib.crc32(source.read_bytes())}u"
         try:
-            subprocess.run(
-                [*compiler, str(Path(self.root, _SOURCE))], check=True, text=True
-            )
+            subprocess.run([*compiler, stamp, str(source)], check=True, text=True)
         except (OSError, subprocess.CalledProcessError) as exc:
             self.app.display_warning(f"kvwire is built without {_SOURCE}: {exc}")
             return

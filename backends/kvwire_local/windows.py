@@ -285,6 +285,7 @@ class LocalWindowReader(WindowReader):
         self.immediate = True
         self.way = blocks.way
         self.turn_bytes = blocks.turn_bytes
+        self.outlives_lane = isinstance(blocks, MappedBlocks)
         self._settled.set()
 
     def end(self, error: KVWireError) -> None:

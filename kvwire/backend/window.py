@@ -102,6 +102,8 @@ class WindowReader(ABC):
 
     False as long as ``ready`` has to be awaited.
     """
+    outlives_lane: bool = False
+    """Whether ``read`` works after the lane has ended, until ``close``."""
     turn_bytes: int = 8 * MIB
     """The most bytes of a batch that keeps the loop for no more than about 2 ms."""
 

@@ -68,14 +68,21 @@ class RemoteWindow:
     def way(self) -> str:
         """Return how blocks are read: "mapped", "process_vm_readv", "messages", ..."""
         opened = self._opened
+        if opened.reader is not None:
+            return opened.reader.way
         if opened.gone:
             return "closed" if self._closed else "not connected"
-        return "messages" if opened.reader is None else opened.reader.way
+        return "messages"
 
     @property
     def owner_gone(self) -> bool:
-        """Return whether the owner's process or connection has ended."""
-        return bool(self._opened.gone)
+        """Return whether the owner's process, or the connection to it, has ended.
+
+        Mapped memory outlives its owner: blocks that were offered can still be read,
+        and are what they were.
+        """
+        reader = self._opened.reader
+        return bool(self._opened.gone) or (reader is not None and reader.owner_gone)
 
     def get(
         self,
@@ -125,7 +132,8 @@ class RemoteWindow:
             blocks = np.arange(len(named.entries))
         read = Reading(self, named, cache, cache.block_lists(blocks), at)
         opened = self._opened
-        if opened.gone:
+        outlived = opened.reader is not None and named.serial == opened.serial
+        if opened.gone and not outlived:
             return self._without_connection(read)
         return read.begin(self._queue)
 

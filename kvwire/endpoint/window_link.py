@@ -513,9 +513,13 @@ class WindowLink:
         self._shown.clear()
         for shown in shown_windows:
             self._forget(shown)
-        for opened in list(self.opened.values()):
+        for opened in self.opened.values():
             opened.gone = f"gone: {error}"
-            opened.close()
+            # Pages that are mapped outlive the connection, and what is read there is
+            # what was offered: whoever writes to a block renews its generation.
+            if opened.reader is not None and not opened.reader.outlives_lane:
+                opened.drop_reader()
+        self.opened.clear()
 
 
 def encode_geometry(geometry: Geometry) -> bytes:

@@ -19,6 +19,12 @@
 #include <string.h>
 #include <time.h>
 
+/* The CRC-32 of this file, with which a library of another one is recognised. */
+#ifndef KVWIRE_SOURCE
+#define KVWIRE_SOURCE 0
+#endif
+const uint32_t kvwire_source = KVWIRE_SOURCE;
+
 /* Shorter pieces have hardly a whole line. */
 static const uint64_t STREAMED_PIECE = 1024;
 static const uint64_t STREAMED_TOTAL = 8 << 20;

@@ -8,6 +8,9 @@ caller does the same in Python.
 from __future__ import annotations
 
 import ctypes
+import functools
+import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -40,6 +43,8 @@ def compiled_function(
         result: The ctype of its result.
         library: Where the library is.
     """
+    if _is_outdated(library):
+        return None
     try:
         found = [
             getattr(load(str(library)), name) for load in (ctypes.PyDLL, ctypes.CDLL)
@@ -50,3 +55,28 @@ def compiled_function(
         function.argtypes = kinds
         function.restype = result
     return CompiledFunction(*found)
+
+
+@functools.cache
+def _is_outdated(library: Path) -> bool:
+    """Return whether a library was compiled from another source than the one beside it.
+
+    In a tree of sources the functions' arguments may have changed since. A wheel has no
+    source, and its library is of its own version.
+    """
+    source = library.with_suffix(".c")
+    if not (source.exists() and library.exists()):
+        return False
+    try:
+        stamp = ctypes.c_uint32.in_dll(ctypes.CDLL(str(library)), "kvwire_source").value
+    except (OSError, ValueError):
+        stamp = None
+    if stamp == zlib.crc32(source.read_bytes()):
+        return False
+    warnings.warn(
+        f"{library.name} was compiled from another {source.name} and is not used, so "
+        f"copies are slower; install kvwire again: pip install --editable .",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return True

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import kvwire
 from kvwire.kv.layout import Layout
 from kvwire.limits import WINDOW_GET_BLOCKS_MAX, WINDOWS_MAX
+from kvwire.memory.arena import Arena
 from tests.support.caches import STORED, Filled
-from tests.support.pairs import Pair
+from tests.support.pairs import Pair, connected
 
 SOURCE = Filled(seed=1)
 
@@ -194,6 +197,35 @@ async def test_the_connection_is_lost(pair: Pair) -> None:
     outcome = await remote.get(ticket, into=Filled().cache, blocks=[0])
     assert outcome.missing["kv", 0].startswith("gone: ")
     await window.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="arenas are of Linux only")
+async def test_mapped_memory_outlives_its_connection() -> None:
+    """What was offered is still right, and what is withdrawn is still missing."""
+    size = 1 << 16
+    arena = Arena(size)
+    memory = arena.buffer(size)
+    memory[:] = np.frombuffer(random.Random(7).randbytes(size), np.uint8)
+    async with connected(transport="local") as pair:
+        window = pair.far.expose("bytes", memory, block_bytes=1 << 12)
+        remote = await pair.left.window("bytes")
+        assert remote.way == "mapped"
+        before = remote.owner_gone
+        ticket = window.offer([1, 2])
+        pair.left.abort("to see")
+        into = bytearray(2 << 12)
+        assert (await remote.get(ticket, into=into)).complete
+        assert (before, remote.owner_gone) == (False, True)
+        assert into == memory[1 << 12 : 3 << 12].tobytes()
+        window.withdraw([2])
+        outcome = await remote.get(ticket, into=into)
+        assert list(outcome.missing) == [("bytes", 1)]
+        await remote.close()
+        gone = await remote.get(ticket, into=into)
+        assert gone.state == "failed"
+        await window.close()
+    del memory, window
+    arena.close()
 
 
 async def test_a_peer_reopens_its_window(pair: Pair) -> None:
