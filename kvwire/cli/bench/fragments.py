@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal
 import kvwire
 from kvwire.backend import registry
 from kvwire.cli.bench.bare import memcpy
-from kvwire.cli.bench.operations import ARENA, PULL, PUSH, OpsWork, operations
+from kvwire.cli.bench.operations import ARENA, GET, PULL, PUSH, OpsWork, operations
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.peer import contender
 from kvwire.cli.bench.report import (
@@ -36,7 +36,7 @@ from kvwire.types import MemoryKind, in_bytes
 
 TCP: Final = "TCP"
 SAME_HOST: Final = "same host"
-VERBS: Final = (PUSH, PULL)
+VERBS: Final = (PUSH, PULL, GET)
 MEMCPY: Final = "memcpy"
 SIZES_KIB: Final = (4, 16, 64, 256, 1024, 16_384)
 # Blocks across layers differ from others where the others' fragments are small.
@@ -177,13 +177,13 @@ def command(
     transport: str = "all",
     peer: str = "",
     sizes_kib: Kibibytes = SIZES_KIB,
-    verb: Literal["push", "pull", "both"] = "both",
+    verb: Literal["push", "pull", "get", "all"] = "all",
     layout: Literal["per-layer", "cross-layer", "both"] = "both",
     round_mib: Mebibytes = 64,
     rounds: Rounds = 5,
     common: Common = COMMON,
 ) -> int:
-    """Measure push and pull of scattered blocks of a cache, from 4 KiB to 16 MiB.
+    """Measure how scattered blocks of a cache move, from 4 KiB to 16 MiB.
 
     Args:
         transport: Transports, separated by commas, or all that are installed. One that
@@ -192,7 +192,7 @@ def command(
         peer: Measure with the host that runs `kvwire bench serve` at this address; all
             transports are then those that join two hosts.
         sizes_kib: Sizes of one layer of one block, such as --sizes-kib 4 1024.
-        verb: Which side asks.
+        verb: How they move: pushed, pulled, or got from a window.
         layout: A tensor for each layer, or blocks across layers; the latter up to 64
             KiB a layer.
         round_mib: MiB that each moves in a round.
@@ -214,7 +214,7 @@ def command(
         work_of(one, kib * KIB, cross_layer=cross, round_bytes=round_mib * MIB)
         for kib in sorted(set(sizes_kib))
         for cross in layouts[layout]
-        for one in (VERBS if verb == "both" else (verb,))
+        for one in (VERBS if verb == "all" else (verb,))
         if not cross or kib <= CROSS_LAYER_KIB_MAX
     ]
     if not works:

@@ -47,7 +47,6 @@ from kvwire.cli.bench.side import (
     fill,
     setups_timed,
 )
-from kvwire.kv.fragments import Fragments
 from kvwire.limits import KV_LAYERS_MAX
 from kvwire.memory.arena import Arena
 from kvwire.types import in_bytes
@@ -73,6 +72,8 @@ _HEADS: Final = 8
 _BESIDE: Final = 0xA5
 _DATA: Final = 3
 _BACK: Final = 4
+# The name of the window that the left side reads.
+_WINDOW: Final = "bench"
 # What both sides send each other beside them, where they are on two hosts.
 _TAG: Final = 100
 # Another version with every change of that.
@@ -90,7 +91,7 @@ class OpsWork(Work):
     """``count`` operations of ``nbytes``, with up to ``in_flight`` at a time.
 
     A ``setup`` is a new connection, a pull and another pull; ``ready`` is a push whose
-    layers are marked one by one.
+    layers are marked one by one; a ``get`` of layers is one from a window.
     """
 
     # Of the cache; 0 where there is none.
@@ -162,17 +163,6 @@ class Pool:
         """Return the cache and the blocks that travel, as arguments of a transfer."""
         return self.cache, self.blocks
 
-    @property
-    def lent(self) -> Fragments:
-        """The memory of the travelling blocks, in the same order."""
-        size = self._fragments.shape[1]
-        return Fragments.uniform(
-            np.uint64(self.memory.ctypes.data) + self.rows.astype(np.uint64) * size,
-            size,
-            owner=self.memory,
-            writable=True,
-        )
-
     def mark_beside(self) -> None:
         """Write a pattern to all other memory, for :attr:`intact` to check."""
         self._fragments[self._beside] = _BESIDE
@@ -229,7 +219,7 @@ class BenchMemory:
     def __init__(self, b: Bench) -> None:
         self.side: int = LEFT if b.left else RIGHT
         self.bytes: Bytes = np.zeros(0, np.uint8)
-        self.parts: Sequence[Bytes | Fragments] = ()
+        self.parts: Sequence[Bytes] = ()
         self.pool: Pool | None = None
         self._in_arena = b.options.get("memory") == ARENA
         self._arenas: list[Arena] = []
@@ -249,7 +239,6 @@ class BenchMemory:
         self.parts = np.split(self.bytes, work.in_flight)
         if work.layers:
             self.pool = Pool(self.bytes, work, self.side)
-            self.parts = [self.pool.lent]
 
     def take(self, nbytes: int) -> None:
         """Allocate memory, after freeing the previous one."""
@@ -433,8 +422,11 @@ async def operate(b: Bench, ends: Ends) -> None:
         async for work in b.works(OpsWork):
             # Pages take seconds on a busy machine, in which the peer must be answered.
             await asyncio.to_thread(memory.have, work)
-            async with _granted(b, ends, memory, work) as grants:
-                moves = OpsRound(b, ends, memory, work, grants)
+            async with (
+                _granted(b, ends, memory, work) as grants,
+                _shown(b, ends, memory, work) as window,
+            ):
+                moves = OpsRound(b, ends, memory, work, grants, window)
                 if b.checks:
                     await memory.fill()
                 async with b.clock():
@@ -452,20 +444,46 @@ async def _granted(
 
     The left side gets a grant for each operation in flight.
     """
-    if work.verb not in (PUT, GET):
+    if work.verb not in (PUT, GET) or work.layers:
         yield ()
     elif b.left:
         grant = kvwire.Grant.from_bytes(bytes.fromhex(await b.receive()))
         starts = range(0, len(grant), work.nbytes)
         yield [grant[at : at + work.nbytes] for at in starts]
     else:
-        lent = memory.parts[0] if work.layers else memory.bytes
-        region = ends.communicator.register(lent, access="readwrite")
+        region = ends.communicator.register(memory.bytes, access="readwrite")
         try:
             await b.send(region.grant(ends.connection).to_bytes().hex())
             yield ()
         finally:
             await region.close()
+
+
+@asynccontextmanager
+async def _shown(
+    b: Bench, ends: Ends, memory: BenchMemory, work: OpsWork
+) -> AsyncIterator[tuple[kvwire.RemoteWindow, bytes] | None]:
+    """Let the left side read the right side's blocks, if the work needs that."""
+    if work.verb != GET or memory.pool is None:
+        yield None
+        return
+    cache, blocks = memory.pool.chosen
+    if b.left:
+        ticket = bytes.fromhex(await b.receive())
+        remote = await ends.connection.window(_WINDOW)
+        # The two caches are mapped onto each other once, and not in each round.
+        await remote.get(ticket, into=cache, blocks=blocks[:1], positions=[0])
+        try:
+            yield remote, ticket
+        finally:
+            await remote.close()
+    else:
+        window = ends.communicator.expose(_WINDOW, cache)
+        try:
+            await b.send(window.offer(blocks).hex())
+            yield None
+        finally:
+            await window.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,6 +495,8 @@ class OpsRound:
     memory: BenchMemory
     work: OpsWork
     grants: Sequence[kvwire.Grant]
+    # Of the left side: what it reads, and its right to do so.
+    window: tuple[kvwire.RemoteWindow, bytes] | None = None
 
     async def move(self) -> Seconds:
         """Do this side's part; the left side returns the seconds it measured."""
@@ -518,6 +538,8 @@ class OpsRound:
     ) -> Awaitable[object]:
         """Start the operation with this number among those in flight."""
         parts = self.memory.parts
+        if self.window is not None:
+            return self._get_from(*self.window)
         match self.work.verb:
             case "pull" | "setup":
                 return over(connection.pull(next(self.ends.ids), *self._chosen))
@@ -532,6 +554,10 @@ class OpsRound:
                 return connection.send(_DATA, parts[0])
             case _:
                 return self._there_and_back(connection)
+
+    async def _get_from(self, remote: kvwire.RemoteWindow, ticket: bytes) -> None:
+        cache, blocks = self._chosen
+        require_complete(await remote.get(ticket, into=cache, blocks=blocks))
 
     async def _there_and_back(self, connection: kvwire.Connection) -> None:
         await connection.send(_DATA, self.memory.parts[0])
@@ -561,7 +587,7 @@ class OpsRound:
         work = self.work
         connection = self.ends.connection
         parts = self.memory.parts
-        if work.layers and work.verb not in (PUT, GET):
+        if work.layers and work.verb != GET:
             await self._offer_all()
             return
         await b.send()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from rich.console import RenderableType
@@ -15,6 +16,7 @@ from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.peer import contender
 from kvwire.cli.bench.report import COMMON, Common, Mebibytes, Rounds
+from kvwire.cli.bench.side import Work
 from kvwire.cli.bench.store import StoreWork
 from kvwire.cli.bench.turns import (
     GIGABYTES_PER_SECOND,
@@ -57,9 +59,16 @@ def operations() -> dict[str, OpsWork]:
             (of.SEND, MIB, COUNT, 0, 1),
             (of.PUT, kib64, COUNT, 0, 1),
             (of.GET, kib64, COUNT, 0, 1),
+            (of.GET, kib64, 10 * COUNT, 16, 1),
+            (of.GET, 256 * KIB, 10 * COUNT, 16, 2),
         )
     ]
     return {work.name: work for work in works}
+
+
+def is_window_get(work: Work) -> bool:
+    """Return whether a work gets blocks from a window."""
+    return isinstance(work, OpsWork) and work.verb == of.GET and work.layers > 0
 
 
 def store_operations() -> dict[str, StoreWork]:
@@ -97,8 +106,9 @@ def table_of(findings: Findings) -> list[RenderableType]:
 def ops(*, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON) -> int:
     """Measure one operation: its time, and the CPU of each side.
 
-    Transfers; one layer of many; messages, put and get; a block into a store server
-    and out of it.
+    Transfers; one layer of many; messages, put and get; blocks from a window, with
+    local from ordinary memory and from arenas; a block into a store server and out of
+    it.
 
     Args:
         transport: The transport of kvwire; of a store, what its server offers.
@@ -123,6 +133,17 @@ def ops(*, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON) 
         )
         for name, work in {**operations(), **store_operations()}.items()
     ]
+    if transport == "local":
+        mapped = Contender(
+            f"{ours.name} {of.ARENA}",
+            of.operations,
+            options={**ours.options, "memory": of.ARENA},
+        )
+        cases += [
+            replace(case, name=f"{case.name}, {of.ARENA}", ours=[mapped])
+            for case in cases
+            if is_window_get(case.work)
+        ]
     benchmark = Benchmark(
         name="ops",
         cases=cases,

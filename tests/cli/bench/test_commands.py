@@ -62,7 +62,7 @@ def efficiencies_are_judged(found: Document) -> None:
 VERBS = ("send", "put", "get")
 TCP = "TCP 4 KiB {}, {}"
 HERE = "same host 4 KiB {}, {}"
-WAYS = [(v, how) for v in ("push", "pull") for how in ("per-layer", "cross-layer")]
+WAYS = [(v, how) for v in fragments.VERBS for how in ("per-layer", "cross-layer")]
 EXPOSED = "exposed after the last mark"
 
 RUNS = {
@@ -304,7 +304,7 @@ def test_a_transport_that_fails_is_named_with_its_reason(
     arguments = ["--transport", "tcp", "--sizes-kib", "4"]
     assert main(["bench", "fragments", *arguments, "--round-mib", "1"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "kvwire tcp failed, 4 KiB push, per-layer and 3 more:" in printed
+    assert "kvwire tcp failed, 4 KiB push, per-layer and 5 more:" in printed
     assert "forbid" in printed
 
 

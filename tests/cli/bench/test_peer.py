@@ -86,7 +86,7 @@ def test_two_processes_with_a_key_measure_every_benchmark(
     out = tmp_path / "found.json"
     few = ["--transport", "tcp", "--round-mib", "1", "--rounds", "1"]
     with serving() as (address, process):
-        for name, cases in (("fragments --sizes-kib 4", 4), ("messages", 4)):
+        for name, cases in (("fragments --sizes-kib 4", 6), ("messages", 4)):
             arguments = [*name.split(), *few, "--peer", address, "--json", str(out)]
             assert main(["bench", *arguments]) == 0
             found: dict[str, Any] = json.loads(out.read_text())
@@ -184,7 +184,8 @@ async def test_a_peer_that_vanishes_midway_is_an_error(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not a wait: the work would go on for minutes."""
-    work = replace(PUSH, verb=verb, count=100_000)
+    layers = 0 if verb == "put" else PUSH.layers
+    work = replace(PUSH, verb=verb, count=100_000, layers=layers)
     begin, done = OpsRound._begin, asyncio.Event()
 
     async def counted(moves: OpsRound, number: int) -> None:

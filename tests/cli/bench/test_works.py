@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.cli.bench import many, overlap
-from kvwire.cli.bench.fragments import LAYERS_MAX, contenders, work_of
+from kvwire.cli.bench.fragments import LAYERS_MAX, VERBS, contenders, work_of
 from kvwire.cli.bench.many import AT_ONCE, BESIDE, BLOCK_BYTES, ManyMemory, ManyWork
 from kvwire.cli.bench.operations import ARENA, LEFT, RIGHT, BenchMemory, OpsWork, Pool
 from kvwire.cli.bench.overlap import efficiency
@@ -27,7 +27,7 @@ from tests.cli.bench.contenders import Scripted, case, does, measured
 
 WORKS = [
     work_of(verb, 4 * KIB, cross_layer=cross, round_bytes=1 * MIB)
-    for verb in ("push", "pull")
+    for verb in VERBS
     for cross in (False, True)
 ]
 POOL_BYTES = max(work.memory_bytes for work in WORKS)
@@ -58,7 +58,7 @@ async def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> Non
 
 works = st.builds(
     work_of,
-    st.sampled_from(["push", "pull"]),
+    st.sampled_from(VERBS),
     st.sampled_from([4 * KIB, 64 * KIB, 1 * MIB, 4 * MIB]),
     cross_layer=st.booleans(),
     round_bytes=st.sampled_from([1 * MIB, 10 * MIB]),

@@ -54,7 +54,7 @@ def fragments(
     peers: str = "all",
     peer_python: Pythons = (),
     sizes_kib: ours.Kibibytes = ours.SIZES_KIB,
-    verb: Literal["push", "pull", "both"] = "both",
+    verb: Literal["push", "pull", "get", "all"] = "all",
     layout: Literal["per-layer", "cross-layer", "both"] = "both",
     rounds: report.Rounds = 5,
     round_mib: report.Mebibytes = 64,
@@ -68,7 +68,7 @@ def fragments(
             One that is not installed is named with how to install it.
         peer_python: Interpreters in which the peers are looked for, before this one.
         sizes_kib: Sizes of one layer of one block.
-        verb: Which side asks.
+        verb: How they move: pushed, pulled, or got from a window.
         layout: A tensor for each layer, or blocks across layers.
         round_mib: MiB that each moves in a round.
         rounds: The number of rounds.
@@ -136,17 +136,20 @@ def cost(
 
 
 @app.command
-def counts(*, transport: str = "tcp", only: str = "", top: int = 0) -> None:
+def counts(
+    *, transport: str = "tcp", memory: str = "", only: str = "", top: int = 0
+) -> None:
     """What operations consist of: calls of Python, system calls and frames.
 
     Args:
         transport: Of kvwire.
+        memory: "arena" for caches that the other side can map.
         only: Operations with this in their name.
         top: Functions of each to show, those first that take the most time themselves.
     """
     for name, work in counting.works().items():
         if only in name:
-            found = asyncio.run(counting.count(work, transport))
+            found = asyncio.run(counting.count(work, transport, memory))
             print(f"{name}: {found}", *found.functions[:top], sep="\n  ")
 
 

@@ -66,9 +66,12 @@ def works() -> Mapping[str, Work]:
     return {**ops.operations(), **store_operations()}
 
 
-async def count(work: Work, transport: str) -> Counts:
+async def count(work: Work, transport: str, memory: str = "") -> Counts:
+    """Count what one operation consists of, with caches in this kind of memory."""
     served = work in store_operations().values()
-    options = {"tier": SERVER} if served else {"transport": transport}
+    options = {"transport": transport, "memory": memory}
+    if served:
+        options = {"tier": SERVER}
     program = store if served else operations
     here, there = await asyncio.gather(*map(Channel.over, socket.socketpair()))
     left, right = Counted(options), Bench(options, left=False)

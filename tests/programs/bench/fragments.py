@@ -14,6 +14,7 @@ from rich.text import Text
 
 from kvwire import UsageError
 from kvwire.cli.bench import fragments
+from kvwire.cli.bench.operations import GET, PULL, PUSH, OpsWork
 from kvwire.cli.bench.report import new_table, short
 from kvwire.cli.bench.turns import Benchmark, Findings
 from kvwire.limits import KIB, MIB
@@ -73,7 +74,13 @@ def beside_transfers(transport: str, interpreters: Sequence[str]) -> Beside:
         if found is None:
             return replace(benchmark, missing=[nixl.missing])
         works = [case.work for case in benchmark.cases]
-        transfers = [work for work in works if work.verb in fragments.VERBS]
+        transfers = [
+            work
+            for work in works
+            if isinstance(work, OpsWork)
+            and work.layers
+            and work.verb in fragments.VERBS
+        ]
         pool_bytes = max(work.memory_bytes for work in transfers)
         one = nixl.contender(setting, found, pool_bytes)
         cases = [
@@ -93,6 +100,7 @@ def verdict(met: bool) -> Text:
 # --- what is aimed at -----------------------------------------------------------------
 
 SMALL: Final = 4 * KIB
+MIDDLE: Final = 64 * KIB
 LARGE: Final = 1 * MIB
 
 
@@ -109,6 +117,7 @@ class Claim:
     others: Sequence[str]
     target: float
     others_bytes: int | None = None
+    verbs: Sequence[str] = (PUSH, PULL)
 
 
 CLAIMS: Final = (
@@ -126,6 +135,10 @@ CLAIMS: Final = (
     Claim("kvwire ucx tcp", LARGE, ("nixl tcp",), 1.0),
     Claim("kvwire ucx tcp", LARGE, ("ucxx tcp",), 3.0),
     Claim("kvwire ucx tcp", SMALL, ("nixl tcp",), 5.0),
+    Claim("kvwire local arena", MIDDLE, ("memcpy",), 0.8, verbs=(GET,)),
+    Claim("kvwire local arena", LARGE, ("memcpy",), 0.8, verbs=(GET,)),
+    Claim("kvwire local", LARGE, ("nixl shm",), 1.1, verbs=(GET,)),
+    Claim("kvwire ucx shm", LARGE, ("nixl shm",), 0.95, verbs=(GET,)),
 )
 
 
@@ -155,7 +168,7 @@ def judge(findings: Findings) -> Iterator[Verdict]:
     }
     for claim in CLAIMS:
         size = claim.others_bytes or claim.layer_bytes
-        for verb in fragments.VERBS:
+        for verb in claim.verbs:
             ours = measured.get((claim.ours, verb, claim.layer_bytes))
             others = [n for n in claim.others if (n, verb, size) in measured]
             if ours is None or not others:

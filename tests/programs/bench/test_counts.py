@@ -8,6 +8,8 @@ from typing import Final
 
 import pytest
 
+from kvwire.cli.bench.operations import ARENA
+from kvwire.cli.bench.ops import is_window_get
 from kvwire.memory import pieces
 from tests.programs.bench.counts import count, works
 
@@ -27,11 +29,15 @@ CEILINGS: Final = {
     "send, 1 MiB": (176, 3),
     "put, 64 KiB": (155, 3),
     "get, 64 KiB": (125, 2),
+    "get, 64 KiB, 16 layers": (295, 3),
+    "get, 256 KiB, 16 layers": (290, 3),
     "store put, 64 KiB": (306, 2.125),
     "store get, 64 KiB": (253, 2.125),
     "store put, 1 MiB": (699, 6),
     "store get, 1 MiB": (687, 6),
 }
+# Of gets from a window whose memory is mapped, or read by one system call.
+IN_PLACE: Final = 31
 # So many calls more copy the pieces of an operation where nothing is compiled.
 _NOT_COMPILED: Final = 20
 # A ping, and a wake-up more or less.
@@ -59,3 +65,16 @@ def test_an_operation_is_no_dearer_than_it_was(name: str) -> None:
     assert counts.calls <= calls, f"{name}: Python calls"
     assert sum(counts.frames.values()) <= frames, f"{name}: frames"
     assert any("/connection_driver.py ConnectionDriver." in f for f in counts.functions)
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="the ceilings are those of Python 3.11"
+)
+@pytest.mark.skipif(pieces.compiled is None, reason="nothing is compiled here")
+@pytest.mark.parametrize("memory", ["", ARENA])
+@pytest.mark.parametrize("name", [n for n, w in works().items() if is_window_get(w)])
+def test_a_window_is_read_in_place_without_the_owner(name: str, memory: str) -> None:
+    """By few calls, no frames, and nothing that the owner does."""
+    counts = asyncio.run(count(works()[name], "local", memory))
+    assert counts.calls <= IN_PLACE * _MARGIN
+    assert not counts.frames

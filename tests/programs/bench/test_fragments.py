@@ -65,10 +65,12 @@ def test_nixl_stands_beside_transfers_of_its_wire() -> None:
     """And beside no other operation; where nobody has it, that is said."""
     pull = OpsWork(verb="pull", nbytes=64 * KIB, count=3, layers=2, blocks=2)
     send = OpsWork(verb="send", nbytes=64 * KIB, count=3)
+    read = replace(pull, verb="get")
+    region = replace(send, verb="get")
     ours = [Contender("kvwire", "somebody")]
     cases = [
         Case(name=work.verb, work=work, unit=MICROSECONDS, ours=ours)
-        for work in (pull, send)
+        for work in (pull, send, read, region)
     ]
     plan = Benchmark(name="ops", cases=cases)
     found = replace(PEERS["nixl"], module="json")  # which every interpreter has
@@ -76,7 +78,8 @@ def test_nixl_stands_beside_transfers_of_its_wire() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(PEERS, "nixl", found)
             joined = beside_transfers(transport, [sys.executable])(plan)
-        assert [[b.name for b in c.beside] for c in joined.cases] == [[name], []]
+        beside = [[one.name for one in case.beside] for case in joined.cases]
+        assert beside == [[name], []] * 2
     nobody = beside_transfers("tcp", ["/no/python"])(plan)
     assert not nobody.cases[0].beside
     assert [str(one) for one in nobody.missing] == [str(found.missing)]
@@ -196,4 +199,4 @@ def test_targets_are_judged_by_medians_of_caches_with_a_tensor_a_layer() -> None
     }
     for alone in ({"kvwire tcp": 3.0}, {"nixl tcp": 3.0}):
         assert list(judge(measured(row(alone, 4 * KIB)))) == []
-    assert {claim.layer_bytes for claim in CLAIMS} == {4 * KIB, MIB}
+    assert {claim.layer_bytes for claim in CLAIMS} == {4 * KIB, 64 * KIB, MIB}

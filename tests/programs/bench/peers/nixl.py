@@ -19,7 +19,7 @@ from .serving import Offsets, Peer
 # NIXL has no way to wait. A short sleep lets its own thread have the CPU; polling
 # without one was slower on two CPUs.
 _POLL_S: Final = 100e-6
-_OPERATIONS: Final = {"push": "WRITE", "pull": "READ"}
+_OPERATIONS: Final = {"push": "WRITE", "pull": "READ", "get": "READ"}
 
 
 class Program(Peer):

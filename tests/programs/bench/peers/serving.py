@@ -31,9 +31,9 @@ _DIGEST_BYTES: Final = 16
 class Peer:
     """One side. The right one listens and serves, the left one drives.
 
-    A work is ``verb`` ("push"
-    or "pull") and one transfer of ``nbytes`` in ``layers`` and ``blocks``; a block has
-    all layers side by side if it is ``cross_layer``.
+    A work is ``verb`` ("push", or "pull" and "get", which are the same) and one
+    transfer of ``nbytes`` in ``layers`` and ``blocks``; a block has all layers side by
+    side if it is ``cross_layer``.
 
     Args:
         options: ``pool_bytes`` is how much memory to have.
