@@ -106,8 +106,8 @@ async def test_memory_that_the_owner_has_unmapped_ends_the_lane() -> None:
 @pytest.mark.parametrize("how", ["close", "abort"])
 async def test_a_lane_that_ends_ends_its_reads(how: str) -> None:
     """When the future fails, nothing of this read touches memory any more."""
-    pool = Pool(4 * PORTION)
-    ids = np.arange(0, 4 * PORTION, 2)
+    pool = Pool(40 * PORTION)  # more than one turn of the loop moves
+    ids = np.arange(0, 40 * PORTION, 2)
     async with ucx_pair() as (owner, reader):
         window = reader.window(owner.expose(pool.memory), pool.memory)
         found = window.read(pool.batch(ids))
