@@ -2,28 +2,20 @@
 
 ::
 
-    bootstrap = "KVUX" | version 2 | UCX major, minor, release |
-                process id, 4 bytes | its namespace, 4 bytes |
-                flags, 1 byte | lane, 7 bytes | length | address
-
-Bit 0 of the flags means that this side lends memory for reading and reads lent memory.
-Lanes do that if both sides have set it. By the process id, a lender on the same host
-can notice that its reader has died, if both are in one pid namespace, which even
-containers that share memory need not be.
+    bootstrap = "KVUX" | version 1 | UCX major, minor, release |
+                9 unused bytes | lane, 7 bytes | length | address
 
 ``lane`` is a random number of 40 bits, which only the bootstrap reveals. Every message
 *to* that lane has these bits at the top of its tag. So somebody who merely reaches the
-worker over the network cannot match a posted receive. Below them, one bit means "I have
-read the message with this number", and 23 bits number the messages.
+worker over the network cannot match a posted receive. The bits below them number the
+messages.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import struct
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
 from kvwire.errors import BackendUnavailable
@@ -35,26 +27,14 @@ HELLO: Final = 0
 BYE: Final = 1
 FIRST_PAYLOAD: Final = 2
 MESSAGES: Final = 2**23
-# Added to a message's number: its receiver has read the payload itself.
-RECEIPT: Final = MESSAGES
 
-_FORMAT: Final = struct.Struct(">4sB3BIIQH")
+_FORMAT: Final = struct.Struct(">4sB3B9x7sH")
 _MAGIC: Final = b"KVUX"
 _VERSION: Final = 1
 _LANE_BITS: Final = 40
-_ONE_SIDED: Final = 1 << 56
 _MESSAGE_BITS: Final = 24
 # UCX reads addresses without knowing their length. A malicious one then ends in zeros.
 _PADDING: Final = bytes(4096)
-_NAMESPACE: Final = Path("/proc/self/ns/pid")
-
-
-def _own_namespace() -> int:
-    """Return the number of this process's pid namespace; 0 if it is not visible."""
-    try:
-        return _NAMESPACE.stat().st_ino & 0xFFFF_FFFF
-    except OSError:
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +44,6 @@ class UcxBootstrap:
     lane: int
     version: Version
     address: bytes
-    one_sided: bool = False
-    pid: int = field(default_factory=os.getpid)
-    pid_namespace: int = field(default_factory=_own_namespace)
 
     def to_bytes(self) -> bytes:
         """Return it as bytes.
@@ -78,9 +55,7 @@ class UcxBootstrap:
             _MAGIC,
             _VERSION,
             *self.version,
-            self.pid,
-            self.pid_namespace,
-            self.lane | (_ONE_SIDED if self.one_sided else 0),
+            self.lane.to_bytes(7, "big"),
             len(self.address),
         )
         if len(head) + len(self.address) > BOOTSTRAP_BYTES_MAX:
@@ -108,28 +83,20 @@ def parse(data: bytes) -> UcxBootstrap:
     """
     if not _FORMAT.size < len(data) <= BOOTSTRAP_BYTES_MAX:
         raise BackendUnavailable(f"the peer's bootstrap has {len(data)} bytes")
-    magic, format_, *version, pid, namespace, lane, length = _FORMAT.unpack_from(data)
+    magic, format_, *version, number, length = _FORMAT.unpack_from(data)
     if magic != _MAGIC or format_ != _VERSION:
         raise BackendUnavailable(
             f"the peer's bootstrap begins with {data[:5].hex()}, not with "
             f"{(_MAGIC + bytes([_VERSION])).hex()}; both sides need the same kvwire"
         )
     address = data[_FORMAT.size :]
-    one_sided = bool(lane & _ONE_SIDED)
-    lane = lane & ~_ONE_SIDED
+    lane = int.from_bytes(number, "big")
     if length != len(address) or lane >> _LANE_BITS:
         raise BackendUnavailable(
             f"the peer's bootstrap names an address of {length} bytes and has "
             f"{len(address)}, for lane {lane}"
         )
-    return UcxBootstrap(
-        lane=lane,
-        version=Version(*version),
-        address=address,
-        one_sided=one_sided,
-        pid=pid,
-        pid_namespace=namespace,
-    )
+    return UcxBootstrap(lane=lane, version=Version(*version), address=address)
 
 
 def new_lane() -> int:

@@ -13,7 +13,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
 from kvwire_ucx.binding import OK
 from kvwire_ucx.library import UcxLibrary, load, rdma_devices, remedy
-from kvwire_ucx.settings import OLD, REQUIRE_RDMA, UcxSettings, parse
+from kvwire_ucx.settings import REQUIRE_RDMA, UcxSettings, parse
 
 # "#  resource 1  :  md 1  dev 1  flags -- tcp/eth0", as ucp_context_print_info prints
 # it.
@@ -65,14 +65,6 @@ class Context:
         if settings.require_rdma and not self.rdma:
             self.close()
             raise BackendUnavailable(self._no_rdma())
-
-    @property
-    def one_sided(self) -> bool:
-        """Return whether lanes lend memory: the user wants it, and UCX is new enough.
-
-        UCX 1.13 failed the conformance kit's checks of damaged keys.
-        """
-        return self.settings.one_sided and self.library.version >= OLD
 
     @property
     def rdma(self) -> tuple[Resource, ...]:

@@ -84,7 +84,7 @@ def _findings() -> Iterator[Finding]:
     found = ", ".join(map(str, resources))
     yield Finding(name="UCX transports", state="ok", text=found)
     yield _rdma(resources, knows_rdma)
-    yield _one_sided(resources)
+    yield _windows(resources)
     if not any(r.transport == "cma" for r in resources):
         yield _no_cma()
     if any(r.is_rdma for r in resources):
@@ -122,13 +122,13 @@ def _rdma(resources: tuple[Resource, ...], knows_rdma: bool) -> Finding:
     )
 
 
-def _one_sided(resources: tuple[Resource, ...]) -> Finding:
+def _windows(resources: tuple[Resource, ...]) -> Finding:
     direct = ", ".join(str(r) for r in resources if r.is_rdma or r.transport == "cma")
     return Finding(
-        name="UCX one-sided",
+        name="UCX windows",
         state="ok",
-        text=f"off until both sides set one_sided; would read directly with "
-        f"{direct or 'nothing'}, and by messages of UCX's elsewhere",
+        text=f'if one_sided_windows is "peers" on both sides, peers read windows with '
+        f"{direct or 'messages'}",
     )
 
 

@@ -15,9 +15,6 @@ descriptor contains. The receiver posts its memory under that tag, and UCX match
 two by rendezvous, so nothing moves before the receiver has named its memory. A send is
 over when it has been matched with the receiver's operation.
 
-*One-sided* lanes, if both sides have enabled them, do not send large fragments: the
-peer reads them in place (:mod:`kvwire_ucx.one_sided`).
-
 *Quiet* is not a matter of time. A lane has its own worker. When the lane ends, it
 closes the endpoint by force, which ends all operations, even those the peer would have
 to end. Then it destroys the worker, and with it the sockets, queue pairs and shared
@@ -31,9 +28,7 @@ and the peer may be reading our memory at this moment. So a side that ends with 
 progress waits for the peer's own bye: after that, the peer reports no payload as
 received. A peer that does not answer, because it is stopped, is not waited for. If it
 continues one day, it may have read memory that was already reused: then the payload's
-checksum is wrong, and the peer notices. A one-sided lane does wait, however long it
-takes: memory that the peer may be reading stays in quarantine until the peer continues
-or dies.
+checksum is wrong, and the peer notices.
 """
 
 from __future__ import annotations
@@ -63,15 +58,12 @@ from kvwire_ucx.bootstrap import (
     parse,
 )
 from kvwire_ucx.library import Version
-from kvwire_ucx.one_sided import OneSidedPayloads
 from kvwire_ucx.pieces import (
     RULE,
     descriptor,
-    is_lent,
     piece_lengths,
     pieces,
     read_descriptor,
-    read_lent,
 )
 from kvwire_ucx.requests import MemoryHandles, UcxRequest
 from kvwire_ucx.settings import OLD
@@ -138,12 +130,10 @@ class UcxLane(Lane):
             lane=new_lane(),
             version=worker.context.library.version,
             address=worker.address,
-            one_sided=worker.context.one_sided,
         )
         self._bootstrap = self._own.to_bytes()
         self._state = _State.OPENED
         self._endpoint: UcxEndpoint | None = None
-        self._one_sided: OneSidedPayloads | None = None
         self._windows: UcxWindows | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
@@ -172,9 +162,7 @@ class UcxLane(Lane):
         """Return the transports that UCX has chosen."""
         if self._endpoint is None or not self._endpoint.transports:
             return f"UCX {self._own.version}"
-        reads = self._one_sided is not None and self._one_sided.reads
-        how = "; one-sided" if reads else ""
-        return f"UCX {self._own.version}: {', '.join(self._endpoint.transports)}{how}"
+        return f"UCX {self._own.version}: {', '.join(self._endpoint.transports)}"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
         """Connect the endpoint; a client returns when the server has answered.
@@ -227,12 +215,9 @@ class UcxLane(Lane):
             BackendUnavailable: UCX has no way to the peer.
         """
         if self._endpoint is None:
-            endpoint = UcxEndpoint(self._worker, self._peer, self._endpoint_failed)
-            self._endpoint = endpoint
-            if self._own.one_sided and self._peer.one_sided:
-                self._one_sided = OneSidedPayloads(
-                    self._worker, self._own, self._peer, endpoint
-                )
+            self._endpoint = UcxEndpoint(
+                self._worker, self._peer, self._endpoint_failed
+            )
         return self._endpoint
 
     def _greeted(self, data: bytes) -> None:
@@ -275,11 +260,6 @@ class UcxLane(Lane):
     # --- payloads ---------------------------------------------------------------------
 
     @property
-    def intact(self) -> bool:  # type: ignore[override]  # known once it is up
-        """Return whether payload passes through memory only: no cable or socket."""
-        return self._one_sided is not None and self._one_sided.in_memory
-
-    @property
     def queued_bytes(self) -> int:
         """Return 0, since UCX takes everything at once."""
         return 0
@@ -296,16 +276,6 @@ class UcxLane(Lane):
         except BackendUnavailable as exc:
             self._loop.call_soon(self._end, exc)
             return b""
-        if self._one_sided is not None:
-            lent = self._one_sided.lend(
-                payload, self._next_sent, lambda status: self._piece_sent(parts, status)
-            )
-            if lent is not None:
-                parts = _MessageParts(token, 1)
-                self._payloads += 1
-                self._sends += 1
-                self._next_sent = next_message(self._next_sent)
-                return lent
         lengths = piece_lengths(payload)
         said = descriptor(self._next_sent, lengths)
         parts = _MessageParts(token, max(1, len(lengths)))
@@ -323,13 +293,12 @@ class UcxLane(Lane):
         return said
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        if self._one_sided is not None and is_lent(descriptor):
-            self._read(self._one_sided, descriptor, landing)
-            return
         first, lengths = read_descriptor(descriptor, landing.length)
         if not self._is_live:
             return
-        self._check_order(first)
+        if first != self._next_received:
+            text = f"ucx: a descriptor for message {first}, not {self._next_received}"
+            raise MalformedFrame(RULE, text)
         payload = landing.payload
         if payload is None:
             payload = memoryview(bytearray(landing.length))
@@ -339,37 +308,6 @@ class UcxLane(Lane):
             message = self._next_received
             self._next_received = next_message(message)
             self._post_receive(parts, piece, message)
-
-    def _read(
-        self, one_sided: OneSidedPayloads, descriptor: bytes, landing: Landing
-    ) -> None:
-        number, lent = read_lent(descriptor, landing.length)
-        if not self._is_live:
-            return
-        self._check_order(number)
-        self._next_received = next_message(number)
-        payload = landing.payload
-        if payload is None:
-            payload = memoryview(bytearray(landing.length))
-        self._payloads += 1
-        parts = _MessageParts(landing, 1)
-
-        def over(status: int) -> None:
-            if status != OK:
-                self._end(self._broken(status))
-            elif self._is_live:
-                one_sided.say_read(number)
-                self._piece_received(parts, landing.length)
-
-        try:
-            one_sided.read(number, lent, payload, over)
-        except BackendUnavailable as exc:
-            self._end(ConnectionLost(str(exc)))
-
-    def _check_order(self, number: int) -> None:
-        if number != self._next_received:
-            text = f"ucx: a descriptor for message {number}, not {self._next_received}"
-            raise MalformedFrame(RULE, text)
 
     def flush(self) -> None:
         """Wake the worker; UCX has already sent as much as it could at once."""
@@ -490,7 +428,7 @@ class UcxLane(Lane):
         elif self._endpoint.failed:
             self._hang_up()
         else:
-            self._linger = self._loop.call_later(LINGER_S, self._give_up)
+            self._linger = self._loop.call_later(LINGER_S, self._hang_up)
             self._say_bye()
 
     def _say_bye(self) -> None:
@@ -521,19 +459,6 @@ class UcxLane(Lane):
         else:
             self._end(ConnectionLost("ucx: the peer ended the lane"))
 
-    def _give_up(self) -> None:
-        """Stop waiting for the peer, unless it may be reading our memory."""
-        # After its bye, a peer reads nothing any more.
-        one_sided = None if self._peer_has_left else self._one_sided
-        if self._sends and one_sided is not None and one_sided.must_wait:
-            _log.warning(
-                "ucx: the peer does not answer and may be reading memory that it was "
-                "lent; that stays in quarantine until it goes on or ends"
-            )
-            one_sided.when_reader_dies(self._hang_up)
-        else:
-            self._hang_up()
-
     def _hang_up(self) -> None:
         """Close the endpoint, once the peer has our bye: the second step."""
         if self._endpoint is not None:  # otherwise this step is done
@@ -554,8 +479,6 @@ class UcxLane(Lane):
         self._worker.close()
         if self._windows is not None:
             self._windows.unregister()
-        if self._one_sided is not None:
-            self._one_sided.close()
         self._state = _State.ENDED
         if self._linger is not None:
             self._linger.cancel()

@@ -16,11 +16,8 @@ from kvwire.errors import UsageError
 
 PREFIX: Final = "UCX_"
 REQUIRE_RDMA: Final = "require_rdma"
-ONE_SIDED: Final = "one_sided"
-REGISTRATIONS: Final = "registrations"
-_OWN: Final = (REQUIRE_RDMA, ONE_SIDED, REGISTRATIONS)
-# The most ranges of one lane that stay registered; UCX needs some 100 bytes for each.
-REGISTRATIONS_MAX: Final = 65536
+# Settings of former versions.
+_GONE: Final = ("one_sided", "registrations")
 _YES: Final = ("yes", "y", "true", "1", "on")
 _NO: Final = ("no", "n", "false", "0", "off")
 
@@ -51,7 +48,7 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "MM_RX_BUFS_GROW": "64",
 }
 # Where peers get keys: UCX's own cache of registrations would keep a range, and so its
-# key, as long as the memory is mapped; ours ends with the payload or the window.
+# key, as long as the memory is mapped; it has to end with the window.
 DEFAULTS_OF_KEYS: Final[Mapping[str, str]] = {"RCACHE_ENABLE": "n"}
 # Versions before this get further defaults.
 OLD: Final = (1, 15)
@@ -71,17 +68,11 @@ class UcxSettings:
         named: The names that the user gave: a library that does not know one is an
             error.
         require_rdma: Whether a lane needs an RDMA device.
-        one_sided: Whether peers may read the memory of a payload while it is in
-            progress.
-        registrations: How many ranges of a lane stay readable afterwards, so that
-            memory that is sent again need not be registered again.
     """
 
     ucx: Mapping[str, str]
     named: frozenset[str] = field(default_factory=frozenset)
     require_rdma: bool = False
-    one_sided: bool = False
-    registrations: int = 0
 
 
 def parse(
@@ -105,28 +96,30 @@ def parse(
     environment = os.environ if environment is None else environment
     ucx = {**DEFAULTS, **(DEFAULTS_OF_OLD if version < OLD else {})}
     named = set()
-    one_sided = _yes_or_no(ONE_SIDED, given.get(ONE_SIDED, "no"))
-    if one_sided or exposes:
+    if exposes:
         ucx.update(DEFAULTS_OF_KEYS)
     for key, value in given.items():
         name = key.removeprefix(PREFIX)
-        if key in _OWN:
+        if key == REQUIRE_RDMA:
             continue
+        if key in _GONE:
+            raise UsageError(
+                f"backends.ucx: there is no setting {key!r} any more; peers read "
+                f'finished blocks through windows, with one_sided_windows="peers"'
+            )
         if name.isupper() and name.isascii():
             ucx[name] = value
             named.add(name)
         else:
             raise UsageError(
                 f"backends.ucx: there is no setting {key!r}; there are "
-                f"{', '.join(_OWN)}, and those of UCX in capitals, such as TLS"
+                f"{REQUIRE_RDMA}, and those of UCX in capitals, such as TLS"
             )
     ruled = {name for name in ucx if PREFIX + name in environment}
     return UcxSettings(
         ucx={name: value for name, value in ucx.items() if name not in ruled},
         named=frozenset(named - ruled),
         require_rdma=_yes_or_no(REQUIRE_RDMA, given.get(REQUIRE_RDMA, "no")),
-        one_sided=one_sided,
-        registrations=_count(REGISTRATIONS, given.get(REGISTRATIONS, "0")),
     )
 
 
@@ -136,13 +129,3 @@ def _yes_or_no(key: str, value: str) -> bool:
     if value.lower() in _NO:
         return False
     raise UsageError(f'backends.ucx: {key}={value!r}; it is "yes" or "no"')
-
-
-def _count(key: str, value: str) -> int:
-    if value.isdecimal() and value.isascii() and len(value) < 9:
-        count = int(value)
-        if count <= REGISTRATIONS_MAX:
-            return count
-    raise UsageError(
-        f"backends.ucx: {key}={value!r}; it is a number up to {REGISTRATIONS_MAX}"
-    )

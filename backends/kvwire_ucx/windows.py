@@ -51,7 +51,7 @@ from kvwire.kv.blocks import Bits
 from kvwire.kv.fragments import Array
 from kvwire.limits import DESCRIPTOR_BYTES_MAX
 from kvwire_ucx.binding import ERR_CANCELED, OK
-from kvwire_ucx.pieces import KEY_BYTES_MAX, RULE
+from kvwire_ucx.pieces import RULE
 from kvwire_ucx.registration import Registration
 from kvwire_ucx.requests import UcxRanges
 from kvwire_ucx.worker import UcxEndpoint, Worker
@@ -65,6 +65,9 @@ _READING: Final = re.compile(r"(cma|knem|xpmem)(/|$)|(rc|dc|srd)(_|/|$)")
 # UCX reads keys without knowing their length. A malicious one then ends in zeros: at
 # most 64 domains of 255 bytes.
 _PADDING: Final = bytes(64 * 256)
+# UCX writes a key for each of its memory domains: 11 bytes with shared memory and TCP,
+# some 30 for each network card.
+KEY_BYTES_MAX: Final = 1000
 _KEY: Final = struct.Struct(">H")
 
 
@@ -100,9 +103,9 @@ class UcxWindows:
             registered: list[Registration] = []
             try:
                 for address, nbytes in places:
-                    one = Registration(self.worker.context, address, nbytes, None)
+                    one = Registration(self.worker.context, address, nbytes)
                     registered.append(one)  # bounded: the window's tensors
-                description = _description([one.key for one in registered])
+                description = describe_keys([one.key for one in registered])
             except BaseException:
                 _unregister(registered)
                 raise
@@ -127,7 +130,7 @@ class UcxWindows:
             ranges = WindowRanges(memory)
         except ValueError as exc:
             raise MalformedFrame(RULE, f"ucx: a window with {exc}") from None
-        keys = self._unpack(_keys(description, len(ranges.places)))
+        keys = self._unpack(read_keys(description, len(ranges.places)))
         reader = UcxWindow(self, ranges, keys)
         self._readers.add(reader)  # bounded: the windows of a connection
         return reader
@@ -297,7 +300,7 @@ def _unregister(registered: list[Registration]) -> None:
         one.close()
 
 
-def _description(keys: list[bytes]) -> bytes:
+def describe_keys(keys: list[bytes]) -> bytes:
     """Return the keys as one description.
 
     Raises:
@@ -313,7 +316,7 @@ def _description(keys: list[bytes]) -> bytes:
     return description
 
 
-def _keys(description: bytes, count: int) -> list[bytes]:
+def read_keys(description: bytes, count: int) -> list[bytes]:
     """Read a description of so many keys.
 
     Raises:

@@ -23,7 +23,7 @@ from kvwire_inproc import InprocBackend
 from kvwire_local import LocalBackend
 from kvwire_nixl import NixlBackend
 from kvwire_tcp import TcpBackend
-from kvwire_ucx import UcxBackend, one_sided
+from kvwire_ucx import UcxBackend
 from tests.backends.kvwire_nccl.fake import FakeBackend
 from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx import support as ucx
@@ -63,15 +63,9 @@ LANES = {
     "nccl": Lanes(FakeBackend, every=4),
     "ucx": Lanes(
         UcxBackend,
-        lambda: {"TLS": ucx.transports_of_this_loop(), "one_sided": "no"},
+        lambda: {"TLS": ucx.transports_of_this_loop()},
         every=4,
         marks=(ucx.needs_ucx,),
-    ),
-    "ucx-reads": Lanes(
-        UcxBackend,
-        lambda: {"TLS": ucx.SHARED_MEMORY, "one_sided": "yes"},
-        every=4,
-        marks=(ucx.needs_ucx, ucx.needs_reading),
     ),
 }
 # What treats all loops alike, or takes long: each check makes agents of NIXL, and each
@@ -141,11 +135,7 @@ async def test_links(scheme: str, check: Check, address: Address) -> None:
 
 
 @pytest.mark.parametrize(("lanes", "check"), each_check(LANES))
-async def test_lanes(
-    lanes: Lanes, check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # One-sided, all that can be lent is lent, and not only what is large.
-    monkeypatch.setattr(one_sided, "LENT_BYTES_MIN", 1)
+async def test_lanes(lanes: Lanes, check: Check) -> None:
     await check_one(lanes, check)
 
 

@@ -25,12 +25,10 @@ from kvwire_ucx.bootstrap import MESSAGES, UcxBootstrap
 from kvwire_ucx.bootstrap import parse as parse_ucx
 from kvwire_ucx.pieces import (
     PIECES_MAX,
-    LentFragment,
     descriptor,
-    lent_descriptor,
     read_descriptor,
-    read_lent,
 )
+from kvwire_ucx.windows import describe_keys, read_keys
 from tests.backends.kvwire_ucx.test_bootstrap import ucx_bootstraps
 
 
@@ -111,16 +109,6 @@ numbers = st.integers(0, MESSAGES - 1)
 lengths: st.SearchStrategy[list[int]] = st.just([]) | st.lists(
     st.integers(1, 2**19), min_size=2, max_size=PIECES_MAX
 )
-lent = st.lists(
-    st.builds(
-        LentFragment,
-        address=st.integers(0, 2**63 - 1),
-        nbytes=st.integers(1, 2**32 - 1),
-        key=st.binary(min_size=1, max_size=60),
-    ),
-    min_size=1,
-    max_size=PIECES_MAX,
-)
 
 
 @given(first=numbers, said=lengths)
@@ -128,11 +116,9 @@ def test_messages_of_ucx(first: int, said: list[int]) -> None:
     assert read_descriptor(descriptor(first, said), sum(said)) == (first, said)
 
 
-@given(first=numbers, said=lent)
-def test_lent_memory_of_ucx(first: int, said: list[LentFragment]) -> None:
-    raw = lent_descriptor(first, said)
-    assert raw is not None
-    assert read_lent(raw, sum(one.nbytes for one in said)) == (first, said)
+@given(said=st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=40))
+def test_keys_of_a_window_of_ucx(said: list[bytes]) -> None:
+    assert read_keys(describe_keys(said), len(said)) == said
 
 
 @given(
@@ -150,9 +136,8 @@ def test_places_of_nixl(said: list[int], news: list[bytes]) -> None:
     assert (heard.word, heard.news) == (7, tuple(news))
 
 
-@given(raw=st.binary(max_size=200), nbytes=st.integers(1, 2**32))
-def test_any_bytes_are_lent_memory_of_ucx_or_refused(raw: bytes, nbytes: int) -> None:
+@given(raw=st.binary(max_size=200), count=st.integers(1, 8))
+def test_any_bytes_are_keys_of_ucx_or_refused(raw: bytes, count: int) -> None:
     """Those of other backends are fuzzed: tests/programs/fuzz/targets/backends.py."""
-    raw = b"\x80\0\0" + raw
     with suppress(ProtocolError):
-        assert lent_descriptor(*read_lent(raw, nbytes)) == raw
+        assert describe_keys(read_keys(raw, count)) == raw

@@ -35,10 +35,6 @@ LANES: dict[str, tuple[Over, Any]] = {
     "local": (Over("local"), ()),
     "local-arena": (Over("local", lambda: {"way": "arena"}), ()),
     "ucx": (Over("ucx", lambda: {"TLS": ucx.transports_of_this_loop()}), ucx.needs_ucx),
-    "ucx-reads": (
-        Over("ucx", lambda: {"TLS": ucx.SHARED_MEMORY, "one_sided": "yes"}),
-        ucx.needs_reading,
-    ),
     "nixl": (Over("nixl"), needs_nixl),
 }
 each_lane = pytest.mark.parametrize(

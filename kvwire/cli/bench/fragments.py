@@ -43,8 +43,6 @@ SIZES_KIB: Final = (4, 16, 64, 256, 1024, 16_384)
 CROSS_LAYER_KIB_MAX: Final = 64
 # What UCX may use.
 UCX: Final = {"tcp": {"UCX_TLS": "tcp"}, "shm": {"UCX_TLS": "self,sm,tcp"}}
-# The receiver reads large fragments where they lie; over TCP they are messages anyway.
-ONE_SIDED: Final = {"KVWIRE_BACKENDS": "ucx.one_sided=yes"}
 LAYERS_MAX: Final = 32
 # A way of a transport: its wire, what is behind its name, environment and options.
 _Way = tuple[str, str, Mapping[str, str], Mapping[str, object]]
@@ -53,11 +51,7 @@ _WAYS: Final[Mapping[str, list[_Way]]] = {
     "tcp": [(TCP, "", {}, {})],
     "local": [(SAME_HOST, "", {}, {}), (SAME_HOST, f" {ARENA}", {}, {"memory": ARENA})],
     "nixl": [(TCP, " tcp", UCX["tcp"], {}), (SAME_HOST, " shm", UCX["shm"], {})],
-    "ucx": [
-        (TCP, " tcp", UCX["tcp"], {}),
-        (SAME_HOST, " shm", UCX["shm"], {}),
-        (SAME_HOST, " one-sided", {**UCX["shm"], **ONE_SIDED}, {}),
-    ],
+    "ucx": [(TCP, " tcp", UCX["tcp"], {}), (SAME_HOST, " shm", UCX["shm"], {})],
 }
 
 Kibibytes = Annotated[tuple[int, ...], within(4, 16_384, consume_multiple=True)]
@@ -188,7 +182,7 @@ def command(
     Args:
         transport: Transports, separated by commas, or all that are installed. One that
             cannot run here is named with the reason; local runs twice, with caches in
-            ordinary memory and in arenas, ucx as messages and one-sided.
+            ordinary memory and in arenas.
         peer: Measure with the host that runs `kvwire bench serve` at this address; all
             transports are then those that join two hosts.
         sizes_kib: Sizes of one layer of one block, such as --sizes-kib 4 1024.

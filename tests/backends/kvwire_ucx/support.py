@@ -30,7 +30,7 @@ def _reads() -> bool:
 
 
 needs_reading = pytest.mark.skipif(
-    not _reads(), reason="one-sided lanes need UCX 1.15 and cma; see kvwire doctor"
+    not _reads(), reason="windows over UCX need UCX 1.15 and cma; see kvwire doctor"
 )
 
 SHARED_MEMORY = "self,sm,tcp"

@@ -18,9 +18,6 @@ ucx_bootstraps = st.builds(
     lane=st.integers(0, 2**40 - 1),
     version=st.builds(Version, *(st.integers(0, 255),) * 3),
     address=st.binary(min_size=1, max_size=1000),
-    one_sided=st.booleans(),
-    pid=st.integers(0, 2**32 - 1),
-    pid_namespace=st.integers(0, 2**32 - 1),
 )
 
 
@@ -43,6 +40,20 @@ def test_an_address_without_end_leads_into_zeros() -> None:
     assert SAMPLE.padded_address.startswith(SAMPLE.address)
     assert SAMPLE.padded_address.removeprefix(SAMPLE.address).strip(b"\0") == b""
     assert len(SAMPLE.padded_address) > len(SAMPLE.address) + 1000
+
+
+@given(ucx_bootstraps)
+def test_what_one_side_writes_the_other_reads(bootstrap: UcxBootstrap) -> None:
+    assert parse(bootstrap.to_bytes()) == bootstrap
+
+
+@given(ucx_bootstraps, st.binary(min_size=9, max_size=9))
+def test_bytes_that_former_versions_used_are_ignored(
+    bootstrap: UcxBootstrap, used: bytes
+) -> None:
+    """The number of their process, its namespace, and what they lent."""
+    written = bootstrap.to_bytes()
+    assert parse(written[:8] + used + written[17:]) == bootstrap
 
 
 @given(ucx_bootstraps, ucx_bootstraps, *[st.integers(0, MESSAGES - 1)] * 2)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.errors import MalformedFrame
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB
 from kvwire.memory.copy import address_of
-from kvwire_ucx.bootstrap import MESSAGES
 from kvwire_ucx.pieces import (
-    KEY_BYTES_MAX,
     PIECE_BYTES,
     PIECES_MAX,
-    LentFragment,
     descriptor,
-    is_lent,
-    lent_descriptor,
     piece_lengths,
     pieces,
     read_descriptor,
-    read_lent,
 )
 
 numbers = st.integers(0, 2**24 - 1)
@@ -83,48 +74,3 @@ def test_of_one_message_only_the_number_is_said(first: int, nbytes: int) -> None
 
 def test_the_longest_descriptor_is_one_that_the_core_takes() -> None:
     assert len(descriptor(0, [PIECE_BYTES] * PIECES_MAX)) <= DESCRIPTOR_BYTES_MAX
-
-
-@given(number=st.integers(0, MESSAGES - 1))
-def test_what_is_sent_is_not_lent(number: int) -> None:
-    assert not is_lent(descriptor(number, [1, 2]))
-    assert not is_lent(b"")
-
-
-def test_long_keys_are_not_told_and_the_longest_fit() -> None:
-    longest = LentFragment(1, 1, bytes(KEY_BYTES_MAX))
-    assert lent_descriptor(2, [LentFragment(1, 1, longest.key + b"\0")]) is None
-    said = lent_descriptor(2, [longest] * PIECES_MAX)
-    assert said is not None
-    assert len(said) <= DESCRIPTOR_BYTES_MAX
-
-
-def _said(*parts: tuple[int, int, int, bytes], number: int = 2) -> bytes:
-    head = struct.pack(">I", number | 1 << 31)
-    return head + b"".join(
-        struct.pack(">QIH", address, nbytes, key_bytes) + key
-        for address, nbytes, key_bytes, key in parts
-    )
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"\x80", "1 bytes"),
-        (_said(), "0 bytes for a payload of 100"),
-        (_said((1, 100, 3, b"key"), number=MESSAGES), "message 8388608"),
-        (_said((1, 100, 3, b"key"))[:-1], "a key of 3 bytes"),
-        (_said((1, 100, 0, b"")), "a key of 0 bytes"),
-        (_said((1, 100, KEY_BYTES_MAX + 1, bytes(KEY_BYTES_MAX + 1))), "a key of 1001"),
-        (_said((1, 100, 3, b"key")) + b"rest", "25 bytes, of which 21"),
-        (_said((2**63, 100, 3, b"key")), "100 bytes at 0x8000000000000000"),
-        (_said((1, 0, 3, b"key")), "0 bytes at 0x1"),
-        (_said((1, 99, 3, b"key")), "99 bytes for a payload of 100"),
-        (_said(*[(1, 1, 1, b"k")] * (PIECES_MAX + 1)), "are fragments"),
-        (bytes([128]) * (DESCRIPTOR_BYTES_MAX + 1), "32769 bytes"),
-    ],
-)
-def test_what_no_lane_makes_is_refused(data: bytes, words: str) -> None:
-    assert is_lent(data)
-    with pytest.raises(MalformedFrame, match=f"lent memory: .*{words}"):
-        read_lent(data, 100)

@@ -1,7 +1,7 @@
 """A soak: KV transfers under connection drops, every byte checked.
 
     python -m tests.programs.soak --gib 10 [--seed 0] [--fault-s 0.5] [--psk]
-        [--transport tcp|local|ucx|ucx-one-sided|nixl]
+        [--transport tcp|local|ucx|nixl]
 
 Two processes move blocks, in both directions of asking, with prefill in one piece and
 in chunks, aborts and partial commits, while connections are cut and the processes are

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -56,15 +55,7 @@ class Way(NamedTuple):
     spec: kvwire.KVSpec = stamps.SPEC
 
 
-WAYS: Final = {
-    **{name: Way(name) for name in ("tcp", "local", "ucx", "nixl")},
-    # Blocks of 128 KiB a layer: smaller ones would not be read where they lie.
-    "ucx-one-sided": Way(
-        "ucx",
-        {"one_sided": "yes"},
-        dataclasses.replace(stamps.SPEC, block_tokens=2 * stamps.SPEC.block_tokens),
-    ),
-}
+WAYS: Final = {name: Way(name) for name in ("tcp", "local", "ucx", "nixl")}
 
 
 class Ask(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 from kvwire.limits import MIB
 from tests.backends.kvwire_nixl.support import needs_nixl
-from tests.backends.kvwire_ucx.support import needs_reading, needs_ucx
+from tests.backends.kvwire_ucx.support import needs_ucx
 from tests.programs.soak import stamps
 from tests.programs.soak.__main__ import main
 from tests.programs.soak.processes import ProcessSoak
@@ -24,9 +24,6 @@ from tests.programs.soak.stamps import POISON, SPEC, StampedCache, Tally
         (["--transport", "tcp"], "tcp: taken"),
         (["--transport", "local"], "local: taken"),
         pytest.param(["--transport", "ucx"], "ucx: taken", marks=needs_ucx),
-        pytest.param(
-            ["--transport", "ucx-one-sided"], "; one-sided", marks=needs_reading
-        ),
         pytest.param(["--transport", "nixl"], "nixl: taken", marks=needs_nixl),
     ],
     ids=str,
