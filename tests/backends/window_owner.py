@@ -1,9 +1,10 @@
 """An owner of a window in a process of its own, and a reader of it here.
 
 The owner's lane exposes two tensors of blocks with their generations. While it churns,
-it takes blocks back at random, writes to them, and offers them again. A block is filled
-with the generation under which it is offered, which also stands on a *board* that the
-reader maps. So every word of a block that has landed is its ticket.
+it takes blocks back at random, writes to them, and offers them again. Each word of a
+block is the generation under which it is offered, plus a number for the word's place.
+The generation also stands on a *board* that the reader maps. So whoever has a ticket
+knows all words of its block: one of another life, block or place is a different one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvwire.backend.lane import Lane, LaneContext
 from kvwire.backend.window import BlockRead, WindowMemory, WindowReader
 from kvwire.kv.blocks import Bits
 from kvwire.limits import KIB
+from kvwire.memory.arena import Arena
 from kvwire.memory.generations import Generations
 from kvwire.types import Role
 from tests.backends.recorders import LaneRecorder
@@ -40,8 +42,17 @@ _CHANGES = 50
 Words = npt.NDArray[np.uint64]
 
 
-def _tensors() -> list[Words]:
-    return [np.zeros((BLOCKS, _WORDS), np.uint64) for _ in range(TENSORS)]
+# What each word of a block is, beside its generation.
+_NUMBERS: list[Words] = [
+    np.arange(_WORDS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15 + 2 * tensor)
+    for tensor in range(TENSORS)
+]
+
+
+def _tensors(arena: Arena | None = None) -> list[Words]:
+    shape = (BLOCKS, _WORDS)
+    make = np.zeros if arena is None else arena.numpy
+    return [make(shape, np.uint64) for _ in range(TENSORS)]
 
 
 def address(array: Words) -> int:
@@ -109,8 +120,8 @@ class Owner(Beside):
         places = batch.offsets_to // np.uint64(BLOCK_BYTES)
         tickets = batch.generations[:, None]
         bad: Bits = np.zeros(len(places), np.bool_)
-        for one in self.mine:
-            bad |= (one[places] != tickets).any(axis=1)
+        for one, numbers in zip(self.mine, _NUMBERS, strict=True):
+            bad |= (one[places] - numbers != tickets).any(axis=1)
         return bad
 
     async def watch(self, blocks: int, *, believing: bool = False) -> Seen:
@@ -135,15 +146,16 @@ class Owner(Beside):
 
 @asynccontextmanager
 async def owner(
-    scheme: str, settings: Mapping[str, str], tmp_path: Path
+    scheme: str, settings: Mapping[str, str], tmp_path: Path, *, in_arena: bool = False
 ) -> AsyncIterator[Owner]:
-    """Start an owner, and open its window."""
+    """Start an owner, and open its window; its tensors lie in an arena or not."""
     path = tmp_path / "board"
     path.write_bytes(bytes(8 * BLOCKS))
     backend = registry.load(scheme)()
     lane = backend.open_lane(_context(Role.CLIENT, secret := _secret(), settings))
-    arguments = ("-m", __name__, scheme, json.dumps(settings), secret.hex(), str(path))
-    async with beside(*arguments, kind=Owner, reads=True) as made:
+    where = "arena" if in_arena else "memory"
+    arguments = (scheme, json.dumps(settings), secret.hex(), str(path), where)
+    async with beside("-m", __name__, *arguments, kind=Owner, reads=True) as made:
         made.lane = lane
         made.handler = LaneRecorder()
         # The child answers only when its side is up.
@@ -176,13 +188,16 @@ def _context(role: Role, secret: bytes, settings: Mapping[str, str]) -> LaneCont
     )
 
 
-async def _main(scheme: str, settings: dict[str, str], secret: str, path: str) -> None:
+async def _main(
+    scheme: str, settings: dict[str, str], secret: str, path: str, where: str
+) -> None:
     backend = registry.load(scheme)()
     lane = backend.open_lane(_context(Role.SERVER, bytes.fromhex(secret), settings))
     lines = _Lines()
     await lane.join(bytes.fromhex(await lines.next()), LaneRecorder())
     print(lane.bootstrap.hex(), flush=True)
-    tensors = _tensors()
+    arena = Arena(TENSORS * BLOCKS * (BLOCK_BYTES + 64)) if where == "arena" else None
+    tensors = _tensors(arena)
     generations = Generations(BLOCKS)
     board = np.memmap(path, np.uint64, "r+")
     memory = WindowMemory(
@@ -217,8 +232,8 @@ def _fill(
 ) -> None:
     """Write to blocks that were withdrawn, and offer them."""
     for one, ticket in zip(ids, generations.current(np.array(ids)), strict=True):
-        for tensor in tensors:
-            tensor[one] = ticket
+        for tensor, numbers in zip(tensors, _NUMBERS, strict=True):
+            np.add(numbers, ticket, out=tensor[one])
         board[one] = ticket
 
 
