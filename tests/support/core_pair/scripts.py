@@ -7,17 +7,24 @@ done. What it did then travels until nothing is left, and the script goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, TypeVar
 
 from kvwire.errors import RequestCancelled, WireCode
 from kvwire.limits import LAST_WORD_DELAY_S
-from kvwire.proto.events import TransferOpened
+from kvwire.proto.events import Event, TransferOpened, WindowAsked, WindowRead
 from kvwire.proto.records import RequestRecord, TransferRecord
 from kvwire.types import Role
-from kvwire.wire.control import AccessBody
+from kvwire.wire.control import (
+    AccessBody,
+    WindowGet,
+    WindowMemoryBody,
+    WindowOpened,
+    WindowViewBody,
+)
 from tests.support.core_pair.pair_lanes import PairLanes
 from tests.support.core_pair.peer import ConnectionPair, Peer
 
+E = TypeVar("E", bound=Event)
 Script = Callable[[ConnectionPair], Iterator[str]]
 
 TAG: Final = 7
@@ -180,6 +187,46 @@ def on_lanes(pair: ConnectionPair) -> Iterator[str]:
     yield "and is content without"
 
 
+def windows(pair: ConnectionPair) -> Iterator[str]:
+    """A get of a window whose block is there, and one of a block that was withdrawn."""
+    client, server = pair.client, pair.server
+    client.core.open_window("kv", None)
+    client.collect()
+    yield "the client opens a window"
+    number = server.core.windows.number()
+    answer = WindowOpened(number, bytes(range(16)), b"geometry")
+    server.core.windows.answer(_last(server, WindowAsked).wire_id, answer)
+    server.collect()
+    yield "the server answers with its number"
+    memory = WindowMemoryBody(number, 3, b"addresses", b"key")
+    server.core.windows.report(memory)
+    server.collect()
+    yield "a lane of the server can read it in place"
+    client.core.windows.report(WindowViewBody(number, 5, b"mine"))
+    client.collect()
+    yield "the client reports where blocks are to land"
+    _read(client, number)
+    yield "and asks for a block"
+    request = _last(server, WindowRead).request
+    server.core.windows.serve(request, server.lend(_LARGE))
+    server.collect()
+    server.core.windows.finish(request, b"", sent=True)
+    server.collect()
+    yield "the server sends it"
+    _read(client, number)
+    yield "the client asks again"
+    request = _last(server, WindowRead).request
+    server.core.windows.finish(request, b"\1", sent=False)
+    server.collect()
+    yield "the block was withdrawn"
+    server.core.windows.hide(number)
+    server.collect()
+    yield "the server ends the window"
+    client.core.windows.close(number)
+    client.collect()
+    yield "the client no longer reads it"
+
+
 def closed(pair: ConnectionPair) -> Iterator[str]:
     """A close that waits for a put, and for nothing else."""
     client, server = pair.client, pair.server
@@ -200,7 +247,7 @@ SCRIPTS: Final[dict[str, Script]] = {
     script.__name__.replace("_", "-"): script
     for script in (
         *(messages, rendezvous, puts_and_gets, refused, alive),
-        *(pushed, pulled, on_lanes, closed, closed_by_both),
+        *(pushed, pulled, on_lanes, windows, closed, closed_by_both),
     )
 }
 
@@ -222,9 +269,19 @@ def _ask(peer: Peer, *, pull: bool) -> RequestRecord:
     return request
 
 
+def _read(peer: Peer, window: int) -> None:
+    entries, generations = (17).to_bytes(4, "little"), bytes(range(8))
+    body = WindowGet(window, 5, len(_LARGE), (1,), entries, generations)
+    peer.core.read_window(peer.lend(body.nbytes), body, None)
+    peer.collect()
+
+
+def _last(peer: Peer, kind: type[E]) -> E:
+    return [event for event in peer.events if isinstance(event, kind)][-1]
+
+
 def _opened(peer: Peer) -> RequestRecord:
-    opened = [event for event in peer.events if isinstance(event, TransferOpened)]
-    return opened[-1].request
+    return _last(peer, TransferOpened).request
 
 
 def _answer(peer: Peer) -> RequestRecord:
