@@ -165,13 +165,15 @@ class RemoteWindow:
 
     def _when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
         read: Reading = request._what
-        lent = read.lent
-        if not lent:
-            call()
-            return
-        buffers = self._opened.link.driver.services.buffers
         again = partial(self._when_released, request, call)
-        buffers.on_drained(lent[-1], again)
+        lent = read.lent
+        if lent:
+            buffers = self._opened.link.driver.services.buffers
+            buffers.on_drained(lent[-1], again)
+        elif read.under_way is not None and not read.under_way.done():
+            read.under_way.add_done_callback(lambda _: again())
+        else:
+            call()
 
     # --- inside -----------------------------------------------------------------------
 
@@ -219,6 +221,8 @@ class RemoteWindow:
 
     def _begin(self, read: Reading) -> None:
         """Begin a read that has waited; what its caller did wrong is in the outcome."""
+        if read.over:
+            return  # cancelled, or late: the blocks are its caller's again
         try:
             read.begin(self._queue)
         except KVWireError as exc:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Final
+from operator import mul
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
 
+from kvwire.aio import start_task
 from kvwire.backend.window import WindowMemory, WindowReader
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
-from kvwire.driver.lanes.state import LaneEndpoint
+from kvwire.driver.lanes.state import LaneEndpoint, LaneState
 from kvwire.endpoint.window import Window, WindowTable
 from kvwire.endpoint.window_memory import decode_memory, encode_memory
 from kvwire.errors import (
@@ -27,6 +29,7 @@ from kvwire.errors import (
     KVWireError,
     ProfileMismatch,
     ProtocolError,
+    StaleRegion,
     UsageError,
     WireCode,
     nearest,
@@ -40,6 +43,7 @@ from kvwire.kv.window_map import (
     PeerGroup,
     common_pieces,
     geometry_of_pools,
+    pieces_max,
     placed,
     spans_of,
     view_walks,
@@ -58,6 +62,7 @@ from kvwire.proto.records import RequestRecord
 from kvwire.transfers.offer import GeometryFields
 from kvwire.wire.control import (
     DECODE_ERRORS,
+    WindowGet,
     WindowMemoryBody,
     WindowOpened,
     WindowViewBody,
@@ -70,6 +75,18 @@ _U4: Final = np.dtype("<u4")
 _U8: Final = np.dtype("<u8")
 
 
+class ShownView(NamedTuple):
+    """The geometry of a peer's cache, as this side's blocks are read for it.
+
+    Attributes:
+        places: Where blocks lie, by group.
+        pieces: The pieces of one block, by group.
+    """
+
+    places: tuple[BlockPlaces, ...]
+    pieces: tuple[int, ...]
+
+
 class ShownWindow:
     """A window of this side that the peer has open."""
 
@@ -77,18 +94,21 @@ class ShownWindow:
         self.number = number
         self.window = window
         # By the reader's number: where blocks lie, or why they cannot be sent.
-        self.views: dict[int, tuple[BlockPlaces, ...] | str] = {}
+        self.views: dict[int, ShownView | str] = {}  # bounded: WINDOW_VIEWS_MAX
         # Lanes on which the peer may read it in place.
         self.lanes: list[tuple[LaneEndpoint, WindowMemory]] = []
 
-    def view(self, geometry: bytes) -> tuple[BlockPlaces, ...] | str:
+    def view(self, geometry: bytes) -> ShownView | str:
         """Return where the blocks lie that a reader of this geometry gets."""
         cache = self.window._cache
         try:
             walks = view_walks(self.window._geometry, read_geometry(geometry))
         except (ProfileMismatch, UsageError) as exc:
             return str(exc)
-        return tuple(BlockPlaces(walk, cache.groups[walk.group]) for walk in walks)
+        return ShownView(
+            tuple(BlockPlaces(walk, cache.groups[walk.group]) for walk, _ in walks),
+            tuple(count for _, count in walks),
+        )
 
 
 class OpenedWindow:
@@ -100,6 +120,7 @@ class OpenedWindow:
         geometry: Its cache.
         first: The first entry of each group, and behind the last one of all.
         reader: Reads it in place, without asking; None while it is read by messages.
+        prepared: Done once ``reader`` is ready, or cannot be; None for no lane.
         gone: Why it can be read no more, or "".
     """
 
@@ -114,6 +135,11 @@ class OpenedWindow:
             first += group.blocks
             self.first.append(first)
         self.reader: WindowReader | None = None
+        self.prepared: asyncio.Future[None] | None = None
+        # One that is not ready yet; and the lane of this one, or of ``reader``.
+        self._coming: WindowReader | None = None
+        self._lane: LaneEndpoint | None = None
+        self._under_way: set[asyncio.Future[Bits]] = set()
         self.memory: tuple[WindowMemory, tuple[PeerGroup, ...]] | None = None
         self.gone: str = ""
         self._views: WeakKeyDictionary[PagedCache, ReaderView] = WeakKeyDictionary()
@@ -149,29 +175,80 @@ class OpenedWindow:
         return number
 
     def adopt(self, lane: int, memory: bytes, access: bytes) -> None:
-        """Read the window in place from now on, over a lane of this number."""
+        """Read the window in place from now on, over a lane of this number.
+
+        Raises:
+            ProtocolError: No owner would describe its memory so.
+        """
         endpoint = self.link.driver.lanes.find(lane)
-        if endpoint is None or self.reader is not None:
+        if endpoint is None:
             return
+        if self._lane is not None:
+            if self._lane.state is LaneState.OPEN:
+                return
+            self.drop_reader()
         try:
             read = decode_memory(memory, self.geometry)
-            self.reader = endpoint.lane.window(access, read[0])
-        except BackendUnavailable as exc:
+            coming = endpoint.lane.window(access, read[0])
+        except (BackendUnavailable, ConnectionLost) as exc:
             logger.info("a window is read by messages: %s", exc)
             return
         self.memory = read
+        self._lane = endpoint
+        self._coming = coming
+        self.prepared = start_task(self._prepare(coming))
+
+    async def _prepare(self, coming: WindowReader) -> None:
+        """Read in place once a reader is ready.
+
+        Cancel safety: it is cancelled with its loop only.
+        """
+        try:
+            await coming.ready()
+        except KVWireError as exc:
+            self.lost(coming, exc)
+        else:
+            if self._coming is coming:
+                self.reader = coming
+                self._coming = None
+
+    def lost(self, reader: WindowReader, error: KVWireError) -> None:
+        """Read by messages from now on, because a reader cannot."""
+        if reader in (self.reader, self._coming):
+            logger.info("a window is read by messages: %s", error)
+            self.drop_reader()
+        if isinstance(error, ProtocolError):
+            self.link.driver.core.fail(error)
+            self.link.driver.run()
 
     def drop_reader(self) -> None:
         """Read by messages from now on."""
-        if self.reader is not None:
-            self.reader.close()
-            self.reader = None
+        for reader in (self.reader, self._coming):
+            if reader is not None:
+                reader.close()
+        self.reader = None
+        self._coming = None
+        self._lane = None
+
+    def note(self, read: asyncio.Future[Bits]) -> None:
+        """Let the owner wait for a read in place that has begun."""
+        self._under_way.add(read)  # bounded: one for each get
+        read.add_done_callback(self._over)
 
     def close(self) -> None:
-        """Report to the owner that this side reads it no more."""
-        link = self.link
+        """End it; report that to the owner once nothing here reads its memory."""
         self.gone = self.gone or "this side closed the window"
         self.drop_reader()
+        if not self._under_way:
+            self._report()
+
+    def _over(self, read: asyncio.Future[Bits]) -> None:
+        self._under_way.discard(read)
+        if self.gone and not self._under_way:
+            self._report()
+
+    def _report(self) -> None:
+        link = self.link
         if link.opened.pop(self.number, None) is not None and not link.ended:
             link.driver.core.windows.close(self.number)
             link.driver.run()
@@ -185,6 +262,7 @@ class ReaderView:
         places: Where blocks land, by group.
         per_owner: The granules of one block of the owner, by group.
         block_bytes: The bytes that one block of the owner has for this side, by group.
+        block_pieces: The pieces of memory in which they lie at most, by group.
     """
 
     def __init__(self, opened: OpenedWindow, cache: PagedCache) -> None:
@@ -195,21 +273,24 @@ class ReaderView:
                 "this cache has a tensor that is not writable: nothing can land in it"
             )
         self.geometry: bytes = encode_geometry(mine)
+        if len(self.geometry) > WINDOW_GEOMETRY_BYTES_MAX:
+            raise UsageError("this cache has too many groups to describe")
         self.places: tuple[BlockPlaces, ...] = tuple(
-            BlockPlaces(walk, cache.groups[walk.group]) for walk in walks
+            BlockPlaces(walk, cache.groups[walk.group]) for walk, _ in walks
         )
+        self.block_pieces: tuple[int, ...] = tuple(count for _, count in walks)
         tokens = [group.spec.block_tokens for group in opened.geometry.groups]
         self.per_owner: tuple[int, ...] = tuple(
             count // walk.granule_tokens
-            for count, walk in zip(tokens, walks, strict=True)
+            for count, (walk, _) in zip(tokens, walks, strict=True)
         )
         self.block_bytes: tuple[int, ...] = tuple(
             len(walk.layers) * walk.granule_bytes * granules
-            for walk, granules in zip(walks, self.per_owner, strict=True)
+            for (walk, _), granules in zip(walks, self.per_owner, strict=True)
         )
         self.host: bool = cache.device is None
         self.nothing_missing: MissingBlocks = nothing_missing(
-            {walk.group: walk.layers for walk in walks}
+            {walk.group: walk.layers for walk, _ in walks}
         )
         self.owners: object = [group.owners for group in cache.groups.values()]
         self._pieces: list[tuple[BlockPlaces, Array, Array, int]] | None = None
@@ -331,8 +412,14 @@ class WindowLink:
 
     def lane_opened(self, endpoint: LaneEndpoint) -> None:
         """Let the peer read open windows over a lane that has come up."""
+        knows = self.driver.lanes.knows
         for shown in self._shown.values():
-            if not shown.lanes and (found := self._expose(shown, endpoint)):
+            shown.lanes = [lane for lane in shown.lanes if knows(lane[0].lane)]
+            if shown.window.closed or any(
+                lane.state is LaneState.OPEN for lane, _ in shown.lanes
+            ):
+                continue
+            if found := self._expose(shown, endpoint):
                 body = WindowMemoryBody(shown.number, *found)
                 self.driver.core.windows.report(body)
 
@@ -373,17 +460,20 @@ class WindowLink:
         request = event.request
         body = event.body
         shown = self._shown.get(body.window)
-        unknown = "the window has no such view"
-        places = shown.views.get(body.view, unknown) if shown is not None else unknown
-        if shown is None or isinstance(places, str):
-            error = ProfileMismatch(places if isinstance(places, str) else unknown)
+        if shown is None:
+            closed = StaleRegion("the window was closed")
+            self.driver.core.refuse(request, closed, closed.code)
+            return
+        view = shown.views.get(body.view, "the window has no such view")
+        if isinstance(view, str):
+            error = ProfileMismatch(view)
             self.driver.core.refuse(request, error, WireCode.PROFILE)
             return
         window = shown.window
         entries = np.frombuffer(body.entries, _U4).astype(np.int64)
         generations = np.frombuffer(body.generations, _U8)
-        fragments = self._fragments(window, places, body.counts, entries)
-        if fragments is None or fragments.nbytes != body.nbytes:
+        fragments = self._fragments(window, view, body, entries)
+        if fragments is None:
             self.driver.core.fail(
                 ProtocolError("KVW-WN-05", "a WINDOW_GET whose blocks are not there")
             )
@@ -402,12 +492,24 @@ class WindowLink:
     def _fragments(
         self,
         window: Window,
-        places: tuple[BlockPlaces, ...],
-        counts: tuple[int, ...],
+        view: ShownView,
+        body: WindowGet,
         entries: Ids,
     ) -> Fragments | None:
-        """Return the memory of blocks; None if the peer names one that is not there."""
+        """Return the memory of blocks; None if the peer asks for what is not there.
+
+        It computes no table that is larger than what a well-meant get needs.
+        """
+        places, pieces = view
+        counts = body.counts
         if len(counts) != len(places):
+            return None
+        nbytes = sum(
+            count * place.block_bytes
+            for count, place in zip(counts, places, strict=True)
+        )
+        cut = sum(map(mul, counts, pieces))
+        if nbytes != body.nbytes or (sum(counts) > 1 and cut > pieces_max(nbytes)):
             return None
         parts: list[Fragments] = []
         begin = 0
@@ -433,10 +535,16 @@ class WindowLink:
         self.driver.core.windows.finish(request, stale, sent=True)
 
     def _hide(self, window: Window) -> None:
-        """End a window at the peer; it answers when it reads it no more."""
-        for shown in self._shown.values():
+        """End a window at the peer; it answers when its lanes read it no more.
+
+        A peer that has it on no lane reads nothing by itself: it is not waited for.
+        """
+        for shown in list(self._shown.values()):
             if shown.window is window:
                 self.driver.core.windows.hide(shown.number)
+                if not shown.lanes:
+                    del self._shown[shown.number]
+                    self._forget(shown)
         self.driver.run()
 
     def _forget(self, shown: ShownWindow) -> None:
@@ -471,16 +579,15 @@ class WindowLink:
             driver.set_timer()
         try:
             opened = await waiting.found
+            if opened.prepared is not None:
+                await asyncio.shield(opened.prepared)
         except asyncio.CancelledError:
             driver.core.cancel(record)
             driver.run()
+            found = waiting.found
+            if not found.cancelled() and found.done() and not found.exception():
+                found.result().close()
             raise
-        if opened.reader is not None:
-            try:
-                await opened.reader.ready()
-            except (BackendUnavailable, ConnectionLost) as exc:
-                logger.info("window %r is read by messages: %s", name, exc)
-                opened.drop_reader()
         return opened
 
     def _memory_offered(self, event: WindowMemoryOffered) -> None:

@@ -20,7 +20,6 @@ from kvwire.backend.window import BlockRead, WindowReader
 from kvwire.endpoint.request import Request, RequestOwner
 from kvwire.endpoint.window_link import OpenedWindow, ReaderView, unpacked
 from kvwire.errors import (
-    BackendUnavailable,
     ConnectionClosed,
     ConnectionLost,
     KVWireError,
@@ -41,7 +40,11 @@ from kvwire.kv.fragments import Fragments, concatenated
 from kvwire.kv.outcome import Outcome, Timings, nothing_landed
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.ticket import Ticket
-from kvwire.limits import WINDOW_GET_BLOCKS_MAX, WINDOW_GET_BYTES_MAX
+from kvwire.limits import (
+    KV_PIECES_MAX,
+    WINDOW_GET_BLOCKS_MAX,
+    WINDOW_GET_BYTES_MAX,
+)
 from kvwire.proto.events import RequestDone
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind
@@ -124,6 +127,10 @@ class WindowAsk:
         if isinstance(answer, WindowGot):
             try:
                 stale = unpacked(answer.stale, total)
+                if not (answer.sent or stale.any()):
+                    raise ProtocolError(
+                        "KVW-WN-03", "WINDOW_GOT without bytes and without a reason"
+                    )
             except ProtocolError as exc:
                 self.opened.link.driver.core.fail(exc)
                 error = exc
@@ -145,6 +152,7 @@ class Reading:
         single: Its ticket is of one group, so it may share a frame with others.
         asked: Its requests that are not over.
         buffers: The buffers that land in its blocks.
+        under_way: What it reads in place, for a lane that takes its time.
         view: The map from the window's blocks to its own, once it has begun.
     """
 
@@ -168,6 +176,7 @@ class Reading:
         self.asked: list[WindowAsk] = []
         self.view: ReaderView | None = None
         self.buffers: list[BufferId] = []
+        self.under_way: asyncio.Future[Bits] | None = None
         self._begun_at = self._loop.time()
         self._request: Request[Outcome] | None = None
         # Of the ticket's blocks: landed; and the reason of others, 0 for none yet.
@@ -311,39 +320,43 @@ class Reading:
 
         Cancel safety: it is cancelled with its loop only.
         """
-        begin = 0
         try:
-            await reader.ready()
-            for index, count in enumerate(self.named.counts):
-                step = max(1, reader.turn_bytes // view.block_bytes[index])
-                for first in range(0, count, step):
-                    if self.over or self._is_late():
-                        return
-                    part = slice(first, min(count, first + step))
-                    found = reader.read(self._batch(opened, view, index, part))
-                    if isinstance(found, np.ndarray):
-                        await asyncio.sleep(0)
-                    else:
-                        found = await asyncio.shield(found)
-                    at = np.arange(begin + part.start, begin + part.stop)
-                    self._note(at, found, _WITHDRAWN)
-                begin += count
-        except (ConnectionLost, BackendUnavailable) as exc:
-            if opened.reader is reader:
-                opened.drop_reader()
+            async with asyncio.timeout_at(self.deadline):
+                await self._take_turns(opened, view, reader)
+        except TimeoutError:
+            self.fail_rest("the deadline passed")
+        except KVWireError as exc:
+            opened.lost(reader, exc)
             if opened.gone:
                 self.fail_rest(f"gone: {exc}")
             elif not self.over:
                 self._queue.add(self)
-            return
-        self._end_if_done()
+        else:
+            self._end_if_done()
 
-    def _is_late(self) -> bool:
-        """End the read if its deadline has passed."""
-        late = self.deadline is not None and self._loop.time() > self.deadline
-        if late:
-            self.fail_rest("the deadline passed")
-        return late
+    async def _take_turns(
+        self, opened: OpenedWindow, view: ReaderView, reader: WindowReader
+    ) -> None:
+        begin = 0
+        for index, count in enumerate(self.named.counts):
+            step = min(
+                reader.turn_bytes // view.block_bytes[index],
+                KV_PIECES_MAX // view.block_pieces[index],
+            )
+            for first in range(0, count, max(1, step)):
+                if self.over:
+                    return
+                part = slice(first, min(count, first + max(1, step)))
+                found = reader.read(self._batch(opened, view, index, part))
+                at = np.arange(begin + part.start, begin + part.stop)
+                if isinstance(found, np.ndarray):
+                    self._note(at, found, _WITHDRAWN)
+                    await asyncio.sleep(0)
+                else:
+                    self.under_way = found
+                    opened.note(found)
+                    self._note(at, await asyncio.shield(found), _WITHDRAWN)
+            begin += count
 
     # --- by messages ------------------------------------------------------------------
 
@@ -382,9 +395,7 @@ class Reading:
             self._note(
                 positions[stale], np.zeros(int(stale.sum()), np.bool_), _WITHDRAWN
             )
-            if not stale.any():
-                self._note(positions, stale, "gone: the owner sent nothing")
-            elif self.todo().size and not self.asked:
+            if self.todo().size and not self.asked:
                 self._queue.add(self)
         else:
             self._note(
@@ -570,16 +581,20 @@ def _taken(view: ReaderView, wanted: list[_Wanted]) -> list[_Wanted]:
     """Remove from the list what goes into one request, in the order of groups."""
     room_blocks = WINDOW_GET_BLOCKS_MAX
     room_bytes = WINDOW_GET_BYTES_MAX
+    room_pieces = KV_PIECES_MAX
     taken: list[_Wanted] = []
     while wanted and (not taken or wanted[0].group >= taken[-1].group):
         one = wanted[0]
         size = view.block_bytes[one.group]
-        count = min(one.positions.size, room_blocks, room_bytes // size)
+        cut = view.block_pieces[one.group]
+        room = min(room_blocks, room_bytes // size, room_pieces // cut)
+        count = min(one.positions.size, room)
         if not count and taken:
             break
         count = max(count, 1)
         room_blocks -= count
         room_bytes -= count * size
+        room_pieces -= count * cut
         taken.append(one._replace(positions=one.positions[:count]))
         if count < one.positions.size:
             wanted[0] = one._replace(positions=one.positions[count:])

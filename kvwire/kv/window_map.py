@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvwire import limits
 from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.blocks import Ids
-from kvwire.kv.canonical import Canonical, negotiate
+from kvwire.kv.canonical import Canonical, negotiate, pieces
 from kvwire.kv.fragments import Array
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.mapping import GroupMemory, Steps
@@ -39,21 +40,63 @@ def geometry_of_pools(cache: PagedCache) -> Geometry:
     )
 
 
-def view_walks(owner: Geometry, reader: Geometry) -> tuple[Canonical, ...]:
-    """Return the walk through the smallest run of tokens that both sides can move.
+class ViewWalk(NamedTuple):
+    """How the blocks of one group map onto those of a reader.
+
+    Attributes:
+        walk: Through the smallest run of tokens that both sides can move.
+        pieces: The most pieces that one block of the owner has on either side.
+    """
+
+    walk: Canonical
+    pieces: int
+
+
+def view_walks(owner: Geometry, reader: Geometry) -> tuple[ViewWalk, ...]:
+    """Return how the blocks of each group map onto those of a reader.
 
     Raises:
         ProfileMismatch: The two caches do not fit together; it names the fields.
     """
     if len(owner.groups) != len(reader.groups):
-        return negotiate(owner, reader)  # raises, with the names of both
+        negotiate(owner, reader)  # raises, with the names of both
     ours: list[GroupGeometry] = []
     theirs: list[GroupGeometry] = []
     for mine, other in zip(owner.groups, reader.groups, strict=True):
         tokens = math.lcm(mine.spec.block_tokens, other.spec.block_tokens)
         ours.append(_of_tokens(mine, tokens))
         theirs.append(_of_tokens(other, tokens))
-    return negotiate(Geometry(tuple(ours)), Geometry(tuple(theirs)))
+    walks = negotiate(Geometry(tuple(ours)), Geometry(tuple(theirs)))
+    return tuple(map(_view_walk, walks, ours, theirs))
+
+
+def _view_walk(
+    walk: Canonical, owner: GroupGeometry, reader: GroupGeometry
+) -> ViewWalk:
+    """Refuse a walk that would cut one block into too many pieces.
+
+    The peer chooses its layout. Without a limit it could make the tables of fragments
+    larger than the memory they describe.
+    """
+    per_granule = -(-max(pieces(walk, owner), pieces(walk, reader)) // walk.granules)
+    granules = owner.spec.block_tokens // walk.granule_tokens
+    count = per_granule * granules
+    nbytes = len(walk.layers) * walk.granule_bytes * granules
+    most = pieces_max(nbytes)
+    if count > most:
+        raise ProfileMismatch(
+            f"group {walk.group!r}: a block of {nbytes} bytes lies in {count} pieces, "
+            f"where the memory orders are {' '.join(owner.order)} and "
+            f"{' '.join(reader.order)}, and {most} are allowed; use one layout on both "
+            f"sides",
+            fields=("order",),
+        )
+    return ViewWalk(walk, count)
+
+
+def pieces_max(nbytes: int) -> int:
+    """Return in how many pieces the blocks of one get may lie."""
+    return max(limits.KV_PIECES_MAX, nbytes // limits.KV_PIECE_BYTES)
 
 
 def _of_tokens(group: GroupGeometry, tokens: int) -> GroupGeometry:

@@ -176,10 +176,12 @@ class Generations:
             return
         self._table[:] = _random(self._count)
         self._fence()
-        self._count = 0
-        self._table = self.values = np.empty(0, np.uint64)
-        if self.arena is not None:
-            self.arena.close()
+        # A renewal on another thread is over, or finds no table any more.
+        with self._lock:
+            self._count = 0
+            self._table = self.values = np.empty(0, np.uint64)
+            if self.arena is not None:
+                self.arena.close()
 
     def _draw(self, count: int) -> Array:
         """Return random numbers that were never returned before."""

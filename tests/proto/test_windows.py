@@ -266,7 +266,7 @@ WRONG_LISTS = {
     "more entries": WindowGet(1, 0, 5, (1,), bytes(8), bytes(8)),
     "more generations": WindowGet(1, 0, 5, (1,), bytes(4), bytes(16)),
     "other counts": WindowGet(1, 0, 5, (1, 1), bytes(4), bytes(8)),
-    "too many bytes": asks(nbytes=WINDOW_GET_BYTES_MAX + 1),
+    "too many bytes": asks(2, WINDOW_GET_BYTES_MAX + 1),
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 import kvwire
-from kvwire.backend import Link
+from kvwire.backend import Link, WindowReader
 from kvwire.driver.buffers import BufferTable
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.device_staging import DeviceStaging
@@ -104,6 +104,21 @@ def run(of: kvwire.Connection) -> None:
 def staging(of: kvwire.Connection) -> DeviceStaging:
     """Its copies between devices and staging memory."""
     return driver(of).staging
+
+
+def served_reads(of: kvwire.Connection) -> Collection[object]:
+    """The gets from its windows that are being sent."""
+    return of._windows.served
+
+
+def shown(of: kvwire.Connection) -> Collection[object]:
+    """Its windows that the peer has open."""
+    return of._windows._shown
+
+
+def reader(of: kvwire.RemoteWindow) -> WindowReader | None:
+    """What reads it in place."""
+    return of._opened.reader
 
 
 def record(of: kvwire.Request[Any]) -> RequestRecord | None:
