@@ -66,8 +66,7 @@ from kvwire_ucx.pieces import (
     read_descriptor,
 )
 from kvwire_ucx.requests import MemoryHandles, UcxRequest
-from kvwire_ucx.settings import OLD
-from kvwire_ucx.windows import UcxWindows
+from kvwire_ucx.windows import VERSION_MIN, UcxWindows
 from kvwire_ucx.worker import UcxEndpoint, Worker
 
 # A rendezvous costs two messages beside the payload: below this size the control link
@@ -376,9 +375,9 @@ class UcxLane(Lane):
                 f'prove whose process the peer is; set one_sided_windows="peers" on '
                 f"both sides if every peer may read all of a window"
             )
-        if self._worker.context.library.version < OLD:
+        if self._own.version < VERSION_MIN:
             raise BackendUnavailable(
-                f"ucx: windows need UCX {'.'.join(map(str, OLD))}, and this is "
+                f"ucx: windows need UCX {'.'.join(map(str, VERSION_MIN))}, and this is "
                 f"{self._own.version}"
             )
         if self._state is not _State.UP:

@@ -56,6 +56,9 @@ from kvwire_ucx.registration import Registration
 from kvwire_ucx.requests import UcxRanges
 from kvwire_ucx.worker import UcxEndpoint, Worker
 
+# Older versions emulate gets with messages, also where there is cma: 1.17 did, and 1.19
+# reads ranges of every size by cma.
+VERSION_MIN: Final = (1, 19)
 # Gets that are handed to UCX at once: posting them takes less than a millisecond, and
 # on a fast network their bytes outlast the turn that posts the next.
 PORTION: Final = 256

@@ -11,7 +11,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire_ucx import UcxBackend
 from kvwire_ucx.diagnosis import probed
 from kvwire_ucx.library import load
-from kvwire_ucx.settings import OLD
+from kvwire_ucx.windows import VERSION_MIN
 
 _AVAILABILITY = UcxBackend.availability()
 
@@ -24,13 +24,15 @@ needs_ucx = pytest.mark.skipif(
 def _reads() -> bool:
     try:
         resources, _ = probed()
-        return load().version >= OLD and any(r.transport == "cma" for r in resources)
+        return load().version >= VERSION_MIN and any(
+            r.transport == "cma" for r in resources
+        )
     except BackendUnavailable:
         return False
 
 
 needs_reading = pytest.mark.skipif(
-    not _reads(), reason="windows over UCX need UCX 1.15 and cma; see kvwire doctor"
+    not _reads(), reason="windows over UCX need UCX 1.19 and cma; see kvwire doctor"
 )
 
 SHARED_MEMORY = "self,sm,tcp"

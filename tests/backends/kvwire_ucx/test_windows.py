@@ -16,7 +16,7 @@ from kvwire.backend.window import WindowMemory
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
 from kvwire.limits import DESCRIPTOR_BYTES_MAX
 from kvwire.types import OneSidedWindows
-from kvwire_ucx import requests
+from kvwire_ucx import lane, requests
 from kvwire_ucx.windows import PORTION, UcxWindow
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
 from tests.backends.window_pairs import Pool, ended, pair, read
@@ -70,6 +70,21 @@ async def test_what_ucx_would_read_by_messages_is_not_exposed() -> None:
             owner.expose(pool.memory)
         with pytest.raises(BackendUnavailable, match="network card or cma"):
             reader.window(b"\0\x0bkey of tcp.", pool.memory)
+
+
+async def test_a_ucx_that_emulates_gets_reads_no_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool(4)
+    async with ucx_pair() as (owner, reader):
+        description = owner.expose(pool.memory)
+        monkeypatch.setattr(lane, "VERSION_MIN", (9, 0))
+        with pytest.raises(
+            BackendUnavailable, match=r"windows need UCX 9\.0, and this"
+        ):
+            owner.expose(pool.memory)
+        with pytest.raises(BackendUnavailable, match=r"windows need UCX 9\.0"):
+            reader.window(description, pool.memory)
 
 
 async def test_a_lane_that_is_not_up_has_no_windows() -> None:
