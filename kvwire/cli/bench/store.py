@@ -63,6 +63,8 @@ GET: Final = "get"
 COLD_GET: Final = "get, cold"
 ONE: Final = "get of one"
 MATCH: Final = "match"
+MATCH_ONE: Final = "match of one"
+MATCHES: Final = (MATCH, MATCH_ONE)
 PUTS: Final = (PUT, FLUSHED_PUT)
 # In their order; a match is of blocks of a size of its own.
 TIERS: Final = {
@@ -145,10 +147,10 @@ def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
         _SLABS if blocks < _SLABS * STORE_SLOTS_MAX else STORE_SLOTS_MAX
     )
     count = min(blocks, ONE_BY_ONE_MAX) if verb == ONE else blocks
-    if verb == MATCH:
+    if verb in MATCHES:
         layers = 1
         layer_bytes = MATCH_LAYER_BYTES
-        count = HASHES
+        count = HASHES if verb == MATCH else 1
         blocks = HASHES
     return StoreWork(
         verb=verb,
@@ -185,7 +187,7 @@ class BlockMover(ABC):
         """Get one block of that set, starting with the first one."""
 
     async def match(self, work: StoreWork) -> None:
-        """Match the hashes of a set."""
+        """Match the hashes of a set, or the first one of them."""
         raise NotImplementedError
 
     @abstractmethod
@@ -194,7 +196,7 @@ class BlockMover(ABC):
 
     async def move(self, work: StoreWork) -> Seconds:
         """Time a put or get of each set, or each of several gets or matches."""
-        if work.verb == MATCH:
+        if work.verb in MATCHES:
             return await each_timed(LOOKUPS, lambda _: self.match(work))
         if work.verb == ONE:
             return await each_timed(work.count, lambda at: self.get_one(work, at))
@@ -249,6 +251,8 @@ class Stock:
     """Blocks of one size: a cache that has them, one to get them into, a store."""
 
     store: kvwire.BlockStore
+    # What is got comes through it. Memory in front of a server would have what was put.
+    reader: kvwire.BlockStore
     # Of a tier on a disk.
     directory: str
     have: Pool
@@ -260,7 +264,7 @@ class Stock:
 
     def read(self) -> int:
         """Return the number of blocks that came from the tier itself."""
-        return [*self.store.stats().values()][-1].read_blocks
+        return [*self.reader.stats().values()][-1].read_blocks
 
 
 class StoreBlocks(BlockMover):
@@ -280,6 +284,8 @@ class StoreBlocks(BlockMover):
         if work.verb == ONE and stock.sets:
             # Of the other set, the last one left some in the memory in front.
             await self.put(work)
+            if stock.reader is not stock.store:
+                stock.sets.pop(0)  # that is in its memory still
         if stock.directory:
             await stock.store.flush()
         while len(stock.sets) < 2 and work.verb not in PUTS:
@@ -300,15 +306,17 @@ class StoreBlocks(BlockMover):
             SERVER: [_memory(work, 1), f"kvwire://{server}"],
             OBJECT: [_memory(work, 1), f"object:file://{directory}"],
         }[self._b.options["tier"]]
-        opening = kvwire.BlockStore.open(tiers)
-        opened = await self._opened.enter_async_context(opening)
+        opened = [
+            await self._opened.enter_async_context(kvwire.BlockStore.open(tiers))
+            for _ in range(2 if server else 1)
+        ]
         transfer = work.transfer
         # Written to, so that no page is missing when it is timed.
         have, want = (
             Pool(np.ones(transfer.memory_bytes, np.uint8), transfer, side)
             for side in (LEFT, RIGHT)
         )
-        return Stock(opened, directory, have, want)
+        return Stock(opened[0], opened[-1], directory, have, want)
 
     async def fill(self, work: StoreWork) -> None:
         await fill(self.stocks[work.nbytes].have.memory)
@@ -336,19 +344,19 @@ class StoreBlocks(BlockMover):
             stock.sets.reverse()
         names = [stock.sets[-1][at] for at in which]
         blocks = [stock.want.blocks[at] for at in which]
-        require_complete(await stock.store.get(names, stock.want.cache, blocks))
+        require_complete(await stock.reader.get(names, stock.want.cache, blocks))
 
     async def match(self, work: StoreWork) -> None:
         """Match a set that is not in the memory in front of the tier."""
         stock = self.stocks[work.nbytes]
-        found = await stock.store.match(stock.sets[0])
-        if found != work.set_blocks:
-            raise RuntimeError(f"{found} of {work.set_blocks} hashes match")
+        found = await stock.reader.match(stock.sets[0][: work.count], stock.want.cache)
+        if found != work.count:
+            raise RuntimeError(f"{found} of {work.count} hashes match")
 
     async def verify(self, work: StoreWork) -> None:
         """Compare a round's gets with the puts; the latest put is read first."""
         stock = self.stocks[work.nbytes]
-        if work.verb == MATCH:
+        if work.verb in MATCHES:
             return
         if work.verb in PUTS:
             got = await stock.store.get(stock.sets[-1], *stock.want.chosen)
@@ -361,6 +369,8 @@ class StoreBlocks(BlockMover):
                 )
             if work.count < work.set_blocks:
                 stock.sets.pop()  # the rest was not used, and goes before older sets
+                if stock.reader is not stock.store:
+                    stock.sets.clear()  # what its memory has is not known
         await asyncio.to_thread(compare, stock, work)
 
 
@@ -476,7 +486,8 @@ def benchmark(
             ours = contender(tier, transport, place, loop)
             group = f"{tier} over {transport}" if transport else tier
             rows = [(verb, shape) for shape in shapes for verb in TIERS[tier]]
-            rows += [(MATCH, shapes[0])] * (tier != OBJECT)
+            if tier != OBJECT:
+                rows += [(verb, shapes[0]) for verb in MATCHES]
             cases += [
                 _case(ours, work_of(group, verb, shape, round_bytes))
                 for verb, shape in rows
@@ -512,7 +523,7 @@ def _notes(
 
 
 def _case(ours: Contender, work: StoreWork) -> Case:
-    timed = work.verb in (ONE, MATCH)
+    timed = work.verb in (ONE, *MATCHES)
     return Case(
         name=f"{in_bytes(work.nbytes)} {work.verb}",
         work=work,

@@ -63,7 +63,8 @@ class RedisBlocks(FlatBlocks):
 
     async def match(self, work: StoreWork) -> None:
         number = self.flat(work).sets[-1]
-        keys = [_key(work, number, begin) for begin in _begins(work)]
+        begins = _begins(work)[: work.count]
+        keys = [_key(work, number, begin) for begin in begins]
         self._socket.sendall(_request(b"EXISTS", *keys))
         self._expect(b":%d\r\n" % work.count)
 

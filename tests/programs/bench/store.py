@@ -39,7 +39,7 @@ def beside(benchmark: Benchmark) -> Benchmark:
         return Contender(name, program, alone=alone, options=options)
 
     def peers(case: Case) -> Sequence[Contender]:
-        ours, match = case.ours[0].options, case.work.verb == stores.MATCH
+        ours, match = case.ours[0].options, case.work.verb in stores.MATCHES
         memcpy, place = made("memcpy", memory), Path(str(ours["place"]))
         if case.group == stores.MEMORY:
             return [made("dict", memory) if match else memcpy]

@@ -16,7 +16,7 @@ from kvwire.cli.bench.store import (
     GET,
     HASH_BYTES,
     LOOKUPS,
-    MATCH,
+    MATCHES,
     ONE,
     StoreWork,
 )
@@ -64,13 +64,13 @@ async def sockets(b: Bench) -> None:
             if b.checks:
                 await fill(parts[0])
             async with b.clock():
-                if work.verb in (ONE, MATCH):
+                if work.verb in (ONE, *MATCHES):
                     seconds = await asked(b, sock, work, parts)
                 else:
                     # All of a set: one block again and again would stay in the cache.
                     to_left = work.verb == GET
                     seconds = await stream(b, sock, to_left, parts, parts)
-            checks = b.checks and work.verb != MATCH
+            checks = b.checks and work.verb not in MATCHES
             await b.report(seconds, digest(parts[0]) if checks else "")
 
 
@@ -79,7 +79,7 @@ async def asked(
 ) -> Seconds:
     """Ask for one block after the other, or for matches."""
     question, times = memoryview(bytearray(b"!")), work.count
-    if work.verb == MATCH:
+    if work.verb in MATCHES:
         question, times = memoryview(bytearray(times * _ASKED_BYTES)), LOOKUPS
         parts = [memoryview(bytearray(work.count * _ANSWER_BYTES))]
 

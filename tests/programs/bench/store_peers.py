@@ -17,7 +17,7 @@ from kvwire.cli.bench.store import (
     COLD_GET,
     FLUSHED_PUT,
     HASH_BYTES,
-    MATCH,
+    MATCHES,
     PUTS,
     SETS,
     BlockMover,
@@ -76,7 +76,8 @@ class FlatBlocks(BlockMover):
 
     async def verify(self, work: StoreWork) -> None:
         flat = self.flat(work)
-        for begin in [] if work.verb in (*PUTS, MATCH) else flat.blocks[: work.count]:
+        got = [] if work.verb in (*PUTS, *MATCHES) else flat.blocks[: work.count]
+        for begin in got:
             part = slice(begin, begin + work.nbytes)
             if not np.array_equal(flat.have[part], flat.want[part]):
                 raise RuntimeError("what was got are not the bytes that were put")
@@ -94,7 +95,7 @@ class MemoryBlocks(FlatBlocks):
 
     async def ready(self, work: StoreWork) -> None:
         await super().ready(work)
-        if work.verb == MATCH:
+        if work.verb in MATCHES:
             self._hashes = [os.urandom(HASH_BYTES) for _ in range(work.count)]
             self._table = dict(zip(self._hashes, range(work.count), strict=True))
 
