@@ -40,6 +40,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvwire.backend import BlockRead, WindowMemory
 from kvwire.errors import BackendUnavailable, ConnectionLost
@@ -145,9 +146,19 @@ class MappedBlocks(WindowBlocks):
         self._generations: Array = np.frombuffer(
             memoryview((ctypes.c_char * (end - first)).from_address(table)), np.uint64
         )
+        self._spans = spans
         # They stay mapped as long as this is referenced, by a running read too.
         self._arenas = arenas
         self._process = _process_descriptor(pid)
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8] | None:
+        """The memory of a window of one tensor; it keeps its arena mapped."""
+        if len(self._spans) > 1:
+            return None
+        first, end = self._spans[0]
+        base, mapping = _arena_of((first, end), self._arenas)
+        return mapping.array(first - base, end - first)
 
     def read(self, batch: BlockRead) -> Bits:
         template = self._templates.of(batch)
@@ -303,10 +314,20 @@ def _shift(span: Span, arenas: Sequence[MappedArena]) -> int:
     Raises:
         BackendUnavailable: No arena contains it.
     """
+    base, mapping = _arena_of(span, arenas)
+    return mapping.address - base
+
+
+def _arena_of(span: Span, arenas: Sequence[MappedArena]) -> MappedArena:
+    """Return the arena that contains a span, with its address at the owner.
+
+    Raises:
+        BackendUnavailable: There is none.
+    """
     first, end = span
     for base, mapping in arenas:
         if base <= first and end <= base + mapping.nbytes:
-            return mapping.address - base
+            return base, mapping
     raise BackendUnavailable(
         f"local: {end - first} bytes of the window at {first:#x} are in no arena that "
         f"the peer shares"

@@ -36,6 +36,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvwire.backend import BlockRead, WindowMemory, WindowReader
 from kvwire.errors import (
     BackendUnavailable,
@@ -319,6 +322,10 @@ class LocalWindowReader(WindowReader):
             self._peer_left = True
             self.end(exc)
             raise
+
+    def memory_here(self) -> npt.NDArray[np.uint8] | None:
+        blocks = self._blocks
+        return blocks.memory if isinstance(blocks, MappedBlocks) else None
 
     @property
     def owner_gone(self) -> bool:

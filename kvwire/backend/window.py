@@ -34,6 +34,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvwire.kv.blocks import Bits
 from kvwire.kv.fragments import Array
 from kvwire.limits import MIB
@@ -128,6 +131,13 @@ class WindowReader(ABC):
         Raises:
             ConnectionLost: The window has gone; so has every reader of it.
         """
+
+    def memory_here(self) -> npt.NDArray[np.uint8] | None:
+        """Return the memory of a window of one tensor, read-only, if it is mapped here.
+
+        It stays mapped as long as the array, or anything made from it, is referenced.
+        """
+        return None
 
     @property
     def owner_gone(self) -> bool:

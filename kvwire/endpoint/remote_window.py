@@ -9,6 +9,7 @@ from threading import get_ident
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvwire.aio import LoopThread, absolute, start_task
 from kvwire.endpoint.request import Request
@@ -227,3 +228,12 @@ class RemoteWindow:
             read.begin(self._queue)
         except KVWireError as exc:
             read.fail_rest(f"gone: {exc}")
+
+
+def memory_here(window: RemoteWindow) -> npt.NDArray[np.uint8] | None:
+    """Return the memory of a window of plain bytes, read-only, if it is mapped here.
+
+    For code of this library that has its own generations of what lies in the window.
+    """
+    reader = window._opened.reader
+    return None if reader is None else reader.memory_here()

@@ -40,12 +40,11 @@ import numpy.typing as npt
 
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.store.eviction import EVICTIONS, EvictionQueue, Key, Keys, SlotState, each
+from kvwire.store.shared_index import NO_SLOT, Orders, SharedIndex
 from kvwire.store.tenants import Shares
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
 
 __all__ = ["NO_SLOT", "Index", "IndexedSlots", "Key", "Keys", "Orders"]
-
-Orders: TypeAlias = npt.NDArray[np.uint8]
 
 Times: TypeAlias = npt.NDArray[np.float64]
 
@@ -60,9 +59,6 @@ _LOOKS_APART_S: Final = 1.0
 
 # Of a few sizes of blocks, and asked for each of them.
 _size: Final = lru_cache(1024)(rounded)
-
-NO_SLOT = -1
-"""What :meth:`Index.find` says of a block that is not there."""
 
 
 def as_keys(keys: Iterable[Key]) -> Keys:
@@ -95,6 +91,8 @@ class Index:
         used_bytes: Bytes of the slots of each tenant.
         kept_bytes: Bytes of each tenant's kept slots.
         unnamed: Collects the slots that have lost their names; None to collect none.
+        shared: Tells other processes of this host which slot has which block; None if
+            there is none.
     """
 
     __slots__ = (
@@ -114,6 +112,7 @@ class Index:
         "counts_uses",
         "evicted_blocks",
         "kept_bytes",
+        "shared",
         "shares",
         "slabs",
         "unnamed",
@@ -134,6 +133,7 @@ class Index:
         self.used_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.kept_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.unnamed: set[int] | None = None
+        self.shared: SharedIndex | None = None
         self._slots: dict[Key, int] = {}
         self.counts_uses: bool = EVICTIONS[evict].counts
         self._state = SlotState(slabs.slots)
@@ -243,6 +243,8 @@ class Index:
             self._orders[slots] = orders
         self._born[slots] = self._now() if born is None else born
         self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
+        if self.shared is not None:
+            self.shared.add(keys, slots, self._orders[slots])
 
     def adopt(
         self,
@@ -362,8 +364,7 @@ class Index:
             for queue, which in self._queues_of(slots):
                 queue.remove(keys[which], slots[which])
         each(map(self._slots.pop, keys.tolist()))
-        if self.unnamed is not None:
-            self.unnamed.update(slots.tolist())
+        self._lost_names(slots)
         return alone
 
     def drop(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
@@ -436,8 +437,7 @@ class Index:
         slots = np.fromiter(found, np.int64, keys.size)
         keys = keys[slots >= 0]
         slots = slots[slots >= 0]
-        if self.unnamed is not None:
-            self.unnamed.update(slots.tolist())
+        self._lost_names(slots)
         for queue, which in self._queues_of(slots):
             queue.remove(keys[which], slots[which])
         self._unkeep(slots[self._kept[slots]])
@@ -490,6 +490,13 @@ class Index:
         return kept
 
     # --- inside -----------------------------------------------------------------------
+
+    def _lost_names(self, slots: Ids) -> None:
+        """Note that these slots have no names any more; nothing was written to them."""
+        if self.unnamed is not None:
+            self.unnamed.update(slots.tolist())
+        if self.shared is not None and slots.size:
+            self.shared.remove(slots)
 
     def _unkeep(self, slots: Ids) -> None:
         """Remove the extra pin of kept slots, without changing their queues."""

@@ -23,8 +23,8 @@ STORE_HASH_BYTES_MAX: Final = 64
 STORE_BATCH_BYTES: Final = 16 * MIB
 # Kept free of blocks that no other tier has, so that a put rarely waits for a disk.
 STORE_HEADROOM_BYTES: Final = 64 * MIB
-# Up to here a get reads from a store server, and a put writes to it, without asking
-# first what is there. In vain, room for so much is made, or so much is sent.
+# Up to here a put writes to a store server without asking first what is there. In vain,
+# so much is sent.
 STORE_UNASKED_BYTES: Final = 2 * MIB
 # Of models, shards and groups that a disk has descriptions of.
 STORE_NAMESPACES_MAX: Final = 4096
@@ -91,6 +91,9 @@ STORE_OBJECT_ABSENT_S: Final = 2.0
 # that fails again this soon after it recovered is not logged again.
 STORE_LOG_AGAIN_S: Final = 60.0
 STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
+# Blocks that are read in place are reported so long after the first of them: a server
+# with room for the puts of some seconds evicts none of them before.
+STORE_TOUCHES_S: Final = 0.2
 
 assert STORE_KEYS_MAX * (16 + STORE_HASH_BYTES_MAX) < (
     STORE_REQUEST_BYTES_MAX - STORE_INLINE_BYTES - 16 * KIB

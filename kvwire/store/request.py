@@ -20,7 +20,7 @@ class StoreRequest:
     """
 
     def __init__(
-        self, work: Operation, task: asyncio.Task[Outcome], thread: LoopThread
+        self, work: Operation, task: asyncio.Future[Outcome], thread: LoopThread
     ) -> None:
         self._thread = thread
         self._work = work

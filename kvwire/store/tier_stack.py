@@ -58,6 +58,14 @@ class TierStack:
         )
         self.namespaces: dict[bytes, Namespace] = {one.digest: one for one in known}
 
+    @property
+    def mapped(self) -> Tier | None:
+        """The first tier below whose blocks are read in place, if there is one."""
+        for tier in self.below:
+            if tier.mapped is not None:
+                return tier
+        return None
+
     async def find(self, keys: Keys) -> Bits:
         """Return which blocks are in any tier.
 
@@ -99,6 +107,12 @@ class TierStack:
         for tier in self.below:
             tier.touch(keys)
 
+    def read_in_place(self, blocks: int, nbytes: int) -> None:
+        """Count blocks that other processes have read from memory without asking."""
+        self.memory.counts.read_blocks += blocks
+        self.counters.hit_blocks += blocks
+        self.counters.got_bytes += nbytes
+
     def got(self, keys: Keys, namespace: Namespace, slots: Ids | None = None) -> None:
         """Count a get whose blocks were all in memory, so that no operation ran.
 
@@ -121,18 +135,16 @@ class TierStack:
         number = self.tenants.number(namespace.tenant)
         return self.counters, self.by_tenant[number]
 
-    async def source(
-        self, keys: Keys, first: int, *, ask: bool = True
-    ) -> tuple[int, Orders]:
+    async def source(self, keys: Keys, first: int) -> tuple[int, Orders]:
         """Return the first tier from ``first`` on that has any blocks, and which.
 
-        The number is past the last tier if there is none. Without ``ask``, a tier whose
-        lookup takes as long as a read is assumed to have them.
+        The number is past the last tier if there is none. A tier whose lookup takes as
+        long as a read is assumed to have them: mostly a match has just found them.
 
         Cancel safety: safe, it only reads.
         """
         for number in range(first, len(self.below)):
-            if self.below[number].asks and not ask:
+            if self.below[number].asks:
                 unknown = np.empty(keys.size, np.uint8)
                 unknown.fill(UNKNOWN)
                 return number, unknown

@@ -109,7 +109,7 @@ async def test_a_far_tier_is_not_asked_for_little() -> None:
     """Neither before it is read or written, nor when memory evicts what came there."""
     far, keys = FarTier("far"), keys_of(4)
     async with hierarchy(far) as tiers:
-        number, orders = await tiers.source(keys, 0, ask=False)
+        number, orders = await tiers.source(keys, 0)
         assert (number, orders.tolist()) == (0, [UNKNOWN] * 4)
         assert not (await tiers.kept(keys, ask=False)).any()
         results = await tiers.write_through(NAMESPACE, batch(tiers, keys))

@@ -22,6 +22,7 @@ from kvwire.kv.plan import PlanSide, PlanTemplate, TransferPlan
 from kvwire.memory.copy import copy
 from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.store.counters import StoreCounters
+from kvwire.store.index import Orders
 from kvwire.store.limits import STORE_BATCH_BYTES
 from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.threads import TURN_BYTES
@@ -30,8 +31,6 @@ from kvwire.store.tier_stack import TierStack
 # One batch moves between memory and a disk while another one is copied.
 _LANES: Final = 2
 _LANDED: Final = 0
-_ALL: Final = slice(None)
-_NO_ORDERS: Final = np.empty(0, np.uint8)
 
 
 class Operation(ABC):
@@ -98,6 +97,10 @@ class Operation(ABC):
                 self.drained.set()
         if len(self._reasons) > 1:
             await self.explain()
+        return self.end()
+
+    def end(self) -> Outcome | None:
+        """Count the end of the call, mark its blocks as used, return the outcome."""
         self._ended = monotonic()
         landed = landed_bytes = 0
         for request in self._requests:
@@ -125,6 +128,11 @@ class Operation(ABC):
         here, peer = template.ends
         plan = TransferPlan(cache, lists, peer, self.side, local=here)
         return self._partial(plan, timings)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its bytes are few enough to be copied in one turn of the loop."""
+        return self.nbytes <= TURN_BYTES
 
     def landed(self, request: BlockRequest) -> Bits:
         """Return which blocks of a request have landed."""
@@ -191,41 +199,26 @@ class Operation(ABC):
         self,
         request: BlockRequest,
         positions: Ids,
-        slots: Ids,
-        *,
-        written: int | None = None,
-        known: Fragments | None = None,
+        images: Fragments,
+        orders: Orders | int,
     ) -> None:
-        """Copy images between slots and the caller's cache, on a thread.
+        """Copy images into the caller's cache or out of it, large ones on a thread.
 
         Args:
             request: The request with the blocks.
             positions: The blocks' positions in it.
-            slots: The slot of each.
-            written: The order in which they leave the cache; None if they enter it.
-            known: The images in these slots, or in more, if they are known already.
+            images: The image of each.
+            orders: The order of each, if they enter the cache; or the one in which they
+                leave it.
 
         Cancel safety: the copy is finished first.
         """
-        memory = self.tiers.memory
-        into_cache = written is None
+        threads = self.tiers.threads
+        into_cache = not isinstance(orders, int)
         self._first = self._first or monotonic()
-        orders = memory.index.orders(slots) if into_cache else _NO_ORDERS
-        listed = set(orders.tolist()) if written is None else {written}
-        for order in listed:
-            which = orders == order if len(listed) > 1 else _ALL
-            cache = request.fragments(positions[which], order)
-            if (
-                len(listed) == 1
-                and known is not None
-                and known.lengths.size == slots.size
-            ):
-                images = known
-            else:
-                images = memory.images(slots[which], request.namespace.image_bytes)
-            ends = (images, cache) if into_cache else (cache, images)
-            threads = self.tiers.threads
-            if cache.device is not None:
+        for ends in self._ends(request, positions, images, orders):
+            device = ends[into_cache].device
+            if device is not None:
                 try:
                     await threads.run(partial(threads.devices.copy, *ends, self._after))
                 except DeviceFailed:
@@ -236,6 +229,34 @@ class Operation(ABC):
             else:
                 copy(*ends)
         self._last = monotonic()
+
+    def copy_now(
+        self, request: BlockRequest, images: Fragments, orders: Orders
+    ) -> None:
+        """Copy all images of a request into the caller's cache, in this turn."""
+        positions = np.arange(request.keys.size)
+        for ends in self._ends(request, positions, images, orders):
+            copy(*ends)
+
+    def _ends(
+        self,
+        request: BlockRequest,
+        positions: Ids,
+        images: Fragments,
+        orders: Orders | int,
+    ) -> Iterator[tuple[Fragments, Fragments]]:
+        """Yield sources and destinations, those of one order together."""
+        if isinstance(orders, int):
+            yield request.fragments(positions, orders), images
+            return
+        listed = set(orders.tolist())
+        for order in listed:
+            if len(listed) == 1:
+                yield images, request.fragments(positions, order)
+            else:
+                which = orders == order
+                cache = request.fragments(positions[which], order)
+                yield images.selected(which), cache
 
     # --- inside -----------------------------------------------------------------------
 

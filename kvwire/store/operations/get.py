@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from time import time
+from collections.abc import Iterable, Sequence
+from time import monotonic, time
 from typing import Final
 
 import numpy as np
@@ -12,11 +12,12 @@ from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.plan import PlanSide
 from kvwire.store.counters import StoreCounters
+from kvwire.store.host_blocks import HostBlocks
 from kvwire.store.index import Keys, as_keys, once
-from kvwire.store.limits import STORE_UNASKED_BYTES
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.group_request import BlockRequest
+from kvwire.store.tier_stack import TierStack
 from kvwire.store.tiers.base import (
     LANDED,
     MISSING,
@@ -40,6 +41,16 @@ class GetOperation(Operation):
     verb = "get"
     side = PlanSide.CONSUMER
 
+    def __init__(
+        self,
+        tiers: TierStack,
+        requests: Sequence[BlockRequest],
+        after: object = None,
+    ) -> None:
+        super().__init__(tiers, requests, after)
+        # Tiers that were read in place, and have evicted a block in the middle of it.
+        self._changed: set[Tier] = set()
+
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
         counters.get_ended(nbytes, there=landed, blocks=self.blocks)
 
@@ -47,6 +58,43 @@ class GetOperation(Operation):
         """Put blocks in memory first, before others take their room."""
         here = self.tiers.memory.index.find(request.keys) >= 0
         return here.nonzero()[0], (~here).nonzero()[0]
+
+    def at_once(self) -> bool:
+        """Copy all blocks in this turn, if all are in memory here or of this host.
+
+        Returns:
+            Whether all have landed. If not, the call goes on as if this was not tried;
+            only the bytes in the caller's blocks may be others.
+        """
+        memory = self.tiers.memory
+        in_place: list[tuple[Tier, int, int]] = []
+        here = 0
+        self._first = monotonic()
+        for request in self._requests:
+            nbytes = request.namespace.image_bytes
+            slots = memory.index.find(request.keys)
+            if all_of(slots >= 0):
+                orders = memory.index.orders(slots)
+                self.copy_now(request, memory.images(slots, nbytes), orders)
+                here += slots.size
+                continue
+            tier = self.tiers.mapped
+            if tier is None or tier.mapped is None:
+                return False
+            found = tier.mapped.find(request.keys, nbytes)
+            if not all_of(found.slots >= 0):
+                return False
+            images = tier.mapped.images(found.slots, nbytes)
+            self.copy_now(request, images, found.orders)
+            if not all_of(tier.mapped.index.same(found)):
+                return False
+            in_place.append((tier, slots.size, images.nbytes))
+        self._last = monotonic()
+        memory.counts.read_blocks += here
+        for tier, blocks, nbytes in in_place:
+            tier.read_in_place(blocks, nbytes)
+        self.drained.set()
+        return True
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
         """Copy blocks in memory at once; bring the rest from the first tier with any.
@@ -64,6 +112,11 @@ class GetOperation(Operation):
             memory.index.pin(keys[here], slots[here])
             await self._hand_out(request, positions[here], slots[here], None)
             return here
+        tier = self.tiers.mapped
+        if tier is not None and tier.mapped is not None and tier not in self._changed:
+            here = await self._read_in_place(request, positions, tier, tier.mapped)
+            if any_of(here):
+                return here
         # 2. From here on none of the blocks is in memory. If another call brings one of
         #    them, that is waited for, and nothing has ended: the caller steps again.
         if memory.in_flight.ends and await memory.in_flight.one_ended(keys):
@@ -80,9 +133,8 @@ class GetOperation(Operation):
             places = np.arange(keys.size)[which]
             which = places[once(keys[places])]
         asked = positions[which]
-        ask = asked.size * request.namespace.image_bytes > STORE_UNASKED_BYTES
         # 4. Memory may have changed during this await: ``begun`` tells ``_read``.
-        number, orders = await self.tiers.source(keys[which], first, ask=ask)
+        number, orders = await self.tiers.source(keys[which], first)
         if number == len(self.tiers.below):
             fresh = asked[self._codes[request][asked] == 0]
             self.lost(request, fresh, NOT_THERE)
@@ -139,6 +191,37 @@ class GetOperation(Operation):
         return np.array(known)[self._codes[request]]
 
     # --- inside -----------------------------------------------------------------------
+
+    async def _read_in_place(
+        self,
+        request: BlockRequest,
+        positions: Ids,
+        tier: Tier,
+        mapped: HostBlocks,
+    ) -> Bits:
+        """Copy blocks from the memory of a server of this host into the cache.
+
+        Returns:
+            Which have landed. If one has been evicted meanwhile, the server is asked
+            for all others.
+        """
+        nbytes = request.namespace.image_bytes
+        found = mapped.find(request.keys[positions], nbytes)
+        landed = found.slots >= 0
+        if not any_of(landed):
+            return landed
+        found = found.selected(landed)
+        images = mapped.images(found.slots, nbytes)
+        await self.copy(request, positions[landed], images, found.orders)
+        same = mapped.index.same(found)
+        if not all_of(same):
+            self._changed.add(tier)
+        landed[landed] = same
+        count = int(np.add.reduce(same))
+        self._codes[request][positions[landed]] = 0
+        tier.read_in_place(count, count * nbytes)
+        self.settled(count)
+        return landed
 
     async def _read(
         self,
@@ -231,8 +314,11 @@ class GetOperation(Operation):
     ) -> None:
         """Copy pinned slots into the cache, and unpin them."""
         memory = self.tiers.memory
+        if images is None or len(images) != slots.size:
+            images = memory.images(slots, request.namespace.image_bytes)
         try:
-            await self.copy(request, positions, slots, known=images)
+            orders = memory.index.orders(slots)
+            await self.copy(request, positions, images, orders)
         finally:
             memory.unpin(request.keys[positions], slots)
         if positions.size == request.keys.size:

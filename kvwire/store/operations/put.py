@@ -146,8 +146,8 @@ class PutOperation(Operation):
         try:
             if mine.size:
                 if copying:
-                    order = request.order
-                    await self.copy(request, positions[mine], taken, written=order)
+                    images = memory.images(taken, request.namespace.image_bytes)
+                    await self.copy(request, positions[mine], images, request.order)
                 self.tiers.namespaces[request.namespace.digest] = request.namespace
                 memory.index.name(keys[mine], taken, None, request.order)
         except BaseException:

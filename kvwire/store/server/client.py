@@ -9,6 +9,7 @@ that grow.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -30,6 +31,7 @@ from kvwire.errors import (
     UsageError,
     error_text,
 )
+from kvwire.store.host_blocks import HostBlocks
 from kvwire.store.limits import (
     STORE_GRACE_S,
     STORE_REDIAL_S,
@@ -37,6 +39,7 @@ from kvwire.store.limits import (
     STORE_REQUEST_BYTES_MAX,
     STORE_TIMEOUT_S,
 )
+from kvwire.store.server.host_windows import HostWindows
 from kvwire.store.server.messages import (
     TAG,
     VERSIONS,
@@ -54,6 +57,8 @@ from kvwire.store.server.messages import (
     encode,
 )
 from kvwire.wire.handshake_messages import common_version, version_mismatch
+
+logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
 async def ask_report(address: str, config: Config) -> StatsReport:
@@ -81,7 +86,9 @@ async def delete_all(address: str, config: Config, tenant: str) -> int:
 async def _connected(address: str, config: Config) -> AsyncIterator[ActiveConnection]:
     config = config.replace(message_bytes=STORE_REQUEST_BYTES_MAX, resume=False)
     async with kvwire.open(config) as communicator:
-        client = StoreClient(communicator, address, STORE_TIMEOUT_S, lambda: None)
+        client = StoreClient(
+            communicator, address, STORE_TIMEOUT_S, lambda: None, in_place=False
+        )
         try:
             await client.open()
             yield client.now()
@@ -104,8 +111,40 @@ class ActiveConnection:
         # Of requests, and of the messages that carry their blocks.
         self.numbers: Iterator[int] = count(1)
         self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
+        self._windows: HostWindows | None = None
         # Called with the first answer.
         self.works: Callable[[], object] | None = None
+
+    @property
+    def mapped(self) -> HostBlocks | None:
+        """The server's blocks, if it is on this host and its memory is mapped here."""
+        return None if self._windows is None else self._windows.blocks
+
+    async def open_windows(self) -> None:
+        """Read the server's memory in place from now on, if that is possible.
+
+        Cancel safety: safe, nothing is opened.
+        """
+        if self.welcome.slab_bytes:
+            try:
+                self._windows = await HostWindows.open(
+                    self.connection,
+                    self.welcome.slab_bytes,
+                    alone=self.welcome.alone,
+                    timeout_s=self._timeout_s,
+                )
+            except KVWireError as exc:
+                logger.info("the store server is not read in place: %s", exc)
+
+    async def close_windows(self) -> None:
+        """End reading in place; running copies keep the memory that they read.
+
+        Cancel safety: safe, they are closed either way.
+        """
+        if self._windows is not None:
+            windows = self._windows
+            self._windows = None
+            await windows.close()
 
     async def tell(self, request: ClientMessage) -> None:
         """Send a message that has no answer.
@@ -169,6 +208,7 @@ class ActiveConnection:
             raise
         finally:
             self._end(why)
+            await self.close_windows()
 
     def _end(self, why: str) -> None:
         """Fail every waiter, from a frame that no traceback references."""
@@ -193,6 +233,8 @@ class StoreClient:
         address: str,
         timeout_s: float,
         changed: Callable[[], None],
+        *,
+        in_place: bool = True,
     ) -> None:
         self.reason: str = "it was not dialled yet"
         self.active: ActiveConnection | None = None
@@ -200,6 +242,8 @@ class StoreClient:
         self._address = address
         self._timeout_s = timeout_s
         self._changed = changed
+        # Whether it reads a server of this host in place.
+        self._in_place = in_place
         self._upkeep = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
 
     def now(self) -> ActiveConnection:
@@ -228,7 +272,10 @@ class StoreClient:
 
         Cancel safety: safe, it may be called again.
         """
+        active = self.active
         await self._upkeep.close()
+        if active is not None:  # it may not have begun to listen
+            await active.close_windows()
 
     # --- inside -----------------------------------------------------------------------
 
@@ -272,7 +319,10 @@ class StoreClient:
         theirs = welcome.version, welcome.version
         if not common_version(VERSIONS, theirs):
             raise version_mismatch(VERSIONS, theirs, "the store server")
-        return ActiveConnection(connection, welcome, self._timeout_s)
+        active = ActiveConnection(connection, welcome, self._timeout_s)
+        if self._in_place:
+            await active.open_windows()
+        return active
 
     def _went_down(self, error: Exception) -> None:
         self.active = None

@@ -50,6 +50,7 @@ from kvwire.store.limits import (
     STORE_KEYS_MAX,
     STORE_NAMESPACES_TOLD,
     STORE_REQUESTS_MAX,
+    STORE_SLAB_BYTES_MAX,
     STORE_TENANTS_MAX,
     STORE_TIMEOUT_S_MAX,
 )
@@ -192,9 +193,17 @@ class Find(NumberedRequest, array_like=True, frozen=True, gc=False, tag=2):
 
 
 class Touch(ClientMessage, array_like=True, frozen=True, gc=False, tag=3):
-    """Reports that these blocks were used elsewhere."""
+    """Reports that these blocks were used elsewhere, or read in place.
+
+    Attributes:
+        names: Their keys, the one used last in front.
+        read_blocks: How many blocks were read in place since the last report.
+        read_bytes: Their bytes.
+    """
 
     names: Names
+    read_blocks: _Number = 0
+    read_bytes: _Number = 0
 
 
 class TransferMessage(NumberedRequest, array_like=True, frozen=True, gc=False):
@@ -268,6 +277,9 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
         berths: How many of them move blocks at once.
         berth_bytes: How many bytes of blocks one request may move.
         namespaces: The namespaces of its blocks.
+        slab_bytes: Bytes of a slab of its memory, which clients of its host may read in
+            place; 0 if they may not.
+        alone: Whether it has blocks in memory only.
     """
 
     version: _Number
@@ -279,6 +291,8 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
     namespaces: Annotated[
         tuple[NamespaceText, ...], Meta(max_length=STORE_NAMESPACES_TOLD)
     ] = ()
+    slab_bytes: Annotated[int, Meta(ge=0, le=STORE_SLAB_BYTES_MAX)] = 0
+    alone: bool = False
 
 
 class NumberedReply(ServerMessage, array_like=True, frozen=True, gc=False):

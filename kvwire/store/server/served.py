@@ -53,6 +53,7 @@ class ServedStore:
         lent_bytes: Bytes of the slots that are pinned while clients move them.
         memory: The other memory that all clients hold.
         access: The store's internal parts.
+        slab_bytes: Bytes of a slab, if clients of this host may read memory in place.
     """
 
     store: BlockStore
@@ -66,6 +67,7 @@ class ServedStore:
     lent_bytes: int = 0
     memory: ClientMemory = field(init=False)
     access: StoreAccess = field(init=False)
+    slab_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.memory = ClientMemory(self.berth_bytes)
@@ -102,6 +104,8 @@ class ServedStore:
             berths=self.berths,
             berth_bytes=self.berth_bytes,
             namespaces=tuple(texts),
+            slab_bytes=self.slab_bytes,
+            alone=not tiers.below,
         )
 
     def report(self, number: int, tenant: str) -> StatsReport:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,8 +35,8 @@ from kvwire.directory.dialable import (
     read_advertised,
     warn_of_unknown_name,
 )
-from kvwire.errors import ClosedOK, UsageError
-from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
+from kvwire.errors import BackendUnavailable, ClosedOK, UsageError
+from kvwire.limits import EAGER_BYTES_MAX, GIB, REQUEST_BYTES_MAX
 from kvwire.security.keys import read_key_file
 from kvwire.store.limits import (
     STORE_BERTH_BYTES,
@@ -44,6 +45,7 @@ from kvwire.store.limits import (
     STORE_CLIENTS_MAX,
     STORE_REQUEST_BYTES_MAX,
 )
+from kvwire.store.server.host_windows import WINDOWS
 from kvwire.store.server.messages import (
     ClientRow,
 )
@@ -122,6 +124,7 @@ class StoreServer:
         self._config = _config(config, arguments, tenants, proofs)
         self._served = ServedStore(store, read_only, berths, berth_bytes, proofs)
         self._entered = False
+        self._windows: list[kvwire.Window] = []
         self._accepting: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
@@ -160,9 +163,33 @@ class StoreServer:
         except BaseException:
             await run_to_completion(self.communicator.close())
             raise
+        self._share()
         self._accepting = start_task(self._accept())
         store.servers.add(self.close)
         return self
+
+    def _share(self) -> None:
+        """Let clients of this host read memory in place, if it is for all of them.
+
+        Tenants share the memory's slabs, so that none of it lies idle. Whoever maps it
+        reads the blocks of all, so with tenants nobody does.
+        """
+        tiers = self._served.access.tiers
+        if len(tiers.tenants) or self._config.one_sided_windows == "off":
+            return
+        try:
+            shared = tiers.memory.share()
+            if shared is None:
+                return
+            for name, memory in zip(WINDOWS, shared.regions, strict=True):
+                # Nothing is offered in these blocks: they have their own generations.
+                block_bytes = math.gcd(memory.nbytes, GIB)
+                window = self.communicator.expose(name, memory, block_bytes=block_bytes)
+                self._windows.append(window)
+        except (BackendUnavailable, UsageError, OSError) as exc:
+            logger.info("store server: memory is not read in place: %s", exc)
+            return
+        self._served.slab_bytes = tiers.memory.index.slabs.slab_bytes
 
     async def _announce(self, labels: Mapping[str, str]) -> None:
         where = None
@@ -198,6 +225,9 @@ class StoreServer:
         if self._accepting is not None:
             await self.communicator.close()
             await asyncio.wait((self._accepting,))
+        while self._windows:
+            # Its memory may be freed once nothing of it is left here.
+            await self._windows.pop().close()
         if self._served.clients:
             await asyncio.wait(tuple(self._served.clients.values()))
         self._served.access.servers.discard(self.close)

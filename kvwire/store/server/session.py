@@ -204,6 +204,8 @@ class ClientSession:
                 return self._find(request)
             case Touch():
                 self._tiers.touch(request.names.keys_of(self._tenant))
+                self._read_bytes += request.read_bytes
+                self._tiers.read_in_place(request.read_blocks, request.read_bytes)
                 return None
             case Stats():
                 report = self._served.report(request.number, self._tenant)
@@ -421,21 +423,25 @@ class ClientSession:
         self._read_bytes += len(images)
         # From here on the client counts it as answered, and may ask for something else.
         self._answered += 1
+        done = StoreDone.of(request.number, results, reason, orders.tobytes(), images)
         try:
-            await self._send(
-                StoreDone.of(request.number, results, reason, orders.tobytes(), images)
-            )
-            if not inline and found.nbytes:
-                await self._send_images(request, found)
+            if inline or not found.nbytes:
+                await self._send(done)
+            else:
+                await self._send_images(request, done, found)
         finally:
             self._answered -= 1
 
-    async def _send_images(self, request: Get, images: Fragments) -> None:
-        """Send the images after an answer."""
+    async def _send_images(
+        self, request: Get, done: StoreDone, images: Fragments
+    ) -> None:
+        """Send an answer and its images."""
+        # The images are announced first: the client has memory for them already.
         sent = self._connection.send(
             payload_tag(request.number), payload_of(images), deadline=_deadline(request)
         )
         try:
+            await self._send(done)
             self._read_bytes += await sent
         except RequestError as exc:
             # The client took none by its deadline.

@@ -43,6 +43,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable
+from itertools import repeat
 from time import monotonic
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
@@ -57,6 +58,8 @@ from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
+from kvwire.store.eviction import each
+from kvwire.store.host_blocks import HostBlocks
 from kvwire.store.index import Index, Key, Keys, Orders, Times, as_keys
 from kvwire.store.limits import (
     STORE_LOG_AGAIN_S,
@@ -238,12 +241,13 @@ class Touches:
 
     def add(self, keys: Keys) -> None:
         """Note the use of a chain's blocks; its head is added last."""
-        for key in keys[::-1].tolist():
-            self.used.pop(key, None)
-            if key in self._moved:
-                self._moved.remove(key)
-            else:
-                self.used[key] = None
+        names = keys[::-1].tolist()
+        each(map(self.used.pop, names, repeat(None)))
+        if self._moved:
+            moved = self._moved.intersection(names)
+            self._moved -= moved
+            names = [name for name in names if name not in moved]
+        self.used.update(dict.fromkeys(names))
         while len(self.used) > STORE_TOUCHES_MAX:
             del self.used[next(iter(self.used))]
 
@@ -316,6 +320,15 @@ class Tier(ABC):
     def _is_news(self) -> bool:
         """Return whether the last failure is long enough ago to log a new one."""
         return monotonic() - self._ended_at > STORE_LOG_AGAIN_S
+
+    @property
+    def mapped(self) -> HostBlocks | None:
+        """Its blocks, if they can be read in place at the moment."""
+        return None
+
+    def read_in_place(self, blocks: int, nbytes: int) -> None:
+        """Count blocks that were read from :attr:`mapped`."""
+        self._counts.read_blocks += blocks
 
     @property
     def taking(self) -> bool:

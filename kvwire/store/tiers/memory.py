@@ -33,8 +33,9 @@ import numpy.typing as npt
 from kvwire.aio import start_task
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids, any_of
-from kvwire.kv.fragments import Fragments
+from kvwire.kv.fragments import Array, Fragments
 from kvwire.memory.arena import Arena
+from kvwire.memory.generations import Generations
 from kvwire.store.images import line_of, rows
 from kvwire.store.index import Index, IndexedSlots, Key, Keys, as_keys, once
 from kvwire.store.limits import (
@@ -43,6 +44,7 @@ from kvwire.store.limits import (
     STORE_NAMESPACES_TOLD,
     STORE_SLABS,
 )
+from kvwire.store.shared_index import SharedIndex, words_for
 from kvwire.store.tiers.base import TierStats
 from kvwire.store.tiers.slabs import rounded
 
@@ -72,6 +74,7 @@ class MemoryTier:
         self._arena, self._bytes = _allocate(self.counts.size_bytes)
         # Of the type of what it is added to; see `images`.
         self._base = np.int64(self._bytes.ctypes.data)
+        self._shared: SharedMemory | None = None
         self._headroom_bytes = min(
             STORE_HEADROOM_BYTES, self.counts.size_bytes // STORE_SLABS
         )
@@ -86,6 +89,26 @@ class MemoryTier:
         # Set and gone when room may have become free; made by who waits for that.
         self._changed: asyncio.Event | None = None
         self._clearing: asyncio.Task[None] | None = None
+
+    def share(self) -> SharedMemory | None:
+        """Keep an index that other processes can map from now on, and return it.
+
+        Returns:
+            None if memory cannot be shared here. The same object at each call.
+
+        Raises:
+            BackendUnavailable: This processor needs compiled functions for it.
+            OSError: There is no memory for it.
+        """
+        if self._arena is None:
+            return None
+        if self._shared is None:
+            self._shared = SharedMemory(self._bytes, self.index.slabs.slots)
+            shared = SharedIndex(self._shared.words, self._shared.generations)
+            named = self.index.named()
+            shared.add(*named, self.index.orders(named.slots))
+            self.index.shared = shared
+        return self._shared
 
     def images(self, slots: Ids, nbytes: int) -> Fragments:
         """Return the images in some slots, one fragment each."""
@@ -276,6 +299,9 @@ class MemoryTier:
         if self._arena is None:
             return
         try:
+            if self._shared is not None:
+                self.index.shared = None
+                self._shared.close()
             self._arena.close()
         except UsageError:
             # Somebody keeps an exception, which keeps the frames that it went through.
@@ -345,6 +371,37 @@ class MemoryTier:
 
 
 _Bytes = npt.NDArray[np.uint8]
+
+
+class SharedMemory:
+    """The memory of a store, its index and its generations, which others may map.
+
+    Attributes:
+        images: The memory of the slots.
+        words: The index.
+        generations: The generation of each slot.
+    """
+
+    def __init__(self, images: _Bytes, slots: int) -> None:
+        count = words_for(slots)
+        self.images: _Bytes = images
+        self.generations: Generations = Generations(slots)
+        self._arena = Arena(8 * count, name="kvwire-store-index")
+        self.words: Array = self._arena.numpy(count, np.uint64)
+
+    @property
+    def regions(self) -> tuple[npt.NDArray[Any], ...]:
+        """Return the memory that is mapped, in the order of a server's windows."""
+        return self.images, self.words, self.generations.values
+
+    def close(self) -> None:
+        """Withdraw all blocks, and free the index; what others have mapped stays."""
+        self.generations.close()
+        self.images = np.empty(0, np.uint8)
+        self.words = np.empty(0, np.uint64)
+        self._arena.close()
+
+
 _IS_LINUX: Final = sys.platform == "linux"
 
 

@@ -8,6 +8,7 @@ when a server died stay landed.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 import kvwire
-from kvwire.aio import run_to_completion
+from kvwire.aio import run_to_completion, start_task
 from kvwire.config import Config
 from kvwire.errors import ConnectionLost, KVWireError, UsageError, error_text
 from kvwire.kv.blocks import Bits, Ids, any_of
@@ -25,6 +26,7 @@ from kvwire.limits import EAGER_BYTES_MAX
 from kvwire.memory.copy import copy
 from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import drain_or_abort
+from kvwire.store.host_blocks import HostBlocks
 from kvwire.store.images import line_of, payload_of
 from kvwire.store.index import Keys, Orders
 from kvwire.store.limits import (
@@ -33,6 +35,7 @@ from kvwire.store.limits import (
     STORE_REQUEST_BYTES_MAX,
     STORE_TIMEOUT_S,
     STORE_TIMEOUT_S_MAX,
+    STORE_TOUCHES_S,
 )
 from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
 from kvwire.store.server.client import ActiveConnection, StoreClient
@@ -69,7 +72,6 @@ class RemoteTier(Tier):
     """Keeps blocks at a store server. Made by :meth:`open`."""
 
     durable: bool = False
-    asks: bool = False
     at_once_bytes: int = STORE_INLINE_BYTES
 
     def __init__(
@@ -82,6 +84,10 @@ class RemoteTier(Tier):
         self._client = StoreClient(communicator, where, timeout_s, self._changed)
         self._touches = Touches()
         self._within = timedelta(seconds=timeout_s)
+        # Sends what was used, if no request does before; and what was read in place.
+        self._telling: asyncio.TimerHandle | None = None
+        self._read_blocks = 0
+        self._read_bytes = 0
 
     @classmethod
     async def open(cls, address: TierAddress) -> RemoteTier:
@@ -112,17 +118,38 @@ class RemoteTier(Tier):
         return tier
 
     @property
+    def asks(self) -> bool:  # type: ignore[override]
+        mapped = self.mapped
+        return self.connected and (mapped is None or not mapped.complete)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server can be reached at the moment."""
+        return self._client.active is not None
+
+    @property
     def taking(self) -> bool:
         active = self._client.active
         return active is not None and not active.welcome.read_only
 
     async def find(self, keys: Keys) -> Orders:
-        """Return the order of each block's image, or ``ABSENT``; one round trip."""
-        orders = np.full(keys.size, ABSENT, np.uint8)
+        """Return the order of each block's image, or ``ABSENT``.
+
+        One round trip, unless its memory is read in place and tells enough.
+        """
+        mapped = self.mapped
+        if mapped is None:
+            orders = np.full(keys.size, ABSENT, np.uint8)
+        else:
+            orders = mapped.orders(keys)
+            if mapped.complete or not any_of(orders == ABSENT):
+                return orders
+        lacking = (orders == ABSENT).nonzero()[0]
         try:
             active = self._client.now()
             await self._tell_touches(active)
-            for which in _by_width(keys):
+            for part in _by_width(keys[lacking]):
+                which = lacking[part]
                 find = Find(next(active.numbers), Names.of(keys[which]))
                 found = (await active.call(find, Found)).table
                 if found.size != which.size:
@@ -133,9 +160,26 @@ class RemoteTier(Tier):
             self.error = self.reason = error_text(exc)
         return orders
 
+    @property
+    def mapped(self) -> HostBlocks | None:
+        active = self._client.active
+        return None if active is None else active.mapped
+
     def touch(self, keys: Keys) -> None:
-        """Note a use; it is sent to the server with the next request."""
+        """Note a use; it is sent to the server with the next request.
+
+        Where its memory is read in place, a request may not come for long. Then it is
+        sent soon, with all others until then.
+        """
         self._touches.add(keys)
+        if self.mapped is not None and self._telling is None:
+            loop = asyncio.get_running_loop()
+            self._telling = loop.call_later(STORE_TOUCHES_S, self._tell_soon)
+
+    def read_in_place(self, blocks: int, nbytes: int) -> None:
+        self._counts.read_blocks += blocks
+        self._read_blocks += blocks
+        self._read_bytes += nbytes
 
     async def delete(self, keys: Keys) -> None:
         """Delete blocks of this client's tenant."""
@@ -191,6 +235,8 @@ class RemoteTier(Tier):
 
         Cancel safety: safe, it may be called again.
         """
+        if self._telling is not None:
+            self._telling.cancel()
         await self._client.close()
 
     # --- inside -----------------------------------------------------------------------
@@ -209,16 +255,29 @@ class RemoteTier(Tier):
     def _changed(self) -> None:
         """Note that the client has connected or lost its connection."""
         self.error = self.reason = self._client.reason
-        self.asks = self._client.active is not None
         if self._client.active is not None:
             welcome = self._client.active.welcome
             self.durable = welcome.durable
             self.error = _READ_ONLY if welcome.read_only else ""
 
+    def _tell_soon(self) -> None:
+        """Begin to send what was used; see ``touch``."""
+        self._telling = None
+        if self._client.active is not None and self._touches.used:
+            start_task(self._tell_or_lose(self._client.active))
+
+    async def _tell_or_lose(self, active: ActiveConnection) -> None:
+        # A connection that was lost is reported by whoever needs it.
+        with suppress(KVWireError):
+            await self._tell_touches(active)
+
     async def _tell_touches(self, active: ActiveConnection) -> None:
         touched = self._touches.take()
         for which in _by_width(touched):
-            await active.tell(Touch(Names.of(touched[which])))
+            read = self._read_blocks, self._read_bytes
+            self._read_blocks = 0
+            self._read_bytes = 0
+            await active.tell(Touch(Names.of(touched[which]), *read))
 
     def _write(
         self, namespace: Namespace, batch: Batch
@@ -294,45 +353,50 @@ class RemoteTier(Tier):
     ) -> BlockResults:
         """Ask for blocks, and receive the images of those that the server has."""
         get = Get(*self._asked(active, namespace, batch))
-        done = await active.call(get, StoreDone)
+        if batch.images.nbytes <= STORE_INLINE_BYTES:
+            done = await active.call(get, StoreDone)
+            results, room = self._coming(active, batch, done)
+            if len(done.images) == room.nbytes:
+                if room.nbytes:
+                    _put_into(done.images, room)
+                return results
+            raise _lie(active, f"{len(done.images)} bytes of {len(room)} blocks")
+        # Their memory is ready before they are asked for: so they need no word of
+        # this side's when they come.
+        images = active.connection.recv(
+            payload_tag(get.number), payload_of(batch.images), deadline=self._within
+        )
+        try:
+            done = await active.call(get, StoreDone)
+            results, room = self._coming(active, batch, done)
+            if room.nbytes:
+                nbytes = await images
+                if nbytes != room.nbytes:
+                    raise _lie(active, f"{nbytes} bytes of {len(room)} blocks")
+        finally:
+            await drain_or_abort(images, active.connection)
+        if 0 < len(room) < results.size:
+            # They came one after the other into the first ones' memory.
+            came = bytearray(room.nbytes)
+            copy(batch.images.slice(0, room.nbytes), memoryview(came))
+            _put_into(memoryview(came), room)
+        return results
+
+    def _coming(
+        self, active: ActiveConnection, batch: Batch, done: StoreDone
+    ) -> tuple[BlockResults, Fragments]:
+        """Return the results of a get, and the memory of the images that come."""
         results = self._checked(active, batch, done)
         coming = (results == LANDED).nonzero()[0]
         if not coming.size:
-            return results
+            return results, batch.images.slice(0, 0)
         orders = np.frombuffer(done.orders, np.uint8)
         if orders.size != results.size or any_of(orders[coming] >= UNKNOWN):
             raise _lie(active, f"{orders.size} orders of {results.size} blocks")
         batch.orders[coming] = orders[coming]
-        room = batch.images
         if coming.size < results.size:
-            room = room.selected(coming)
-        if batch.images.nbytes <= STORE_INLINE_BYTES:
-            nbytes = len(done.images)
-            if nbytes == room.nbytes:
-                line = payload_of(room)
-                if isinstance(line, memoryview):
-                    line[:] = done.images
-                else:
-                    copy(done.images, line)
-        else:
-            nbytes = await self._received(active, get.number, room)
-        if nbytes != room.nbytes:
-            raise _lie(active, f"{nbytes} bytes of {coming.size} blocks")
-        return results
-
-    async def _received(
-        self, active: ActiveConnection, number: int, room: Fragments
-    ) -> int:
-        """Receive the images of a request; return their number of bytes."""
-        images = active.connection.recv(
-            payload_tag(number),
-            payload_of(room),
-            deadline=self._within,
-        )
-        try:
-            return await images
-        finally:
-            await drain_or_abort(images, active.connection)
+            return results, batch.images.selected(coming)
+        return results, batch.images
 
     def _asked(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
@@ -354,6 +418,15 @@ class RemoteTier(Tier):
         elif self.error and not active.welcome.read_only:
             self.error = ""
         return results
+
+
+def _put_into(images: memoryview, room: Fragments) -> None:
+    """Copy images that lie one after the other to where they belong."""
+    line = payload_of(room)
+    if isinstance(line, memoryview):
+        line[:] = images
+    else:
+        copy(images, line)
 
 
 # The keys of Config by which a server and its clients know each other in mtls.

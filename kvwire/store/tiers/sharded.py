@@ -136,7 +136,7 @@ class ShardedTier(Tier):
 
     @property
     def asks(self) -> bool:  # type: ignore[override]
-        return bool(self._asked())
+        return any(node.tier.asks for node in self._nodes.values())
 
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``.
@@ -192,7 +192,7 @@ class ShardedTier(Tier):
     # --- where blocks are -------------------------------------------------------------
 
     def _asked(self) -> list[_Node]:
-        return [node for node in self._nodes.values() if node.tier.asks]
+        return [node for node in self._nodes.values() if node.tier.connected]
 
     def _shards(self, keys: Keys) -> list[tuple[RemoteTier, Ids]]:
         """Return the connected nodes for the blocks, each with the positions it has."""

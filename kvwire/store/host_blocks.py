@@ -1,0 +1,92 @@
+"""The blocks of a store server of this host, read where they are.
+
+The server's memory, its index and the generations of its slots are mapped here. So a
+match asks nobody, and a get is one copy; :mod:`kvwire.store.shared_index` has the
+reason why neither finds a wrong block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Ids
+from kvwire.kv.fragments import Array, Fragments
+from kvwire.store.eviction import Keys
+from kvwire.store.images import images_at
+from kvwire.store.namespace import ABSENT
+from kvwire.store.shared_index import (
+    NO_SLOT,
+    FoundSlots,
+    IndexReader,
+    Orders,
+    words_for,
+)
+from kvwire.store.tiers.slabs import rounded, stride_of
+
+
+class HostBlocks:
+    """Finds blocks in the memory of another process's store, and where they lie.
+
+    Args:
+        images: The memory of the store.
+        words: Its index.
+        generations: The generation of each slot.
+        slab_bytes: Bytes of a slab.
+        alone: Whether the store has no tiers below its memory.
+
+    Attributes:
+        index: Tells in which slot each is, and whether it was there until it was read.
+
+    Raises:
+        UsageError: The sizes do not fit each other.
+    """
+
+    def __init__(
+        self,
+        images: npt.NDArray[np.uint8],
+        words: Array,
+        generations: Array,
+        slab_bytes: int,
+        *,
+        alone: bool,
+    ) -> None:
+        slabs = images.size // slab_bytes if slab_bytes > 0 else 0
+        self._stride = stride_of(slab_bytes)
+        slots = slabs * self._stride
+        if not slots or generations.size != slots or words.size != words_for(slots):
+            raise UsageError(
+                f"a store's memory of {images.size} bytes in slabs of {slab_bytes}, "
+                f"with {generations.size} generations and {words.size} words of index"
+            )
+        self._images = images
+        self._begin = images.__array_interface__["data"][0]
+        self._slab_bytes = slab_bytes
+        self._alone = alone
+        self.index: IndexReader = IndexReader(words, generations)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether a block that is not found here is not at the server either."""
+        return self._alone and self.index.complete
+
+    def orders(self, keys: Keys) -> Orders:
+        """Return the order of each block's image, or ``ABSENT``."""
+        found = self.index.find(keys)
+        return np.where(found.slots == NO_SLOT, np.uint8(ABSENT), found.orders)
+
+    def find(self, keys: Keys, nbytes: int) -> FoundSlots:
+        """Look up blocks whose images have ``nbytes``."""
+        found = self.index.find(keys)
+        ends = found.slots % self._stride * rounded(nbytes) + nbytes
+        beyond = ends > self._slab_bytes
+        if np.logical_or.reduce(beyond):
+            found.slots[beyond] = NO_SLOT
+        return found
+
+    def images(self, slots: Ids, nbytes: int) -> Fragments:
+        """Return the images in some slots that were found, one fragment each."""
+        slab, place = np.divmod(slots, self._stride)
+        begins = slab * self._slab_bytes + place * rounded(nbytes) + self._begin
+        return images_at(begins.view(np.uint64), nbytes, self._images)
