@@ -12,7 +12,9 @@ import asyncio
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.errors import ConnectionLost
+from kvwire.kv.fragments import Fragments
 from kvwire.limits import HEADER_BYTES
+from kvwire.memory.iovec import Iovecs, simplest
 from kvwire.types import Address, PeerIdentity
 from kvwire_tcp.duplex import Duplex
 from kvwire_tcp.lane import PendingLanes
@@ -70,36 +72,41 @@ class TcpLink(Duplex, Link):
         if not self._closing:
             self._queue.push(header, payload, token)
 
-    def send_now(self, header: bytes, payload: Payload | None = None) -> None:
-        """Send a frame at once; without the queue if the kernel takes it."""
+    def send_now(
+        self,
+        header: bytes,
+        payload: Payload | None = None,
+        token: object | None = None,
+    ) -> bool:
         queue = self._queue
-        if (
-            queue.nbytes
-            or not self._plain
-            or self._closing
-            or self._transmitting
-            or (payload is not None and payload.nbytes > JOINED_BYTES_MAX)
-        ):
-            self.send(header, payload)
-            self.flush()
-            return
-        frame = header
-        if payload is not None:
-            assert isinstance(payload, memoryview)
-            frame = b"".join((header, payload))
+        if queue.nbytes or not self._plain or self._closing or self._transmitting:
+            self.send(header, payload, token)
+            return False
+        if isinstance(payload, Fragments):
+            payload = simplest(payload)
+        nbytes = HEADER_BYTES + (0 if payload is None else payload.nbytes)
+        wire = self._wire
         try:
-            taken = self._wire.send(frame)
+            if payload is None:
+                taken = wire.send(header)
+            elif not isinstance(payload, memoryview):
+                taken = wire.send_list(Iovecs(payload, header))
+            elif nbytes <= JOINED_BYTES_MAX:
+                taken = wire.send(b"".join((header, payload)))
+            else:
+                taken = wire.sendmsg((header, payload))
         except (BlockingIOError, InterruptedError):
             taken = 0
         except OSError as exc:
             self._socket_failed(exc)
-            return
-        if taken == len(frame):
+            return False
+        if taken == nbytes:
             queue.sent_bytes += taken
-        else:
-            queue.push(header, payload, None)
-            queue.taken(taken)
-            self._wait_for_room()
+            return True
+        queue.push(header, payload, token)
+        queue.taken(taken)
+        self._wait_for_room()
+        return False
 
     def pause(self) -> None:
         self._frames.paused = True

@@ -158,8 +158,10 @@ class FrameReader:
             return
         if dropped:  # it is in scratch, before the bytes that follow it
             self._split(rest, count)
-        else:
+        elif count > rest:
             self._split(0, count - rest)
+        else:
+            self._held = 0
 
     def _split(self, begin: int, end: int) -> None:
         """Hand over the frames in ``scratch[begin:end]``, and keep the rest."""
@@ -202,9 +204,16 @@ class FrameReader:
         if payload is not None:
             if length > SCRATCH_BYTES:
                 self._ahead = HEADER_BYTES
-            check_destination(payload, length)
             if not isinstance(payload, memoryview):
+                check_destination(payload, length)
                 payload = simplest(payload)
+            elif (
+                payload.nbytes != length
+                or payload.readonly
+                or payload.format != "B"
+                or payload.ndim != 1
+            ):
+                check_destination(payload, length)
         if isinstance(payload, memoryview):
             payload[: len(arrived)] = arrived
             self._target = payload

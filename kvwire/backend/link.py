@@ -189,10 +189,20 @@ class Link(ABC):
     def flush(self) -> None:
         """Move as much of the queue as the transport takes now; never blocks."""
 
-    def send_now(self, header: bytes, payload: Payload | None = None) -> None:
-        """Send one small frame: ``send`` without a token, then ``flush``."""
-        self.send(header, payload)
-        self.flush()
+    def send_now(
+        self,
+        header: bytes,
+        payload: Payload | None = None,
+        token: object | None = None,
+    ) -> bool:
+        """Send one frame in this call if the transport takes it whole; else queue it.
+
+        Returns:
+            True: it is sent, ``payload`` is free, and ``frame_sent`` is not called for
+            the token. False: it is queued as by ``send``, and ``flush`` has to follow.
+        """
+        self.send(header, payload, token)
+        return False
 
     @abstractmethod
     def close(self) -> None:

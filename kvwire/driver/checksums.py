@@ -80,6 +80,12 @@ class ScratchPool:
             self.spare_bytes += memory.nbytes
             self._spare.append(memory)  # bounded: LINK_QUEUE_BYTES
 
+    def pass_on(self, owner: object, to: object) -> None:
+        """Give an owner's memory, if it has any, another owner."""
+        memory = self._lent.pop(owner, None)
+        if memory is not None:
+            self._lent[to] = memory  # bounded: LINK_QUEUE_BYTES
+
     def trim(self) -> None:
         """Free the memory that is not in use."""
         self._spare.clear()
@@ -113,8 +119,13 @@ class ChecksumPolicy:
         Small fragments are gathered: the checksum reads them anyway, the copy is still
         in the cache, and it costs a transport a third less than the fragments.
         """
-        short = payload.nbytes <= self._short_bytes
-        if short and isinstance(payload, memoryview):
+        if isinstance(payload, memoryview):
+            if (
+                payload.nbytes > self._short_bytes
+                and self._share < _TURN
+                and not self._due(payload, self._share)
+            ):
+                return payload, None
             return payload, view_digest(payload) & LOW_32_BITS
         if not self._due(payload, self._share):
             return payload, None

@@ -45,6 +45,7 @@ from kvwire.limits import (
     WAITING_LOG_S,
     WAKEUP_BYTES,
 )
+from kvwire.memory.checksum import LOW_32_BITS, view_digest
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
@@ -57,13 +58,16 @@ from kvwire.proto.events import (
     LaneOpened,
 )
 from kvwire.proto.records import (
+    Box,
     ChunkArrival,
     ChunkPlace,
     RequestRecord,
+    SegmentRecord,
     TransferRecord,
 )
 from kvwire.proto.transfers import Transfers
 from kvwire.types import BufferId, PeerInfo
+from kvwire.wire.header import Flag
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
@@ -83,6 +87,7 @@ _CONTROL: Final = ChunkPlace.CONTROL
 _HOLD: Final = ChunkPlace.HOLD
 _MARKED: Final = ChunkPlace.MARKED
 _NOWHERE: Final = ChunkPlace.NOWHERE
+_CHECKED: Final = int(Flag.CHECKED)
 _new: Final = object.__new__
 
 
@@ -226,6 +231,57 @@ class ConnectionDriver(LinkHandler):
         attempt.core.context = attempt
         self.run()
 
+    def send_segment(
+        self,
+        request: RequestRecord,
+        box: Box,
+        memory: Payload,
+        nbytes: int,
+        commit: int = 0,
+    ) -> SegmentRecord:
+        """Send a part of a transfer at once, or queue it for :meth:`run` to send.
+
+        At once if no frame goes before it; then the link has taken it when this
+        returns, and nothing has to keep its memory.
+
+        Args:
+            request: The transfer.
+            box: Names the part.
+            memory: Its bytes, which are lent until the link has sent them.
+            nbytes: How many.
+            commit: Above 0, this is the last part; see SEGMENT.
+        """
+        transfers = self.transfers
+        segment = transfers.mark(request, box, nbytes, commit)
+        if (
+            segment.unsaid is None
+            or self.running
+            or self._outbox.frames
+            or self._chunks.busy
+            or not (transfers.only_link or self._link_carries)
+        ):
+            transfers.queue(segment, self._buffers.lend(memory))
+            return segment
+        copies = self._copies
+        payload, check = self._checks.seal(memory, copies, segment)
+        chunk, header = transfers.leave(segment, check)
+        if self.link.send_now(header, payload, chunk):
+            if copies.lent_bytes:
+                copies.give_back(segment)
+            if commit:
+                transfers.settle(request)
+        else:
+            if copies.lent_bytes:
+                copies.pass_on(segment, chunk)
+            transfers.keep(chunk, self._buffers.lend(memory))
+            self.link.flush()
+        return segment
+
+    @property
+    def _link_carries(self) -> bool:
+        """Whether the control link carries payload now, beside possible lanes."""
+        return self.lanes.fallback and not self.lanes.open
+
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
@@ -278,7 +334,13 @@ class ConnectionDriver(LinkHandler):
                 core.body_received(arrival, now, body=bytes(payload))
             else:
                 header = arrival.header
-                if payload is landing.place:
+                if type(payload) is memoryview and payload is landing.place:
+                    # As `matches` does, without the call: nearly all payloads.
+                    check = view_digest(payload) if header.flags & _CHECKED else None
+                    intact = (
+                        check is None or check & LOW_32_BITS == header.payload_check
+                    )
+                elif payload is landing.place:
                     intact = matches(payload, header)
                 else:
                     intact = arrived(payload, landing.place, header)

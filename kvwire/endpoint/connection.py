@@ -57,7 +57,7 @@ from kvwire.proto.events import (
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.transfers.incoming import Incoming
-from kvwire.transfers.leg import Leg
+from kvwire.transfers.leg import Leg, segment_event
 from kvwire.transfers.offer import TransferOffer
 from kvwire.transfers.options import ReceiveOptions, SendOptions, check_options
 from kvwire.transfers.outgoing import Outgoing
@@ -597,7 +597,9 @@ class Connection(AsyncWith):
         header = self._core.eager_header(tag, nbytes, check)
         if header is None:
             return False
-        driver.link.send_now(header, payload if nbytes else None)
+        link = driver.link
+        if not link.send_now(header, payload if nbytes else None):
+            link.flush()
         return True
 
     def _one_sided(self, request: Request[Any]) -> Request[Any]:
@@ -628,8 +630,8 @@ class Connection(AsyncWith):
         """Return the handler of each event type of the core."""
         return {
             RequestDone: self._request_done,
-            SegmentMarked: self._of_segment,
-            SegmentLanded: self._of_segment,
+            SegmentMarked: partial(segment_event, self._core),
+            SegmentLanded: partial(segment_event, self._core),
             SegmentsAcknowledged: self._of_transfer,
             TransferSettled: self._of_transfer,
             TransferAgreed: self._of_transfer,
@@ -643,14 +645,6 @@ class Connection(AsyncWith):
     def _ended(self, event: Ended) -> None:
         self._windows.end(event.error)
         self._on_ended(self, event.error)
-
-    def _of_segment(self, event: SegmentMarked | SegmentLanded) -> None:
-        leg = event.segment.request.context
-        if isinstance(leg, Leg):
-            try:
-                leg.event(event)
-            except ProtocolError as exc:
-                self._core.fail(exc)
 
     def _of_transfer(
         self, event: SegmentsAcknowledged | TransferSettled | TransferAgreed

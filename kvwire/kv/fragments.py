@@ -206,6 +206,28 @@ Payload = memoryview | Fragments
 """Bytes in memory: one C-contiguous byte view (format "B"), or many fragments."""
 
 
+def view_of(address: int, nbytes: int, *, owner: object, writable: bool) -> memoryview:
+    """Return memory as a view, which keeps ``owner`` alive."""
+    return np.asarray(_Memory(address, nbytes, owner, writable)).data
+
+
+class _Memory:
+    """Memory at an address, for NumPy's ``__array_interface__``."""
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(
+        self, address: int, nbytes: int, owner: object, writable: bool
+    ) -> None:
+        self._owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, not writable),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+        }
+
+
 def _check(addresses: Array, lengths: Array) -> None:
     if addresses.dtype != UINT64 or lengths.dtype != UINT64:
         raise UsageError("fragments: addresses and lengths must be uint64 arrays")

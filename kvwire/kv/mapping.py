@@ -7,7 +7,8 @@ long as they are contiguous; after it, fragments that happen to touch (neighbour
 block ids) are joined.
 
 Layer-wise streaming asks for the same granules of one layer after the other. Their
-fragments differ only by one distance, so the last result is kept and shifted.
+fragments differ only by one distance, so the last result is kept and shifted. Where a
+layer is a single fragment, it is a slice of one view over all layers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from kvwire import limits
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.canonical import Canonical
-from kvwire.kv.fragments import Fragments
+from kvwire.kv.fragments import Fragments, view_of
 from kvwire.kv.paged import Addresses
 from kvwire.kv.spec import KVSpec
 from kvwire.types import Device
@@ -59,6 +60,7 @@ class Steps:
     def __init__(self, walk: Canonical, memory: GroupMemory) -> None:
         self.walk: Canonical = walk
         self.memory: GroupMemory = memory
+        self.first_layer: int = memory.spec.first_layer
         self.granules_per_block: int = memory.spec.block_tokens // walk.granule_tokens
         # Each layer's distance from the first, if it is the same for keys and values.
         behind = memory.bases - memory.bases[0]
@@ -152,6 +154,42 @@ class GroupMap:
         self.granule_bytes: int = steps.granule_bytes
         # The arguments and the result of the last call of `fragments`.
         self._last: tuple[range, slice, Fragments] | None = None
+        # The granules of which each layer is one fragment, and a view from the first of
+        # these to the last, whatever else lies between them; where each begins in it,
+        # and how long it is.
+        self._line: tuple[tuple[int, int], memoryview, list[int], int] | None = None
+
+    def line(self, layer: int, granule: int, granules: int) -> memoryview | None:
+        """Return the host memory of a part of one layer, if it is a single piece."""
+        at = layer - self._steps.first_layer
+        line = self._line
+        if line is not None and line[0] == (granule, granules):
+            begin = line[2][at]
+            return line[1][begin : begin + line[3]]
+        whole = slice(granule, granule + granules)
+        last = self._last
+        if last is not None and last[1] == whole and last[2].addresses.size != 1:
+            return None  # as the layer before
+        fragments = self.fragments(range(layer, layer + 1), whole)
+        behind = self._steps.distances
+        if (
+            behind is None
+            or fragments.device is not None
+            or fragments.addresses.size != 1
+        ):
+            return None
+        first = min(behind)
+        here = behind[at]
+        nbytes = fragments.nbytes
+        view = view_of(
+            fragments.addresses.item() - here + first,
+            max(behind) - first + nbytes,
+            owner=fragments.owner,
+            writable=fragments.writable,
+        )
+        begins = [each - first for each in behind]
+        self._line = (granule, granules), view, begins, nbytes
+        return view[here - first :][:nbytes]
 
     def fragments(self, layers: range, granules: slice) -> Fragments:
         """Return the local memory of a part of the walk, merged."""

@@ -33,7 +33,7 @@ from kvwire import limits
 from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.blocks import Bits, Blocks, MissingBlocks, nothing_missing
 from kvwire.kv.canonical import Canonical, negotiate, pieces
-from kvwire.kv.fragments import Fragments
+from kvwire.kv.fragments import Fragments, Payload
 from kvwire.kv.geometry import Geometry, GroupGeometry, Tokens, describe
 from kvwire.kv.mapping import GroupMap, Steps
 from kvwire.kv.paged import PagedCache, computed_once
@@ -249,6 +249,17 @@ class TransferPlan:
         if not group_map.moves_all:
             granules = int(np.count_nonzero(group_map.wanted[segment.granule_slice]))
         return segment.layers * granules * group_map.granule_bytes
+
+    def memory(self, segment: Segment) -> Payload:
+        """Return a segment's local memory, as a view if it is one piece of a layer.
+
+        Calls that take a view cost less than a list of fragments.
+        """
+        group, layer, layers, granule, granules = segment
+        found = self.maps[group]
+        if layers == 1 and (view := found.line(layer, granule, granules)) is not None:
+            return view
+        return self.fragments(segment)
 
     def fragments(self, segment: Segment) -> Fragments:
         """Return a segment's local memory, in canonical order."""

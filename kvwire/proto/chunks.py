@@ -113,6 +113,17 @@ class ChunkMover:
         self.sending = len(self._leaving) < LINK_CHUNKS_MAX
 
     @property
+    def busy(self) -> bool:
+        """Whether payload waits to be sent, or the link has not sent some yet."""
+        return bool(self._leaving or self._scheduler.count or self._again)
+
+    def keep(self, chunk: Chunk) -> None:
+        """Hold the memory of a chunk that the link has got, until ``chunk_sent``."""
+        self._holds.take(chunk.buffer)
+        chunk.mover.in_flight += 1
+        self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX, as it is the only one
+
+    @property
     def due_bytes(self) -> int:
         """Return the bytes left of the request or segment that sends next."""
         if self._again:

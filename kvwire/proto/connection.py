@@ -40,7 +40,13 @@ from kvwire.proto.lanes import LaneTable
 from kvwire.proto.liveness import Keepalive, Liveness, LivenessVerdict
 from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
-from kvwire.proto.records import ChunkArrival, ChunkPlace, RequestRecord, TransferRecord
+from kvwire.proto.records import (
+    ChunkArrival,
+    ChunkPlace,
+    RequestRecord,
+    SegmentRecord,
+    TransferRecord,
+)
 from kvwire.proto.regions import GrantRow, Grants, RegionRecord
 from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import (
@@ -247,12 +253,20 @@ class ConnectionCore:
             if self.phase is _OPEN:
                 return  # there is nothing to acknowledge, and nothing to end
         elif header.type == _DATA:
-            self._data_landed(arrival, intact)
+            part = self.transfers if header.segment else self.chunks
+            part.data_landed(arrival, intact=intact)
         elif self.error is None:
             plain = self.outbox.framing.open(header, arrival.raw, body)
             body_read = decode_body(header.type, plain)
             self._dispatch.control(header, body_read, now)
-        self._settle(now)
+        transfers = self.transfers
+        if (
+            self.speak_by is None
+            or self.phase is not _OPEN
+            or transfers.unacknowledged
+            or self.lanes.unreported
+        ):
+            self._settle(now)
 
     def payload_landed(
         self, arrival: ChunkArrival, now: float, *, intact: bool
@@ -312,9 +326,10 @@ class ConnectionCore:
         frame_type = _DATA
         offset = chunk.position
         wire_id = chunk.request.wire_id
-        if chunk.number and (mark := self.transfers.said(chunk)) is not None:
+        mover = chunk.mover
+        if isinstance(mover, SegmentRecord) and mover.unsaid is not None:
             frame_type = _MARKED_DATA
-            offset = mark
+            offset = self.transfers.said(mover)
         return self.outbox.framing.payload(
             frame_type, chunk.length, wire_id, chunk.number, offset, check
         )
@@ -511,10 +526,8 @@ class ConnectionCore:
         return self.chunks.data_header(header)
 
     def _data_landed(self, arrival: ChunkArrival, intact: bool) -> None:
-        if arrival.header.segment:
-            self.transfers.data_landed(arrival, intact=intact)
-        else:
-            self.chunks.data_landed(arrival, intact=intact)
+        part = self.transfers if arrival.header.segment else self.chunks
+        part.data_landed(arrival, intact=intact)
 
     def _peer_closed(self, body: Close) -> None:
         if self.phase in (CloseState.CLOSE_RECEIVED, CloseState.CLOSED):

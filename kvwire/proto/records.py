@@ -141,7 +141,9 @@ class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
         request: The transfer.
         number: 1 for the first one marked.
         box: Its part of the cache.
-        buffer: Its memory; None on the consumer until the front has placed it.
+        commit: Producer: above 0, it is the last one; as in SEGMENT.
+        buffer: Its memory; None on the consumer until the front has placed it, and on
+            the producer if the link took all of it at once.
         moved: Bytes handed to the link (producer) or verified (consumer).
         in_flight: Chunks that the link has not finished.
         arrived: Consumer: one byte per chunk, 0 until its header has come.
@@ -155,6 +157,7 @@ class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
     number: int
     box: Box
     nbytes: int
+    commit: int = 0
     buffer: BufferId | None = None
     base: int = 0
     moved: int = 0

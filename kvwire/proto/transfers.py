@@ -69,9 +69,12 @@ from kvwire.wire.control import (
 from kvwire.wire.header import FrameType, Header
 
 _DATA = int(FrameType.DATA)
+_MARKED_DATA = int(FrameType.MARKED_DATA)
 _INCOMING = RequestKind.INCOMING
 _MARKED = ChunkPlace.MARKED
 _MOVING = RequestStage.MOVING
+# Of a chunk that no table knows yet.
+_NO_BUFFER = BufferId(0)
 
 
 class Transfers:
@@ -187,48 +190,74 @@ class Transfers:
     # --- the producer -----------------------------------------------------------------
 
     def mark(
-        self,
-        request: RequestRecord,
-        box: Box,
-        buffer: BufferId,
-        nbytes: int,
-        commit: int = 0,
+        self, request: RequestRecord, box: Box, nbytes: int, commit: int = 0
     ) -> SegmentRecord:
-        """Queue a part of the cache for sending; its bytes no longer change.
+        """Mark a part of the cache, whose bytes no longer change; send it next.
 
-        ``commit`` is as in SEGMENT: above 0, this is the last segment.
+        By :meth:`queue`; or on the control link by :meth:`leave`, if its mark is
+        *unsaid* and the chunks are not busy.
+
+        Args:
+            request: The transfer.
+            box: Names the part.
+            nbytes: How long it is.
+            commit: As in SEGMENT: above 0, this is the last segment.
         """
+        transfer = self.records[request]
+        assert request.state is _MOVING
+        assert not transfer.committed
+        number = len(transfer.segments) + 1
+        segment = SegmentRecord(
+            request=request, number=number, box=box, nbytes=nbytes, commit=commit
+        )
+        if transfer.in_order and not self._sealed and nbytes <= self._chunk_bytes:
+            segment.unsaid = packed_mark(box, commit)
+        transfer.segments[number] = segment  # bounded: SEGMENTS_MAX
+        transfer.open_segments += 1
+        transfer.committed = commit > 0
+        return segment
+
+    def queue(self, segment: SegmentRecord, buffer: BufferId) -> None:
+        """Let a segment that was just marked take turns to send."""
         # Before: `unsaid` has, in order, the segments marked last whose SEGMENT was not
         # sent. After: either this one joins them, or none is left and SEGMENT was sent
         # for each. So marks reach the consumer in the order of their numbers.
-        transfer = self.records[request]
-        assert request.state is RequestStage.MOVING
-        assert not transfer.committed
-        segment = SegmentRecord(
-            request=request,
-            number=len(transfer.segments) + 1,
-            box=box,
-            nbytes=nbytes,
-            buffer=buffer,
-        )
-        transfer.segments[segment.number] = segment  # bounded: SEGMENTS_MAX
-        transfer.open_segments += 1
-        transfer.committed = commit > 0
-        if (
-            transfer.in_order
-            and self.only_link
-            and not self._sealed
-            and nbytes <= self._chunk_bytes
-        ):
-            segment.unsaid = packed_mark(box, commit)
-        if segment.unsaid is not None:
+        transfer = self.records[segment.request]
+        segment.buffer = buffer
+        if segment.unsaid is not None and self.only_link:
             transfer.unsaid[segment] = None  # bounded: SEGMENTS_MAX
         else:
+            segment.unsaid = None
             _say_marks(self._outbox, transfer)
-            _say_mark(self._outbox, segment, commit)
-        transfer.sending_bytes += nbytes
+            _say_mark(self._outbox, segment)
+        transfer.sending_bytes += segment.nbytes
         self._chunks.begin_segment(segment, transfer.priority)
-        return segment
+
+    def leave(self, segment: SegmentRecord, check: int | None) -> tuple[Chunk, bytes]:
+        """Return the only chunk of a segment that was just marked, and its header.
+
+        It is the link's next frame: nothing may be queued. If the link takes all of it
+        at once, :meth:`settle` follows, and otherwise :meth:`keep`.
+        """
+        request = segment.request
+        number = segment.number
+        nbytes = segment.nbytes
+        mark = segment.unsaid
+        assert mark is not None
+        segment.unsaid = None
+        segment.moved = nbytes
+        header = self._outbox.framing.payload(
+            _MARKED_DATA, nbytes, request.wire_id, number, mark, check
+        )
+        return Chunk(segment, request, _NO_BUFFER, 0, 0, nbytes, number), header
+
+    def keep(self, chunk: Chunk, buffer: BufferId) -> None:
+        """Hold the memory of a chunk that has left, until ``chunk_sent``."""
+        segment = chunk.mover
+        assert isinstance(segment, SegmentRecord)
+        segment.buffer = chunk.buffer = buffer
+        self.records[chunk.request].sending_bytes += segment.nbytes
+        self._chunks.keep(chunk)
 
     def sent(self, segment: SegmentRecord) -> None:
         """Note that the link has finished a segment."""
@@ -249,14 +278,12 @@ class Transfers:
         self._outbox.send(FrameType.COMMIT, body, request=request.wire_id)
         self.settle(request)
 
-    def said(self, chunk: Chunk) -> int | None:
-        """Return the mark for a leaving chunk's header, or None."""
-        segment = chunk.mover
-        assert isinstance(segment, SegmentRecord)
+    def said(self, segment: SegmentRecord) -> int:
+        """Return the unsaid mark of a segment, for the header of its only chunk."""
         mark = segment.unsaid
+        assert mark is not None
         segment.unsaid = None
-        if mark is not None:
-            del self.records[chunk.request].unsaid[segment]
+        del self.records[segment.request].unsaid[segment]
         return mark
 
     def landed_received(self, header: Header, body: SegmentAck) -> None:
@@ -563,10 +590,13 @@ class Transfers:
         self._outbox.report(TransferSettled(request=request))
 
 
-def _say_mark(outbox: Outbox, segment: SegmentRecord, commit: int) -> None:
+def _say_mark(outbox: Outbox, segment: SegmentRecord) -> None:
     """Send SEGMENT for a segment."""
     body = SegmentBody(
-        number=segment.number, box=segment.box, nbytes=segment.nbytes, commit=commit
+        number=segment.number,
+        box=segment.box,
+        nbytes=segment.nbytes,
+        commit=segment.commit,
     )
     outbox.send(FrameType.SEGMENT, body, request=segment.request.wire_id)
 
@@ -574,10 +604,8 @@ def _say_mark(outbox: Outbox, segment: SegmentRecord, commit: int) -> None:
 def _say_marks(outbox: Outbox, transfer: TransferRecord) -> None:
     """Send SEGMENT for every segment whose mark is unsaid."""
     for segment in transfer.unsaid:
-        assert segment.unsaid is not None
-        commit = segment.unsaid >> 62
         segment.unsaid = None
-        _say_mark(outbox, segment, commit)
+        _say_mark(outbox, segment)
     transfer.unsaid.clear()
 
 

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvwire.backend import Payload
 from kvwire.errors import (
     BackendUnavailable,
     ConnectionClosed,
@@ -38,7 +37,6 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, Segment
 from kvwire.limits import LANDED_BOXES_MAX, SEGMENT_BYTES_MAX
 from kvwire.memory.device.device_copies import DeviceFailed
-from kvwire.memory.iovec import simplest
 from kvwire.proto.events import SegmentLanded, SegmentMarked
 from kvwire.proto.records import CHUNK_LANDED, SegmentRecord
 from kvwire.transfers.codec import Decoding
@@ -332,11 +330,19 @@ class Incoming(Transfer):
 class ReceiveFlow:
     """Receives one producer's marked segments over one link."""
 
-    __slots__ = ("_inc", "_leg", "_promised", "_segments", "_under_way")
+    __slots__ = (
+        "_inc",
+        "_leg",
+        "_memory_of",
+        "_promised",
+        "_segments",
+        "_under_way",
+    )
 
     def __init__(self, inc: Incoming, leg: Leg) -> None:
         self._inc = inc
         self._leg = leg
+        self._memory_of = leg.memory_of
         self._segments: dict[int, Segment] = {}
         # How many of them are on their way.
         self._under_way = 0
@@ -368,11 +374,8 @@ class ReceiveFlow:
             self._under_way += 1
             inc._has_moved = True
             leg.grouped = max(leg.grouped, segment.layers)
-            memory: Payload = leg.plan.fragments(segment)
-            transfers = leg.link.transfers
-            if transfers.only_link:  # lanes know memory by its owner
-                memory = simplest(memory)
-            transfers.place(record, inc._lend(memory))
+            memory = self._memory_of(segment)
+            leg.link.transfers.place(record, inc._lend(memory))
             return
         assert isinstance(event, SegmentLanded)
         record = event.segment

@@ -11,6 +11,7 @@ and then gave up asks once more, only to report that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from kvwire.errors import (
@@ -22,9 +23,11 @@ from kvwire.errors import (
     ProtocolError,
     WireCode,
 )
+from kvwire.kv.fragments import Payload
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, TransferPlan
+from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
@@ -52,6 +55,9 @@ if TYPE_CHECKING:
 SILENT_INTERVALS = 1.5
 DAMAGED = "its bytes arrived damaged"
 UNMARKED = "it was not marked ready by the producer"
+
+_MOVING = LegState.MOVING
+_OPEN = TransferState.OPEN
 
 TransferEvent = SegmentMarked | SegmentLanded | SegmentsAcknowledged | TransferSettled
 
@@ -219,6 +225,13 @@ class Leg:
             self.refuse(exc, WireCode.PROFILE)
             return
         self._begin(settled=offer.settled)
+
+    @property
+    def memory_of(self) -> Callable[[Segment], Payload]:
+        """Return the function that names the local memory of a segment."""
+        if self.link.transfers.only_link:
+            return self.plan.memory
+        return self.plan.fragments  # lanes know memory by its owner
 
     def _carry(self, link: ConnectionPort) -> None:
         if self.links:
@@ -418,6 +431,21 @@ class Leg:
         silent_s = self.link.silent_s
         if silent_s > SILENT_INTERVALS * transfer._services.config.ping_interval_s:
             phases.enter("lost", silent_s)
+
+
+def segment_event(core: ConnectionCore, event: SegmentMarked | SegmentLanded) -> None:
+    """Hand a core's event about a segment to the leg of its request."""
+    leg = event.segment.request.context
+    if not isinstance(leg, Leg):
+        return
+    try:
+        flow = leg.flow
+        if leg.state is _MOVING and leg.transfer._state is _OPEN and flow is not None:
+            flow.event(event)
+        else:
+            leg.event(event)
+    except ProtocolError as exc:
+        core.fail(exc)
 
 
 def recoverable(error: KVWireError | None) -> bool:

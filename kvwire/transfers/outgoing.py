@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvwire.aio import FORKED, AsyncWith
-from kvwire.backend import Payload
 from kvwire.errors import (
     KVWireError,
     PeerCancelled,
@@ -37,8 +36,8 @@ from kvwire.limits import (
     SEGMENT_BYTES,
     SEGMENTS_MAX,
     SEGMENTS_TOGETHER,
+    WAKEUP_BYTES,
 )
-from kvwire.memory.iovec import simplest
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.transfers.codec import Encoding
 from kvwire.transfers.dedup import digest, listed_hashes
@@ -233,6 +232,7 @@ class Outgoing(Transfer, AsyncWith):
 
     def _marked(self) -> None:
         """Let every leg send the parts that were marked since the last call."""
+        self._log.woken = False
         if self._log.failed and self._outcome is None:
             self.abort(self._log.failed)
         if self._ring is not None:
@@ -321,6 +321,7 @@ class SendFlow:
         "_held_as",
         "_held_bytes",
         "_leg",
+        "_memory_of",
         "_out",
         "_pieces",
         "_record",
@@ -333,6 +334,7 @@ class SendFlow:
         assert leg.core is not None
         self._out = out
         self._leg = leg
+        self._memory_of = leg.memory_of
         self._record = leg.link.transfers.records[leg.core]
         self._record.on_sent = self._link_sent
         # Chunks of a device overtake each other in staging.
@@ -361,21 +363,19 @@ class SendFlow:
         if leg.core.over:  # and the leg is about to take that in
             return
         # Asked before the log is read: another thread may add the last mark meanwhile.
-        all_in = log.all_in
+        all_in = log.finished and log.all_in
         try:
             while self._cursor < len(log.log):
                 self._take(log.log[self._cursor])
                 self._cursor += 1
-            if self._held is not None:
-                if all_in or in_turn or not self.under_way:
-                    self._flush()
-                else:
-                    self._take_turn()
+            if self._held is not None and (all_in or in_turn or self._idle):
+                self._flush()
         except UsageError as exc:
             self._out._stop(exc, WireCode.TOO_LARGE)
             return
         self._send_pieces(all_in=all_in, complete=all_in and log.complete)
-        leg.link.run()
+        if all_in or self._record.sending_bytes:
+            leg.link.run()
 
     def _send_pieces(self, *, all_in: bool, complete: bool) -> None:
         """Send pieces until the link has enough, and commit after the last one.
@@ -388,7 +388,7 @@ class SendFlow:
         out = self._out
         pieces = self._pieces
         record = self._record
-        transfers = leg.link.transfers
+        link = leg.link
         core = leg.core
         phases = leg.phases
         assert core is not None
@@ -397,29 +397,32 @@ class SendFlow:
         # The last segment says that it is the last one. Where there is none, COMMIT is
         # a frame of its own.
         rides = all_in and bool(pieces)
-        while pieces and record.sending_bytes < AHEAD_BYTES:
+        # What the link takes at once leaves others a turn of the loop all the same.
+        room = WAKEUP_BYTES
+        while pieces and room > 0 and record.sending_bytes < AHEAD_BYTES:
             segment, nbytes = pieces.popleft()
-            if phases.phase != "wire":
-                phases.enter("wire")
             leg.grouped = max(leg.grouped, segment.layers)
-            memory: Payload = leg.plan.fragments(segment)
-            if transfers.only_link:  # lanes know memory by its owner
-                memory = simplest(memory)
-            # From here on the memory is held until the link lets go of it.
-            lent = out._lend(memory)
+            memory = self._memory_of(segment)
             commit = 1 + complete if rides and not pieces else 0
-            sent = transfers.mark(core, segment, lent, nbytes, commit)
+            # From here on the memory is held until the link lets go of it.
+            sent = link.send_segment(core, segment, memory, nbytes, commit)
+            if not record.sending_bytes:
+                room -= nbytes
+            elif phases.phase != "wire":
+                phases.enter("wire")
             self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
             self.under_way += 1
             if out._ring is not None:
                 out._note("sent", segment.layer, segment.layers, nbytes)
         record.on_sent_bytes = AHEAD_BYTES // 2 if pieces else 0
+        if room <= 0:
+            self._link_sent()
         if all_in and not pieces:
             leg.step(LegInput.COMMIT)
             if not (self.under_way and phases.phase == "wire"):
                 phases.enter("wire" if self.under_way else "commit")
             if not rides:
-                transfers.commit(core, complete=complete)
+                link.transfers.commit(core, complete=complete)
 
     def event(self, event: TransferEvent) -> None:
         """Record that segments have arrived at the consumer."""
@@ -460,23 +463,16 @@ class SendFlow:
     def _link_sent(self) -> None:
         """Send the next pieces, or wait for marks: the link has sent all it had."""
         leg = self._leg
-        if self._pieces:
-            if self._turn is None:
-                self._turn = self._out._loop.call_soon(self._in_turn)
-        elif leg.state is LegState.MOVING:
+        if not self._pieces and leg.state is LegState.MOVING:
             leg.phases.enter("mark_wait")
-            if self._held is not None:
-                self._take_turn()
-
-    def _take_turn(self) -> None:
-        """Send the held-back mark after this turn of the loop, if the link is idle.
-
-        All marks of one turn go together.
-        """
-        if self._turn is not None or self.under_way >= SEGMENTS_TOGETHER:
-            return
-        if not self._record.sending_bytes:
+        due = self._pieces or (self._held is not None and self._idle)
+        if due and self._turn is None:
             self._turn = self._out._loop.call_soon(self._in_turn)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether a held-back mark may be sent by itself."""
+        return not self._record.sending_bytes and self.under_way < SEGMENTS_TOGETHER
 
     def _in_turn(self) -> None:
         self._turn = None

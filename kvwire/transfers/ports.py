@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from kvwire.backend import Payload
 from kvwire.config import Config
 from kvwire.driver.device_staging import DeviceStaging
 from kvwire.driver.services import Services
 from kvwire.errors import KVWireError, WireCode
 from kvwire.kv.outcome import Outcome
-from kvwire.proto.records import RequestRecord
+from kvwire.proto.records import Box, RequestRecord, SegmentRecord
 from kvwire.proto.transfers import Transfers
 from kvwire.security.tls import CredentialFiles
 from kvwire.types import PeerInfo
@@ -47,6 +48,16 @@ class ConnectionPort(Protocol):
         pull: bool,
     ) -> None:
         """Send OPEN, and set the leg's core request."""
+
+    def send_segment(
+        self,
+        request: RequestRecord,
+        box: Box,
+        memory: Payload,
+        nbytes: int,
+        commit: int = 0,
+    ) -> SegmentRecord:
+        """Send a part of a transfer at once, or queue it for :meth:`run` to send."""
 
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode

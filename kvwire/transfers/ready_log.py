@@ -82,6 +82,8 @@ class ReadyLog:
     Attributes:
         log: Marks whose bytes may be sent, oldest first; grows, never shrinks.
         finished: Whether the last mark was made.
+        woken: Whether ``wake`` is about to be called, which sets this to False before
+            it reads the log.
         failed: Why a marked part will never be ready; "" if none has failed.
     """
 
@@ -104,7 +106,7 @@ class ReadyLog:
         # Made with the first mark that waits for something.
         self._waiter: EventWaiter | None = None
         self._encode = encode
-        self._woken = False
+        self.woken: bool = False
         self._lock = threading.Lock()
         self._later = 0
         self._groups = {
@@ -147,7 +149,17 @@ class ReadyLog:
         # Each layer flows as soon as it is encoded.
         parts = [made] if self._encode is None else [[m] for m in _by_layer(made)]
         with self._lock:
-            self._cover(made)
+            if self.finished or len(self.log) + self._later >= SEGMENTS_MAX:
+                raise self._no_more()
+            # All of them before any is added.
+            for mark in made[1:]:
+                covered = self._groups[mark.group].coverage
+                if covered.overlaps(mark.layers, mark.blocks):
+                    raise self._marked_before(mark)
+            for mark in made:
+                covered = self._groups[mark.group].coverage
+                if not covered.claim(mark.layers, mark.blocks):
+                    raise self._marked_before(mark)
             if at_once:
                 self.log.extend(made)  # bounded: SEGMENTS_MAX
             else:
@@ -195,14 +207,14 @@ class ReadyLog:
 
     def wake(self) -> None:
         """Make the loop read the log soon; one wake-up serves any number of marks."""
-        if self._woken:
+        if self.woken:
             return
-        self._woken = True
+        self.woken = True
         try:
             if threading.get_ident() == self._thread:
-                self._loop.call_soon(self._look)
+                self._loop.call_soon(self._wake)
             else:
-                self._loop.call_soon_threadsafe(self._look)
+                self._loop.call_soon_threadsafe(self._wake)
         except RuntimeError:
             # The loop is closed, and so the transfer over. A forward pass that still
             # runs need not know.
@@ -213,10 +225,6 @@ class ReadyLog:
         self._wake = _nobody
         if self._encode is not None:
             self._encode = _nothing
-
-    def _look(self) -> None:
-        self._woken = False
-        self._wake()
 
     def _came_true(self, parts: list[list[ReadyRange]], failure: Failure) -> None:
         for part in parts:
@@ -235,21 +243,13 @@ class ReadyLog:
             self._later -= 1
         self.wake()
 
-    def _cover(self, made: list[ReadyRange]) -> None:
+    def _no_more(self) -> UsageError:
         if self.finished:
-            raise UsageError("ready: the transfer is finished already")
-        if len(self.log) + self._later >= SEGMENTS_MAX:
-            raise UsageError(
-                f"ready: more than {SEGMENTS_MAX} marks in one transfer; mark more "
-                f"layers or blocks at once"
-            )
-        # All of them before any is added.
-        for mark in made[1:]:
-            if self._groups[mark.group].coverage.overlaps(mark.layers, mark.blocks):
-                raise self._marked_before(mark)
-        for mark in made:
-            if not self._groups[mark.group].coverage.claim(mark.layers, mark.blocks):
-                raise self._marked_before(mark)
+            return UsageError("ready: the transfer is finished already")
+        return UsageError(
+            f"ready: more than {SEGMENTS_MAX} marks in one transfer; mark more layers "
+            f"or blocks at once"
+        )
 
     def _marked_before(self, mark: ReadyRange) -> UsageError:
         return UsageError(

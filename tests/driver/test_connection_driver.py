@@ -20,7 +20,7 @@ from kvwire.proto.events import Event, RequestDone, SegmentLanded, TransferAgree
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from tests.support import inside
-from tests.support.caches import LAYERS, Memory
+from tests.support.caches import BLOCKS, LAYERS, Memory, same
 from tests.support.pairs import Pair, connected, turns, until
 
 LARGE = bytes(16 << 20)
@@ -129,6 +129,49 @@ async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent(
         assert not landed
         assert link.sent_bytes > WAKEUP_BYTES, "payload was sent all the while"
         pair.left.abort()
+
+
+@pytest.mark.parametrize("room", [None, 0, HEADER_BYTES + 10])
+@pytest.mark.parametrize("blocks", [[0], list(range(BLOCKS))[::-1]])
+async def test_a_layer_is_lent_only_if_the_link_does_not_take_all_of_it(
+    room: int | None, blocks: list[int]
+) -> None:
+    source, target = Memory(), Memory()
+    async with connected(prefer=("tcp",)) as pair:
+        out = pair.far.publish("one", source.cache, blocks)
+        inc = pair.left.pull("one", target.cache, blocks)
+        await until(lambda: inc.met)
+        link: Any = inside.driver(pair.right).link
+        lent = inside.buffers(pair.far)
+        if room is not None:
+            limited(link, room)
+        out.ready(layers=0)
+        await until(lambda: inside.under_way(out))
+        assert len(lent) == (room is not None)
+        assert bool(link.queued_bytes) == (room is not None)
+        await inc.layer(0)
+        out.ready(layers=slice(1, None))
+        out.finish()
+        assert (await inc).complete
+        assert (await out).complete
+        await out.drained()
+        assert len(lent) == 0
+        assert same(source, blocks, target, blocks)
+
+
+def limited(link: Any, room: int) -> None:
+    """Let the kernel take only so many bytes of the link's next frame."""
+    wire = link._wire
+    calls = wire.send, wire.sendmsg
+
+    def once(data: Any) -> int:
+        wire.send, wire.sendmsg = calls
+        if not room:
+            raise BlockingIOError
+        frame = data if type(data) is bytes else b"".join(data)
+        return int(wire.send(frame[:room]))
+
+    wire.send = wire.sendmsg = once
 
 
 @pytest.mark.parametrize("nbytes", [100_000, len(LARGE)])

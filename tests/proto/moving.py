@@ -116,7 +116,8 @@ class Moved:
         buffer = self.producer.lend(data)
         self.sources.append(buffer)
         transfers = self.producer.core.transfers
-        segment = transfers.mark(self.outgoing, BOX, buffer, len(data), commit)
+        segment = transfers.mark(self.outgoing, BOX, len(data), commit)
+        transfers.queue(segment, buffer)
         self.producer.collect()
         return segment
 

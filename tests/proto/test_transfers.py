@@ -29,6 +29,39 @@ from tests.proto.moving import (
 from tests.support.core_pair.peer import ConnectionPair
 
 
+@both_ways
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_segment_that_leaves_as_soon_as_it_is_marked(kept: bool, pull: bool) -> None:
+    """Without a hold if the link has taken it, and else until it has been sent."""
+    m = moved(pull=pull)
+    core = m.producer.core
+    record = core.transfers.records[m.outgoing]
+    for number, commit in ((1, 0), (2, 1)):
+        data = bytes([number]) * 1000
+        segment = core.transfers.mark(m.outgoing, BOX, len(data), commit)
+        assert segment.number == number
+        busy = [core.chunks.busy]
+        chunk, header = core.transfers.leave(segment, None)
+        m.producer.wire.append((header, data))
+        if kept:
+            core.transfers.keep(chunk, m.producer.lend(data))
+            busy += [core.chunks.busy]
+            assert record.sending_bytes == len(data)
+            core.chunk_sent(chunk)
+            busy += [core.chunks.busy]
+        elif commit:
+            core.transfers.settle(m.outgoing)
+        assert busy == ([False, True, False] if kept else [False])
+        assert record.sending_bytes == 0
+        m.producer.collect()
+        m.pair.run()
+        assert m.content(number) == data
+    expect_fine(m.pair)
+    m.pair.advance(LAST_WORD_DELAY_S)
+    assert m.over()
+    assert m.producer.error(m.outgoing) is None
+
+
 @pytest.mark.rule("KVW-TR-01", "KVW-TR-02", "KVW-TR-03", "KVW-TR-04", "keeps")
 @pytest.mark.rule("KVW-TR-05", "KVW-TR-06", "KVW-TR-07", "KVW-TR-08", "keeps")
 @both_ways

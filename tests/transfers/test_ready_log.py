@@ -41,7 +41,12 @@ def marks_of(*groups: str) -> tuple[ReadyLog, list[int]]:
     lists = made.block_lists({name: [5, 1, 3] for name in groups} or [5, 1, 3])
     loop = asyncio.get_running_loop()
     devices = Devices(loop, MIB)
-    marks = ReadyLog(made, lists, loop, lambda: woken.append(len(marks.log)), devices)
+
+    def wake() -> None:
+        marks.woken = False
+        woken.append(len(marks.log))
+
+    marks = ReadyLog(made, lists, loop, wake, devices)
     return marks, woken
 
 

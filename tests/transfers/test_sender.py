@@ -282,7 +282,7 @@ async def test_what_has_landed_is_not_sent_again(
     mark = Transfers.mark
 
     def counted(self: Transfers, *marked: Any) -> SegmentRecord:
-        moved.append(marked[3])
+        moved.append(marked[2])
         return mark(self, *marked)
 
     monkeypatch.setattr(Transfers, "mark", counted)

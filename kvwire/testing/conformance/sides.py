@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from kvwire.backend import Landing, Link, LinkHandler
 from kvwire.backend.lane import Lane, LaneHandler
 from kvwire.limits import DESCRIPTOR_BYTES_MAX
-from kvwire.testing.conformance.content import Cut, Head, Memory, pattern
+from kvwire.testing.conformance.content import Cut, Head, Memory, pattern, poison
 
 
 class Verdicts:
@@ -334,6 +334,8 @@ class LinkSide(Side, LinkHandler):
         self.on_header: Callable[[Head], None] = _nothing
         self.due: deque[int] = deque()
         self._landing: KitLanding | None = None
+        # The next frame is sent in one call; then, whether the link took it whole.
+        self._now = False
 
     def start(self) -> None:
         """Start the link."""
@@ -344,12 +346,26 @@ class LinkSide(Side, LinkHandler):
     def release(self) -> None:
         self.start()
 
+    def send_now(self, length: int = 0, cut: Cut | None = None) -> None:
+        """Send a payload in this call, and overwrite it if the link took it whole."""
+        self._now = True
+        made = self.queue(length, cut)
+        if self._now:
+            self._lent.remove(made)
+            poison(made)
+        else:
+            self.flush()
+        self._now = False
+
     def _send(self, token: Token, length: int, *, lent: bool) -> None:
         header = Head(token.number, length).encode()
         payload = token.memory.payload if token.memory else None
         if self.across is not None and not self._closing and not self._aborted:
             self.across.due.append(token.number)
-        self.link.send(header, payload, token if lent else None)
+        if self._now:
+            self._now = self.link.send_now(header, payload, token)
+        else:
+            self.link.send(header, payload, token if lent else None)
 
     # --- what the link does -----------------------------------------------------------
 

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvwire.backend import Landing, Link
+from kvwire.backend import Landing, Link, Payload
 from kvwire.errors import ConnectionLost, UsageError
+from kvwire.kv.fragments import Fragments
 from kvwire.limits import HEADER_BYTES, MIB, WAKEUP_BYTES
+from kvwire.memory.copy import address_of
 from kvwire.types import Address
 from kvwire_tcp import duplex as duplex_module
 from kvwire_tcp.duplex import CALLS_PER_WAKEUP
@@ -40,15 +42,17 @@ MORE_THAN_FITS = 24 * MIB
 
 async def test_a_small_frame_sent_now_leaves_nothing_in_the_queue() -> None:
     async with linked() as pair:
-        pair.near.send_now(header(5, 0), memoryview(b"12345"))
+        assert pair.near.send_now(header(5, 0), memoryview(b"12345"), "first")
         assert pair.near.queued_bytes == 0
-        pair.near.send_now(header(0, 1))
+        assert pair.near.send_now(header(0, 1))
         large = os.urandom(JOINED_BYTES_MAX + 1)
-        pair.near.send_now(header(len(large), 2), memoryview(large))
+        assert pair.near.send_now(header(len(large), 2), memoryview(large), "third")
         pair.near.send(header(1, 3), memoryview(b"3"), "token")
         assert pair.at_near.sent == []
-        pair.near.send_now(header(1, 4), memoryview(b"4"))
-        assert pair.at_near.sent == ["token"], "behind what was queued before it"
+        assert not pair.near.send_now(header(1, 4), memoryview(b"4"), "last")
+        assert pair.at_near.sent == []
+        pair.near.flush()
+        assert pair.at_near.sent == ["token", "last"], "those that had to be queued"
         await pair.at_far.received(5)
         assert [body for _, body in pair.at_far.frames] == [
             *(b"12345", b"", large, b"3", b"4")
@@ -72,7 +76,8 @@ async def test_what_is_left_of_a_frame_sent_now_goes_when_there_is_room(
 
         wire.send = full
         with pair.at_near.calling("send"):
-            pair.near.send_now(header(5, 0), memoryview(body))
+            assert not pair.near.send_now(header(5, 0), memoryview(body))
+        pair.near.flush()
         assert pair.near.queued_bytes == HEADER_BYTES + 5 - room
         body[:] = bytes(5)  # it is free
         pair.near.send_now(header(0, 1))
@@ -80,6 +85,27 @@ async def test_what_is_left_of_a_frame_sent_now_goes_when_there_is_room(
         assert pair.at_far.frames == [(0, b"12345"), (1, b"")]
         await pair.at_near.until(lambda: pair.at_near.writable)
         assert pair.near.queued_bytes == 0
+
+
+@pytest.mark.parametrize("fragments", [False, True])
+async def test_memory_is_lent_if_only_a_part_of_a_frame_was_taken(
+    fragments: bool,
+) -> None:
+    async with linked() as pair:
+        data = np.frombuffer(os.urandom(MORE_THAN_FITS), np.uint8)
+        payload: Payload = data.data
+        if fragments:
+            halves = np.array([data.size // 2] * 2, np.uint64)
+            first = address_of(data.data)
+            places = np.array([first, first + data.size // 2], np.uint64)
+            payload = Fragments(places, halves, owner=data, writable=False)
+        assert not pair.near.send_now(header(data.size, 0), payload, "token")
+        assert 0 < pair.near.queued_bytes < data.size
+        pair.near.flush()
+        assert pair.at_near.sent == []
+        await pair.at_far.received(1)
+        await pair.at_near.until(lambda: pair.at_near.sent == ["token"])
+        assert pair.at_far.frames == [(0, data.tobytes())]
 
 
 async def test_a_socket_that_fails_while_a_frame_is_sent_now_ends_the_link() -> None:

@@ -17,8 +17,8 @@ CEILINGS: Final = {
     "send 100 B": (8, 7, 8),
     "send 4 MB": (21, 15, 19),
     "pull to OPEN on the link": (40, 24, 33),
-    "mark to socket": (60, 23, 47),
-    "ready to layer": (145, 33, 121),
+    "mark to socket": (29, 15, 21),
+    "ready to layer": (88, 28, 71),
     "connect": (548, 62, 395),
 }
 # So many more of each copy the pieces of a layer where nothing is compiled.

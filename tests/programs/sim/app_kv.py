@@ -68,10 +68,12 @@ class KVApp:
             number = len(ask.parts) + 1
             box = (0, number, 1, 0, 1)
             commit = 1 + dice.below(2) if last and not left else 0
-            segment = transfers.mark(ask.core, box, part.buffer, nbytes, commit)
+            segment = transfers.mark(ask.core, box, nbytes, commit)
             ask.committed = commit > 0
             demand(segment.number == number, "kv", "segments are numbered as marked")
             ask.parts[number] = part
+            if not (dice.one_in(2) and endpoint.leaves(segment, part.buffer)):
+                transfers.queue(segment, part.buffer)
         self._world.note(endpoint.name, "marks", len(ask.parts))
         endpoint.pump()
 

@@ -15,7 +15,7 @@ from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import Ended, LaneEvent, MemoryWanted, RequestDone
 from kvwire.proto.handshake import Agreement, Handshake, ServerHandshake
-from kvwire.proto.records import ChunkArrival, ChunkPlace
+from kvwire.proto.records import ChunkArrival, ChunkPlace, SegmentRecord
 from kvwire.types import BufferId
 from kvwire.wire.control import HandshakeVerdict, TransportChoice
 from tests.programs.sim import inside
@@ -236,8 +236,22 @@ class Endpoint:
         if lane is not None and not chunk.unsaid:
             self.end.send(self.beside.send(lane, chunk, check))
             return
+        self._send_payload(chunk, self.core.chunk_header(chunk, check))
+
+    def leaves(self, segment: SegmentRecord, buffer: BufferId) -> bool:
+        """Send a segment at once that was just marked, if nothing goes before it."""
+        core = self.core
+        if segment.unsaid is None or core.chunks.busy or core.outbox.frames:
+            return False
+        chunk, header = core.transfers.leave(segment, 0 if self._checked else None)
+        core.transfers.keep(chunk, buffer)
+        self._world.judge.leaves(self, chunk)
+        self._send_payload(chunk, header)
+        return True
+
+    def _send_payload(self, chunk: Chunk, header: bytes) -> None:
         frame = Frame(
-            self.core.chunk_header(chunk, check),
+            header,
             None,
             lease=self.node.lease(chunk.buffer),
             offset=chunk.offset,

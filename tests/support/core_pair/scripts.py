@@ -125,7 +125,7 @@ def pushed(pair: ConnectionPair) -> Iterator[str]:
     _answer(server)
     yield "the server agrees"
     for data in (_LARGE, _LARGE * 2):
-        client.core.transfers.mark(out, _BOX, client.lend(data), len(data))
+        _mark(client, out, data)
         client.collect()
     yield "the client marks two segments"
     _wait(server, LAST_WORD_DELAY_S)
@@ -143,7 +143,7 @@ def pulled(pair: ConnectionPair) -> Iterator[str]:
     _ask(client, pull=True)
     yield "the client asks for a transfer"
     out = _answer(server)
-    server.core.transfers.mark(out, _BOX, server.lend(_LARGE), len(_LARGE))
+    _mark(server, out, _LARGE)
     server.core.transfers.commit(out, complete=False)
     server.collect()
     yield "the server agrees, marks a segment and commits"
@@ -282,6 +282,11 @@ def _last(peer: Peer, kind: type[E]) -> E:
 
 def _opened(peer: Peer) -> RequestRecord:
     return _last(peer, TransferOpened).request
+
+
+def _mark(peer: Peer, out: RequestRecord, data: bytes) -> None:
+    transfers = peer.core.transfers
+    transfers.queue(transfers.mark(out, _BOX, len(data)), peer.lend(data))
 
 
 def _answer(peer: Peer) -> RequestRecord:

@@ -69,6 +69,27 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide, size: int) -> None:
     await rig.arrives(right, 21)
 
 
+_NOW: Final = {**_SMALL, "1MiB": MIB}
+
+
+@frame.links("now", "A frame of {} bytes sent in one call comes in its turn", _NOW)
+async def _(rig: LinkRig, left: LinkSide, right: LinkSide, size: int) -> None:
+    for cut in (None, CUTS["odd-pages"]) * 4:
+        left.send_now(size, cut)
+        left.queue(100)
+        left.send_now(size, cut)
+    await rig.moved(left, right, 24)
+
+
+@frame.links("now-full", "The same when the transport is full", _NOW, held=True)
+async def _(rig: LinkRig, left: LinkSide, right: LinkSide, size: int) -> None:
+    left.send(16 * MIB)
+    for _ in range(20):
+        left.send_now(size)
+    right.start()
+    await rig.moved(left, right, 21)
+
+
 def _send_and_reuse(left: LinkSide, size: int) -> None:
     """Send 20 payloads without a token, each overwritten as soon as it is flushed."""
     for number in range(20):

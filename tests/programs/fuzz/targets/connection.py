@@ -201,7 +201,8 @@ class _World:
             ]
             if moving and reader.byte() & 3:
                 data = b"s" * (1 + reader.byte() % 64)
-                transfers.mark(reader.pick(moving), _BOX, end.lend(data), len(data))
+                segment = transfers.mark(reader.pick(moving), _BOX, len(data))
+                transfers.queue(segment, end.lend(data))
             elif moving:
                 transfers.commit(reader.pick(moving), complete=True)
         end.collect()
