@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any, Final
@@ -20,12 +20,12 @@ from kvwire.errors import (
     KVWireError,
     UsageError,
 )
-from kvwire.kv.blocks import (
-    Blocks,
-)
+from kvwire.kv.blocks import Blocks, Ids
+from kvwire.kv.fragments import Array
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.ticket import read_ticket
+from kvwire.kv.spec import KVSpec
+from kvwire.kv.ticket import read_ticket, write_ticket
 from kvwire.memory.buffers import Memory
 from kvwire.proto.state import RequestKind
 from kvwire.types import Deadline
@@ -66,6 +66,16 @@ class RemoteWindow:
         return f"<RemoteWindow {self.name!r}, {self.way}>"
 
     @property
+    def serial(self) -> bytes:
+        """Return the window's serial, which is in its tickets; another one reopened."""
+        return self._opened.serial
+
+    @property
+    def specs(self) -> dict[str, KVSpec]:
+        """Return what each group of the owner's cache holds."""
+        return {group.name: group.spec for group in self._opened.geometry.groups}
+
+    @property
     def way(self) -> str:
         """Return how blocks are read: "mapped", "process_vm_readv", "messages", ..."""
         opened = self._opened
@@ -84,6 +94,40 @@ class RemoteWindow:
         """
         reader = self._opened.reader
         return bool(self._opened.gone) or (reader is not None and reader.owner_gone)
+
+    def ticket(
+        self, blocks: Mapping[str, Ids], generations: Mapping[str, Array]
+    ) -> bytes:
+        """Return the ticket of blocks whose generations are known.
+
+        For owners of several processes, where one process draws the generations for all
+        (:meth:`Window.offer`).
+
+        Args:
+            blocks: The owner's block ids, by group.
+            generations: The generation of each, by group.
+
+        Raises:
+            UsageError: A group is missing, or has not one generation for each block.
+        """
+        opened = self._opened
+        groups = [group.name for group in opened.geometry.groups]
+        if set(groups) != set(blocks) or set(groups) != set(generations):
+            raise UsageError(
+                f"ticket: groups {', '.join(sorted(blocks))}; the window has "
+                f"{', '.join(sorted(groups))}"
+            )
+        ids = [
+            np.asarray(blocks[name], np.int64) + first
+            for name, first in zip(groups, opened.first, strict=False)
+        ]
+        drawn = [np.asarray(generations[name], np.uint64) for name in groups]
+        counts = [one.size for one in ids]
+        if counts != [one.size for one in drawn]:
+            raise UsageError("ticket: not one generation for each block")
+        return write_ticket(
+            opened.serial, counts, np.concatenate(ids), np.concatenate(drawn)
+        )
 
     def get(
         self,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvwire.aio import LoopThread
 from kvwire.errors import UsageError, is_name, wrong_type
@@ -41,6 +42,7 @@ class Window:
 
     Attributes:
         name: The name by which peers open it.
+        serial: Random bytes in all of its tickets, which its readers know too.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Window:
         self._thread = thread
         self.name: str = name
         self._cache = cache
-        self._serial = secrets.token_bytes(SERIAL_BYTES)
+        self.serial: bytes = secrets.token_bytes(SERIAL_BYTES)
         self._geometry: Geometry = geometry_of_pools(cache)
         self._first: dict[str, int] = {}
         entries = 0
@@ -72,7 +74,9 @@ class Window:
         """Return whether it was closed."""
         return self._closed
 
-    def offer(self, blocks: Blocks) -> bytes:
+    def offer(
+        self, blocks: Blocks, generations: npt.NDArray[np.uint64] | None = None
+    ) -> bytes:
         """Allow blocks to be read by peers that get the returned ticket.
 
         The blocks must not change until :meth:`withdraw`. Offering a block again
@@ -80,21 +84,34 @@ class Window:
 
         Args:
             blocks: Block ids, or ``{group: ids}``; of plain bytes, numbers of blocks.
+            generations: For owners of several processes, whose tickets one of them
+                writes: the generation of each block, in the same order. They have to be
+                random numbers that were drawn for these blocks since they were last
+                withdrawn. By default the window draws them.
 
         Returns:
             The ticket: the blocks and their generations, 12 bytes for each and some 32
             more. It may travel by any channel.
 
         Raises:
-            UsageError: A block is out of range, or the window is closed.
+            UsageError: A block is out of range, the window is closed, or there is not
+                one generation for each block.
         """
         if self._closed:
             raise UsageError(f"window {self.name!r} is closed")
         lists = self._cache.block_lists(blocks)
         entries = self._entries(lists)
+        if generations is not None:
+            fresh = np.ascontiguousarray(generations, np.uint64)
+            if fresh.shape != entries.shape:
+                raise UsageError(
+                    f"offer: generations of shape {fresh.shape} for {entries.size} "
+                    f"blocks"
+                )
+            self._generations.renew(entries, fresh)
         counts = [ids.size for ids in lists.values()]
         return write_ticket(
-            self._serial, counts, entries, self._generations.current(entries)
+            self.serial, counts, entries, self._generations.current(entries)
         )
 
     def withdraw(self, blocks: Blocks | None = None) -> None:

@@ -407,7 +407,7 @@ class WindowLink:
         lane, memory, access = found or (0, b"", b"")
         windows.answer(
             event.wire_id,
-            WindowOpened(number, window._serial, geometry, lane, memory, access),
+            WindowOpened(number, window.serial, geometry, lane, memory, access),
         )
 
     def lane_opened(self, endpoint: LaneEndpoint) -> None:

@@ -114,15 +114,20 @@ class Generations:
         """Return the generations of blocks, for their tickets."""
         return self._table[ids]
 
-    def renew(self, ids: Ids) -> None:
+    def renew(self, ids: Ids, fresh: Array | None = None) -> None:
         """Give blocks new generations; afterwards their memory may be written to.
+
+        Args:
+            ids: The blocks.
+            fresh: Random numbers that were drawn for them; None to draw them here.
 
         Raises:
             UsageError: An id is not one of the table; the others are renewed.
         """
         places = _places(ids)
         with self._lock:
-            fresh = self._draw(places.size)
+            if fresh is None:
+                fresh = self._draw(places.size)
             if renew_compiled is not None:
                 beyond = renew_compiled.held(
                     self.address,

@@ -37,9 +37,10 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 @dataclasses.dataclass
 class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not typed
-    """Carry a worker's address to vLLM's scheduler."""
+    """Carry a worker's address to vLLM's scheduler, and its window's serial."""
 
     address: str
+    serial: bytes = b""  # empty if it has no window
 
 
 class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHMA):  # type: ignore[misc]  # likewise
@@ -103,6 +104,10 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request)
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        if drained := connector_output.finished_sending:
+            self._scheduler.drained(drained)
+
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return every group, since blocks of each group are fetched."""
         return tuple(self._kv_cache_config.transfer_group_ids)
@@ -117,7 +122,8 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         self, metadata: Mapping[tuple[int, int], ListeningAt]
     ) -> None:
         self._scheduler.hear_addresses(
-            {rank: said.address for rank, said in metadata.items()}
+            {rank: said.address for rank, said in metadata.items()},
+            {rank: said.serial for rank, said in metadata.items()},
         )
 
     # --- worker -----------------------------------------------------------------------
@@ -128,7 +134,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         self._worker.layer_written(layer_name)
 
     def get_handshake_metadata(self) -> ListeningAt:
-        return ListeningAt(self._worker.address)
+        return ListeningAt(self._worker.address, self._worker.serial)
 
     def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
         sent, received = self._worker.finished(finished_req_ids)

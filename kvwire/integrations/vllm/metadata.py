@@ -15,6 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from kvwire.errors import UsageError
+from kvwire.integrations.vllm.tickets import TICKET_CHARS_MAX
+from kvwire.kv.blocks import Ids
+from kvwire.kv.fragments import Array
 from kvwire.types import Address
 
 # The most ranks of one engine: as many as kvwire allows shards per group.
@@ -29,7 +32,12 @@ cache group."""
 class PromptTransfer:
     """Describe to a worker a prompt whose KV moves between two engines."""
 
-    _BY_TABLE: ClassVar[tuple[str, ...]] = ("listed", "blocks", "hashes")
+    _BY_TABLE: ClassVar[tuple[str, ...]] = (
+        "listed",
+        "blocks",
+        "hashes",
+        "generations",
+    )
 
     request_id: str  # vLLM's name of the request
     transfer_id: str  # the transfer's name on both engines
@@ -45,6 +53,8 @@ class PromptTransfer:
     content: bytes = b""  # a name of the tokens
     priority: int = 0  # 0 to 255; higher goes first
     traceparent: str = ""  # the client's span in W3C's form; "" without one
+    # With a ticket: the generation of each block in prefill's windows.
+    generations: dict[str, Array] = field(default_factory=dict)
 
     def of_groups(self, tables: Mapping[str, str]) -> Self:
         """Return the same for a worker, with the block table of each cache group."""
@@ -68,7 +78,10 @@ class PromptTransfer:
 
 @dataclass(slots=True, kw_only=True)
 class SendPrompt(PromptTransfer):
-    """Describe to a worker a prompt whose KV is computed here and sent."""
+    """Describe to a worker a prompt whose KV is computed here and sent.
+
+    With ``generations`` its blocks are only offered, for decode to read.
+    """
 
     tokens: int  # how many tokens of the prompt are computed here
 
@@ -86,13 +99,23 @@ class ComputedTokens:
 class LoadPrompt(PromptTransfer):
     """Describe to a worker a prompt whose KV comes from another engine."""
 
-    _BY_TABLE: ClassVar[tuple[str, ...]] = (*PromptTransfer._BY_TABLE, "cached")  # noqa: SLF001
+    _BY_TABLE: ClassVar[tuple[str, ...]] = (
+        *PromptTransfer._BY_TABLE,  # noqa: SLF001
+        "cached",
+        "there",
+    )
 
     # How many leading blocks of each list are here already.
     cached: dict[str, int] = field(default_factory=dict)
     # Nothing is needed any more; the other engine may free its blocks.
     declined: bool = False
     computed: bool = False  # the other engine has reported the prompt as computed
+    # With a ticket: the blocks of the other engine, and its seals; see `tickets`.
+    there: dict[str, Ids] = field(default_factory=dict)
+    seals: tuple[bytes, ...] = ()
+    sealed: bytes = b""
+    # Decode reads it by a ticket, and frees it by a message; else it is pulled.
+    ticketed: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +128,8 @@ class WorkerStep:
     written: list[ComputedTokens] = field(default_factory=list)
     # Prompts whose fetching begins.
     loads: list[LoadPrompt] = field(default_factory=list)
+    # By table: blocks that are offered no more, and may be overwritten in this step.
+    withdrawn: Blocks = field(default_factory=dict)
     # Preempted requests, whose blocks may be overwritten in this step.
     fenced: set[str] = field(default_factory=set)
     idle: bool = False  # the step computes nothing; it only collects arrivals
@@ -130,6 +155,8 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote: Annotated[tuple[_Text, ...], Meta(max_length=_REMOTES_MAX)] = ()
     stages: Annotated[int, Meta(ge=1)] = 1  # pipeline stages of that engine
     signature: _Text = ""  # signature over the reference; "" without one
+    # The right to read the computed blocks; "" if they are pulled.
+    ticket: Annotated[str, Meta(max_length=TICKET_CHARS_MAX)] = ""
 
     @classmethod
     def read(cls, params: Mapping[str, Any] | None) -> TransferParams:
@@ -207,9 +234,12 @@ def answer(
     stages: int = 1,
     *,
     computed: bool = True,
+    ticket: str = "",
 ) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` by which decode finds prefill's KV."""
-    more = {"stages": stages} if stages > 1 else {}
+    more: dict[str, Any] = {"stages": stages} if stages > 1 else {}
+    if ticket:
+        more["ticket"] = ticket
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -31,10 +31,10 @@ BUCKETS: Final = {
 }
 
 
-def observe_sent(into: Observed, outcomes: Iterable[Outcome]) -> None:
-    """Record a prompt that was sent."""
-    for outcome in outcomes:
-        _add(into, "sent_bytes", outcome.nbytes)
+def observe_sent(into: Observed, nbytes: Iterable[int]) -> None:
+    """Record the bytes of each transfer of a prompt."""
+    for one in nbytes:
+        _add(into, "sent_bytes", one)
 
 
 def observe_received(into: Observed, outcomes: Sequence[Outcome], missing: int) -> None:

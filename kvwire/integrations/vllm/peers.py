@@ -6,9 +6,19 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
-from kvwire import Communicator, Connection, Engine, Incoming, Outgoing, PagedCache
+from kvwire import (
+    Communicator,
+    Connection,
+    Engine,
+    Incoming,
+    Outgoing,
+    PagedCache,
+    RemoteWindow,
+)
 from kvwire.integrations.vllm.metadata import PromptTransfer
+from kvwire.integrations.vllm.tickets import WINDOW
 from kvwire.integrations.vllm.topology import RankRoute
 
 P = TypeVar("P", Outgoing, Incoming)
@@ -19,6 +29,9 @@ class Peers:
 
     def __init__(self) -> None:
         self._dials: dict[str, asyncio.Future[Connection]] = {}
+        self._windows: WeakKeyDictionary[Connection, asyncio.Future[RemoteWindow]] = (
+            WeakKeyDictionary()
+        )
 
     async def connection(self, communicator: Communicator, address: str) -> Connection:
         """Return the connection to an address; the first caller dials it.
@@ -32,6 +45,20 @@ class Peers:
             dial = asyncio.ensure_future(communicator.connect(address))
             self._dials = {**kept, address: dial}
         return await asyncio.shield(dial)
+
+    async def window(self, connection: Connection) -> RemoteWindow:
+        """Return the window of a connection's worker; the first caller opens it.
+
+        Raises:
+            KVWireError: The worker has none, or the connection has ended.
+
+        Cancel safety: safe; the opening goes on for other callers.
+        """
+        opening = self._windows.get(connection)
+        if opening is None or (opening.done() and opening.exception() is not None):
+            opening = asyncio.ensure_future(connection.window(WINDOW))
+            self._windows[connection] = opening
+        return await asyncio.shield(opening)
 
 
 def _useless(dial: asyncio.Future[Connection]) -> bool:

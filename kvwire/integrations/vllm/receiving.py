@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hmac
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,20 @@ from typing import Final
 
 import numpy as np
 
-from kvwire import Communicator, Engine, Incoming, Outcome, PagedCache
+from kvwire import (
+    Communicator,
+    Engine,
+    Incoming,
+    Outcome,
+    PagedCache,
+    RemoteWindow,
+    Request,
+)
 from kvwire.errors import UsageError, error_text
 from kvwire.integrations.vllm.metadata import LoadPrompt
+from kvwire.integrations.vllm.offering import release
 from kvwire.integrations.vllm.peers import Peers, PromptEnd
+from kvwire.integrations.vllm.tickets import seal
 from kvwire.integrations.vllm.topology import RankRoute, lacking
 from kvwire.kv.blocks import Ids
 
@@ -25,6 +36,10 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 # fetched before, or prefill is another process now. A prompt without an answer may wait
 # behind many others, so it has `load_timeout_s`.
 _PUBLISHED_WITHIN_S: Final = 5.0
+_LACKING: Final = (
+    "none of the ranks that the request names has {}; it names too few, or another "
+    "number of pipeline stages"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,8 @@ class PromptReceive(PromptEnd[Incoming]):
         self._after = after
         self._codec = codec or None
         self._left = "anything"
+        # Its reads from prefill's windows, if it has a ticket.
+        self._reads: list[Request[Outcome]] = []
         # Resolves when kvwire no longer touches the blocks; never fails.
         self.done: concurrent.futures.Future[ReceiveResult] = engine.start(self._run)
 
@@ -66,6 +83,8 @@ class PromptReceive(PromptEnd[Incoming]):
         parts: list[Incoming] = []
         try:
             self._follow(load)
+            if load.ticketed:
+                return await self._read(communicator)
             await self._begin(communicator, parts)
         except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001 - it would end vLLM's engine
             said = self._reason or error_text(exc)
@@ -90,13 +109,13 @@ class PromptReceive(PromptEnd[Incoming]):
             await part.drained()
         left = self._lacking()
         if left and all(part.met for part in self._parts):
-            logger.error(
-                "transfer %s: none of the ranks that the request names has %s; it "
-                "names too few, or another number of pipeline stages",
-                self._route.id,
-                left,
-            )
+            logger.error("transfer %s: %s", self._route.id, _LACKING.format(left))
             return self._result(load.blocks, outcomes)
+        return self._arrived(outcomes)
+
+    def _arrived(self, outcomes: Sequence[Outcome]) -> ReceiveResult:
+        """Return the result of transfers or reads that are over."""
+        load = self.load
         result = self._result(
             {
                 name: np.concatenate([one.missing.ids(name) for one in outcomes])
@@ -132,6 +151,82 @@ class PromptReceive(PromptEnd[Incoming]):
         own = {name: ids[cached[name] :] for name, ids in blocks.items()}
         missing = {name: np.intersect1d(own[name], ids) for name, ids in lost.items()}
         return ReceiveResult(missing, outcomes)
+
+    async def _read(self, communicator: Communicator) -> ReceiveResult:
+        """Read the blocks that the ticket names, and free them at prefill."""
+        load = self.load
+        links = [
+            await self._peers.connection(communicator, peer)
+            for peer in self._route.peers
+        ]
+        outcomes: list[Outcome] = []
+        try:
+            windows = [await self._peers.window(link) for link in links]
+            if self._after is not None and not load.declined:
+                await communicator.fired(self._after)
+            with self._lock:
+                self._begun = True
+            if load.declined or self._reason:
+                return self._result(load.blocks)
+            self._begin_reads(windows)
+            outcomes = [await read for read in self._reads]
+            return self._arrived(outcomes)
+        finally:
+            for read in self._reads:
+                read.cancel()
+                await read.released()
+            nbytes = [one.nbytes for one in outcomes] or [0] * len(links)
+            for link, read_bytes in zip(links, nbytes, strict=True):
+                release(link, self._route.id, read_bytes)
+
+    def _begin_reads(self, windows: Sequence[RemoteWindow]) -> None:
+        """Read each rank's part.
+
+        Raises:
+            UsageError: The ticket is not for this prompt, or of other ranks.
+        """
+        load = self.load
+        ranks = self._route.ranks
+        for window, rank in zip(windows, ranks, strict=True):
+            right = load.seals and seal(window.serial, load.sealed)
+            if not right or not hmac.compare_digest(right, load.seals[rank]):
+                raise UsageError(
+                    "its ticket is for another prompt, or of an engine that has ended"
+                )
+        brought = [
+            {
+                name: (spec.layer_indices, spec.heads)
+                for name, spec in window.specs.items()
+            }
+            for window in windows
+        ]
+        groups = self._cache.groups
+        specs = {name: group.spec for name, group in groups.items()}
+        if left := lacking(specs, brought):
+            raise UsageError(_LACKING.format(left))
+        if any(load.cached.values()) and any(
+            window.specs[name].block_tokens != spec.block_tokens
+            for window in windows
+            for name, spec in specs.items()
+        ):
+            raise UsageError(
+                "its first blocks are here, and prefill has blocks of another size"
+            )
+        parts = [(name, slice(load.cached[name], None)) for name in groups]
+        own = {name: load.blocks[name][part] for name, part in parts}
+        there = {name: load.there[name][part] for name, part in parts}
+        generations = {name: load.generations[name][part] for name, part in parts}
+        within = timedelta(seconds=self._timeout_s)
+        for window in windows:
+            ticket = window.ticket(there, generations)
+            self._reads.append(
+                window.get(ticket, into=self._cache, blocks=own, deadline=within)
+            )
+
+    async def _abort(self, communicator: Communicator) -> None:
+        for read in self._reads:
+            read.cancel()
+        await super()._abort(communicator)
 
     async def _begin(self, communicator: Communicator, parts: list[Incoming]) -> None:
         load = self.load

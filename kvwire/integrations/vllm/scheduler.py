@@ -5,6 +5,8 @@
     a prompt to send      first step --> Send, then Written for each step
                           all written, request over --> its blocks wait until drained
                           preempted or aborted before --> the workers abort it
+    without a transfer_id all written --> Send with generations, a ticket in the answer
+                          drained or preempted --> its blocks are withdrawn
     a prompt to fetch     matched --> blocks allocated --> Load --> vLLM waits for it
                           over before it was scheduled --> Load(declined)
 
@@ -25,11 +27,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvwire.errors import UsageError
+from kvwire.integrations.vllm import tickets
 from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.integrations.vllm.config import REQUEST, VllmSettings
 from kvwire.integrations.vllm.identity import identity_of, tokens_say_all
@@ -45,6 +48,7 @@ from kvwire.integrations.vllm.metadata import (
     scheduled_requests,
 )
 from kvwire.integrations.vllm.references import References
+from kvwire.integrations.vllm.tickets import TICKET_BLOCKS_MAX, OfferedBlocks
 from kvwire.integrations.vllm.topology import check_ranks
 from kvwire.kv.hashing import HashScheme
 from kvwire.limits import KV_BLOCK_TOKENS_MAX, PRIORITY_MAX
@@ -70,6 +74,8 @@ class _Prompt:
     named: dict[str, int] = field(default_factory=dict)
     written: int = 0  # tokens computed after the scheduled steps
     begun: bool = False  # whether the workers know the prompt
+    # Whether decode reads it when it is computed, by a ticket.
+    offered: bool = False
     lost: bool = False  # whether it was preempted: nothing more is sent
 
     @property
@@ -100,10 +106,27 @@ class SchedulerSide:
         self._prompts: dict[str, _Prompt] = {}
         self._loads: list[LoadPrompt] = []
         self._fenced: set[str] = set()  # preempted requests that have ended since
+        # Of prompts that decode reads: the serials of the ranks' windows, the blocks
+        # that references name, and the blocks of each request whose reference is valid.
+        self._serials: tuple[bytes, ...] = ()
+        self._offered = {name: OfferedBlocks() for name in self._tables}
+        self._references_out: dict[str, Blocks] = {}
+        self._withdrawn: Blocks = {}
 
-    def hear_addresses(self, addresses: dict[tuple[int, int], str]) -> None:
-        """Record the addresses of this engine's ranks, by (pipeline stage, rank)."""
+    def hear_addresses(
+        self,
+        addresses: dict[tuple[int, int], str],
+        serials: Mapping[tuple[int, int], bytes] | None = None,
+    ) -> None:
+        """Record the addresses of this engine's ranks, by (pipeline stage, rank).
+
+        Args:
+            addresses: The addresses.
+            serials: The serials of their windows; b"" of a rank that has none.
+        """
         self._addresses = tuple(addresses[rank] for rank in sorted(addresses))
+        found = tuple((serials or {}).get(rank, b"") for rank in sorted(addresses))
+        self._serials = found if all(found) else ()
 
     def begun(self, request: Any) -> None:
         """Remove the last token from a prompt to send, where decode needs that."""
@@ -149,10 +172,8 @@ class SchedulerSide:
     ) -> None:
         """Record the blocks that a request got."""
         wanted = self._wanted(request)
-        if wanted.sends:
-            self._prompts.setdefault(
-                request.request_id, _Prompt(self._new_send(request, wanted))
-            )
+        if wanted.sends and request.request_id not in self._prompts:
+            self._prompts[request.request_id] = self._new_prompt(request, wanted)
         if wanted.loads:
             request.kv_transfer_params["do_remote_prefill"] = False
             self._loads.append(self._new_load(request, wanted, tables, external))
@@ -170,7 +191,14 @@ class SchedulerSide:
             self._scheduled(step, one)
         step.loads = self._loads
         self._loads = []
+        step.withdrawn = self._withdrawn
+        self._withdrawn = {}
         return step
+
+    def drained(self, request_ids: Iterable[str]) -> None:
+        """Withdraw the blocks of requests that vLLM frees now."""
+        for request_id in request_ids:
+            self._withdraw(request_id)
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """End a request.
@@ -193,7 +221,13 @@ class SchedulerSide:
         if not prompt.whole:
             return True, None
         stages = self._shapes[0].stage[1]
-        said = answer(prompt.send.transfer_id, self._addresses, stages)
+        send = prompt.send
+        ticket = ""
+        if send.generations:
+            ticket = tickets.write(
+                send.blocks, send.generations, send.content, self._serials
+            )
+        said = answer(send.transfer_id, self._addresses, stages, ticket=ticket)
         return True, self._references.signed(said)
 
     # --- inside -----------------------------------------------------------------------
@@ -224,12 +258,17 @@ class SchedulerSide:
         """Return how many tokens of a prompt another engine computes for this one."""
         return max(0, len(request.prompt_token_ids or ()) - self._partial)
 
-    def _new_send(self, request: Any, wanted: TransferParams) -> SendPrompt:
+    def _new_prompt(self, request: Any, wanted: TransferParams) -> _Prompt:
         tokens = request.num_prompt_tokens
         send = SendPrompt(tokens=tokens, **self._moved(request, wanted, tokens))
-        # Clients choose a part of a request's id, but nobody can guess this one.
-        send.transfer_id = send.transfer_id or secrets.token_hex(16)
-        return send
+        if send.transfer_id:
+            return _Prompt(send)
+        # Clients choose a part of a request's id, but nobody can guess this one. So
+        # decode can only ask once prefill has answered.
+        send.transfer_id = secrets.token_hex(16)
+        blocks = sum(map(len, send.hashes.values()))
+        offered = bool(self._serials) and 0 < blocks <= TICKET_BLOCKS_MAX
+        return _Prompt(send, offered=offered)
 
     def _new_load(
         self,
@@ -242,7 +281,9 @@ class SchedulerSide:
             return self._declined(request, wanted)
         tokens = self._fetched_tokens(request)
         load = LoadPrompt(
-            computed=wanted.computed, **self._moved(request, wanted, tokens)
+            computed=wanted.computed,
+            ticketed=bool(wanted.ticket),
+            **self._moved(request, wanted, tokens),
         )
         for name, shape in self._tables.items():
             needed = shape.needed(tokens)
@@ -250,6 +291,14 @@ class SchedulerSide:
             load.blocks[name] = list(blocks)
             here = (tokens - external) // shape.block_tokens - needed.start
             load.cached[name] = min(max(0, here), len(needed))
+        if wanted.ticket:
+            try:
+                found = tickets.read(
+                    wanted.ticket, [*self._tables], load.content, len(wanted.remote)
+                )
+                load.there, load.generations, load.seals, load.sealed = found
+            except UsageError as exc:
+                logger.warning("request %s: %s", request.request_id, exc)
         return load
 
     def _moved(
@@ -286,6 +335,7 @@ class SchedulerSide:
             remote=wanted.remote,
             stages=wanted.stages,
             declined=True,
+            ticketed=bool(wanted.ticket),
         )
 
     def _names(self, request: Any, count: int) -> Mapping[str, Any]:
@@ -328,7 +378,8 @@ class SchedulerSide:
             for table, new in zip(prompt.tables, one.tables, strict=True):
                 table.extend(new)
         prompt.written = min(one.stop, prompt.send.tokens)
-        if self._settings.stream == REQUEST and prompt.written < prompt.send.tokens:
+        whole = prompt.written >= prompt.send.tokens
+        if not whole and (prompt.offered or self._settings.stream == REQUEST):
             return
         new_blocks = self._new_blocks(prompt)
         if not prompt.begun:
@@ -336,9 +387,26 @@ class SchedulerSide:
             prompt.send.blocks = new_blocks
             new_blocks = {}
             step.sends.append(prompt.send)
+            if prompt.offered:
+                self._offer(prompt.send)
+                return
         step.written.append(
             ComputedTokens(request_id=one.id, blocks=new_blocks, stop=prompt.written)
         )
+
+    def _offer(self, send: SendPrompt) -> None:
+        """Let decode read a prompt that is computed when this step is over."""
+        send.generations = {
+            name: self._offered[name].take(blocks)
+            for name, blocks in send.blocks.items()
+        }
+        self._references_out[send.request_id] = send.blocks
+
+    def _withdraw(self, request_id: str) -> None:
+        """End a prompt's reference, if it has a valid one."""
+        for name, blocks in self._references_out.pop(request_id, {}).items():
+            free = self._offered[name].give_back(blocks)
+            self._withdrawn.setdefault(name, []).extend(free)
 
     def _new_blocks(self, prompt: _Prompt) -> Blocks:
         """Return the blocks to move that were not sent to the workers yet."""
@@ -352,6 +420,7 @@ class SchedulerSide:
         return found
 
     def _preempted(self, request_id: str) -> None:
+        self._withdraw(request_id)
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvwire import Communicator, Engine, Outcome, Outgoing, PagedCache
+from kvwire import Communicator, Engine, Outgoing, PagedCache
 from kvwire.errors import UsageError, error_text
 from kvwire.integrations.vllm.metadata import Blocks, SendPrompt
 from kvwire.integrations.vllm.peers import PromptEnd
@@ -55,8 +55,9 @@ class PromptSend(PromptEnd[Outgoing]):
         self._codec = codec or None
         # Calls that came before the transfer existed.
         self._early: list[Callable[[Outgoing], None]] | None = []
-        # Resolves when kvwire no longer touches the blocks; never fails.
-        self.done: concurrent.futures.Future[list[Outcome]] = engine.start(self._run)
+        # Resolves when kvwire no longer touches the blocks, with the bytes that were
+        # sent; never fails.
+        self.done: concurrent.futures.Future[list[int]] = engine.start(self._run)
 
     def extend(self, blocks: Blocks) -> None:
         """Add blocks that the prompt got; from any thread, without waiting."""
@@ -80,7 +81,7 @@ class PromptSend(PromptEnd[Outgoing]):
 
     # --- on the loop ------------------------------------------------------------------
 
-    async def _run(self, communicator: Communicator) -> list[Outcome]:
+    async def _run(self, communicator: Communicator) -> list[int]:
         try:
             self._follow(self._send)
             out = self._publish(communicator)
@@ -103,7 +104,7 @@ class PromptSend(PromptEnd[Outgoing]):
             await self._abort(communicator)
         outcome = await out
         await out.drained()
-        return [outcome]
+        return [outcome.nbytes]
 
     def _publish(self, communicator: Communicator) -> Outgoing:
         send = self._send

@@ -31,6 +31,7 @@ class RankRoute:
     id: str  # the transfer's id
     # Their addresses; "" for a rank whose address is unknown and not needed.
     peers: tuple[str, ...]
+    ranks: tuple[int, ...] = ()  # their numbers, stage by stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ def rank_route(moved: SendPrompt | LoadPrompt, own: OwnRank) -> RankRoute:
     addresses, stages = own.others(moved.remote, moved.stages)
     others = targets if isinstance(moved, SendPrompt) else sources
     found = others(own.spec, len(addresses) // stages, stages)
-    return RankRoute(moved.transfer_id, tuple(addresses[at] for at in found))
+    peers = tuple(addresses[at] for at in found)
+    return RankRoute(moved.transfer_id, peers, found)
 
 
 def check_ranks(shapes: Sequence[CacheShape], listed: int, stages: int = 1) -> None:

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Final
 
-from kvwire import Communicator, Engine
+import numpy as np
+
+from kvwire import Communicator, Engine, Window
 from kvwire.config import Config
 from kvwire.directory.dialable import warn_of_unknown_name
 from kvwire.errors import BackendUnavailable
@@ -32,6 +34,7 @@ from kvwire.integrations.vllm.metrics import (
     observe_received,
     observe_sent,
 )
+from kvwire.integrations.vllm.offering import PromptOffer, PromptOffers
 from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.receiving import PromptReceive
 from kvwire.integrations.vllm.sending import (
@@ -40,6 +43,7 @@ from kvwire.integrations.vllm.sending import (
     PromptBlocks,
     PromptSend,
 )
+from kvwire.integrations.vllm.tickets import WINDOW
 from kvwire.integrations.vllm.topology import OwnRank, rank_route
 from kvwire.kv.spec import KVSpec
 from kvwire.types import Address
@@ -81,7 +85,11 @@ class WorkerSide:
         self._specs: dict[str, KVSpec] = {}  # by cache group
         self._own: OwnRank
         self._device = CacheDevice(self._engine, None)
-        self._departures: dict[str, PromptSend] = {}
+        # The window by which decode reads computed prompts; b"" and None without one.
+        self.serial: bytes = b""
+        self._window: Window | None = None
+        self._offers = PromptOffers(config.lease_s)
+        self._departures: dict[str, PromptSend | PromptOffer] = {}
         self._arrivals: dict[str, PromptReceive] = {}
         # Requests that the scheduler considers finished, and that have not drained yet.
         self._leaving: set[str] = set()
@@ -101,6 +109,10 @@ class WorkerSide:
         caches = layer_caches(tensors, self._shapes)
         self._device = CacheDevice(self._engine, caches.cache.device)
         self._caches = caches
+        if caches.cache.device is None and not self._settings.codec:
+            self._window = self._engine.start(self._expose).result()
+            self.serial = self._window.serial
+            self._engine.start(self._offers.serve)
         groups = caches.cache.groups.items()
         self._specs = {name: group.spec for name, group in groups}
         # The spec with the most heads, and the stage, decide which ranks exchange KV.
@@ -132,6 +144,9 @@ class WorkerSide:
         are reported. A link that does not release its blocks in time is dropped; its
         other transfers resume on another link.
         """
+        if step.withdrawn and self._window is not None:
+            tables = self._tables.items()
+            self._window.withdraw({name: step.withdrawn[one] for name, one in tables})
         for request_id in step.fenced:
             self._unsent.discard(request_id)
             departure = self._departures.pop(request_id, None)
@@ -146,9 +161,9 @@ class WorkerSide:
         for send in step.sends:
             self._send(send)
         parts = [
-            self._extend(self._departures[one.request_id], one)
+            self._extend(departure, one)
             for one in step.written
-            if one.request_id in self._departures
+            if isinstance(departure := self._departures.get(one.request_id), PromptSend)
         ]
         self._forward_pass = NOTHING_WRITTEN
         if parts:
@@ -189,6 +204,7 @@ class WorkerSide:
             self._wait_idle()
         if self._device.failed:
             self._log_quarantined()
+        self._offers.end_leases()
         sent = {r for r in self._leaving if self._departures[r].done.done()}
         for request_id in sent:
             self._leaving.discard(request_id)
@@ -223,6 +239,9 @@ class WorkerSide:
                 end.done.cancel()  # it would never come
         self._engine.close()
 
+    async def _expose(self, communicator: Communicator) -> Window:
+        return communicator.expose(WINDOW, self._caches.cache)
+
     # --- sending ----------------------------------------------------------------------
 
     def _send(self, send: SendPrompt) -> None:
@@ -231,9 +250,19 @@ class WorkerSide:
             # Other ranks send the same heads, so this one has nothing to do.
             self._unsent.add(send.request_id)
             return
+        moved = send.of_groups(self._tables)
+        if moved.generations:
+            # The ticket is not written before the step is over.
+            assert self._window is not None
+            drawn = [moved.generations[name] for name in self._caches.cache.groups]
+            self._window.offer(moved.blocks, np.concatenate(drawn))
+            self._departures[send.request_id] = self._offers.add(
+                send.transfer_id, len(route.peers)
+            )
+            return
         self._departures[send.request_id] = PromptSend(
             self._engine,
-            send.of_groups(self._tables),
+            moved,
             self._caches.cache,
             route,
             self._settings.codec,
@@ -309,7 +338,7 @@ class WorkerSide:
         if arrival is not None:
             arrival.abort("the request ended before its prompt was here")
 
-    def _drain(self, request_id: str, end: PromptSend) -> None:
+    def _drain(self, request_id: str, end: PromptSend | PromptOffer) -> None:
         """Wait until nothing can touch the blocks of an aborted prompt."""
         dropped = False
         over = [end.done]
@@ -338,7 +367,7 @@ class WorkerSide:
                     request_id,
                 )
 
-    def _ends(self) -> dict[str, PromptSend | PromptReceive]:
+    def _ends(self) -> dict[str, PromptSend | PromptOffer | PromptReceive]:
         """Return all transfers by request."""
         return {**self._departures, **self._arrivals}
 

@@ -16,6 +16,7 @@ import pytest
 
 from kvwire import BackendUnavailable, Communicator, UsageError
 from kvwire.integrations.vllm.metadata import WorkerStep
+from kvwire.integrations.vllm.sending import PromptSend
 from kvwire.limits import MIB
 from tests.support import inside
 from tests.support.engines import steps
@@ -252,6 +253,7 @@ def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
     p, d = gpus.worker(**settings), gpus.host_worker()
     steps.give_first(p)
     (departure,) = p.side._departures.values()
+    assert isinstance(departure, PromptSend)
     assert eventually(
         lambda: (
             len(departure._parts) == 1

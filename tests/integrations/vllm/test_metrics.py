@@ -24,7 +24,7 @@ OUTCOME = kvwire.Outcome(
 
 def test_what_is_noted_is_in_the_log_line() -> None:
     observed: metrics.Observed = {}
-    metrics.observe_sent(observed, [OUTCOME, OUTCOME])
+    metrics.observe_sent(observed, [OUTCOME.nbytes, OUTCOME.nbytes])
     metrics.observe_received(observed, [OUTCOME], 2)
     assert metrics.summary(observed) == {
         "prompts sent": 2,

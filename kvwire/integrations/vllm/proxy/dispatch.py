@@ -227,7 +227,10 @@ class Dispatcher:
         """
         if source is None:
             return await self._answer(to, asked, asked.body, attempt)
-        named = secrets.token_hex(16), self._references
+        # In sequence, prefill names the KV when it has it.
+        in_sequence = self._order == IN_SEQUENCE
+        name = "" if in_sequence else secrets.token_hex(16)
+        named = name, self._references
         body = for_prefill(asked.body, to.server, *named)
         computed = asyncio.ensure_future(self._compute(source, asked, body))
         # Its answer comes at about the time of decode's, and is not cut off then.
@@ -235,14 +238,14 @@ class Dispatcher:
         body = for_decode(asked.body, source.server, *named)
         asked.engines = (source.url, to.url)
         params: Any = None
-        if self._order == IN_SEQUENCE:
+        if in_sequence:
             asked.waits_for = "the prompt's KV"
             said, params = await computed
             if said.is_error:
                 return said
+            params = params or _NOT_SENT
             # Prefill knows best which of its ranks has the KV, and where.
-            where = params or body["kv_transfer_params"] | {"computed": True}
-            body["kv_transfer_params"] = where
+            body["kv_transfer_params"] = params
         found = None
         if params != _NOT_SENT:
             found = await self._fetched(to, asked, body, computed, attempt)

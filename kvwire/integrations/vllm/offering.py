@@ -1,0 +1,126 @@
+"""Computed prompts that decode reads by their tickets, until it has released them.
+
+Nothing is agreed about such a prompt: this side only keeps its blocks until a message
+frees them, or until its lease ends. The scheduler's side withdraws them afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+from collections import deque
+from time import monotonic
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from kvwire import Communicator, Connection
+from kvwire.errors import ConnectionClosed, KVWireError
+from kvwire.integrations.vllm.tickets import RELEASE_TAG
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True):
+    """The message by which one of decode's ranks frees a prompt's blocks."""
+
+    transfer_id: Annotated[str, Meta(max_length=256)]  # the transfer's name
+    nbytes: Annotated[int, Meta(ge=0, lt=2**62)]  # how many bytes it has read
+
+
+_DECODER: Final = msgspec.msgpack.Decoder(Release)
+
+
+class PromptOffer:
+    """One prompt whose blocks decode may read."""
+
+    finished: Final = True
+    quarantined: Final = False  # no link has to let go of its blocks
+
+    def __init__(self, readers: int, until: float) -> None:
+        self.until: float = until  # on the monotonic clock
+        # Resolves when the blocks may be withdrawn, with the bytes that each rank of
+        # decode has read; never fails.
+        self.done: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
+        self._readers = readers
+        self._read: list[int] = []
+
+    def released(self, nbytes: int) -> bool:
+        """Note that a rank needs it no more; return whether none does."""
+        self._read.append(nbytes)  # bounded: the ranks of decode
+        if len(self._read) < self._readers:
+            return False
+        self.end()
+        return True
+
+    def end(self) -> None:
+        """Keep the blocks no longer."""
+        # The lease may end on the engine's thread while a message comes.
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.done.set_result(self._read)
+
+    def abort(self, reason: str) -> bool:
+        """End it; no link has to let go of its blocks."""
+        self.end()
+        return False
+
+
+class PromptOffers:
+    """The prompts of a worker that decode may read.
+
+    Args:
+        lease_s: How long blocks are kept for decode.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        # By the transfer's name; in the order of their leases.
+        self._offers: dict[str, PromptOffer] = {}
+        self._leases: deque[tuple[str, PromptOffer]] = deque()
+
+    def add(self, transfer_id: str, readers: int) -> PromptOffer:
+        """Keep a prompt until as many ranks have released it, or its lease ends."""
+        offer = PromptOffer(readers, monotonic() + self._lease_s)
+        self._offers[transfer_id] = offer  # bounded: blocks of the engine
+        self._leases.append((transfer_id, offer))
+        return offer
+
+    def end_leases(self) -> None:
+        """End the leases whose time is over."""
+        leases = self._leases
+        while leases and (leases[0][1].done.done() or leases[0][1].until < monotonic()):
+            transfer_id, offer = leases.popleft()
+            self._offers.pop(transfer_id, None)
+            offer.end()
+
+    async def serve(self, communicator: Communicator) -> None:
+        """Take the messages that free prompts.
+
+        Cancel safety: safe; it is cancelled with its loop.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            async for connection in communicator.connections():
+                tasks.create_task(self._listen(connection))
+
+    async def _listen(self, connection: Connection) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                message = await connection.recv(RELEASE_TAG)
+                try:
+                    release = _DECODER.decode(message)
+                except msgspec.MsgspecError as exc:
+                    logger.warning("a message of a peer was ignored: %s", exc)
+                    continue
+                offer = self._offers.get(release.transfer_id)
+                if offer is not None and offer.released(release.nbytes):
+                    self._offers.pop(release.transfer_id, None)
+
+
+def release(connection: Connection, transfer_id: str, nbytes: int) -> None:
+    """Free a prompt's blocks at the other end of a connection; asks for no answer."""
+    message = msgspec.msgpack.encode(Release(transfer_id, nbytes))
+    with contextlib.suppress(KVWireError):  # its lease ends without it
+        connection.send(RELEASE_TAG, message)
