@@ -61,7 +61,7 @@ def _run(given: argparse.Namespace, psk_file: str) -> Tally:
     console = Console()
     soak = ProcessSoak(
         seed=given.seed,
-        goal_bytes=int(given.gib * GIB),
+        goal=int(given.gib * GIB),
         fault_s=given.fault_s,
         way=given.transport,
         psk_file=psk_file,

@@ -271,11 +271,13 @@ async def _live(role: str, address: str, way: Way, seed: int, psk_file: str) -> 
 class ProcessSoak:
     """Starts both processes, and lets faults befall them until enough has landed."""
 
+    roles: tuple[str, ...] = ("producer", "consumer")
+
     def __init__(
         self,
         *,
         seed: int,
-        goal_bytes: int,
+        goal: int,
         fault_s: float,
         way: str,
         psk_file: str = "",
@@ -283,7 +285,7 @@ class ProcessSoak:
         self.tally = stamps.Tally()
         self._random = random.Random(seed)
         self._seed = seed
-        self._goal_bytes = goal_bytes
+        self._goal = goal
         self._fault_s = fault_s
         self._way = way
         self._psk_file = psk_file
@@ -300,15 +302,15 @@ class ProcessSoak:
         """
         bar = None
         if progress is not None:
-            bar = progress.add_task("soak", total=self._goal_bytes)
-        roles = ("producer", "consumer")
+            bar = progress.add_task("soak", total=self._goal)
+        roles = self.roles
         try:
             for role in roles:
                 self._lives[role] = await _Life.begin(self, role)
-            while self.tally.nbytes < self._goal_bytes and not self.tally.failed:
+            while self.reached < self._goal and not self.tally.failed:
                 await self._fault(self._random.choice(roles))
                 if progress is not None and bar is not None:
-                    progress.update(bar, completed=self.tally.nbytes)
+                    progress.update(bar, completed=self.reached)
             for role in roles:
                 await self._lives[role].end()
         finally:
@@ -320,8 +322,17 @@ class ProcessSoak:
         """How to start a side; no two of its lives have the same seed."""
         self._born[role] += 1
         seed = self._seed * 100 + self._born[role]
+        return [sys.executable, *self.arguments(role, seed)]
+
+    def arguments(self, role: str, seed: int) -> list[str]:
+        """What Python is called with for that."""
         where = (self._address, self._way)
-        return [sys.executable, "-m", __name__, role, *where, str(seed), self._psk_file]
+        return ["-m", __name__, role, *where, str(seed), self._psk_file]
+
+    @property
+    def reached(self) -> int:
+        """How much of the goal is done: bytes checked."""
+        return self.tally.nbytes
 
     def heard(self, said: dict[str, int]) -> None:
         """A side has seen something."""
@@ -338,8 +349,10 @@ class ProcessSoak:
             self._moved.clear()
             async with asyncio.timeout(stamps.ROUND_TIMEOUT_S):
                 await self._moved.wait()
+            for life in self._lives.values():
+                life.check()
             return
-        before = self.tally.nbytes
+        before = self.reached
         await asyncio.sleep(self._random.expovariate(1 / self._fault_s))
         what = self._random.choices(("cut", "stopped", "killed"), (6, 3, 1))[0]
         self.tally.counts[f"{role} {what}"] += 1
@@ -354,7 +367,7 @@ class ProcessSoak:
             await life.kill()
             life = self._lives[role] = await _Life.begin(self, role)
         async with asyncio.timeout(stamps.ROUND_TIMEOUT_S):
-            while self.tally.nbytes == before and not self.tally.failed:
+            while self.reached == before and not self.tally.failed:
                 self._moved.clear()
                 await self._moved.wait()
                 life.check()

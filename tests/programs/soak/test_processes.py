@@ -40,7 +40,7 @@ def test_no_byte_is_wrong_while_processes_are_stopped_and_killed(
 
 
 def soak(fault_s: float = 0.0) -> ProcessSoak:
-    return ProcessSoak(seed=1, goal_bytes=MIB, fault_s=fault_s, way="tcp")
+    return ProcessSoak(seed=1, goal=MIB, fault_s=fault_s, way="tcp")
 
 
 async def test_a_process_that_ends_by_itself_is_a_failure(

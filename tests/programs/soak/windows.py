@@ -1,0 +1,431 @@
+"""A soak of windows: gets beside an owner that takes back, overwrites and offers.
+
+    python -m tests.programs.soak.windows --way mapped --blocks 1000000 [--seed 1]
+        [--fault-s 0.5] [--plant]
+
+An owner takes blocks back, overwrites them and offers them again, all the time and from
+a thread of its own; now and then it closes the window, writes to all of its memory and
+exposes it again. Readers in other processes get blocks by the tickets that stand on a
+*board*, a file that both have mapped. Each 64-bit word is the generation under which
+its block is offered, which no other life of a block has, plus a number for the word's
+place. So every byte of a block that has landed names its owner, life and place. What
+has not landed may hold anything, but only until it is released: then it is filled with
+poison, which has to be there still when the block is used again.
+
+Meanwhile connections are cut, and both sides are stopped, continued and killed. With
+``--plant`` the second look is left out, and the soak has to fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import uvloop
+
+import kvwire
+from kvwire.kv.ticket import SERIAL_BYTES, read_ticket, write_ticket
+from kvwire.limits import KIB
+from kvwire.memory.arena import Arena
+from tests.programs.soak.processes import PING_INTERVAL_S, ProcessSoak, say
+from tests.programs.soak.stamps import POISON, Tally
+
+BLOCKS: Final = 64
+# Large enough that a copy is often overtaken, small enough for many of them.
+SPEC: Final = kvwire.KVSpec(
+    layers=2, kv_heads=2, head_dim=128, block_tokens=16, dtype="float16", components=1
+)
+BLOCK_WORDS: Final = 8 * KIB // 8
+GETS_AT_ONCE: Final = 4
+# What goes by messages is overtaken while it waits to be sent: there is much of it.
+BLOCKS_EACH_MAX: Final = BLOCKS // GETS_AT_ONCE
+CHANGED_AT_ONCE: Final = 3
+# Gets between two lines that a reader prints.
+_REPORT: Final = 50
+# What a thread that holds the interpreter leaves to the one that serves gets.
+_SWITCH_S: Final = 2e-4
+_LIFE_S: Final = 1.0
+_TRIES_S: Final = 0.05
+_MODULE: Final = "tests.programs.soak.windows"
+_STEP: Final = 0x9E3779B97F4A7C15
+Words = npt.NDArray[np.uint64]
+
+
+class Way(NamedTuple):
+    """How windows are read.
+
+    Attributes:
+        prefer: The transport that is tried first.
+        arena: The owner's cache lies in an arena.
+        taken: What a reader reports as its way.
+        pause_s: How long the owner's thread sleeps between two changes: it would
+            otherwise keep the interpreter from the loop that serves gets.
+    """
+
+    prefer: str
+    arena: bool
+    taken: str
+    pause_s: float = 0.0
+    backends: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+
+
+WAYS: Final = MappingProxyType(
+    {
+        "mapped": Way("local", True, "mapped"),
+        "process_vm_readv": Way("local", False, "process_vm_readv"),
+        "tcp": Way("tcp", False, "messages", 2e-5),
+        "inproc": Way("inproc", False, "messages", 2e-5),
+        "ucx": Way(
+            "ucx", False, "ucx", 2e-5, {"ucx": {"TLS": "posix,sysv,cma,self,tcp"}}
+        ),
+        "nixl": Way("nixl", False, "nixl", 2e-5),
+    }
+)
+
+
+class Blocks:
+    """A cache, its words, and what they hold for a generation."""
+
+    def __init__(self, *, arena: bool = False) -> None:
+        shape = (BLOCKS, 1, SPEC.block_tokens, SPEC.kv_heads, SPEC.head_dim)
+        made = None
+        if arena:
+            made = Arena(SPEC.layers * 2 * BLOCKS * BLOCK_WORDS * 8)
+        tensors = [
+            np.zeros(shape, np.float16)
+            if made is None
+            else made.numpy(shape, np.float16)
+            for _ in range(SPEC.layers)
+        ]
+        self.cache = kvwire.PagedCache(SPEC, tensors)
+        self.words: list[Words] = [
+            tensor.reshape(BLOCKS, -1).view(np.uint64) for tensor in tensors
+        ]
+        assert self.words[0].shape[1] == BLOCK_WORDS
+        count = np.arange(BLOCK_WORDS, dtype=np.uint64)
+        self.numbers = [
+            count * np.uint64(_STEP + 2 * layer) for layer in range(SPEC.layers)
+        ]
+        self.fill(list(range(BLOCKS)), POISON)
+
+    def fill(self, ids: list[int], word: np.uint64) -> None:
+        for words in self.words:
+            words[ids] = word
+
+    def write(self, block: int, generation: np.uint64) -> None:
+        for words, numbers in zip(self.words, self.numbers, strict=True):
+            np.add(numbers, generation, out=words[block])
+
+    def wrong(self, block: int, generation: np.uint64) -> int:
+        """How many bytes of a block are in words that it does not have."""
+        return 8 * sum(
+            int(np.count_nonzero(words[block] != numbers + generation))
+            for words, numbers in zip(self.words, self.numbers, strict=True)
+        )
+
+    def late(self, block: int) -> int:
+        """How many bytes are in words without poison."""
+        return 8 * sum(int(np.count_nonzero(w[block] != POISON)) for w in self.words)
+
+
+class Board:
+    """The generations under which blocks are offered now, and the window's serial."""
+
+    NBYTES: Final = SERIAL_BYTES + 8 * BLOCKS
+
+    def __init__(self, path: str) -> None:
+        whole = np.memmap(path, np.uint8, "r+", shape=(self.NBYTES,))
+        self.serial = whole[:SERIAL_BYTES]
+        self.generations: Words = whole[SERIAL_BYTES:].view(np.uint64)
+
+    def ticket(self, blocks: list[int]) -> tuple[bytes, Words]:
+        """The ticket of some blocks, and its generations."""
+        ids = np.array(blocks)
+        generations = self.generations[ids].copy()
+        serial = self.serial.tobytes()
+        return write_ticket(serial, [ids.size], ids, generations), generations
+
+
+# --- the owner ------------------------------------------------------------------------
+
+
+class Owner:
+    """Exposes a window for a while, and changes what is in it."""
+
+    def __init__(self, board: Board, way: Way, seed: int) -> None:
+        self._board = board
+        self._pause_s = way.pause_s
+        self._random = random.Random(seed)
+        self._blocks = Blocks(arena=way.arena)
+        self._changes = 0
+
+    async def run(self, comm: kvwire.Communicator, stop: asyncio.Event) -> None:
+        """Expose windows one after the other.
+
+        Cancel safety: not safe; set `stop`.
+        """
+        while not stop.is_set():
+            window = comm.expose("kv", self._blocks.cache)
+            over = threading.Event()
+            first = window.offer([0])
+            self._board.serial[:] = np.frombuffer(read_ticket(first).serial, np.uint8)
+            changing = threading.Thread(target=self._change, args=(window, over))
+            changing.start()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._random.expovariate(1 / _LIFE_S)):
+                    await stop.wait()
+            over.set()
+            await asyncio.to_thread(changing.join)
+            await window.close()
+            # From here nobody reads it: what this writes is in no block that landed.
+            self._blocks.fill(list(range(BLOCKS)), POISON)
+            say({"changes": self._changes, "windows": 1})
+            self._changes = 0
+
+    def _change(self, window: kvwire.Window, over: threading.Event) -> None:
+        everything = list(range(BLOCKS))
+        self._offer(window, everything)
+        while not over.is_set():
+            ids = self._random.sample(everything, CHANGED_AT_ONCE)
+            window.withdraw(ids)
+            self._blocks.fill(ids[:1], POISON)
+            self._offer(window, ids)
+            self._changes += 1
+            if self._pause_s:
+                time.sleep(self._pause_s)
+
+    def _offer(self, window: kvwire.Window, ids: list[int]) -> None:
+        # Nobody has this ticket yet, so the blocks may still be written to.
+        generations = read_ticket(window.offer(ids)).generations
+        for block, generation in zip(ids, generations, strict=True):
+            self._blocks.write(block, generation)
+        self._board.generations[ids] = generations
+
+
+# --- readers --------------------------------------------------------------------------
+
+
+class Reader:
+    """Gets blocks, and looks at every byte."""
+
+    def __init__(self, board: Board, seed: int) -> None:
+        self._board = board
+        self._random = random.Random(seed)
+        self._blocks = Blocks()
+        self._counts = dict.fromkeys(
+            ("gets", "bytes", "wrong", "late", "landed", "missing"), 0
+        )
+
+    async def run(
+        self, comm: kvwire.Communicator, address: str, stop: asyncio.Event
+    ) -> None:
+        """Get blocks until told to stop.
+
+        Cancel safety: not safe; set `stop`.
+        """
+        peer = comm.peer(address)
+        remote = None
+        while remote is None and not stop.is_set():
+            try:
+                remote = await peer.window("kv")
+            except (kvwire.KVWireError, OSError):
+                await asyncio.sleep(_TRIES_S)
+        if remote is not None:
+            async with asyncio.TaskGroup() as group:
+                for part in np.array_split(np.arange(BLOCKS), GETS_AT_ONCE):
+                    group.create_task(self._gets(remote, part.tolist(), stop))
+        self._report()
+
+    async def _gets(
+        self, remote: kvwire.RemoteWindow, mine: list[int], stop: asyncio.Event
+    ) -> None:
+        """Get blocks into some of this cache, one get at a time."""
+        counts = self._counts
+        while not stop.is_set():
+            count = self._random.randint(1, BLOCKS_EACH_MAX)
+            into = self._random.sample(mine, count)
+            counts["late"] += sum(map(self._blocks.late, into))
+            ticket, generations = self._board.ticket(
+                self._random.sample(range(BLOCKS), count)
+            )
+            deadline = 0.002 if self._random.random() < 0.01 else None
+            get = remote.get(ticket, self._blocks.cache, into, deadline=deadline)
+            if self._random.random() < 0.01:
+                await asyncio.sleep(0)
+                get.cancel()
+            try:
+                outcome = await get
+            except kvwire.RequestCancelled:
+                pass
+            else:
+                landed = set(outcome.landed.ids().tolist())
+                for block, generation in zip(into, generations, strict=True):
+                    if block in landed:
+                        counts["wrong"] += self._blocks.wrong(block, generation)
+                counts["landed"] += len(landed)
+                counts["missing"] += count - len(landed)
+                counts["bytes"] += len(landed) * SPEC.layers * BLOCK_WORDS * 8
+                if not landed and remote.owner_gone:
+                    await asyncio.sleep(_TRIES_S)
+            await get.released()
+            self._blocks.fill(into, POISON)
+            counts["gets"] += 1
+            counts[f"gets, {remote.way}"] = 1 + counts.get(f"gets, {remote.way}", 0)
+            if counts["gets"] >= _REPORT or counts["wrong"] or counts["late"]:
+                self._report()
+            await asyncio.sleep(0)
+
+    def _report(self) -> None:
+        say(self._counts)
+        for what in self._counts:
+            self._counts[what] = 0
+
+
+# --- a process ------------------------------------------------------------------------
+
+
+async def _live(role: str, address: str, way: Way, seed: int, path: str) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    board = Board(path)
+    sys.setswitchinterval(_SWITCH_S)
+    async with kvwire.open(
+        name=f"soak-{role}",
+        ping_interval_s=PING_INTERVAL_S,
+        close_timeout_s=1.0,
+        trust="loopback",
+        prefer=(way.prefer,),
+        one_sided_windows="peers",
+        backends=way.backends,
+    ) as comm:
+
+        def cut() -> None:
+            for connection in comm.live_connections:
+                connection.abort("soak: cut")
+
+        loop.add_signal_handler(signal.SIGUSR1, cut)
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        say({})
+        async with asyncio.TaskGroup() as group:
+            if role != "reader":
+                await comm.listen(address)
+                group.create_task(Owner(board, way, seed).run(comm, stop))
+            if role == "both":
+                group.create_task(_near(stop, board, address, seed))
+            elif role == "reader":
+                group.create_task(Reader(board, seed).run(comm, address, stop))
+
+
+async def _near(stop: asyncio.Event, board: Board, address: str, seed: int) -> None:
+    """A reader in the owner's process.
+
+    Cancel safety: not safe; set `stop`.
+    """
+    async with kvwire.open(name="soak-near", ping_interval_s=PING_INTERVAL_S) as comm:
+        await Reader(board, seed).run(comm, address, stop)
+
+
+def _plant(way: Way) -> None:
+    """Leave out the look after the bytes."""
+    from kvwire.endpoint.window_link import WindowLink
+    from kvwire.proto.events import WindowSent
+
+    def sent(self: Any, event: WindowSent) -> None:
+        self.served.pop(event.request)
+        self.driver.core.windows.finish(event.request, b"", sent=True)
+
+    WindowLink._sent = sent  # type: ignore[method-assign]
+    if way.prefer == "local":
+        from kvwire_local import blocks
+
+        blocks.mapped_compiled = blocks.process_compiled = None
+        for kind in (blocks.MappedBlocks, blocks.ProcessBlocks):
+            kind._look_again = lambda *_: None  # type: ignore[method-assign]
+
+
+# --- the parent -----------------------------------------------------------------------
+
+
+class WindowSoak(ProcessSoak):
+    """Starts an owner and readers, and lets faults befall them until it is enough."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        blocks: int,
+        way: str,
+        path: str,
+        fault_s: float = 0.0,
+        plant: bool = False,
+    ) -> None:
+        super().__init__(seed=seed, goal=blocks, fault_s=fault_s, way=way)
+        self.roles = ("both",) if way == "inproc" else ("owner", "reader")
+        self._path = path
+        self._plant = plant
+        Path(path).write_bytes(bytes(Board.NBYTES))
+        if way == "inproc":
+            self._address = "inproc://windows-soak"
+
+    @property
+    def reached(self) -> int:
+        """How many blocks were got, or were missing."""
+        return self.tally.counts["landed"] + self.tally.counts["missing"]
+
+    def arguments(self, role: str, seed: int) -> list[str]:
+        plant = ("plant",) if self._plant else ()
+        where = (self._address, self._way)
+        return ["-m", _MODULE, role, *where, str(seed), self._path, *plant]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.soak.windows")
+    parser.add_argument("--way", choices=WAYS, default="mapped")
+    parser.add_argument("--blocks", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--fault-s", type=float, default=0.5, help="0: none")
+    parser.add_argument("--plant", action="store_true")
+    given = parser.parse_args(arguments)
+    print(f"seed {given.seed}", flush=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        soak = WindowSoak(
+            seed=given.seed,
+            blocks=given.blocks,
+            way=given.way,
+            path=str(Path(folder, "board")),
+            fault_s=given.fault_s,
+            plant=given.plant,
+        )
+        tally: Tally = uvloop.run(soak.run())
+    print(
+        f"{soak.reached} blocks in {tally.counts['gets']} gets over {given.way}, in "
+        f"{time.monotonic() - began:.1f} s: {tally.wrong_bytes} wrong bytes, "
+        f"{tally.late_bytes} late bytes"
+    )
+    for what, count in sorted(tally.counts.items()):
+        print(f"  {what}: {count}")
+    return int(tally.failed)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] in ("owner", "reader", "both"):
+        _, _role, _address, _way, _seed, _path, *_planted = sys.argv
+        if _planted:
+            _plant(WAYS[_way])
+        uvloop.run(_live(_role, _address, WAYS[_way], int(_seed), _path))
+    else:
+        sys.exit(main())
