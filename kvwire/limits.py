@@ -104,6 +104,10 @@ WINDOW_VIEWS_MAX: Final = 64
 # request. A larger get is several of these.
 WINDOW_GET_BLOCKS_MAX: Final = 4096
 WINDOW_GET_BYTES_MAX: Final = 64 * MIB
+# The blocks of a small get come in one frame, gathered in memory of the link; and the
+# bytes of such gets that one reader may have asked for at a time.
+WINDOW_DATA_BYTES_MAX: Final = 256 * KIB
+WINDOW_DATA_ASKED_MAX: Final = 1 * MIB
 # The addresses of a window's tensors, 8 bytes for each layer of keys and of values, and
 # what a lane needs to read them. Without room for these it is read by messages.
 WINDOW_MEMORY_BYTES_MAX: Final = 20 * KIB
@@ -250,6 +254,7 @@ assert DESCRIPTION_BYTES_MAX + TRANSFER_ID_BYTES_MAX < CONTROL_BODY_BYTES_MAX - 
 assert LANDED_BOX_BYTES * LANDED_BOXES_MAX < DESCRIPTION_BYTES_MAX - 16 * KIB
 assert 5 * SETTLED_MAX < CONTROL_BODY_BYTES_MAX - KIB
 assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
+assert WINDOW_DATA_ASKED_MAX < CONTROL_QUEUE_BYTES_MAX
 assert 12 * WINDOW_GET_BLOCKS_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert SPAN_PIECES_MAX * 8 < DESCRIPTOR_BYTES_MAX - KIB
 assert DESCRIPTOR_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX

@@ -45,6 +45,7 @@ from kvwire.limits import (
     WAITING_LOG_S,
     WAKEUP_BYTES,
 )
+from kvwire.memory.buffers import mid_page_memory
 from kvwire.memory.checksum import LOW_32_BITS, view_digest
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
@@ -88,6 +89,7 @@ _HOLD: Final = ChunkPlace.HOLD
 _MARKED: Final = ChunkPlace.MARKED
 _NOWHERE: Final = ChunkPlace.NOWHERE
 _CHECKED: Final = int(Flag.CHECKED)
+_WHOLE: Final = ChunkPlace.WHOLE
 _new: Final = object.__new__
 
 
@@ -282,6 +284,10 @@ class ConnectionDriver(LinkHandler):
         """Whether the control link carries payload now, beside possible lanes."""
         return self.lanes.fallback and not self.lanes.open
 
+    def check_of(self, payload: memoryview) -> int | None:
+        """Return the checksum with which to send a payload, or None."""
+        return self._checks.seal(payload, self._copies, None)[1]
+
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
@@ -317,6 +323,8 @@ class ConnectionDriver(LinkHandler):
                     place, arrival.header, self._copies, arrival
                 )
                 return landing
+        elif arrival.place is _WHOLE:
+            place = mid_page_memory(length).data
         elif arrival.place is not _NOWHERE:
             place = memoryview(bytearray(length))
         landing.place = landing.payload = place
@@ -354,7 +362,11 @@ class ConnectionDriver(LinkHandler):
                     arrival, self._in_place, intact=intact
                 ):
                     return
-                core.body_received(arrival, now, intact=intact)
+                if arrival.place is _WHOLE:
+                    assert isinstance(payload, memoryview)
+                    core.body_received(arrival, now, body=payload, intact=intact)
+                else:
+                    core.body_received(arrival, now, intact=intact)
         except ProtocolError as exc:
             self._broken(exc)
             return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from operator import mul
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +20,7 @@ from kvwire.backend.window import WindowMemory, WindowReader
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneEndpoint, LaneState
 from kvwire.endpoint.window import Window, WindowTable
+from kvwire.endpoint.window_data import gathered
 from kvwire.endpoint.window_memory import decode_memory, encode_memory
 from kvwire.errors import (
     BackendUnavailable,
@@ -31,11 +31,10 @@ from kvwire.errors import (
     ProtocolError,
     StaleRegion,
     UsageError,
-    WireCode,
     nearest,
 )
-from kvwire.kv.blocks import Bits, Ids, MissingBlocks, nothing_missing
-from kvwire.kv.fragments import Array, Fragments, concatenated
+from kvwire.kv.blocks import Bits, Ids, MissingBlocks, all_of, nothing_missing
+from kvwire.kv.fragments import Array, concatenated
 from kvwire.kv.geometry import Geometry, geometry_of
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.window_map import (
@@ -48,13 +47,18 @@ from kvwire.kv.window_map import (
     spans_of,
     view_walks,
 )
-from kvwire.limits import WINDOW_GEOMETRY_BYTES_MAX, WINDOW_VIEWS_MAX
+from kvwire.limits import (
+    WINDOW_DATA_BYTES_MAX,
+    WINDOW_GEOMETRY_BYTES_MAX,
+    WINDOW_VIEWS_MAX,
+)
 from kvwire.proto.events import (
     RequestDone,
     WindowAsked,
     WindowClosed,
     WindowMemoryOffered,
     WindowRead,
+    WindowReadTogether,
     WindowSent,
     WindowViewed,
 )
@@ -70,6 +74,8 @@ from kvwire.wire.control import (
 
 logger: logging.Logger = logging.getLogger("kvwire.windows")
 
+# A window, the places of blocks in its table, their generations, and where they lie.
+_Named = tuple["ShownWindow", Ids, Array, list[tuple[BlockPlaces, Ids]]]
 _GEOMETRY: Final = msgspec.msgpack.Decoder(GeometryFields)
 _U4: Final = np.dtype("<u4")
 _U8: Final = np.dtype("<u8")
@@ -117,6 +123,7 @@ class OpenedWindow:
     Attributes:
         number: Its number there.
         serial: The serial number in its tickets.
+        together: The most bytes that the owner sends in one frame.
         geometry: Its cache.
         first: The first entry of each group, and behind the last one of all.
         reader: Reads it in place, without asking; None while it is read by messages.
@@ -128,6 +135,7 @@ class OpenedWindow:
         self.link = link
         self.number: int = answer.window
         self.serial: bytes = answer.serial
+        self.together: int = answer.together
         self.geometry: Geometry = read_geometry(answer.geometry)
         first = 0
         self.first: list[int] = [0]
@@ -362,6 +370,8 @@ class WindowLink:
         self.driver = driver
         self.opened: dict[int, OpenedWindow] = {}  # bounded: WINDOWS_OPEN_MAX
         self.ended: bool = False
+        # Bytes of small gets that were asked for and have not come.
+        self.asked_bytes: int = 0
         self._table = table
         self._shown: dict[int, ShownWindow] = {}  # bounded: WINDOWS_OPEN_MAX
         self.served: dict[RequestRecord, tuple[ShownWindow, Ids, Array]] = {}
@@ -373,6 +383,7 @@ class WindowLink:
             WindowMemoryOffered: self._memory_offered,
             WindowViewed: self._viewed,
             WindowRead: self._read,
+            WindowReadTogether: self._read_together,
             WindowSent: self._sent,
             WindowClosed: self._closed,
         }
@@ -405,9 +416,12 @@ class WindowLink:
             if found is None:
                 found = self._expose(shown, endpoint)
         lane, memory, access = found or (0, b"", b"")
+        together = WINDOW_DATA_BYTES_MAX if window._cache.device is None else 0
         windows.answer(
             event.wire_id,
-            WindowOpened(number, window.serial, geometry, lane, memory, access),
+            WindowOpened(
+                number, window.serial, geometry, lane, memory, access, together
+            ),
         )
 
     def lane_opened(self, endpoint: LaneEndpoint) -> None:
@@ -458,26 +472,19 @@ class WindowLink:
         # Before: the request is open, and its lists are of one length each. After: it
         # moves blocks whose generations were right, or has its last frame.
         request = event.request
-        body = event.body
-        shown = self._shown.get(body.window)
-        if shown is None:
-            closed = StaleRegion("the window was closed")
-            self.driver.core.refuse(request, closed, closed.code)
+        try:
+            found = self._named(event.body)
+        except (ProfileMismatch, StaleRegion) as exc:
+            self.driver.core.refuse(request, exc, exc.code)
             return
-        view = shown.views.get(body.view, "the window has no such view")
-        if isinstance(view, str):
-            error = ProfileMismatch(view)
-            self.driver.core.refuse(request, error, WireCode.PROFILE)
+        if found is None:
             return
+        shown, entries, generations, granules = found
         window = shown.window
-        entries = np.frombuffer(body.entries, _U4).astype(np.int64)
-        generations = np.frombuffer(body.generations, _U8)
-        fragments = self._fragments(window, view, body, entries)
-        if fragments is None:
-            self.driver.core.fail(
-                ProtocolError("KVW-WN-05", "a WINDOW_GET whose blocks are not there")
-            )
-            return
+        parts = [
+            place.fragments(place.walk.layers, offsets) for place, offsets in granules
+        ]
+        fragments = parts[0] if len(parts) == 1 else concatenated(parts)
         same = window._generations.same(entries, generations)
         if not same.all():
             self.driver.core.windows.finish(request, packed(~same), sent=False)
@@ -489,32 +496,58 @@ class WindowLink:
         self.served[request] = (shown, entries, generations)  # bounded: REQUESTS_MAX
         self.driver.core.windows.serve(request, buffer)
 
-    def _fragments(
-        self,
-        window: Window,
-        view: ShownView,
-        body: WindowGet,
-        entries: Ids,
-    ) -> Fragments | None:
-        """Return the memory of blocks; None if the peer asks for what is not there.
+    def _read_together(self, event: WindowReadTogether) -> None:
+        """Answer a small get at once: copy the blocks, and compare afterwards."""
+        windows = self.driver.core.windows
+        try:
+            found = self._named(event.body)
+        except (ProfileMismatch, StaleRegion) as exc:
+            windows.refuse(event.wire_id, exc)
+            return
+        if found is None:
+            return
+        shown, entries, generations, granules = found
+        if shown.window._cache.device is not None:
+            self._break("a window in device memory, whose bytes do not come together")
+            return
+        data = gathered(granules, event.body.nbytes)
+        # The blocks were copied before this look, so bytes that the owner wrote after
+        # it has renewed a generation are not sent: kvwire.memory.generations.
+        same = shown.window._generations.same(entries, generations)
+        if all_of(same):
+            windows.send_data(event.wire_id, data, self.driver.check_of(data))
+        else:
+            windows.withhold(event.wire_id, packed(~same))
+
+    def _named(self, body: WindowGet) -> _Named | None:
+        """Return what a WINDOW_GET names; None if the connection has to end.
 
         It computes no table that is larger than what a well-meant get needs.
+
+        Raises:
+            StaleRegion: The window was closed.
+            ProfileMismatch: The reader's cache is unknown, or does not fit.
         """
+        shown = self._shown.get(body.window)
+        if shown is None:
+            raise StaleRegion("the window was closed")
+        view = shown.views.get(body.view, "the window has no such view")
+        if isinstance(view, str):
+            raise ProfileMismatch(view)
         places, pieces = view
         counts = body.counts
+        entries = np.frombuffer(body.entries, _U4).astype(np.int64)
+        granules: list[tuple[BlockPlaces, Ids]] = []
+        begin = nbytes = cut = 0
         if len(counts) != len(places):
-            return None
-        nbytes = sum(
-            count * place.block_bytes
-            for count, place in zip(counts, places, strict=True)
-        )
-        cut = sum(map(mul, counts, pieces))
+            return self._break()
+        for count, place, of_block in zip(counts, places, pieces, strict=True):
+            nbytes += count * place.block_bytes
+            cut += count * of_block
         if nbytes != body.nbytes or (sum(counts) > 1 and cut > pieces_max(nbytes)):
-            return None
-        parts: list[Fragments] = []
-        begin = 0
-        firsts = window._first.values()
-        pools = window._geometry.groups
+            return self._break()
+        pools = shown.window._geometry.groups
+        firsts = shown.window._first.values()
         for place, count, first, pool in zip(
             places, counts, firsts, pools, strict=True
         ):
@@ -522,10 +555,14 @@ class WindowLink:
                 continue
             ids = entries[begin : begin + count] - first
             begin += count
-            if int(ids.min()) < 0 or int(ids.max()) >= pool.blocks:
-                return None
-            parts.append(place.fragments(place.walk.layers, place.offsets(ids)))
-        return parts[0] if len(parts) == 1 else concatenated(parts)
+            # A negative one is huge as an unsigned number.
+            if int(np.maximum.reduce(ids.view(np.uint64))) >= pool.blocks:
+                return self._break()
+            granules.append((place, place.offsets(ids)))
+        return shown, entries, np.frombuffer(body.generations, _U8), granules
+
+    def _break(self, reason: str = "a WINDOW_GET whose blocks are not there") -> None:
+        self.driver.core.fail(ProtocolError("KVW-WN-05", reason))
 
     def _sent(self, event: WindowSent) -> None:
         request = event.request

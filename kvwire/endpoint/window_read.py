@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvwire.aio import start_task
 from kvwire.backend.window import BlockRead, WindowReader
 from kvwire.endpoint.request import Request, RequestOwner
+from kvwire.endpoint.window_data import move_granules
 from kvwire.endpoint.window_link import OpenedWindow, ReaderView, unpacked
 from kvwire.errors import (
     ConnectionClosed,
@@ -42,6 +43,7 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.ticket import Ticket
 from kvwire.limits import (
     KV_PIECES_MAX,
+    WINDOW_DATA_ASKED_MAX,
     WINDOW_GET_BLOCKS_MAX,
     WINDOW_GET_BYTES_MAX,
 )
@@ -52,6 +54,7 @@ from kvwire.types import BufferId
 from kvwire.wire.control import WindowGet, WindowGot
 
 _READ: Final = RequestKind.READ
+_U4: Final = np.dtype("<u4")
 _new: Final = object.__new__
 _WITHDRAWN: Final = "withdrawn: the owner has taken the block back since it was offered"
 _DAMAGED: Final = "damaged: bytes of it did not match their checksum"
@@ -96,9 +99,15 @@ class ReadQueue:
 
 
 class _Part(NamedTuple):
-    """The blocks of one read among those of a request: their positions in the read."""
+    """Blocks of one group of a read: their positions in its ticket.
+
+    Attributes:
+        first: The position of the group's first block.
+    """
 
     read: Reading
+    group: int
+    first: int
     positions: Ids
 
 
@@ -107,14 +116,16 @@ class WindowAsk:
 
     Attributes:
         parts: The reads, in the order of the request's blocks.
+        together: The bytes that come in one frame; 0 if they come as chunks.
     """
 
-    __slots__ = ("opened", "parts", "record")
+    __slots__ = ("opened", "parts", "record", "together")
 
-    def __init__(self, opened: OpenedWindow, parts: list[_Part]) -> None:
+    def __init__(self, opened: OpenedWindow, parts: list[_Part], together: int) -> None:
         self.opened = opened
         self.parts = parts
         self.record: RequestRecord | None = None
+        self.together = together
 
     def done(self, event: RequestDone) -> None:
         """Hand each read its blocks; ask again for those of a refused list."""
@@ -122,6 +133,12 @@ class WindowAsk:
         record.context = None
         answer = record.answer
         error = event.error
+        self.opened.link.asked_bytes -= self.together
+        if isinstance(answer, memoryview) and not record.damaged:
+            line: int = np.frombuffer(answer, np.uint8).__array_interface__["data"][0]
+            for part in self.parts:
+                line += part.read.landed(self, part, line)
+            return
         total = sum(part.positions.size for part in self.parts)
         stale = np.zeros(total, np.bool_)
         if isinstance(answer, WindowGot):
@@ -360,6 +377,35 @@ class Reading:
 
     # --- by messages ------------------------------------------------------------------
 
+    def landed(self, ask: WindowAsk, part: _Part, line: int) -> int:
+        """Copy blocks that have come side by side, from an address; return their bytes.
+
+        Their generations were compared behind the owner's copy.
+        """
+        view = self.view
+        assert view is not None
+        nbytes = part.positions.size * view.block_bytes[part.group]
+        self.asked.remove(ask)
+        if self.over:
+            return nbytes
+        place = view.places[part.group]
+        move_granules(place, self.where(view, part), line, gather=False)
+        if self.single and part.positions.size == self.named.entries.size:
+            self._end(self._whole(view, nbytes))
+        else:
+            self._note(part.positions, np.ones(part.positions.size, np.bool_), "")
+            self._end_if_done()
+        return nbytes
+
+    def where(self, view: ReaderView, part: _Part) -> Ids:
+        """Return where each granule of some blocks lands."""
+        _, group, first, positions = part
+        granules = view.per_owner[group]
+        offsets = self.offsets(view, group)
+        if positions.size * granules == offsets.size:
+            return offsets
+        return offsets.reshape(-1, granules)[positions - first].ravel()
+
     def todo(self) -> Ids:
         """Return the positions of the blocks that have neither landed nor failed."""
         if self._landed is None or self._codes is None:
@@ -452,10 +498,10 @@ class Reading:
         if not self.over and not self.asked and not self.todo().size:
             self._end()
 
-    def _end(self) -> None:
+    def _end(self, outcome: Outcome | None = None) -> None:
         self.over = True
         if self._request is not None:
-            self._request._complete(self._outcome(), None)
+            self._request._complete(outcome or self._outcome(), None)
 
     def _whole(self, view: ReaderView, nbytes: int) -> Outcome:
         """Return the outcome of a read of one group that has landed completely."""
@@ -551,38 +597,28 @@ def _ask(opened: OpenedWindow, reads: list[Reading]) -> None:
         for read in reads:
             read.fail_rest(str(exc))
         return
-    wanted: list[_Wanted] = []
+    wanted: list[_Part] = []
     for read in reads:
         todo = read.todo()
+        if read.single:
+            wanted.append(_Part(read, 0, 0, todo))
+            continue
         begin = 0
         for index, count in enumerate(read.named.counts):
             of_group = todo[(todo >= begin) & (todo < begin + count)]
             if of_group.size:
-                wanted.append(_Wanted(read, index, begin, of_group))
+                wanted.append(_Part(read, index, begin, of_group))
             begin += count
     while wanted:
         _post(opened, view, number, _taken(view, wanted))
 
 
-class _Wanted(NamedTuple):
-    """Blocks of one group that a read lacks: their positions in its ticket.
-
-    Attributes:
-        first: The position of the group's first block.
-    """
-
-    read: Reading
-    group: int
-    first: int
-    positions: Ids
-
-
-def _taken(view: ReaderView, wanted: list[_Wanted]) -> list[_Wanted]:
+def _taken(view: ReaderView, wanted: list[_Part]) -> list[_Part]:
     """Remove from the list what goes into one request, in the order of groups."""
     room_blocks = WINDOW_GET_BLOCKS_MAX
     room_bytes = WINDOW_GET_BYTES_MAX
     room_pieces = KV_PIECES_MAX
-    taken: list[_Wanted] = []
+    taken: list[_Part] = []
     while wanted and (not taken or wanted[0].group >= taken[-1].group):
         one = wanted[0]
         size = view.block_bytes[one.group]
@@ -595,21 +631,19 @@ def _taken(view: ReaderView, wanted: list[_Wanted]) -> list[_Wanted]:
         room_blocks -= count
         room_bytes -= count * size
         room_pieces -= count * cut
-        taken.append(one._replace(positions=one.positions[:count]))
         if count < one.positions.size:
+            taken.append(one._replace(positions=one.positions[:count]))
             wanted[0] = one._replace(positions=one.positions[count:])
             break
-        wanted.pop(0)
+        taken.append(wanted.pop(0))
     return taken
 
 
-def _landing(view: ReaderView, taken: list[_Wanted]) -> Fragments:
+def _landing(view: ReaderView, taken: list[_Part]) -> Fragments:
     """Return the memory in which blocks land, in the order of their bytes."""
     offsets: dict[int, list[Ids]] = {}
-    for read, group, first, positions in taken:
-        granules = view.per_owner[group]
-        rows = read.offsets(view, group).reshape(-1, granules)
-        offsets.setdefault(group, []).append(rows[positions - first].ravel())
+    for part in taken:
+        offsets.setdefault(part.group, []).append(part.read.where(view, part))
     parts = [
         view.places[group].fragments(
             view.places[group].walk.layers,
@@ -621,38 +655,48 @@ def _landing(view: ReaderView, taken: list[_Wanted]) -> Fragments:
 
 
 def _post(
-    opened: OpenedWindow, view: ReaderView, number: int, taken: list[_Wanted]
+    opened: OpenedWindow, view: ReaderView, number: int, taken: list[_Part]
 ) -> None:
     """Ask the owner for blocks, in one frame."""
     counts = [0] * len(view.places)
+    nbytes = 0
+    entries = generations = b""
     for one in taken:
-        counts[one.group] += one.positions.size
-    entries = np.concatenate([one.read.named.entries[one.positions] for one in taken])
-    generations = np.concatenate(
-        [one.read.named.generations[one.positions] for one in taken]
+        size = one.positions.size
+        counts[one.group] += size
+        nbytes += size * view.block_bytes[one.group]
+        named = one.read.named
+        if size == named.entries.size:
+            entries += named.entries.astype(_U4).tobytes()
+            generations += named.generations.tobytes()
+        else:
+            entries += named.entries[one.positions].astype(_U4).tobytes()
+            generations += named.generations[one.positions].tobytes()
+    link = opened.link
+    driver = link.driver
+    together = (
+        nbytes <= opened.together
+        and view.host
+        and link.asked_bytes + nbytes <= WINDOW_DATA_ASKED_MAX
     )
-    memory = _landing(view, taken)
     body = WindowGet(
-        opened.number,
-        number,
-        memory.nbytes,
-        tuple(counts),
-        entries.astype("<u4").tobytes(),
-        generations.tobytes(),
+        opened.number, number, nbytes, tuple(counts), entries, generations, together
     )
-    driver = opened.link.driver
-    ask = WindowAsk(opened, [_Part(one.read, one.positions) for one in taken])
+    ask = WindowAsk(opened, taken, nbytes if together else 0)
     buffers = driver.services.buffers
-    buffer = buffers.lend(memory)
+    buffer = None if together else buffers.lend(_landing(view, taken))
     try:
         record = driver.core.read_window(buffer, body, taken[0].read.deadline)
     except KVWireError as exc:
-        buffers.take_back(buffer)
+        if buffer is not None:
+            buffers.take_back(buffer)
         for one in taken:
             one.read.fail_rest(f"gone: {exc}")
         return
     record.context = ask
     ask.record = record
+    link.asked_bytes += ask.together
     for one in taken:
         one.read.asked.append(ask)
-        one.read.buffers.append(buffer)
+        if buffer is not None:
+            one.read.buffers.append(buffer)

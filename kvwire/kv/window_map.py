@@ -121,6 +121,7 @@ class BlockPlaces(Steps):
         self.block_bytes: int = len(walk.layers) * walk.granule_bytes * granules
         inside = walk.granule_tokens * memory.strides["token"]
         self._inside = np.arange(granules, dtype=np.int64) * inside
+        self._pieces: tuple[Array, int] | None = None
 
     def offsets(self, ids: Ids) -> Ids:
         """Return the distance of each granule of some blocks from block 0, in bytes."""
@@ -131,8 +132,15 @@ class BlockPlaces(Steps):
 
     def pieces(self) -> tuple[Array, int]:
         """Return the address of each piece of the first granule, and their length."""
-        relative, run, _ = self.of(self.walk.layers)
-        return relative.ravel().view(np.uint64), run
+        if self._pieces is None:
+            relative, run, _ = self.of(self.walk.layers)
+            self._pieces = (relative.ravel().view(np.uint64), run)
+        return self._pieces
+
+    def in_order(self, offsets: Ids) -> tuple[Array, int]:
+        """Return the address of each piece of some granules, one after the other."""
+        pieces, run = self.pieces()
+        return np.add.outer(offsets.view(np.uint64), pieces).ravel(), run
 
 
 def common_pieces(owner: BlockPlaces, reader: BlockPlaces) -> tuple[Array, Array, int]:

@@ -79,6 +79,7 @@ _CONTROL = frozenset(
 _MESSAGE = int(FrameType.MESSAGE)
 _DATA = int(FrameType.DATA)
 _MARKED_DATA = int(FrameType.MARKED_DATA)
+_WINDOW_DATA = int(FrameType.WINDOW_DATA)
 _DELIVERING = (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED)
 # CLOSE is sent once, and the others have sent it.
 _MAY_CLOSE = (CloseState.OPEN, *_DELIVERING)
@@ -218,6 +219,8 @@ class ConnectionCore:
             return self._data_header(header)
         if frame_type == _MARKED_DATA:
             return self.transfers.marked_data(header)
+        if frame_type == _WINDOW_DATA:
+            return self.windows.data_header(header)
         if frame_type not in _CONTROL:
             raise UnexpectedFrame(
                 "KVW-CN-01", f"{FrameType(frame_type).name} after the handshake"
@@ -230,7 +233,7 @@ class ConnectionCore:
         arrival: ChunkArrival,
         now: float,
         *,
-        body: bytes = b"",
+        body: bytes | memoryview = b"",
         intact: bool = True,
     ) -> None:
         """Act on a frame that is complete.
@@ -238,7 +241,7 @@ class ConnectionCore:
         Args:
             arrival: The result of ``header_received``.
             now: The time.
-            body: The bytes, for ``ChunkPlace.CONTROL``.
+            body: The bytes, for ``ChunkPlace.CONTROL`` and ``ChunkPlace.WHOLE``.
             intact: Whether the payload matched ``payload_check``, if it had one.
 
         Raises:
@@ -255,7 +258,11 @@ class ConnectionCore:
         elif header.type == _DATA:
             part = self.transfers if header.segment else self.chunks
             part.data_landed(arrival, intact=intact)
+        elif header.type == _WINDOW_DATA:
+            assert isinstance(body, memoryview)
+            self.windows.data_landed(arrival, body, intact=intact)
         elif self.error is None:
+            assert isinstance(body, bytes)
             plain = self.outbox.framing.open(header, arrival.raw, body)
             body_read = decode_body(header.type, plain)
             self._dispatch.control(header, body_read, now)
@@ -437,9 +444,9 @@ class ConnectionCore:
         return request
 
     def read_window(
-        self, buffer: BufferId, body: WindowGet, deadline: float | None
+        self, buffer: BufferId | None, body: WindowGet, deadline: float | None
     ) -> RequestRecord:
-        """Read blocks of a window of the peer into a buffer."""
+        """Read blocks of a window of the peer into a buffer, or together into none."""
         self._check_open()
         request = self._record(RequestKind.READ, buffer, body.nbytes, deadline)
         self.windows.get(request, body)

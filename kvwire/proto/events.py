@@ -131,6 +131,13 @@ class WindowRead(msgspec.Struct, frozen=True, kw_only=True):
     body: WindowGet
 
 
+class WindowReadTogether(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports a small get of the peer; call ``send_data`` or ``refuse``."""
+
+    wire_id: RequestId
+    body: WindowGet
+
+
 class WindowSent(msgspec.Struct, frozen=True, kw_only=True):
     """Reports that the bytes of a get have left; compare again, and ``finish``."""
 
@@ -209,7 +216,7 @@ class Outbox:
 
     Attributes:
         framing: Numbers and seals the frames of the control link.
-        frames: (header, body) of control frames, oldest first. The front empties it
+        frames: (header, body) of frames, oldest first. The front empties it
             after each call into the core, so it has only the frames of one call.
         events: Likewise, for the front itself.
         report: Queues one event.
@@ -220,7 +227,7 @@ class Outbox:
 
     def __init__(self, framing: Framing) -> None:
         self.framing: Framing = framing
-        self.frames: deque[tuple[bytes, bytes]] = deque()
+        self.frames: deque[tuple[bytes, bytes | memoryview]] = deque()
         self.events: list[Event] = []  # bounded: REQUESTS_MAX
         # The list's own, since there are several events to a frame.
         self.report: Callable[[Event], None] = self.events.append

@@ -97,7 +97,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         confirmed: The peer's FIN arrived before our link had finished its bytes.
         over: Whether it is done or has failed.
         turn_bytes: Bytes it may still send in this turn; below 0 it has sent too many.
-        answer: The frame with which the owner of a window has ended it.
+        answer: How the owner of a window has ended it: a frame's body, or all bytes.
         damaged: Bytes of a get from a window did not match their checksum.
         context: The front's own object for it.
     """
@@ -117,7 +117,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     confirmed: bool = False
     over: bool = False
     turn_bytes: int = 0
-    answer: WindowOpened | WindowGot | None = None
+    answer: WindowOpened | WindowGot | memoryview | None = None
     damaged: bool = False
     context: object = None
 
@@ -209,6 +209,8 @@ class ChunkPlace(enum.Enum):
     """Into new memory, of a buffer the core has just named."""
     BUFFER = "buffer"
     """Into ``buffer`` at ``offset``."""
+    WHOLE = "whole"
+    """To the core, which reports all of its bytes to the front."""
     MARKED = "marked"
     """Where ``ConnectionCore.marked_place`` says, once events are dealt with."""
     NOWHERE = "nowhere"

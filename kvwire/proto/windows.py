@@ -13,6 +13,8 @@ generation that each had when it was offered::
       WINDOW_GET view, blocks       ->       compares the generations
                                     <-       DATA ... straight from the cache
                                     <-       WINDOW_GOT, compared again behind them
+      WINDOW_GET together           ->
+                                    <-       WINDOW_DATA, compared before it
                                     <-       WINDOW_CLOSE, or the reader first
       WINDOW_CLOSE                  ->       once no lane of the reader reads it
 
@@ -20,13 +22,26 @@ A lane that reads memory in place needs none of the frames of a get. The owner n
 waits for a reader: a block that is withdrawn in the middle of a get is reported by
 WINDOW_GOT, and its bytes count for nothing.
 
+A small get is answered by a single frame: the owner gathers the blocks, and compares
+their generations afterwards, before the frame leaves.
+
 This part knows no generations: it reports what was asked, and the front answers.
 """
 
 from __future__ import annotations
 
-from kvwire.errors import AccessDenied, StaleRegion, UnexpectedFrame, UsageError
-from kvwire.limits import WINDOW_GET_BYTES_MAX, WINDOWS_OPEN_MAX
+from kvwire.errors import (
+    AccessDenied,
+    KVWireError,
+    StaleRegion,
+    UnexpectedFrame,
+    UsageError,
+)
+from kvwire.limits import (
+    WINDOW_DATA_BYTES_MAX,
+    WINDOW_GET_BYTES_MAX,
+    WINDOWS_OPEN_MAX,
+)
 from kvwire.proto.chunks import ChunkMover
 from kvwire.proto.events import (
     Outbox,
@@ -34,13 +49,14 @@ from kvwire.proto.events import (
     WindowClosed,
     WindowMemoryOffered,
     WindowRead,
+    WindowReadTogether,
     WindowSent,
     WindowViewed,
 )
-from kvwire.proto.records import RequestRecord
+from kvwire.proto.records import ChunkArrival, ChunkPlace, RequestRecord
 from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind, RequestStage
-from kvwire.types import BufferId
+from kvwire.types import BufferId, RequestId
 from kvwire.wire.control import (
     WindowClose,
     WindowGet,
@@ -52,6 +68,9 @@ from kvwire.wire.control import (
 )
 from kvwire.wire.header import FrameType, Header
 
+_NOWHERE = ChunkPlace.NOWHERE
+_WHOLE = ChunkPlace.WHOLE
+_WINDOW_DATA = int(FrameType.WINDOW_DATA)
 _READ = RequestKind.READ
 _SERVE_READ = RequestKind.SERVE_READ
 
@@ -90,7 +109,8 @@ class WindowReads:
         """Ask for blocks, which land in the request's memory."""
         self._requests.start(request)
         self._outbox.send(FrameType.WINDOW_GET, body, request=request.wire_id)
-        self._chunks.begin_receive(request)
+        if not body.together:
+            self._chunks.begin_receive(request)
 
     def opened(self, header: Header, body: WindowOpened) -> None:
         """Handle WINDOW_OPENED."""
@@ -126,6 +146,8 @@ class WindowReads:
                 "KVW-WN-03", f"WINDOW_GOT for a {request.kind.value}, or a second one"
             )
         request.answer = body
+        if body.sent and request.arrived is None:
+            raise UnexpectedFrame("KVW-WN-08", "a get whose bytes come together")
         if not body.sent:
             if request.moved or request.state is not RequestStage.MOVING:
                 raise UnexpectedFrame("KVW-WN-04", "bytes of a get that has sent none")
@@ -133,6 +155,38 @@ class WindowReads:
         elif request.state is RequestStage.MOVING:
             request.confirmed = True  # its last bytes come on a lane
             return
+        request.advance(RequestInput.CONFIRMED)
+        self._requests.finish(request)
+
+    def data_header(self, header: Header) -> ChunkArrival:
+        """Return the place for the body of WINDOW_DATA."""
+        request = self._requests.find(header.request)
+        if request is None:
+            return ChunkArrival(_NOWHERE, header)
+        if (
+            request.kind is not _READ
+            or request.arrived is not None
+            or request.moved
+            or header.length != request.nbytes
+        ):
+            raise UnexpectedFrame(
+                "KVW-WN-08",
+                f"WINDOW_DATA of {header.length} bytes for a {request.kind.value}",
+            )
+        request.moved = header.length
+        return ChunkArrival(_WHOLE, header, request=request)
+
+    def data_landed(
+        self, arrival: ChunkArrival, data: memoryview, *, intact: bool
+    ) -> None:
+        """End a get whose bytes have come together; the front copies them."""
+        request = arrival.request
+        assert request is not None
+        if request.over:
+            return
+        request.answer = data
+        request.damaged = not intact
+        request.advance(RequestInput.MOVED)
         request.advance(RequestInput.CONFIRMED)
         self._requests.finish(request)
 
@@ -178,6 +232,14 @@ class WindowReads:
             or (body.nbytes > WINDOW_GET_BYTES_MAX and sum(body.counts) > 1)
         ):
             raise UnexpectedFrame("KVW-WN-05", "a WINDOW_GET whose lists differ")
+        if body.together:
+            if body.nbytes > WINDOW_DATA_BYTES_MAX:
+                raise UnexpectedFrame("KVW-WN-05", f"{body.nbytes} bytes together")
+            if body.window in self._shown:
+                self._outbox.report(WindowReadTogether(wire_id=wire_id, body=body))
+            else:
+                self.refuse(wire_id, StaleRegion("the window was closed"))
+            return
         request = RequestRecord(
             kind=_SERVE_READ,
             wire_id=wire_id,
@@ -196,6 +258,27 @@ class WindowReads:
         """Send the bytes of a get; WindowSent follows when all have left."""
         request.buffer = buffer
         self._chunks.begin_send(request)
+
+    def refuse(self, wire_id: RequestId, error: KVWireError) -> None:
+        """Answer a small get by an error."""
+        self._requests.tell_failed(wire_id, error.code, str(error))
+
+    def send_data(
+        self, wire_id: RequestId, data: memoryview, check: int | None
+    ) -> None:
+        """Answer a small get by its bytes, whose generations were compared."""
+        outbox = self._outbox
+        if not outbox.shut:
+            header = outbox.framing.payload(
+                _WINDOW_DATA, data.nbytes, wire_id, check=check
+            )
+            # bounded: by the front, as control frames are
+            outbox.frames.append((header, data))
+
+    def withhold(self, wire_id: RequestId, stale: bytes) -> None:
+        """Answer a small get some of whose blocks are stale."""
+        body = WindowGot(sent=False, stale=stale)
+        self._outbox.send(FrameType.WINDOW_GOT, body, request=wire_id)
 
     def finish(self, request: RequestRecord, stale: bytes, *, sent: bool) -> None:
         """Answer a get, once its bytes have left or if all its blocks are stale."""

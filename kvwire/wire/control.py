@@ -36,6 +36,7 @@ from kvwire.limits import (
     SETTLED_MAX,
     TRANSFER_ID_BYTES_MAX,
     WINDOW_ACCESS_BYTES_MAX,
+    WINDOW_DATA_BYTES_MAX,
     WINDOW_GEOMETRY_BYTES_MAX,
     WINDOW_GET_BLOCKS_MAX,
     WINDOW_MEMORY_BYTES_MAX,
@@ -213,8 +214,9 @@ class WindowOpened(Body, array_like=True, frozen=True, gc=False):
     """WINDOW_OPENED: the answer, with the window's number on this connection.
 
     ``serial`` is in each of its tickets; ``geometry`` describes its cache. If a lane is
-    open that reads it in place, the rest is as in WINDOW_MEMORY; without one, ``lane``
-    is 0.
+    open that reads it in place, the next fields are as in WINDOW_MEMORY; without one,
+    ``lane`` is 0. ``together`` is the most bytes of a get that is answered by one
+    WINDOW_DATA.
     """
 
     window: WindowNumber
@@ -223,6 +225,7 @@ class WindowOpened(Body, array_like=True, frozen=True, gc=False):
     lane: Annotated[int, Meta(ge=0, le=LANE_NUMBER_MAX)] = 0
     memory: WindowMemory = b""
     access: WindowAccess = b""
+    together: Annotated[int, Meta(ge=0, le=WINDOW_DATA_BYTES_MAX)] = 0
 
 
 class WindowMemoryBody(Body, array_like=True, frozen=True, gc=False):
@@ -248,6 +251,8 @@ class WindowViewBody(Body, array_like=True, frozen=True, gc=False):
 class WindowGet(Body, array_like=True, frozen=True, gc=False):
     """WINDOW_GET: asks for blocks, whose ``nbytes`` bytes follow as DATA.
 
+    If ``together``, they follow as one WINDOW_DATA instead.
+
     ``entries`` has the blocks' places in the window's table, 4 bytes each, and
     ``generations`` 8 bytes for each. ``counts`` is the number of blocks of each group.
     """
@@ -260,6 +265,7 @@ class WindowGet(Body, array_like=True, frozen=True, gc=False):
     generations: Annotated[
         bytes, Meta(min_length=8, max_length=8 * WINDOW_GET_BLOCKS_MAX)
     ]
+    together: bool = False
 
 
 class WindowGot(Body, array_like=True, frozen=True, gc=False):

@@ -40,6 +40,7 @@ from kvwire.limits import (
     LANDED_MAX,
     LANE_PAYLOADS_MAX,
     SEAL_BYTES,
+    WINDOW_DATA_BYTES_MAX,
     WINDOW_GET_BLOCKS_MAX,
 )
 
@@ -95,6 +96,7 @@ class FrameType(enum.IntEnum):
     MESSAGE = 0x40
     DATA = 0x41
     MARKED_DATA = 0x42
+    WINDOW_DATA = 0x43
 
 
 FIRST_PAYLOAD_TYPE: Final = 0x40
@@ -144,6 +146,7 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
     FrameType.MESSAGE: (0, EAGER_BYTES_MAX),
     FrameType.DATA: (1, CHUNK_BYTES_MAX),
     FrameType.MARKED_DATA: (1, CHUNK_BYTES_MAX),
+    FrameType.WINDOW_DATA: (1, WINDOW_DATA_BYTES_MAX),
 }
 # The same with the flags that a type may have in place of CHECKED.
 _ALLOWED: Final = {

@@ -1,0 +1,39 @@
+"""The bytes of a small get: gathered by the owner, and copied to blocks by the reader.
+
+They are in the order of the granules, and in a granule in that of its walk. The two
+sides may cut a granule into pieces of different length; the order is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvwire.kv.blocks import Ids
+from kvwire.kv.window_map import BlockPlaces
+from kvwire.memory.buffers import mid_page_memory
+from kvwire.memory.pieces import copy_pieces
+
+
+def gathered(parts: Sequence[tuple[BlockPlaces, Ids]], nbytes: int) -> memoryview:
+    """Return a copy of granules: of each group, the distances from block 0."""
+    data = mid_page_memory(nbytes)
+    line: int = data.__array_interface__["data"][0]
+    for place, offsets in parts:
+        line += move_granules(place, offsets, line, gather=True)
+    return data.data
+
+
+def move_granules(place: BlockPlaces, offsets: Ids, line: int, *, gather: bool) -> int:
+    """Copy granules to an address, side by side, or from there; return their bytes."""
+    addresses, run = place.in_order(offsets)
+    total = run * addresses.size
+    side_by_side = np.arange(line, line + total, run, np.uint64)
+    lengths = np.empty(addresses.size, np.uint64)
+    lengths.fill(run)
+    if gather:
+        copy_pieces(addresses, side_by_side, lengths, total)
+    else:
+        copy_pieces(side_by_side, addresses, lengths, total)
+    return total
