@@ -166,5 +166,6 @@ def _tensor_bytes(torch: Any, tensor: Any, what: str) -> Any:
 def mid_page_memory(nbytes: int) -> npt.NDArray[np.uint8]:
     """Return new memory that begins in the middle of a page; it is not cleared."""
     memory = np.empty(nbytes + _PAGE_BYTES, np.uint8)
-    begin = (MID_PAGE_BYTES - int(memory.ctypes.data)) % _PAGE_BYTES
+    address: int = memory.__array_interface__["data"][0]
+    begin = (MID_PAGE_BYTES - address) % _PAGE_BYTES
     return memory[begin : begin + nbytes]
