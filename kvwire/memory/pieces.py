@@ -73,11 +73,9 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
     """
     if compiled is not None:
         held, released = compiled
-        columns = np.array((origin, target, lengths), np.uint64)
-        first = columns.__array_interface__["data"][0]
-        step = lengths.nbytes
         move = held if total <= HELD_BYTES else released
-        move(first, first + step, first + 2 * step, lengths.size, total)
+        columns = (origin.tobytes(), target.tobytes(), lengths.tobytes())
+        move(*columns, lengths.size, total)
         return
     # Plan all turns at once: planning each would take as long as its copy.
     starts = lengths.cumsum() - lengths
