@@ -259,7 +259,6 @@ class ConnectionCore:
             part = self.transfers if header.segment else self.chunks
             part.data_landed(arrival, intact=intact)
         elif header.type == _WINDOW_DATA:
-            assert isinstance(body, memoryview)
             self.windows.data_landed(arrival, body, intact=intact)
         elif self.error is None:
             assert isinstance(body, bytes)

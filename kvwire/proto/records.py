@@ -117,7 +117,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     confirmed: bool = False
     over: bool = False
     turn_bytes: int = 0
-    answer: WindowOpened | WindowGot | memoryview | None = None
+    answer: WindowOpened | WindowGot | bytes | memoryview | None = None
     damaged: bool = False
     context: object = None
 

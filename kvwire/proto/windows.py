@@ -177,7 +177,7 @@ class WindowReads:
         return ChunkArrival(_WHOLE, header, request=request)
 
     def data_landed(
-        self, arrival: ChunkArrival, data: memoryview, *, intact: bool
+        self, arrival: ChunkArrival, data: bytes | memoryview, *, intact: bool
     ) -> None:
         """End a get whose bytes have come together; the front copies them."""
         request = arrival.request

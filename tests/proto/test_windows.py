@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,16 +12,23 @@ from kvwire.endpoint.window_link import unpacked
 from kvwire.endpoint.window_memory import decode_memory, encode_memory
 from kvwire.errors import AccessDenied, ProtocolError, RequestCancelled, StaleRegion
 from kvwire.kv.window_map import geometry_of_pools, placed, spans_of
-from kvwire.limits import WINDOW_GET_BYTES_MAX, WINDOWS_OPEN_MAX
+from kvwire.limits import (
+    WINDOW_DATA_BYTES_MAX,
+    WINDOW_GET_BYTES_MAX,
+    WINDOWS_OPEN_MAX,
+)
+from kvwire.memory.checksum import checksum
 from kvwire.proto.events import (
     Event,
     WindowAsked,
     WindowClosed,
     WindowRead,
+    WindowReadTogether,
     WindowSent,
     WindowViewed,
 )
 from kvwire.proto.records import RequestRecord
+from kvwire.types import RequestId
 from kvwire.wire.control import (
     WindowClose,
     WindowGet,
@@ -97,6 +105,89 @@ def test_a_get() -> None:
         assert request.answer.stale == stale
     assert not pair.client.memory
     assert not pair.server.memory
+
+
+def asks_together(blocks: int = 1, nbytes: int = len(DATA)) -> WindowGet:
+    return msgspec.structs.replace(asks(blocks, nbytes), together=True)
+
+
+def get_together(pair: ConnectionPair) -> tuple[RequestRecord, RequestId]:
+    """A small get, and its number at the owner, who was asked."""
+    request = pair.client.core.read_window(None, asks_together(), None)
+    pair.client.collect()
+    pair.run()
+    return request, taken(pair.server, WindowReadTogether).wire_id
+
+
+def send_data(pair: ConnectionPair, wire_id: RequestId, check: int | None) -> None:
+    pair.server.core.windows.send_data(wire_id, memoryview(DATA), check)
+    pair.server.collect()
+    expect_fine(pair)
+
+
+@pytest.mark.rule("KVW-WN-08", "keeps")
+def test_a_small_get() -> None:
+    """All bytes come at once; or the reason why they do not."""
+    pair = ConnectionPair()
+    opened(pair)
+    for check, damaged in (
+        (None, False),
+        (checksum(memoryview(DATA)), False),
+        (1, True),
+    ):
+        request, wire_id = get_together(pair)
+        send_data(pair, wire_id, check)
+        assert request.answer == DATA
+        assert request.damaged == damaged
+        assert request.over
+    request, wire_id = get_together(pair)
+    pair.server.core.windows.withhold(wire_id, b"\x01")
+    pair.server.collect()
+    expect_fine(pair)
+    assert request.answer == WindowGot(sent=False, stale=b"\x01")
+    request, wire_id = get_together(pair)
+    pair.server.core.windows.refuse(wire_id, StaleRegion("closed"))
+    pair.server.collect()
+    expect_fine(pair)
+    expect_error(pair.client, request, StaleRegion)
+
+
+@pytest.mark.rule("KVW-WN-08", "keeps")
+def test_a_small_get_that_is_cancelled() -> None:
+    """What comes is dropped."""
+    pair = ConnectionPair()
+    opened(pair)
+    request, wire_id = get_together(pair)
+    pair.client.cancel(request)
+    send_data(pair, wire_id, None)
+    expect_error(pair.client, request, RequestCancelled)
+    assert request.answer is None
+
+
+@pytest.mark.rule("KVW-WN-08", "breaks")
+@pytest.mark.parametrize("wrong", ["size", "not asked", "twice", "as chunks", "got"])
+def test_data_that_was_not_asked_for(wrong: str) -> None:
+    pair = ConnectionPair()
+    opened(pair)
+    together = wrong != "not asked"
+    if together:
+        request, _ = get_together(pair)
+    else:
+        request = get(pair.client, asks())
+    data = DATA[:-1] if wrong == "size" else DATA
+    server, number = pair.server, request.wire_id
+    rule = "KVW-WN-08"
+    if wrong == "got":
+        server.forge(FrameType.WINDOW_GOT, WindowGot(sent=True), request=number)
+    elif wrong == "as chunks":
+        server.forge_payload(FrameType.DATA, data, request=number)
+        rule = "KVW-DT-01"
+    else:
+        server.forge_payload(FrameType.WINDOW_DATA, data, request=number)
+    if wrong == "twice":
+        pair.client.header(server.wire.popleft()[0])
+        server.forge_payload(FrameType.WINDOW_DATA, data, request=number)
+    expect_broken(pair, pair.client, rule)
 
 
 @pytest.mark.rule("KVW-WN-04", "keeps")
@@ -266,6 +357,7 @@ WRONG_LISTS = {
     "more entries": WindowGet(1, 0, 5, (1,), bytes(8), bytes(8)),
     "more generations": WindowGet(1, 0, 5, (1,), bytes(4), bytes(16)),
     "other counts": WindowGet(1, 0, 5, (1, 1), bytes(4), bytes(8)),
+    "too many bytes together": asks_together(nbytes=WINDOW_DATA_BYTES_MAX + 1),
     "too many bytes": asks(2, WINDOW_GET_BYTES_MAX + 1),
 }
 

@@ -42,6 +42,7 @@ LARGEST = {
     FrameType.COMMIT_ACK: limits.CONTROL_BODY_BYTES_MAX,
     FrameType.MESSAGE: limits.EAGER_BYTES_MAX,
     FrameType.MARKED_DATA: 16 * 1024 * 1024,
+    FrameType.WINDOW_DATA: 256 * 1024,
     FrameType.DATA: limits.CHUNK_BYTES_MAX,
 }
 SMALL_CONTROL = 1024 + limits.SEAL_BYTES

@@ -282,10 +282,8 @@ class Peer:
             memory = self.memory[arrival.buffer]
             assert arrival.offset + len(body) <= len(memory), "beyond the buffer"
             memory[arrival.offset : arrival.offset + len(body)] = body
-            intact = (
-                not header.flags & _CHECKED
-                or checksum(memoryview(body)) == header.payload_check
-            )
+        if arrival.place is not ChunkPlace.CONTROL and header.flags & _CHECKED:
+            intact = checksum(memoryview(body)) == header.payload_check
         try:
             self.core.body_received(arrival, self.now, body=body, intact=intact)
         except ProtocolError as exc:
@@ -353,7 +351,8 @@ class Peer:
 
     def _take_frames(self) -> None:
         while self.core.outbox.frames:
-            self.wire.append(self.core.outbox.frames.popleft())
+            header, body = self.core.outbox.frames.popleft()
+            self.wire.append((header, bytes(body)))
 
     def _send(self, chunk: Chunk) -> None:
         end = chunk.offset + chunk.length

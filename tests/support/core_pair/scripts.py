@@ -11,7 +11,14 @@ from typing import Final, TypeVar
 
 from kvwire.errors import RequestCancelled, WireCode
 from kvwire.limits import LAST_WORD_DELAY_S
-from kvwire.proto.events import Event, TransferOpened, WindowAsked, WindowRead
+from kvwire.memory.checksum import checksum
+from kvwire.proto.events import (
+    Event,
+    TransferOpened,
+    WindowAsked,
+    WindowRead,
+    WindowReadTogether,
+)
 from kvwire.proto.records import RequestRecord, TransferRecord
 from kvwire.types import Role
 from kvwire.wire.control import (
@@ -188,7 +195,7 @@ def on_lanes(pair: ConnectionPair) -> Iterator[str]:
 
 
 def windows(pair: ConnectionPair) -> Iterator[str]:
-    """A get of a window whose block is there, and one of a block that was withdrawn."""
+    """Gets of a window: of a block that is there, of one withdrawn, of a small one."""
     client, server = pair.client, pair.server
     client.core.open_window("kv", None)
     client.collect()
@@ -219,6 +226,16 @@ def windows(pair: ConnectionPair) -> Iterator[str]:
     server.core.windows.finish(request, b"\1", sent=False)
     server.collect()
     yield "the block was withdrawn"
+    entries, generations = (17).to_bytes(4, "little"), bytes(range(8))
+    body = WindowGet(number, 5, len(_SMALL), (1,), entries, generations, together=True)
+    client.core.read_window(None, body, None)
+    client.collect()
+    yield "the client asks for a small block"
+    wire_id = _last(server, WindowReadTogether).wire_id
+    data = memoryview(_SMALL)
+    server.core.windows.send_data(wire_id, data, checksum(data))
+    server.collect()
+    yield "which comes at once"
     server.core.windows.hide(number)
     server.collect()
     yield "the server ends the window"
