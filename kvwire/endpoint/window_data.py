@@ -29,7 +29,7 @@ def move_granules(place: BlockPlaces, offsets: Ids, line: int, *, gather: bool) 
     """Copy granules to an address, side by side, or from there; return their bytes."""
     addresses, run = place.in_order(offsets)
     total = run * addresses.size
-    side_by_side = np.arange(line, line + total, run, np.uint64)
+    side_by_side = np.arange(line, line + total, run, dtype=np.uint64)
     lengths = np.empty(addresses.size, np.uint64)
     lengths.fill(run)
     if gather:

@@ -76,6 +76,8 @@ logger: logging.Logger = logging.getLogger("kvwire.windows")
 
 # A window, the places of blocks in its table, their generations, and where they lie.
 _Named = tuple["ShownWindow", Ids, Array, list[tuple[BlockPlaces, Ids]]]
+_GET_RULE: Final = "KVW-WN-05"
+_NOT_THERE: Final = "a WINDOW_GET whose blocks are not there"
 _GEOMETRY: Final = msgspec.msgpack.Decoder(GeometryFields)
 _U4: Final = np.dtype("<u4")
 _U8: Final = np.dtype("<u8")
@@ -477,7 +479,8 @@ class WindowLink:
         except (ProfileMismatch, StaleRegion) as exc:
             self.driver.core.refuse(request, exc, exc.code)
             return
-        if found is None:
+        except ProtocolError as exc:
+            self.driver.core.fail(exc)
             return
         shown, entries, generations, granules = found
         window = shown.window
@@ -504,12 +507,10 @@ class WindowLink:
         except (ProfileMismatch, StaleRegion) as exc:
             windows.refuse(event.wire_id, exc)
             return
-        if found is None:
+        except ProtocolError as exc:
+            self.driver.core.fail(exc)
             return
         shown, entries, generations, granules = found
-        if shown.window._cache.device is not None:
-            self._break("a window in device memory, whose bytes do not come together")
-            return
         data = gathered(granules, event.body.nbytes)
         # The blocks were copied before this look, so bytes that the owner wrote after
         # it has renewed a generation are not sent: kvwire.memory.generations.
@@ -519,18 +520,21 @@ class WindowLink:
         else:
             windows.withhold(event.wire_id, packed(~same))
 
-    def _named(self, body: WindowGet) -> _Named | None:
-        """Return what a WINDOW_GET names; None if the connection has to end.
+    def _named(self, body: WindowGet) -> _Named:
+        """Return what a WINDOW_GET names.
 
         It computes no table that is larger than what a well-meant get needs.
 
         Raises:
             StaleRegion: The window was closed.
             ProfileMismatch: The reader's cache is unknown, or does not fit.
+            ProtocolError: It names other blocks, or other bytes.
         """
         shown = self._shown.get(body.window)
         if shown is None:
             raise StaleRegion("the window was closed")
+        if body.together and shown.window._cache.device is not None:
+            raise ProtocolError(_GET_RULE, "blocks of a device do not come together")
         view = shown.views.get(body.view, "the window has no such view")
         if isinstance(view, str):
             raise ProfileMismatch(view)
@@ -540,12 +544,12 @@ class WindowLink:
         granules: list[tuple[BlockPlaces, Ids]] = []
         begin = nbytes = cut = 0
         if len(counts) != len(places):
-            return self._break()
+            raise ProtocolError(_GET_RULE, _NOT_THERE)
         for count, place, of_block in zip(counts, places, pieces, strict=True):
             nbytes += count * place.block_bytes
             cut += count * of_block
         if nbytes != body.nbytes or (sum(counts) > 1 and cut > pieces_max(nbytes)):
-            return self._break()
+            raise ProtocolError(_GET_RULE, _NOT_THERE)
         pools = shown.window._geometry.groups
         firsts = shown.window._first.values()
         for place, count, first, pool in zip(
@@ -557,12 +561,9 @@ class WindowLink:
             begin += count
             # A negative one is huge as an unsigned number.
             if int(np.maximum.reduce(ids.view(np.uint64))) >= pool.blocks:
-                return self._break()
+                raise ProtocolError(_GET_RULE, _NOT_THERE)
             granules.append((place, place.offsets(ids)))
         return shown, entries, np.frombuffer(body.generations, _U8), granules
-
-    def _break(self, reason: str = "a WINDOW_GET whose blocks are not there") -> None:
-        self.driver.core.fail(ProtocolError("KVW-WN-05", reason))
 
     def _sent(self, event: WindowSent) -> None:
         request = event.request

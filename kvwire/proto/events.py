@@ -192,6 +192,7 @@ WindowEvent = (
     | WindowMemoryOffered
     | WindowViewed
     | WindowRead
+    | WindowReadTogether
     | WindowSent
     | WindowClosed
 )

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import kvwire
+from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.endpoint import window_link
 from kvwire.kv.layout import Layout
 from kvwire.limits import WINDOW_GET_BLOCKS_MAX, WINDOWS_MAX
 from kvwire.memory.arena import Arena
@@ -67,11 +69,19 @@ SHAPES: list[tuple[Layout, int, int]] = [
 ]
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(("layout", "block_tokens", "count"), SHAPES)
 async def test_another_layout_and_block_size(
-    pair: Pair, layout: Layout, block_tokens: int, count: int
+    pair: Pair,
+    layout: Layout,
+    block_tokens: int,
+    count: int,
+    together: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever a pull can map; a last block of the reader may be filled in part."""
+    if not together:
+        monkeypatch.setattr(window_link, "WINDOW_DATA_BYTES_MAX", 0)
     window, remote = await opened(pair)
     spec = replace(STORED, block_tokens=block_tokens)
     target = Filled(spec=spec, layout=layout)
@@ -165,6 +175,19 @@ async def test_a_ticket_of_another_life(pair: Pair) -> None:
     assert "another window" in outcome.missing["kv", 0]
     gone = await remote.get(other.offer([1]), into=Filled().cache, blocks=[0])
     assert "closed the window" in gone.missing["kv", 0]
+
+
+async def test_a_frame_that_is_damaged(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are missing, and not written to."""
+    window, remote = await opened(pair)
+    monkeypatch.setattr(ConnectionDriver, "check_of", lambda *_: 1)
+    target = Filled()
+    outcome = await remote.get(window.offer([3]), into=target.cache, blocks=[0])
+    if remote.way == "messages":
+        assert outcome.missing["kv", 0].startswith("damaged")
+        assert not target.tokens([0]).any()
 
 
 # --- its end --------------------------------------------------------------------------
