@@ -272,8 +272,8 @@ class WindowReads:
             header = outbox.framing.payload(
                 _WINDOW_DATA, data.nbytes, wire_id, check=check
             )
-            # bounded: by the front, as control frames are
-            outbox.frames.append((header, data))
+            frame = (header, data)
+            outbox.frames.append(frame)  # bounded: CONTROL_QUEUE_BYTES_MAX
 
     def withhold(self, wire_id: RequestId, stale: bytes) -> None:
         """Answer a small get some of whose blocks are stale."""
