@@ -188,6 +188,27 @@ class Engine:
             ),
         )
 
+    def window(self, where: str, name: str) -> EngineRemoteWindow:
+        """Open a window of a peer, and wait for that.
+
+        The peer is dialled now, and again by the next ``get`` after its connection has
+        ended.
+
+        Args:
+            where: The peer's address, or a selector, as for
+                :meth:`kvwire.Communicator.peer`.
+            name: The name that the peer has given to ``expose``.
+
+        Raises:
+            ClosedOK: The engine is closed.
+            KVWireError: As :meth:`kvwire.Peer.window`.
+        """
+
+        async def opened() -> RemoteWindow:
+            return await self._communicator.peer(where).window(name)
+
+        return EngineRemoteWindow(self, self._thread.call(opened()))
+
     def start(
         self, work: Callable[[Communicator], Coroutine[Any, Any, T]]
     ) -> concurrent.futures.Future[T]:

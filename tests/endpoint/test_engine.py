@@ -400,6 +400,23 @@ def test_blocks_of_a_window(scheme: str) -> None:
         window.close()
 
 
+def test_a_window_of_a_peer_that_is_dialled_again() -> None:
+    """By its address; a get after the end of the connection opens it anew."""
+    with kvwire.Engine(name="prefill") as p, kvwire.Engine(name="decode") as c:
+        source = Memory()
+        source.stamp(EVERY)
+        target = Memory()
+        window = p.expose("kv", source.cache)
+        remote = c.window(str(p.listen(anywhere("tcp"))), "kv")
+        assert remote.get(window.offer([3]), target.cache, [0]).complete
+        p.accept(PATIENCE_S).abort("to see")
+        outcome = remote.get(window.offer([1]), target.cache, [1])
+        while "gone" in "".join(outcome.missing.reasons):  # it had not heard of it yet
+            outcome = remote.get(window.offer([1]), target.cache, [1])
+        assert outcome.complete
+        assert same(source, [3, 1], target, [0, 1])
+
+
 def test_a_window_from_many_threads() -> None:
     """Offers, withdrawals and gets at once: each get has what its ticket named."""
     with engines() as e:
