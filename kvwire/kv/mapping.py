@@ -113,29 +113,40 @@ class Steps:
         first = layers.start - self.memory.spec.first_layer
         return self.memory.bases[first : first + len(layers)]
 
-    def _offsets(self) -> dict[str, Ids]:
-        """Return the offsets along each axis other than layer, component and block."""
-        strides = self.memory.strides
+    def _offsets(self, outer: tuple[str, ...]) -> dict[str, Ids]:
+        """Return the offsets along tokens, heads and elements; 1 along merged axes."""
         walk = self.walk
         first = walk.heads.start - self.memory.spec.heads.start
-        return {
-            "token": np.arange(walk.granule_tokens) * strides["token"],
-            "head": np.arange(first, first + len(walk.heads)) * strides["head"],
-            "dim": np.arange(walk.head_dim) * strides["dim"],
+        indices = {
+            "token": range(walk.granule_tokens),
+            "head": range(first, first + len(walk.heads)),
+            "dim": range(walk.head_dim),
         }
+        offsets: dict[str, Ids] = {}
+        for axis, found in indices.items():
+            some = found if axis in outer else found[:1]
+            stride = self.memory.strides[axis]
+            offsets[axis] = np.arange(some.start, some.stop) * stride
+        return offsets
+
+    def _steps_are(self, axis: str, run: int, table: Ids) -> bool:
+        """Return whether every step along an axis has the length ``run``."""
+        if axis not in ("layer", "kv"):
+            return self.memory.strides[axis] == run
+        steps = np.diff(table, axis=("layer", "kv").index(axis))
+        return bool((steps == run).all())
 
     def _compute(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
         table = self.table(layers)
-        offsets = self._offsets()
         extents = self.walk.extents(len(layers), 1)
         outer = self.walk.order
         run = self.walk.item_bytes
         while outer and (axis := outer[-1]) != "block":
-            if extents[axis] > 1 and not _steps_are(axis, run, table, offsets):
+            if extents[axis] > 1 and not self._steps_are(axis, run, table):
                 break
             run *= extents[axis]
             outer = outer[:-1]
-        addresses = _broadcast(outer, table, offsets)
+        addresses = _broadcast(outer, table, self._offsets(outer))
         shape = tuple([-1 if axis == "block" else 1 for axis in outer])
         return addresses, run, shape
 
@@ -233,15 +244,6 @@ class GroupMap:
         return found
 
 
-def _steps_are(axis: str, run: int, table: Ids, offsets: dict[str, Ids]) -> bool:
-    """Return whether every step along an axis has the length ``run``."""
-    if axis in ("layer", "kv"):
-        steps = np.diff(table, axis=("layer", "kv").index(axis))
-    else:
-        steps = np.diff(offsets[axis])
-    return bool((steps == run).all())
-
-
 _AXES: Final = ("layer", "kv", "token", "head", "dim", "block")
 
 
@@ -249,15 +251,11 @@ def _broadcast(outer: tuple[str, ...], table: Ids, offsets: dict[str, Ids]) -> I
     """Return the address of every outer step; merged axes stay at their start."""
     merged = [axis for axis in _AXES if axis not in outer]
     table = table[: 1 if "layer" in merged else None, : 1 if "kv" in merged else None]
-    token, head, dim = (
-        offsets[axis][: 1 if axis in merged else None]
-        for axis in ("token", "head", "dim")
-    )
     addresses = (
         table[:, :, None, None, None, None]
-        + token[:, None, None, None]
-        + head[:, None, None]
-        + dim[:, None]
+        + offsets["token"][:, None, None, None]
+        + offsets["head"][:, None, None]
+        + offsets["dim"][:, None]
     )
     walked = addresses.transpose([_AXES.index(axis) for axis in (*outer, *merged)])
     return walked.reshape(walked.shape[: len(outer)])

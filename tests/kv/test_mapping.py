@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from kvwire.kv.layout import AxisOrder
 from kvwire.kv.mapping import GroupMap, Steps
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
+from kvwire.limits import MIB
 
 SPEC = KVSpec(layers=3, kv_heads=2, head_dim=4, block_tokens=2)
 BLOCK_BYTES = SPEC.layer_block_bytes
@@ -58,6 +61,28 @@ def test_what_lies_together_is_one_fragment() -> None:
     assert some.moved(slice(1, 3)).tolist() == [2]
     assert offsets(some, range(1), slice(0, 3)) == blocks(4, 7)
     assert len(some.fragments(range(1), slice(1, 2))) == 0
+
+
+def test_a_large_block_takes_no_memory_for_its_places() -> None:
+    """What lies together is not listed element by element."""
+    large = KVSpec(
+        layers=1,
+        kv_heads=1,
+        head_dim=4 * MIB,
+        block_tokens=1,
+        dtype="uint8",
+        components=1,
+        kind="state",
+    )
+    memory = np.zeros((2, 1, 1, large.head_dim), np.uint8)
+    cache = PagedCache.grouped({"kv": (large, [memory])})
+    tracemalloc.start()
+    try:
+        found = map_of(cache, [1]).fragments(range(1), slice(0, 1))
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+    assert found.nbytes == large.layer_block_bytes
 
 
 @pytest.mark.parametrize("cache", [CROSS, LAYERS], ids=["cross", "layers"])

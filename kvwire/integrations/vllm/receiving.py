@@ -15,6 +15,7 @@ import numpy as np
 
 from kvwire import (
     Communicator,
+    Connection,
     Engine,
     Incoming,
     Outcome,
@@ -22,7 +23,7 @@ from kvwire import (
     RemoteWindow,
     Request,
 )
-from kvwire.errors import UsageError, error_text
+from kvwire.errors import RequestCancelled, UsageError, error_text
 from kvwire.integrations.vllm.metadata import LoadPrompt
 from kvwire.integrations.vllm.offering import release
 from kvwire.integrations.vllm.peers import Peers, PromptEnd
@@ -154,30 +155,42 @@ class PromptReceive(PromptEnd[Incoming]):
 
     async def _read(self, communicator: Communicator) -> ReceiveResult:
         """Read the blocks that the ticket names, and free them at prefill."""
-        load = self.load
-        links = [
-            await self._peers.connection(communicator, peer)
-            for peer in self._route.peers
-        ]
+        if self._after is not None and not self.load.declined:
+            await communicator.fired(self._after)
+        links: list[Connection] = []
         outcomes: list[Outcome] = []
         try:
-            windows = [await self._peers.window(link) for link in links]
-            if self._after is not None and not load.declined:
-                await communicator.fired(self._after)
-            with self._lock:
-                self._begun = True
-            if load.declined or self._reason:
-                return self._result(load.blocks)
+            while True:
+                lost = any(link.closed for link in links)
+                links = [
+                    await self._peers.connection(communicator, peer)
+                    for peer in self._route.peers
+                ]
+                if self.load.declined:
+                    return self._result(self.load.blocks)
+                outcomes = await self._read_once(links)
+                # A connection that ends is dialled once more, for all of the prompt.
+                if lost or not any(link.closed for link in links):
+                    return self._arrived(outcomes)
+        finally:
+            nbytes = [one.nbytes for one in outcomes] or [0] * len(links)
+            for link, read_bytes in zip(links, nbytes, strict=True):
+                release(link, self._route.id, read_bytes)
+
+    async def _read_once(self, links: Sequence[Connection]) -> list[Outcome]:
+        windows = [await self._peers.window(link) for link in links]
+        with self._lock:
+            self._begun = True
+        if self._reason:
+            raise RequestCancelled(self._reason)
+        self._reads = []
+        try:
             self._begin_reads(windows)
-            outcomes = [await read for read in self._reads]
-            return self._arrived(outcomes)
+            return [await read for read in self._reads]
         finally:
             for read in self._reads:
                 read.cancel()
                 await read.released()
-            nbytes = [one.nbytes for one in outcomes] or [0] * len(links)
-            for link, read_bytes in zip(links, nbytes, strict=True):
-                release(link, self._route.id, read_bytes)
 
     def _begin_reads(self, windows: Sequence[RemoteWindow]) -> None:
         """Read each rank's part.

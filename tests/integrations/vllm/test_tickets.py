@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvwire import UsageError
+from kvwire import Connection, RemoteWindow, UsageError
 from kvwire.integrations.vllm import tickets
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.metadata import WorkerStep
+from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.tickets import OfferedBlocks
@@ -196,6 +197,27 @@ def test_blocks_that_are_used_again_are_missing() -> None:
         assert d.arrives()
         assert d.errors() == set(INTO)
         assert other["ticket"] != params["ticket"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_connection_that_ends(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dialled again, once; then the prompt is missing."""
+    opened = Peers.window
+    left = [times]
+
+    async def cut(peers: Peers, connection: Connection) -> RemoteWindow:
+        window = await opened(peers, connection)
+        if left[0]:
+            left[0] -= 1
+            connection.abort("cut")
+        return window
+
+    monkeypatch.setattr(Peers, "window", cut)
+    with two() as (p, d):
+        d.decode(p.prefill())
+        assert d.arrives()
+        assert d.errors() == (set(INTO) if times == 2 else set())
+        assert left == [0]
 
 
 def test_two_prompts_that_begin_alike() -> None:
