@@ -18,21 +18,27 @@ and the *efficiency* is the hidden time divided by the time that could be hidden
 
 1 is a perfect overlap, 0 is no better than sending it whole. If compute takes longer
 than transfer, ideal is t.
+
+Compute on the CPU has a price of its own: a thread that computes in Python beside
+:class:`kvwire.Engine` shares the GIL and the CPUs with it. *Taken* is what each layer
+that such a thread marks makes its forward pass longer, beside one that marks nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Final
 
 from rich.console import RenderableType
 
 import kvwire
-from kvwire.cli.bench.operations import BenchMemory, Ends, OpsWork, joined
+from kvwire.cli.bench.operations import BenchMemory, Ends, OpsWork, joined, over
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import (
     COMMON,
@@ -42,7 +48,7 @@ from kvwire.cli.bench.report import (
     require_able,
     within,
 )
-from kvwire.cli.bench.side import Bench, digest
+from kvwire.cli.bench.side import HOST, Bench, digest
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
 
@@ -59,18 +65,25 @@ SHORT_COMPUTE_S: Final = 0.25e-3
 # What is timed: from the last mark, or from the first one.
 EXPOSED: Final = "exposed"
 BULK: Final = "bulk"
+TAKEN: Final = "taken"
 GROUPS: Final = {
     EXPOSED: "exposed after the last mark",
     BULK: "from the first mark",
+    TAKEN: "a forward pass in Python beside Engine",
 }
 # Each layer is marked when it is computed, all when the last one is, or that one alone.
 STREAMED: Final = "streamed"
 WHOLE: Final = "whole"
 ONE_LAYER: Final = "one layer"
 WAYS: Final = (STREAMED, WHOLE, ONE_LAYER)
+# A forward pass in Python: its layers, their sizes, and some 0.5 ms of each.
+PASS_LAYERS: Final = 80
+PASS_KIB: Final = (16, 64, 256)
+_PASS_STEPS: Final = 10_000
 # Of one layer alone, since the first is not that of a socket in use.
 ALONE_REPEAT: Final = 5
 _GO: Final = 1
+_NAME: Final = "forward pass"
 
 Kibibytes = Annotated[int, within(64, 1_048_576)]
 Layers = Annotated[tuple[int, ...], within(2, 4096, consume_multiple=True)]
@@ -126,6 +139,73 @@ class OverlapMemory(BenchMemory):
 
     def digest(self) -> str:
         return digest(self.bytes[self._first :])
+
+
+async def beside_engine(b: Bench) -> None:
+    """A forward pass in Python on the right, on a thread beside an engine.
+
+    With the ``way`` streamed it marks each layer, and otherwise all layers behind the
+    pass, which is what is timed.
+    """
+    memory = BenchMemory(b)
+    async with AsyncExitStack() as stack:
+        if b.left:
+            ends = await stack.enter_async_context(joined(b))
+        else:
+            engine = stack.enter_context(kvwire.Engine(name="bench-right"))
+            await b.send([str(engine.listen(f"{b.options['transport']}://{HOST}:0"))])
+        async for work in b.works(OverlapWork):
+            await asyncio.to_thread(memory.have, work)
+            if b.checks:
+                await memory.fill()
+            assert memory.pool is not None
+            seconds = []
+            async with b.clock():
+                if b.left:
+                    await b.receive()
+                    incoming = ends.connection.pull(_NAME, *memory.pool.chosen)
+                    await over(incoming)
+                    seconds.append(await b.receive())
+                else:
+                    outgoing = engine.publish(_NAME, *memory.pool.chosen)
+                    await b.send()
+                    streamed = b.options["way"] == STREAMED
+                    ready = outgoing.ready if streamed else _nothing
+                    took_s = await asyncio.to_thread(_pass, work.layers, ready)
+                    if not streamed:
+                        outgoing.ready()
+                    outgoing.finish()
+                    await asyncio.to_thread(outgoing.wait_drained)
+                    await b.send(took_s)
+            await b.report(seconds, await memory.digested(b.checks))
+    memory.close()
+
+
+def _pass(layers: int, ready: Callable[[int], None]) -> float:
+    """Compute layers in Python, one after the other; return the seconds.
+
+    Without those for which the thread waits for a CPU that others use, where the system
+    counts them (Linux).
+    """
+    began = time.monotonic() - _queued_s()
+    for layer in range(layers):
+        total = 0
+        for step in range(_PASS_STEPS):
+            total = (5 * total + step) & 0xFFFF
+        ready(layer)
+    return time.monotonic() - _queued_s() - began
+
+
+def _queued_s() -> float:
+    """Return the seconds for which this thread has waited for a CPU; 0 if unknown."""
+    with suppress(OSError):
+        queued = Path("/proc/thread-self/schedstat").read_text().split()[1]
+        return int(queued) / 1e9
+    return 0.0
+
+
+def _nothing(layer: int) -> None:
+    """Mark no layer: it is marked when all are computed."""
 
 
 async def _decode(
@@ -238,8 +318,18 @@ def efficiencies(findings: Findings) -> list[Efficiency]:
     return [efficiency(f) for f in exposed if len(f.samples) == len(WAYS)]
 
 
+def taken_s(findings: Findings) -> dict[str, float]:
+    """Return the seconds that each layer takes from a pass, by the finding's name."""
+    found = {}
+    for one in findings:
+        if one.case.work.verb == TAKEN and len(one.samples) > 1:
+            streamed_s, alone_s = (one.samples[w].median for w in (STREAMED, WHOLE))
+            found[one.case.name] = (streamed_s - alone_s) / one.case.work.layers
+    return found
+
+
 def judged(findings: Findings) -> list[RenderableType]:
-    """Return the table of efficiencies."""
+    """Return the tables of efficiencies, and of what layers take from a pass."""
     table = new_table("", "compute, ms", "ideal, ms", "efficiency")
     for one in efficiencies(findings):
         table.add_row(
@@ -248,7 +338,10 @@ def judged(findings: Findings) -> list[RenderableType]:
             f"{one.ideal_s * 1e3:.2f}",
             f"{one.efficiency:.3f}",
         )
-    return [table]
+    taken = new_table("", "taken from a pass by each layer, us")
+    for name, each_s in taken_s(findings).items():
+        taken.add_row(name, f"{each_s * 1e6:.0f}")
+    return [table, taken]
 
 
 def command(
@@ -264,7 +357,8 @@ def command(
     Compute is simulated by timers, since a GPU does not use the CPU. Exposed is the
     time from the last mark to the outcome: streamed layer by layer, and sent whole at
     the end, in turns. The efficiency is the hidden time divided by the most that could
-    be hidden: all layers but the last, at most the compute time.
+    be hidden: all layers but the last, at most the compute time. Below it, how much
+    longer marks make a forward pass in Python beside Engine.
 
     Args:
         transport: The transport.
@@ -282,6 +376,21 @@ def command(
     streamed, whole, alone = (
         Contender(way, overlap, options={**options, "way": way}) for way in WAYS
     )
+    passing, alone_passing = (
+        Contender(way, beside_engine, options={**options, "way": way})
+        for way in (STREAMED, WHOLE)
+    )
+    passes = [
+        Case(
+            name=f"{PASS_LAYERS} layers of {kib} KiB",
+            work=replace(work_of(TAKEN, PASS_LAYERS, kib * KIB), blocks=1),
+            unit=MILLISECONDS,
+            ours=[passing],
+            beside=[alone_passing],
+            group=GROUPS[TAKEN],
+        )
+        for kib in PASS_KIB
+    ]
     # What is exposed is judged by the efficiency, and the same bytes by their ratio.
     benchmark = Benchmark(
         name="overlap",
@@ -295,9 +404,14 @@ def command(
                 group=GROUPS[work.verb],
             )
             for name, work in works(alone, layers, layer_kib * KIB, rounds).items()
-        ],
+        ]
+        + passes,
+        notes=["A pass in Python: without the time that it waits for a CPU."],
         below=judged,
-        more=lambda found: {"efficiencies": [asdict(e) for e in efficiencies(found)]},
+        more=lambda found: {
+            "efficiencies": [asdict(e) for e in efficiencies(found)],
+            "taken_s": taken_s(found),
+        },
     )
     settings = {"layers": list(layers), "layer_kib": layer_kib, "rounds": rounds}
     return common.run(benchmark, transport=transport, **settings)

@@ -55,8 +55,9 @@ def operations_have_their_cpu(found: Document) -> None:
 
 def efficiencies_are_judged(found: Document) -> None:
     layers = [row["work"]["layers"] for row in found["cases"]]
-    assert layers == [2, 2, 4, 4, 32, 2, 4]
+    assert layers == [2, 2, 4, 4, 32, 2, 4, 80, 80, 80]
     assert len(found["efficiencies"]) == 5
+    assert len(found["taken_s"]) == 3
 
 
 VERBS = ("send", "put", "get")
@@ -126,10 +127,19 @@ RUNS = {
             *("streamed", "whole", "one layer"),
         )
         | each(
-            [f"from the first mark {count} layers, no compute" for count in (2, 4)],
+            [
+                *(
+                    f"from the first mark {count} layers, no compute"
+                    for count in (2, 4)
+                ),
+                *(
+                    f"{overlap.GROUPS[overlap.TAKEN]} 80 layers of {kib} KiB"
+                    for kib in overlap.PASS_KIB
+                ),
+            ],
             *("streamed", "whole"),
         ),
-        [EXPOSED, "efficiency"],
+        [EXPOSED, "efficiency", "taken from a pass by each layer, us"],
         {},
         efficiencies_are_judged,
     ),
