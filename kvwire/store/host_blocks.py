@@ -18,6 +18,7 @@ from kvwire.store.images import images_at
 from kvwire.store.namespace import ABSENT
 from kvwire.store.shared_index import (
     NO_SLOT,
+    NOTHING,
     FoundSlots,
     IndexReader,
     Orders,
@@ -37,6 +38,7 @@ class HostBlocks:
         alone: Whether the store has no tiers below its memory.
 
     Attributes:
+        alone: Whether the store has no tiers below its memory.
         index: Tells in which slot each is, and whether it was there until it was read.
 
     Raises:
@@ -63,13 +65,13 @@ class HostBlocks:
         self._images = images
         self._begin = images.__array_interface__["data"][0]
         self._slab_bytes = slab_bytes
-        self._alone = alone
+        self.alone: bool = alone
         self.index: IndexReader = IndexReader(words, generations)
 
     @property
     def complete(self) -> bool:
         """Return whether a block that is not found here is not at the server either."""
-        return self._alone and self.index.complete
+        return self.alone and self.index.complete
 
     def orders(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``."""
@@ -79,6 +81,9 @@ class HostBlocks:
     def find(self, keys: Keys, nbytes: int) -> FoundSlots:
         """Look up blocks whose images have ``nbytes``."""
         found = self.index.find(keys)
+        if keys.size == 1:
+            end = found.slots.item(0) % self._stride * rounded(nbytes) + nbytes
+            return found if end <= self._slab_bytes else NOTHING
         ends = found.slots % self._stride * rounded(nbytes) + nbytes
         beyond = ends > self._slab_bytes
         if np.logical_or.reduce(beyond):
@@ -87,6 +92,10 @@ class HostBlocks:
 
     def images(self, slots: Ids, nbytes: int) -> Fragments:
         """Return the images in some slots that were found, one fragment each."""
+        if slots.size == 1:
+            slab, place = divmod(slots.item(0), self._stride)
+            begin = slab * self._slab_bytes + place * rounded(nbytes) + self._begin
+            return images_at(np.array((begin,), np.uint64), nbytes, self._images)
         slab, place = np.divmod(slots, self._stride)
         begins = slab * self._slab_bytes + place * rounded(nbytes) + self._begin
         return images_at(begins.view(np.uint64), nbytes, self._images)

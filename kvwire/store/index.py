@@ -364,7 +364,8 @@ class Index:
             for queue, which in self._queues_of(slots):
                 queue.remove(keys[which], slots[which])
         each(map(self._slots.pop, keys.tolist()))
-        self._lost_names(slots)
+        if self.unnamed is not None or self.shared is not None:
+            self._lost_names(slots)
         return alone
 
     def drop(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
@@ -437,7 +438,8 @@ class Index:
         slots = np.fromiter(found, np.int64, keys.size)
         keys = keys[slots >= 0]
         slots = slots[slots >= 0]
-        self._lost_names(slots)
+        if self.unnamed is not None or self.shared is not None:
+            self._lost_names(slots)
         for queue, which in self._queues_of(slots):
             queue.remove(keys[which], slots[which])
         self._unkeep(slots[self._kept[slots]])

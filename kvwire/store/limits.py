@@ -94,6 +94,9 @@ STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
 # Blocks that are read in place are reported so long after the first of them: a server
 # with room for the puts of some seconds evicts none of them before.
 STORE_TOUCHES_S: Final = 0.2
+# Pauses between two looks whether a server's memory is mapped, the first and the last.
+STORE_LOOK_S: Final = 0.01
+STORE_LOOK_S_MAX: Final = 10.0
 
 assert STORE_KEYS_MAX * (16 + STORE_HASH_BYTES_MAX) < (
     STORE_REQUEST_BYTES_MAX - STORE_INLINE_BYTES - 16 * KIB

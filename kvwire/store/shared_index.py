@@ -46,9 +46,10 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_digest, xxh3_128_intdigest
 
+from kvwire.errors import BackendUnavailable
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Array
-from kvwire.memory.generations import Generations, same_compiled
+from kvwire.memory.generations import Generations, require_order, same_compiled
 from kvwire.store.eviction import Keys
 
 Orders: TypeAlias = npt.NDArray[np.uint8]
@@ -118,7 +119,11 @@ class SharedIndex:
 
     def add(self, keys: Keys, slots: Ids, orders: Orders) -> None:
         """Add blocks; their slots have no entry, and their images are complete."""
-        self._generations.renew(_NO_SLOTS)  # a full fence, for the images
+        if _KEEPS_ORDER:
+            with _FENCE:  # a locked instruction, also for stores past the caches
+                pass
+        else:
+            self._generations.renew(_NO_SLOTS)  # ends with a full fence
         if keys.size == 1:
             self._add_one(keys[0], slots.item(0), orders.item(0))
             return
@@ -233,6 +238,9 @@ class IndexReader:
         table = self._generations
         with _FENCE:  # a locked instruction: all loads before it are over
             pass
+        if found.slots.size == 1 and _KEEPS_ORDER:
+            there = table.item(found.slots.item(0)) == found.generations.item(0)
+            return _YES if there else _NO
         if same_compiled is None:
             here: Bits = table[found.slots] == found.generations
             return here
@@ -288,7 +296,7 @@ class IndexReader:
                     np.array((generation,), np.uint64),
                     np.array((place >> _ORDER_BIT,), np.uint8),
                 )
-        return _NOTHING
+        return NOTHING
 
 
 def _names(keys: Keys) -> Array:
@@ -312,8 +320,20 @@ def _address(array: npt.NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
+def _keeps_order() -> bool:
+    try:
+        require_order()
+    except BackendUnavailable:
+        return False
+    return True
+
+
 _FENCE: Final = threading.Lock()
+# Whether processors see each other's stores and loads in order.
+_KEEPS_ORDER: Final = _keeps_order()
+_YES: Final[Bits] = np.ones(1, np.bool_)
+_NO: Final[Bits] = np.zeros(1, np.bool_)
 _NO_SLOTS: Final = np.empty(0, np.int64)
-_NOTHING: Final = FoundSlots(
+NOTHING: Final = FoundSlots(
     np.array((NO_SLOT,), np.int64), np.zeros(1, np.uint64), np.zeros(1, np.uint8)
 )

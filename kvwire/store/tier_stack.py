@@ -90,20 +90,20 @@ class TierStack:
             orders[lacking] = await tier.find(keys[lacking])
         return orders
 
-    def touch(self, keys: Keys, *, released: bool = False) -> None:
+    def touch(self, keys: Keys, *, released: bool = False, here: bool = True) -> None:
         """Mark a chain's blocks as used in all tiers, its head last.
 
         If they were just ``released`` together, memory has their order already and only
-        counts the use.
+        counts the use. Without ``here`` it has none of them.
         """
         index = self.memory.index
-        if index.counts_uses or not released:
+        if here and (index.counts_uses or not released):
             slots = index.find(keys)
-            here = slots >= 0
+            known = slots >= 0
             if released:
-                index.used(slots[here])
-            else:
-                index.touch(keys[here], slots[here])
+                index.used(slots[known])
+            elif any_of(known):
+                index.touch(keys[known], slots[known])
         for tier in self.below:
             tier.touch(keys)
 

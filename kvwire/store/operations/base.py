@@ -41,6 +41,7 @@ class Operation(ABC):
         side: The side of a transfer that the caller's cache would be.
         blocks: The number of blocks.
         nbytes: The bytes of their images.
+        is_small: Whether these are few enough to be copied in one turn of the loop.
         asked: For a caller with a cache: the cache, its blocks, and the plan for them.
         drained: Set when nothing touches the caller's blocks any more. It stays unset
             if a device failed while it wrote to them.
@@ -67,6 +68,8 @@ class Operation(ABC):
         self._next: dict[BlockRequest, Ids] = {}
         # Of which memory has let go of all slots at once, in the order of the chain.
         self._released: set[BlockRequest] = set()
+        # Of which memory has no block.
+        self.elsewhere: set[BlockRequest] = set()
         self.blocks: int = 0
         self.nbytes: int = 0
         for request in requests:
@@ -74,6 +77,7 @@ class Operation(ABC):
             self.blocks += request.keys.size
             self.nbytes += request.keys.size * request.namespace.image_bytes
         self._left = self.blocks
+        self.is_small: bool = self.nbytes <= TURN_BYTES
         self._created = monotonic()
         self._first = self._last = self._ended = 0.0
 
@@ -104,7 +108,9 @@ class Operation(ABC):
         self._ended = monotonic()
         landed = landed_bytes = 0
         for request in self._requests:
-            self.tiers.touch(request.keys, released=request in self._released)
+            released = request in self._released
+            here = request not in self.elsewhere
+            self.tiers.touch(request.keys, released=released, here=here)
             count = int(request.keys.size)
             if len(self._reasons) > 1:
                 count = int(np.add.reduce(self._codes[request] == _LANDED))
@@ -128,11 +134,6 @@ class Operation(ABC):
         here, peer = template.ends
         plan = TransferPlan(cache, lists, peer, self.side, local=here)
         return self._partial(plan, timings)
-
-    @property
-    def is_small(self) -> bool:
-        """Whether its bytes are few enough to be copied in one turn of the loop."""
-        return self.nbytes <= TURN_BYTES
 
     def landed(self, request: BlockRequest) -> Bits:
         """Return which blocks of a request have landed."""
@@ -244,19 +245,18 @@ class Operation(ABC):
         positions: Ids,
         images: Fragments,
         orders: Orders | int,
-    ) -> Iterator[tuple[Fragments, Fragments]]:
-        """Yield sources and destinations, those of one order together."""
+    ) -> list[tuple[Fragments, Fragments]]:
+        """Return sources and destinations, those of one order together."""
         if isinstance(orders, int):
-            yield request.fragments(positions, orders), images
-            return
+            return [(request.fragments(positions, orders), images)]
         listed = set(orders.tolist())
-        for order in listed:
-            if len(listed) == 1:
-                yield images, request.fragments(positions, order)
-            else:
-                which = orders == order
-                cache = request.fragments(positions[which], order)
-                yield images.selected(which), cache
+        if len(listed) == 1:
+            return [(images, request.fragments(positions, listed.pop()))]
+        parts = [(order, orders == order) for order in listed]
+        return [
+            (images.selected(which), request.fragments(positions[which], order))
+            for order, which in parts
+        ]
 
     # --- inside -----------------------------------------------------------------------
 

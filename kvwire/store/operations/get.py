@@ -73,7 +73,8 @@ class GetOperation(Operation):
         for request in self._requests:
             nbytes = request.namespace.image_bytes
             slots = memory.index.find(request.keys)
-            if all_of(slots >= 0):
+            in_memory = slots >= 0
+            if np.logical_and.reduce(in_memory):
                 orders = memory.index.orders(slots)
                 self.copy_now(request, memory.images(slots, nbytes), orders)
                 here += slots.size
@@ -89,6 +90,8 @@ class GetOperation(Operation):
             if not all_of(tier.mapped.index.same(found)):
                 return False
             in_place.append((tier, slots.size, images.nbytes))
+            if not any_of(in_memory):
+                self.elsewhere.add(request)
         self._last = monotonic()
         memory.counts.read_blocks += here
         for tier, blocks, nbytes in in_place:

@@ -112,16 +112,16 @@ class ActiveConnection:
         self.numbers: Iterator[int] = count(1)
         self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
         self._windows: HostWindows | None = None
+        # The server's blocks, once its memory is mapped here.
+        self.mapped: HostBlocks | None = None
         # Called with the first answer.
         self.works: Callable[[], object] | None = None
 
-    @property
-    def mapped(self) -> HostBlocks | None:
-        """The server's blocks, if it is on this host and its memory is mapped here."""
-        return None if self._windows is None else self._windows.blocks
+    async def open_windows(self, changed: Callable[[], None]) -> None:
+        """Read the server's memory in place as soon as that is possible.
 
-    async def open_windows(self) -> None:
-        """Read the server's memory in place from now on, if that is possible.
+        Args:
+            changed: Called once it is.
 
         Cancel safety: safe, nothing is opened.
         """
@@ -130,11 +130,16 @@ class ActiveConnection:
                 self._windows = await HostWindows.open(
                     self.connection,
                     self.welcome.slab_bytes,
+                    partial(self._found, changed),
                     alone=self.welcome.alone,
                     timeout_s=self._timeout_s,
                 )
             except KVWireError as exc:
                 logger.info("the store server is not read in place: %s", exc)
+
+    def _found(self, changed: Callable[[], None], blocks: HostBlocks) -> None:
+        self.mapped = blocks
+        changed()
 
     async def close_windows(self) -> None:
         """End reading in place; running copies keep the memory that they read.
@@ -144,6 +149,7 @@ class ActiveConnection:
         if self._windows is not None:
             windows = self._windows
             self._windows = None
+            self.mapped = None
             await windows.close()
 
     async def tell(self, request: ClientMessage) -> None:
@@ -321,7 +327,7 @@ class StoreClient:
             raise version_mismatch(VERSIONS, theirs, "the store server")
         active = ActiveConnection(connection, welcome, self._timeout_s)
         if self._in_place:
-            await active.open_windows()
+            await active.open_windows(self._changed)
         return active
 
     def _went_down(self, error: Exception) -> None:

@@ -8,8 +8,9 @@ it is on another host, it asks for each block.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -20,6 +21,7 @@ from kvwire.aio import gather_all
 from kvwire.endpoint.remote_window import memory_here
 from kvwire.errors import UsageError
 from kvwire.store.host_blocks import HostBlocks
+from kvwire.store.limits import STORE_LOOK_S, STORE_LOOK_S_MAX
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
@@ -28,27 +30,45 @@ WINDOWS: Final = ("store.images", "store.index", "store.generations")
 
 
 class HostWindows:
-    """A client's windows of one connection to a server. Made by :meth:`open`."""
+    """A client's windows of one connection to a server. Made by :meth:`open`.
+
+    Nothing tells when a transport has mapped them, so they look themselves, less and
+    less often: on one host they need some turns of the loop, and others never are.
+    """
 
     def __init__(
-        self, windows: Sequence[kvwire.RemoteWindow], slab_bytes: int, *, alone: bool
+        self,
+        windows: Sequence[kvwire.RemoteWindow],
+        slab_bytes: int,
+        found: Callable[[HostBlocks], None],
+        *,
+        alone: bool,
     ) -> None:
         self._windows = windows
         self._slab_bytes = slab_bytes
+        self._found = found
         self._alone = alone
-        self._blocks: HostBlocks | None = None
-        self._refused = False
+        self._pause_s = STORE_LOOK_S
+        self._look = asyncio.get_running_loop().call_soon(self._look_again)
 
     @classmethod
     async def open(
         cls,
         connection: kvwire.Connection,
         slab_bytes: int,
+        found: Callable[[HostBlocks], None],
         *,
         alone: bool,
         timeout_s: float,
     ) -> HostWindows:
-        """Open the windows of a server; see :class:`HostBlocks` for the arguments.
+        """Open the windows of a server.
+
+        Args:
+            connection: The connection to it.
+            slab_bytes: See :class:`HostBlocks`.
+            found: Called with its blocks once they are mapped.
+            alone: See :class:`HostBlocks`.
+            timeout_s: The most seconds for the answer.
 
         Raises:
             KVWireError: The server has none.
@@ -57,28 +77,27 @@ class HostWindows:
         """
         within = timedelta(seconds=timeout_s)
         opening = (connection.window(name, deadline=within) for name in WINDOWS)
-        return cls(await gather_all(*opening), slab_bytes, alone=alone)
+        return cls(await gather_all(*opening), slab_bytes, found, alone=alone)
 
     async def close(self) -> None:
         """Close the windows; running copies keep the memory that they read.
 
         Cancel safety: safe, they are closed either way.
         """
-        self._blocks = None
-        self._refused = True
+        self._look.cancel()
         for window in self._windows:
             await window.close()
 
-    @property
-    def blocks(self) -> HostBlocks | None:
-        """The server's blocks; None as long as no transport has mapped its memory."""
-        if self._blocks is not None or self._refused:
-            return self._blocks
+    def _look_again(self) -> None:
+        """Report the server's blocks if they are mapped by now; else look later."""
         images, words, generations = map(memory_here, self._windows)
         if images is None or words is None or generations is None:
-            return None
+            later = asyncio.get_running_loop().call_later
+            self._look = later(self._pause_s, self._look_again)
+            self._pause_s = min(2 * self._pause_s, STORE_LOOK_S_MAX)
+            return
         try:
-            self._blocks = HostBlocks(
+            blocks = HostBlocks(
                 images,
                 words.view(np.uint64),
                 generations.view(np.uint64),
@@ -86,6 +105,6 @@ class HostWindows:
                 alone=self._alone,
             )
         except (UsageError, ValueError) as exc:
-            self._refused = True
             logger.warning("the store server cannot be read in place: %s", exc)
-        return self._blocks
+            return
+        self._found(blocks)

@@ -275,6 +275,7 @@ class Tier(ABC):
         at_once_bytes: Images of up to this many bytes are copied in one turn of the
             loop, and not touched in any other.
         lossy: The codec by which it keeps blocks, if that loses bits; or empty.
+        mapped: Its blocks, if they can be read in place at the moment.
     """
 
     durable: bool = False
@@ -282,6 +283,7 @@ class Tier(ABC):
     asks: bool = False
     at_once_bytes: int = 0
     lossy: str = ""
+    mapped: HostBlocks | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -320,11 +322,6 @@ class Tier(ABC):
     def _is_news(self) -> bool:
         """Return whether the last failure is long enough ago to log a new one."""
         return monotonic() - self._ended_at > STORE_LOG_AGAIN_S
-
-    @property
-    def mapped(self) -> HostBlocks | None:
-        """Its blocks, if they can be read in place at the moment."""
-        return None
 
     def read_in_place(self, blocks: int, nbytes: int) -> None:
         """Count blocks that were read from :attr:`mapped`."""

@@ -26,7 +26,6 @@ from kvwire.limits import EAGER_BYTES_MAX
 from kvwire.memory.copy import copy
 from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import drain_or_abort
-from kvwire.store.host_blocks import HostBlocks
 from kvwire.store.images import line_of, payload_of
 from kvwire.store.index import Keys, Orders
 from kvwire.store.limits import (
@@ -72,6 +71,7 @@ class RemoteTier(Tier):
     """Keeps blocks at a store server. Made by :meth:`open`."""
 
     durable: bool = False
+    asks: bool = False
     at_once_bytes: int = STORE_INLINE_BYTES
 
     def __init__(
@@ -118,11 +118,6 @@ class RemoteTier(Tier):
         return tier
 
     @property
-    def asks(self) -> bool:  # type: ignore[override]
-        mapped = self.mapped
-        return self.connected and (mapped is None or not mapped.complete)
-
-    @property
     def connected(self) -> bool:
         """Whether the server can be reached at the moment."""
         return self._client.active is not None
@@ -159,11 +154,6 @@ class RemoteTier(Tier):
         except KVWireError as exc:
             self.error = self.reason = error_text(exc)
         return orders
-
-    @property
-    def mapped(self) -> HostBlocks | None:
-        active = self._client.active
-        return None if active is None else active.mapped
 
     def touch(self, keys: Keys) -> None:
         """Note a use; it is sent to the server with the next request.
@@ -253,10 +243,15 @@ class RemoteTier(Tier):
         return done
 
     def _changed(self) -> None:
-        """Note that the client has connected or lost its connection."""
+        """Note that the client has connected, mapped the server or lost it."""
+        active = self._client.active
         self.error = self.reason = self._client.reason
-        if self._client.active is not None:
-            welcome = self._client.active.welcome
+        self.mapped = None if active is None else active.mapped
+        # Without blocks elsewhere its index tells nearly always.
+        alone = self.mapped is not None and self.mapped.alone
+        self.asks = active is not None and not alone
+        if active is not None:
+            welcome = active.welcome
             self.durable = welcome.durable
             self.error = _READ_ONLY if welcome.read_only else ""
 

@@ -31,8 +31,9 @@ CEILINGS: Final = {
     "get, 64 KiB": (121, 2),
     "get, 64 KiB, 16 layers": (136, 2),
     "get, 256 KiB, 16 layers": (136, 2),
-    "store put, 64 KiB": (298, 2.125),
-    "store get, 64 KiB": (245, 2.125),
+    # The server keeps an index for clients of its host, which takes ten calls of a put.
+    "store put, 64 KiB": (307, 2.125),
+    "store get, 64 KiB": (250, 2.125),
     "store put, 1 MiB": (699, 6),
     "store get, 1 MiB": (687, 6),
 }
