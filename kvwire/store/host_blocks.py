@@ -93,8 +93,9 @@ class HostBlocks:
     def images(self, slots: Ids, nbytes: int) -> Fragments:
         """Return the images in some slots that were found, one fragment each."""
         if slots.size == 1:
-            slab, place = divmod(slots.item(0), self._stride)
-            begin = slab * self._slab_bytes + place * rounded(nbytes) + self._begin
+            slot = slots.item(0)
+            begin = slot // self._stride * self._slab_bytes + self._begin
+            begin += slot % self._stride * rounded(nbytes)
             return images_at(np.array((begin,), np.uint64), nbytes, self._images)
         slab, place = np.divmod(slots, self._stride)
         begins = slab * self._slab_bytes + place * rounded(nbytes) + self._begin

@@ -155,7 +155,7 @@ def test_an_entry_of_two_writes_is_a_miss(shared: Shared, word: int) -> None:
     shared.add(keys[:1], 0)
     before = shared.words.copy()
     shared.remove(0)
-    shared.add(keys[1:], 0)
+    shared.add(keys[1:], 0, order=4)
     after = shared.words.copy()
     columns = [_column(table, word) for table in (before, shared.words)]
     np.copyto(columns[1], columns[0])

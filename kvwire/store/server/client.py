@@ -111,44 +111,20 @@ class ActiveConnection:
         # Of requests, and of the messages that carry their blocks.
         self.numbers: Iterator[int] = count(1)
         self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
-        self._windows: HostWindows | None = None
+        self.windows: HostWindows | None = None
         # The server's blocks, once its memory is mapped here.
         self.mapped: HostBlocks | None = None
         # Called with the first answer.
         self.works: Callable[[], object] | None = None
-
-    async def open_windows(self, changed: Callable[[], None]) -> None:
-        """Read the server's memory in place as soon as that is possible.
-
-        Args:
-            changed: Called once it is.
-
-        Cancel safety: safe, nothing is opened.
-        """
-        if self.welcome.slab_bytes:
-            try:
-                self._windows = await HostWindows.open(
-                    self.connection,
-                    self.welcome.slab_bytes,
-                    partial(self._found, changed),
-                    alone=self.welcome.alone,
-                    timeout_s=self._timeout_s,
-                )
-            except KVWireError as exc:
-                logger.info("the store server is not read in place: %s", exc)
-
-    def _found(self, changed: Callable[[], None], blocks: HostBlocks) -> None:
-        self.mapped = blocks
-        changed()
 
     async def close_windows(self) -> None:
         """End reading in place; running copies keep the memory that they read.
 
         Cancel safety: safe, they are closed either way.
         """
-        if self._windows is not None:
-            windows = self._windows
-            self._windows = None
+        if self.windows is not None:
+            windows = self.windows
+            self.windows = None
             self.mapped = None
             await windows.close()
 
@@ -327,8 +303,28 @@ class StoreClient:
             raise version_mismatch(VERSIONS, theirs, "the store server")
         active = ActiveConnection(connection, welcome, self._timeout_s)
         if self._in_place:
-            await active.open_windows(self._changed)
+            await self._open_windows(active)
         return active
+
+    async def _open_windows(self, active: ActiveConnection) -> None:
+        """Read the server's memory in place as soon as that is possible."""
+        welcome = active.welcome
+        if not welcome.slab_bytes:
+            return
+        try:
+            active.windows = await HostWindows.open(
+                active.connection,
+                welcome.slab_bytes,
+                partial(self._mapped, active),
+                alone=welcome.alone,
+                timeout_s=self._timeout_s,
+            )
+        except KVWireError as exc:
+            logger.info("the store server is not read in place: %s", exc)
+
+    def _mapped(self, active: ActiveConnection, blocks: HostBlocks) -> None:
+        active.mapped = blocks
+        self._changed()
 
     def _went_down(self, error: Exception) -> None:
         self.active = None
