@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -65,14 +65,22 @@ class Engine:
             worker.side.step_written()
 
     def prefill(
-        self, name: str = "p", blocks: list[int] = FROM, tokens: list[int] | None = None
+        self,
+        name: str = "p",
+        blocks: list[int] = FROM,
+        tokens: list[int] | None = None,
+        between: Callable[[], object] = lambda: None,
     ) -> Params:
-        """Compute a prompt that another engine reads later; return the reference."""
+        """Compute a prompt, in two steps, that another engine reads later.
+
+        Return the reference.
+        """
         ids = steps.TOKENS if tokens is None else tokens
         request = Request(name, list(ids), {"do_remote_decode": True})
         self.scheduler.allocated(request, [blocks], 0)
         first = Output({name: 4}, [New(name, (blocks[:1],))])
         self.step(first, blocks[:1])
+        between()
         self.step(fakes.chunk(name, blocks[1:], 4, len(ids) - 4), blocks)
         keeps, params = self.scheduler.finished(request)
         assert keeps
@@ -80,10 +88,12 @@ class Engine:
         self.over(name)
         return params
 
-    def over(self, *names: str) -> None:
-        """Report the ends of requests, and hear which have drained, of all ranks."""
+    def over(self, *names: str) -> set[str]:
+        """Report the ends of requests; return those whose blocks vLLM frees now."""
         found = [worker.side.finished(names)[0] for worker in self.workers]
-        self.scheduler.drained(set.intersection(*found))
+        drained = set.intersection(*found)
+        self.scheduler.drained(drained)
+        return drained
 
     def decode(
         self, params: Params, cached: int = 0, tokens: list[int] | None = None
@@ -197,6 +207,53 @@ def test_blocks_that_are_used_again_are_missing() -> None:
         assert d.arrives()
         assert d.errors() == set(INTO)
         assert other["ticket"] != params["ticket"]
+
+
+def test_no_block_of_another_prompt_is_taken() -> None:
+    """References come at once, late or twice, while prefill uses its blocks again."""
+    chosen = random.Random(2)
+    references: list[Params] = []
+    landed: list[int] = []
+    with two(lease_s=0.02) as (p, d):
+        (source,) = p.workers
+        (target,) = d.workers
+        held: dict[str, list[int]] = {}
+
+        def mark(number: int, name: str, blocks: list[int]) -> None:
+            source.tensors[name][blocks] = number
+
+        def room() -> bool:
+            for name in p.over():
+                del held[name]
+            return sum(map(len, held.values())) <= fakes.BLOCKS - 3
+
+        def read(number: int) -> None:
+            d.decode(
+                references[number], tokens=[*range(100 * number, 100 * number + 10)]
+            )
+            assert d.arrives()
+            here = sorted({*INTO} - d.errors())
+            landed.append(len(here))
+            for tensor in target.tensors.values():
+                assert (tensor[here] == number).all()
+
+        for number in range(60):
+            assert eventually(room)
+            used = {block for blocks in held.values() for block in blocks}
+            free = [block for block in range(fakes.BLOCKS) if block not in used]
+            held[str(number)] = chosen.sample(free, 3)
+            tokens = [*range(100 * number, 100 * number + 10)]
+            source.write = partial(mark, number)  # type: ignore[method-assign]
+            late = partial(read, chosen.randrange(max(0, number - 4), number + 1))
+            if chosen.randrange(2) or not number:
+                references.append(p.prefill(str(number), held[str(number)], tokens))
+                late()
+            else:
+                late = partial(read, chosen.randrange(max(0, number - 4), number))
+                references.append(
+                    p.prefill(str(number), held[str(number)], tokens, between=late)
+                )
+    assert 0 < sum(landed) < 3 * len(landed)
 
 
 @pytest.mark.parametrize("times", [1, 2])
