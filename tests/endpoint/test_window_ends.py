@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -179,10 +180,9 @@ async def test_close_waits_for_reads_of_a_lane(ends: str) -> None:
         assert remote.way == "ucx"
         into = np.zeros_like(memory)
         request = remote.get(window.offer(range(256)), into=into)
-        await turns(3)
         reader = inside.reader(remote)
         assert reader is not None
-        assert is_busy(reader)
+        await until(partial(is_busy, reader))
         assert not request.done()
         if ends == "reader":
             await remote.close()
@@ -200,10 +200,9 @@ async def test_a_get_of_a_lane_that_is_cancelled() -> None:
         remote = await pair.left.window("bytes")
         into = np.zeros_like(memory)
         request = remote.get(window.offer(range(256)), into=into)
-        await turns(3)
         reader = inside.reader(remote)
         assert reader is not None
-        assert is_busy(reader)
+        await until(partial(is_busy, reader))
         request.cancel()
         with pytest.raises(kvwire.RequestCancelled):
             await request
