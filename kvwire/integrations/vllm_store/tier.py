@@ -1,9 +1,9 @@
 """A store as secondary tier of vLLM's own OffloadingConnector.
 
-vLLM loads it by the path of this module, as an entry of ``secondary_tiers``::
+vLLM loads it as an entry of ``secondary_tiers``::
 
-    {"type": "KvwireTier", "module_path": "kvwire.integrations.vllm_store.tier",
-     "tiers": ["memory:1GiB", "disk:/var/kv?size=100GiB"], "name": "llama-3.1-8b"}
+    {"type": "KvwireTier", "tiers": ["memory:1GiB", "disk:/var/kv?size=100GiB"],
+     "name": "llama-3.1-8b"}
 
 All its methods run in the scheduler and return at once; a job is over when the store no
 longer touches vLLM's memory.
@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, without_password
 from kvwire.extras import needed_by
 from kvwire.integrations.pages import PageStore
 from kvwire.integrations.vllm.release import check_release
 from kvwire.integrations.weights import weights_name
 from kvwire.store.store import Write
 
-with needed_by("KvwireTier", command="pip install 'vllm<0.33'"):
+with needed_by("KvwireTier", command="pip install 'vllm<0.34'"):
     import vllm
     from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+# vLLM 0.30 gives a tier no detector of back-pressure, and no times of its jobs.
+_OLDEST: Final = (0, 31)
 
 
 class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
@@ -46,6 +49,8 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
     """
 
     medium: ClassVar[Any] = Medium.STORAGE
+    # Jobs are over in their own time; a look once per step finds them.
+    tolerates_off_thread_polling: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -58,11 +63,15 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         backpressure_detector: Any = None,
         untested_vllm: bool = False,
     ) -> None:
-        check_release(vllm.__version__, untested=untested_vllm)
+        check_release(vllm.__version__, untested=untested_vllm, oldest=_OLDEST)
         super().__init__(
             offloading_spec, primary_kv_view, tier_type, backpressure_detector
         )
         name = name or _name(offloading_spec.config)
+        self._info = {
+            "kvwire_tiers": " ".join(map(without_password, tiers)),
+            "kvwire_write": write,
+        }
         self._store = PageStore(tiers, write=write, name=name)
         self._pages = self._store.pages(primary_kv_view)
         try:
@@ -105,6 +114,13 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
     def drain_jobs(self) -> None:
         """Return when nothing touches vLLM's memory."""
         wait([moved for _, moved in self._jobs.values()])
+
+    @classmethod
+    def config_info_keys(cls, tier_config: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("kvwire_tiers", "kvwire_write")
+
+    def config_info(self) -> Mapping[str, str]:
+        return self._info
 
     def shutdown(self) -> None:
         self._store.close()

@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, while it is imported
     import torch
     import vllm
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.utils import get_pp_indices
     from vllm.utils.hashing import sha256_cbor
@@ -36,6 +37,7 @@ with warnings.catch_warnings():
         compute_layer_kv_cache_shape_bytes,
     )
     from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
     from kvwire.config import Config
     from kvwire.errors import UsageError
@@ -85,9 +87,9 @@ def test_what_nothing_was_run_on_is_refused(
 ) -> None:
     said, caches = configs(attention())
     made = partial(kind, said, KVConnectorRole.WORKER, caches)
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
     with pytest.raises(
-        UsageError, match=r"^vLLM 0\.33\.0: kvwire was tested with 0\.30"
+        UsageError, match=r"^vLLM 0\.34\.0: kvwire was tested with 0\.30"
     ):
         made()
     extra = said.kv_transfer_config.kv_connector_extra_config
@@ -96,6 +98,42 @@ def test_what_nothing_was_run_on_is_refused(
     said.model_config.enable_sleep_mode = True
     with pytest.raises(UsageError, match="without --enable-sleep-mode"):
         made()
+
+
+@pytest.mark.parametrize("kind", [KvwireConnector, KvwireStoreConnector])
+def test_sleep_is_refused_before_weights_are_loaded(kind: Any) -> None:
+    """By the classes alone: MultiConnector asks those of its children as well."""
+    said, caches = configs(attention())
+    assert kind.supports_sleep_mode(said.kv_transfer_config) is False
+    made = kind(said, KVConnectorRole.WORKER, caches)
+    try:
+        with pytest.raises(UsageError, match="sleeps"):
+            made.unregister_kv_caches()
+    finally:
+        made.shutdown()
+
+
+def test_every_block_table_is_fetched() -> None:
+    said, caches = configs(attention(), attention(torch.float16))
+    made = KvwireConnector(said, KVConnectorRole.SCHEDULER, caches)
+    assert made.get_loaded_kv_cache_group_ids(None) == (0, 1)
+
+
+def test_ends_of_a_step_that_failed_elsewhere_come_with_the_next() -> None:
+    """As vLLM 0.33 keeps them: each end once, and lost blocks with their request."""
+    results = KVOutputAggregator(expected_finished_count=2)
+    if not hasattr(results, "ft_defer_kv_connector_outputs"):
+        pytest.skip(f"vLLM {vllm.__version__} does not keep outputs of a failed step")
+    lost = KVConnectorOutput(finished_recving={"r"}, invalid_block_ids={3})
+    results.ft_defer_kv_connector_outputs([lost])
+    quiet, late = KVConnectorOutput(), KVConnectorOutput(finished_recving={"r"})
+    made = results.aggregate([_ran(quiet), _ran(late)], output_rank=0)
+    said = made.kv_connector_output
+    assert (said.finished_recving, said.invalid_block_ids) == ({"r"}, {3})
+
+
+def _ran(output: Any) -> Any:
+    return ModelRunnerOutput.with_kv_conn_output_only(output)
 
 
 def test_the_layout_that_is_asked_for() -> None:

@@ -39,6 +39,31 @@ def test_chunks_leave_before_the_prompt_is_whole() -> None:
         assert steps.arrives(d)
 
 
+@pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
+def test_results_are_asked_for_before_a_draft_model_has_run(stream: str) -> None:
+    """As vLLM's second model runner does: the drafter writes the last layer later."""
+    *model, draft = fakes.NAMES
+    with steps.workers(stream=stream) as (p, d):
+        steps.ask(d, p)
+        p.side.begin_step(steps.sending(steps.FROM, 10, steps.addresses([d])))
+        for name in model:
+            p.write(name, steps.FROM)
+            p.side.layer_written(name)
+        p.side.start_loads()
+        assert p.side.finished(()) == (set(), set())
+        assert not p.side._departures["p"].finished
+        if stream == "layer":
+            assert eventually(lambda: d.holds(steps.INTO[:2], len(model)))
+        assert d.side.finished(()) == (set(), set())
+        p.write(draft, steps.FROM)
+        p.side.layer_written(draft)
+        p.side.step_written()
+        assert steps.arrives(d)
+        # The scheduler has seen the answer, and ends the request in its next step.
+        p.side.begin_step(WorkerStep())
+        assert steps.drained(p)
+
+
 @pytest.mark.parametrize(
     ("producers", "consumers"),
     [

@@ -6,9 +6,14 @@ offloads from GPUs only.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import mmap
+import os
+import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +22,7 @@ import numpy as np
 import pytest
 
 from kvwire.errors import UsageError
+from kvwire.integrations.vllm import plugin
 from tests.support.waiting import eventually
 
 if importlib.util.find_spec("vllm") is None:
@@ -39,6 +45,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.tiering.base import TransferJob
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+DETECTOR = "EMABackpressureDetector"
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
 ASKS = ReqContext("r")
 
@@ -49,10 +56,10 @@ def memory() -> Any:
 
 
 def make(memory: Any, folder: Path, model: str = "", **more: Any) -> Any:
-    """As vLLM makes one, by the path of its module."""
+    """As vLLM makes one, by its name."""
+    plugin.register()
     said = {
         "type": "KvwireTier",
-        "module_path": "kvwire.integrations.vllm_store.tier",
         "tiers": ["memory:1MiB", f"disk:{folder}/kv?size=1MiB"],
         **more,
     }
@@ -113,6 +120,70 @@ def test_chunks_are_kept_and_come_back(tier: Any, memory: Any) -> None:
     assert not list(tier.get_finished_jobs())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's")
+def test_a_primary_tier_of_several_files(tmp_path: Path) -> None:
+    """As vLLM 0.33 maps one from 2 GiB on: one after the other, in one range."""
+    with mapped_files(2, 4 * 8192) as memory:
+        rows = memory.reshape(8, 8192)
+        rows[:] = np.arange(8, dtype=np.uint8)[:, None]
+        made = make(rows, tmp_path, name="m")
+        try:
+            made.submit_store(job(1, KEYS, [2, 3, 4, 5], load=False))
+            made.drain_jobs()
+            assert [one.success for one in made.get_finished_jobs()] == [True]
+            rows[:] = 0
+            made.submit_load(job(2, KEYS, [6, 4, 3, 1], load=True))
+            made.drain_jobs()
+            assert [one.success for one in made.get_finished_jobs()] == [True]
+        finally:
+            made.shutdown()
+        assert rows[:, 0].tolist() == [0, 5, 0, 4, 3, 0, 2, 0]
+        assert (rows == rows[:, :1]).all()
+
+
+@contextmanager
+def mapped_files(count: int, size: int) -> Iterator[Any]:
+    """Map files one behind the other; yield the bytes of all."""
+    whole = mmap.mmap(-1, count * size)
+    memory = np.frombuffer(whole, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    for index in range(count):
+        file = os.memfd_create(f"part {index}")
+        os.truncate(file, size)
+        where = ctypes.c_void_p(memory.ctypes.data + index * size)
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        got = libc.mmap(
+            *(where, ctypes.c_size_t(size), access, flags, file, ctypes.c_long(0))
+        )
+        os.close(file)
+        assert got == where.value, os.strerror(ctypes.get_errno())
+    yield memory
+
+
+_MAP_FIXED = 0x10
+
+
+def test_labels_of_its_configuration(memory: Any, tmp_path: Path) -> None:
+    disk = f"disk:{tmp_path}/kv?size=1MiB"
+    made = make(memory, tmp_path, name="m", tiers=["memory:1MiB", disk], write="back")
+    made.shutdown()
+    assert tuple(made.config_info()) == made.config_info_keys({})
+    assert made.config_info() == {
+        "kvwire_tiers": f"memory:1MiB {disk}",
+        "kvwire_write": "back",
+    }
+
+
+def test_failed_stores_are_counted(memory: Any, tmp_path: Path) -> None:
+    """By vLLM's detector of back-pressure, which the tier hands on."""
+    more: dict[str, Any] = {"backpressure": {"backpressure_cls": DETECTOR}}
+    made = make(memory, tmp_path, name="m", **more)
+    made.shutdown()
+    assert type(made.bp_detector).__name__ == DETECTOR
+
+
 def test_weights_set_chunks_apart(memory: Any, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -142,9 +213,10 @@ def test_what_cannot_work_is_refused(
 def test_a_release_that_was_not_tested(
     memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    with pytest.raises(UsageError, match=r"^vLLM 0\.33\.0: "):
-        make(memory, tmp_path, name="m")
+    for version in ("0.30.0", "0.34.0"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        with pytest.raises(UsageError, match=r"tested with 0\.31 to 0\.33"):
+            make(memory, tmp_path, name="m")
     make(memory, tmp_path, name="m", untested_vllm=True).shutdown()
 
 

@@ -158,7 +158,6 @@ def engine(
 def kvwire_config(listen: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "kv_connector": "KvwireConnector",
-        "kv_connector_module_path": "kvwire.integrations.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"listen": listen, **extra},
     }

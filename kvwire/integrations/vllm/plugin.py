@@ -1,0 +1,52 @@
+"""Names under which vLLM finds kvwire's classes without the path of a module.
+
+The entry point ``kvwire`` of the group ``vllm.general_plugins`` names :func:`register`.
+vLLM calls it in every process of every engine, also of those without a connector. So
+nothing of vLLM is imported that an engine does not import anyway, and nothing is
+raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Final
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+_STORE: Final = "kvwire.integrations.vllm_store"
+CONNECTORS: Final = {
+    "KvwireConnector": "kvwire.integrations.vllm.connector",
+    "KvwireStoreConnector": f"{_STORE}.connector",
+}
+TIERS: Final = {"KvwireTier": f"{_STORE}.tier"}
+
+
+def register() -> None:
+    """Register the connectors and the tier by name; may be called repeatedly."""
+    try:
+        _register()
+    except Exception:
+        # An engine that does not use kvwire has to start all the same.
+        logger.warning(
+            "this release of vLLM cannot be given kvwire's names: name the modules, "
+            "by kv_connector_module_path and module_path",
+            exc_info=True,
+        )
+
+
+def _register() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
+        KVConnectorFactory,
+    )
+    from vllm.v1.kv_offload.tiering.factory import (  # noqa: PLC0415 - likewise heavy
+        SecondaryTierFactory,
+    )
+
+    for add, names in (
+        (KVConnectorFactory.register_connector, CONNECTORS),
+        (SecondaryTierFactory.register_tier, TIERS),
+    ):
+        for name, module in names.items():
+            with contextlib.suppress(ValueError):  # already registered
+                add(name, module, name)
