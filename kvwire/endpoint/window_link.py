@@ -131,6 +131,8 @@ class OpenedWindow:
         reader: Reads it in place, without asking; None while it is read by messages.
         prepared: Done once ``reader`` is ready, or cannot be; None for no lane.
         gone: Why it can be read no more, or "".
+        held_bytes: The bytes that were read in place since a read last let the loop
+            run, and some for each read.
     """
 
     def __init__(self, link: WindowLink, answer: WindowOpened) -> None:
@@ -152,6 +154,7 @@ class OpenedWindow:
         self._under_way: set[asyncio.Future[Bits]] = set()
         self.memory: tuple[WindowMemory, tuple[PeerGroup, ...]] | None = None
         self.gone: str = ""
+        self.held_bytes: int = 0
         self._views: WeakKeyDictionary[PagedCache, ReaderView] = WeakKeyDictionary()
         self._numbers: dict[bytes, int] = {}  # bounded: WINDOW_VIEWS_MAX
 

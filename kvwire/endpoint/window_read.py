@@ -42,6 +42,7 @@ from kvwire.kv.outcome import Outcome, Timings, nothing_landed
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.ticket import Ticket
 from kvwire.limits import (
+    KIB,
     KV_PIECES_MAX,
     WINDOW_DATA_ASKED_MAX,
     WINDOW_GET_BLOCKS_MAX,
@@ -56,6 +57,8 @@ from kvwire.wire.control import WindowGet, WindowGot
 _READ: Final = RequestKind.READ
 _U4: Final = np.dtype("<u4")
 _new: Final = object.__new__
+# So many bytes are copied in the time that a read takes beside its bytes.
+_READ_BYTES: Final = 256 * KIB
 _WITHDRAWN: Final = "withdrawn: the owner has taken the block back since it was offered"
 _DAMAGED: Final = "damaged: bytes of it did not match their checksum"
 _OTHER: Final = "withdrawn: the ticket is of another window, or of the owner before it"
@@ -259,10 +262,18 @@ class Reading:
     def request(self) -> Request[Outcome]:
         """Return the request that users hold."""
         if self._request is None:
-            self._request = Request(self._owner, _READ, self, None, self.deadline)
+            self._request = self._new_request()
             if self.over:
                 self._request._complete(self._outcome(), None)
         return self._request
+
+    def _new_request(self) -> Request[Outcome]:
+        return Request(self._owner, _READ, self, None, self.deadline)
+
+    def _complete_late(self, outcome: Outcome) -> None:
+        assert self._request is not None
+        if not self._request._over:  # it was cancelled
+            self._request._complete(outcome, None)
 
     # --- in place ---------------------------------------------------------------------
 
@@ -289,6 +300,14 @@ class Reading:
             else:
                 self._note(np.arange(landed.size), landed, _WITHDRAWN)
                 outcome = self._outcome()
+            opened.held_bytes += nbytes + _READ_BYTES
+            if opened.held_bytes > reader.turn_bytes:
+                # To await a request that is over does not let the loop run. This one
+                # ends in its next turn, so reads in a row do not hold it for long.
+                opened.held_bytes = 0
+                self._request = self._request or self._new_request()
+                self._loop.call_soon(self._complete_late, outcome)
+                return self._request
             if self._request is not None:  # it has waited for a connection
                 self._request._complete(outcome, None)
                 return self._request

@@ -133,6 +133,28 @@ async def test_plain_bytes(pair: Pair) -> None:
     assert into == memory[48:] + memory[:16]
 
 
+async def test_gets_in_a_row_let_other_tasks_run() -> None:
+    """Also where each is over at once: a connection's pings need the loop, too."""
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async with connected("tcp", prefer=("local",)) as pair:
+        window, remote = await opened(pair)
+        assert remote.way == "process_vm_readv"
+        target = Filled()
+        ticket = window.offer([1])
+        task = asyncio.create_task(other())
+        for _ in range(200):
+            assert (await remote.get(ticket, into=target.cache, blocks=[0])).complete
+        task.cancel()
+    assert turns >= 3
+
+
 # --- withdrawn ------------------------------------------------------------------------
 
 
