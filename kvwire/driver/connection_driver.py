@@ -67,7 +67,7 @@ from kvwire.proto.records import (
     TransferRecord,
 )
 from kvwire.proto.transfers import Transfers
-from kvwire.types import BufferId, PeerInfo
+from kvwire.types import BufferId, PeerInfo, RequestId
 from kvwire.wire.header import Flag
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
@@ -284,9 +284,21 @@ class ConnectionDriver(LinkHandler):
         """Whether the control link carries payload now, beside possible lanes."""
         return self.lanes.fallback and not self.lanes.open
 
-    def check_of(self, payload: memoryview) -> int | None:
-        """Return the checksum with which to send a payload, or None."""
-        return self._checks.seal(payload, self._copies, None)[1]
+    def answer_get(self, wire_id: RequestId, data: memoryview) -> None:
+        """Send all bytes of a small get from a window, in one frame.
+
+        At once, unless frames or bytes wait to be sent; then behind them.
+        """
+        outbox = self._outbox
+        if outbox.shut:
+            return
+        check = self._checks.seal(data, self._copies, None)[1]
+        header = self.core.windows.data_frame(wire_id, data.nbytes, check)
+        if outbox.frames or self.link.queued_bytes:
+            frame = (header, data)
+            outbox.frames.append(frame)  # bounded: CONTROL_QUEUE_BYTES_MAX
+        elif not self.link.send_now(header, data):
+            self.link.flush()
 
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode

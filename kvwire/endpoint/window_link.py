@@ -519,7 +519,7 @@ class WindowLink:
         # it has renewed a generation are not sent: kvwire.memory.generations.
         same = shown.window._generations.same(entries, generations)
         if all_of(same):
-            windows.send_data(event.wire_id, data, self.driver.check_of(data))
+            self.driver.answer_get(event.wire_id, data)
         else:
             windows.withhold(event.wire_id, packed(~same))
 

@@ -261,19 +261,25 @@ class Reading:
 
     def request(self) -> Request[Outcome]:
         """Return the request that users hold."""
-        if self._request is None:
-            self._request = self._new_request()
+        request = self._request
+        if request is None:
+            request = self._request = self._new_request()
             if self.over:
-                self._request._complete(self._outcome(), None)
-        return self._request
+                self._complete(self._outcome())
+        return request
 
     def _new_request(self) -> Request[Outcome]:
         return Request(self._owner, _READ, self, None, self.deadline)
 
-    def _complete_late(self, outcome: Outcome) -> None:
-        assert self._request is not None
-        if not self._request._over:  # it was cancelled
-            self._request._complete(outcome, None)
+    def _complete(
+        self, outcome: Outcome | None, error: KVWireError | None = None
+    ) -> None:
+        """Complete the request, unless it was cancelled."""
+        request = self._request
+        # Each names the other; without this only the garbage collector would end both.
+        self._request = None
+        if request is not None:
+            request._complete(outcome, error)
 
     # --- in place ---------------------------------------------------------------------
 
@@ -305,14 +311,15 @@ class Reading:
                 # To await a request that is over does not let the loop run. This one
                 # ends in its next turn, so reads in a row do not hold it for long.
                 opened.held_bytes = 0
-                self._request = self._request or self._new_request()
-                self._loop.call_soon(self._complete_late, outcome)
-                return self._request
+                request = self._request = self._request or self._new_request()
+                self._loop.call_soon(self._complete, outcome)
+                return request
             if self._request is not None:  # it has waited for a connection
-                self._request._complete(outcome, None)
-                return self._request
+                request = self._request
+                self._complete(outcome)
+                return request
             # Made without an ``__init__``, for speed: it is over.
-            request: Request[Outcome] = _new(Request)
+            request = _new(Request)
             request._over = True
             request._value = outcome
             return request
@@ -508,10 +515,8 @@ class Reading:
             if len(ask.parts) == 1 and ask.record is not None:
                 ask.opened.link.driver.core.cancel(ask.record)
                 ask.opened.link.driver.run()
-        if self._request is not None and not self._request._over:
-            self._request._complete(
-                None, RequestCancelled("the get was cancelled on this side")
-            )
+        error = RequestCancelled("the get was cancelled on this side")
+        self._complete(None, error)
 
     def _end_if_done(self) -> None:
         if not self.over and not self.asked and not self.todo().size:
@@ -520,7 +525,7 @@ class Reading:
     def _end(self, outcome: Outcome | None = None) -> None:
         self.over = True
         if self._request is not None:
-            self._request._complete(outcome or self._outcome(), None)
+            self._complete(outcome or self._outcome())
 
     def _whole(self, view: ReaderView, nbytes: int) -> Outcome:
         """Return the outcome of a read of one group that has landed completely."""

@@ -263,17 +263,13 @@ class WindowReads:
         """Answer a small get by an error."""
         self._requests.tell_failed(wire_id, error.code, str(error))
 
-    def send_data(
-        self, wire_id: RequestId, data: memoryview, check: int | None
-    ) -> None:
-        """Answer a small get by its bytes, whose generations were compared."""
-        outbox = self._outbox
-        if not outbox.shut:
-            header = outbox.framing.payload(
-                _WINDOW_DATA, data.nbytes, wire_id, check=check
-            )
-            frame = (header, data)
-            outbox.frames.append(frame)  # bounded: CONTROL_QUEUE_BYTES_MAX
+    def data_frame(self, wire_id: RequestId, nbytes: int, check: int | None) -> bytes:
+        """Return the header of the frame with which the front answers a small get.
+
+        The frame is the next one that is sent.
+        """
+        payload = self._outbox.framing.payload
+        return payload(_WINDOW_DATA, nbytes, wire_id, check=check)
 
     def withhold(self, wire_id: RequestId, stale: bytes) -> None:
         """Answer a small get some of whose blocks are stale."""

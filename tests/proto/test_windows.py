@@ -120,8 +120,7 @@ def get_together(pair: ConnectionPair) -> tuple[RequestRecord, RequestId]:
 
 
 def send_data(pair: ConnectionPair, wire_id: RequestId, check: int | None) -> None:
-    pair.server.core.windows.send_data(wire_id, memoryview(DATA), check)
-    pair.server.collect()
+    pair.server.send_data(wire_id, memoryview(DATA), check)
     expect_fine(pair)
 
 

@@ -29,8 +29,8 @@ CEILINGS: Final = {
     "send, 1 MiB": (171, 3),
     "put, 64 KiB": (151, 3),
     "get, 64 KiB": (121, 2),
-    "get, 64 KiB, 16 layers": (136, 2),
-    "get, 256 KiB, 16 layers": (136, 2),
+    "get, 64 KiB, 16 layers": (128, 2),
+    "get, 256 KiB, 16 layers": (129, 2),
     # The server keeps an index for clients of its host, which takes ten calls of a put.
     "store put, 64 KiB": (307, 2.125),
     "store get, 64 KiB": (250, 2.125),

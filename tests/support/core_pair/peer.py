@@ -36,7 +36,7 @@ from kvwire.proto.records import (
     TransferRecord,
 )
 from kvwire.proto.regions import RegionRecord, RegionTable
-from kvwire.types import Access, BufferId, Role
+from kvwire.types import Access, BufferId, RequestId, Role
 from kvwire.wire.control import AccessBody, Body, encode_body
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import Flag
@@ -106,6 +106,13 @@ class Peer:
         self._arrival: ChunkArrival | None = None
 
     # --- what an application does -----------------------------------------------------
+
+    def send_data(
+        self, wire_id: RequestId, data: memoryview, check: int | None
+    ) -> None:
+        """Answer a small get from a window."""
+        header = self.core.windows.data_frame(wire_id, data.nbytes, check)
+        self.wire.append((header, bytes(data)))
 
     def lend(self, data: bytes | int) -> BufferId:
         """A new buffer with these bytes, or with so many zeros."""

@@ -233,8 +233,7 @@ def windows(pair: ConnectionPair) -> Iterator[str]:
     yield "the client asks for a small block"
     wire_id = _last(server, WindowReadTogether).wire_id
     data = memoryview(_SMALL)
-    server.core.windows.send_data(wire_id, data, checksum(data))
-    server.collect()
+    server.send_data(wire_id, data, checksum(data))
     yield "which comes at once"
     server.core.windows.hide(number)
     server.collect()
