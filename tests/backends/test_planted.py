@@ -12,12 +12,17 @@ import pytest
 
 from kvwire.testing import check_backend, check_lanes
 from kvwire.testing.conformance import Report
-from tests.backends import planted_lanes, planted_links
+from kvwire.testing.conformance.runner import LANE_CHECKS
+from tests.backends import planted_lanes, planted_links, planted_windows
 from tests.backends.planted import Plant, Plants
 
 # A planted bug may make the kit wait in vain; nothing here takes as long by itself.
 _TIMEOUT_S = 0.4
-_KITS = ((check_backend, planted_links.PLANTS), (check_lanes, planted_lanes.PLANTS))
+_KITS = (
+    (check_backend, planted_links.PLANTS),
+    (check_lanes, planted_lanes.PLANTS),
+    (check_lanes, planted_windows.PLANTS),
+)
 
 
 # The bugs are in code that treats all loops alike.
@@ -47,3 +52,13 @@ async def test_a_planted_bug_is_caught(
         plants.clean_up()
         (failed,) = report.failed
         assert not failed.reason.startswith(("AttributeError", "NameError"))
+
+
+async def test_a_lane_that_reads_windows_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reader in which the bugs are planted has none by itself."""
+    planted_windows.reads_windows(monkeypatch)
+    checks = [c.id for c in LANE_CHECKS if c.id.startswith("windows.")]
+    report = await check_lanes("inproc", only=checks)
+    assert len(report.passed) == len(checks) == 6

@@ -416,6 +416,7 @@ class LaneRig(Rig[LaneSide]):
             secret=secret,
             remote_address=self.address,
             settings=self._settings,
+            windows="peers",
         )
         side = LaneSide(name, backend.open_lane(context), self.verdicts)
         self.sides.append(side)

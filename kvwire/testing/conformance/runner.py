@@ -17,6 +17,7 @@ from kvwire.testing.conformance.groups import (
     memory,
     payloads,
     pressure,
+    windows,
 )
 from kvwire.testing.conformance.rig import LaneRig, LinkRig
 from kvwire.types import Address
@@ -39,6 +40,7 @@ _GROUPS: Final = (
     pressure.pause,
     ending.close,
     ending.abort,
+    windows.windows,
     beginning.cancel,
     callbacks.isolation,
     memory.leak,

@@ -188,7 +188,7 @@ class Endpoint:
             while outbox.frames:
                 demand(self.ended is None, "closed", "a frame after the end")
                 header, body = outbox.frames.popleft()
-                end.send(Frame(header, body))
+                end.send(Frame(header, bytes(body)))
             while end.queued_bytes < self._queue_bytes:
                 lane = self.beside.pick()
                 chunk = core.next_chunk(self.beside.span if lane else None)
