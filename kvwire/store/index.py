@@ -175,8 +175,11 @@ class Index:
 
     def find(self, keys: Keys) -> Ids:
         """Return the slot of each block, or ``NO_SLOT``; delete what is too old."""
-        found = map(self._slots.get, keys.tolist(), repeat(NO_SLOT))
-        slots = np.fromiter(found, np.int64, keys.size)
+        if keys.size == 1:
+            slots = np.array((self._slots.get(keys[0], NO_SLOT),), np.int64)
+        else:
+            found = map(self._slots.get, keys.tolist(), repeat(NO_SLOT))
+            slots = np.fromiter(found, np.int64, keys.size)
         if self.shares.expire and keys.size:
             late = (slots >= 0) & self.late(slots)
             if any_of(late):

@@ -32,7 +32,9 @@ class StoreRequest:
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
         self._thread.check("await StoreRequest")
-        return asyncio.shield(self._task).__await__()
+        if self._task.done():
+            return self._task.result()
+        return (yield from asyncio.shield(self._task).__await__())
 
     def done(self) -> bool:
         """Return whether the outcome is known."""

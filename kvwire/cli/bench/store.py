@@ -259,6 +259,8 @@ class Stock:
     want: Pool
     # The last two that were put; the one that was used longer ago is first.
     sets: list[list[bytes]] = field(default_factory=list)
+    # The set that came through the reader last.
+    read_last: list[bytes] | None = None
     # How many blocks had come from the tier before this round.
     read_blocks: int = 0
 
@@ -284,8 +286,6 @@ class StoreBlocks(BlockMover):
         if work.verb == ONE and stock.sets:
             # Of the other set, the last one left some in the memory in front.
             await self.put(work)
-            if stock.reader is not stock.store:
-                stock.sets.pop(0)  # that is in its memory still
         if stock.directory:
             await stock.store.flush()
         while len(stock.sets) < 2 and work.verb not in PUTS:
@@ -342,6 +342,10 @@ class StoreBlocks(BlockMover):
         """Get blocks of the less recently used set."""
         if which[0] == 0:
             stock.sets.reverse()
+            if stock.reader is not stock.store:
+                if stock.sets[-1] is stock.read_last:
+                    stock.sets.reverse()  # the other one is not in its memory
+                stock.read_last = stock.sets[-1]
         names = [stock.sets[-1][at] for at in which]
         blocks = [stock.want.blocks[at] for at in which]
         require_complete(await stock.reader.get(names, stock.want.cache, blocks))
