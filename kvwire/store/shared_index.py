@@ -70,6 +70,7 @@ _SLOT_MASK: Final = (1 << _ORDER_BIT) - 1
 _ALL_BITS: Final = (1 << 64) - 1
 # An odd number with bits all over: places that differ make masks that differ.
 _MIX: Final = 0x9E3779B97F4A7C15
+_FOLD: Final = 32
 # Of a slot: it has no block, or one that has no entry.
 _EMPTY: Final = -1
 _UNLISTED: Final = -2
@@ -308,12 +309,22 @@ def _names(keys: Keys) -> Array:
 
 
 def _masks(halves: Array, places: Array) -> Array:
-    """Return what generations are masked with."""
-    return halves + places * np.uint64(_MIX)
+    """Return what generations are masked with.
+
+    A change of any bit of a place changes bits all over, so that no change of a few
+    bytes of the seal makes up for it.
+    """
+    mixed = halves + places * np.uint64(_MIX)
+    mixed ^= mixed >> np.uint64(_FOLD)
+    mixed *= np.uint64(_MIX)
+    mixed ^= mixed >> np.uint64(_FOLD)
+    return mixed
 
 
 def _mask(half: int, place: int) -> int:
-    return (half + place * _MIX) & _ALL_BITS
+    mixed = (half + place * _MIX) & _ALL_BITS
+    mixed = (mixed ^ mixed >> _FOLD) * _MIX & _ALL_BITS
+    return mixed ^ mixed >> _FOLD
 
 
 def _address(array: npt.NDArray[Any]) -> int:

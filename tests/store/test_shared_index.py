@@ -180,6 +180,27 @@ def test_an_entry_with_another_order_is_a_miss(shared: Shared) -> None:
     assert all(shared.find([key]).slots[0] == NO_SLOT for key in keys)
 
 
+@pytest.mark.parametrize("bit", [56, 60, 63])
+def test_no_byte_of_the_seal_makes_up_for_another_order(
+    shared: Shared, bit: int
+) -> None:
+    """As bytes that were overwritten at random once did, one time in 256."""
+    keys = names(1)
+    shared.add(keys, 0)
+    places = _column(shared.words, 1)
+    places[places != 0] ^= np.uint64(1 << bit)
+    seals = _column(shared.words, 2).view(np.uint8).reshape(-1, WAYS, 8)
+    (bucket,), (way,) = np.nonzero(_column(shared.words, 0))
+    entry = seals[bucket, way]
+    whole = entry.copy()
+    for byte in range(8):
+        for value in range(256):
+            entry[byte] = value
+            assert shared.find(keys).slots[0] == NO_SLOT
+            assert shared.find(keys * 2).slots[0] == NO_SLOT
+        entry[:] = whole
+
+
 def test_bytes_that_are_overwritten_at_random(shared: Shared) -> None:
     """A block is found where it is, or not at all."""
     seed = secrets.randbits(32)
