@@ -19,7 +19,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # The newest release, where it is newer than that.
 VLLM_CLASSES ?= 0.33.0
 CLASSES_STAMP := .venv-vllm-classes-$(VLLM_CLASSES)/.installed
-CLASSES_TESTS ?= tests/integrations/vllm_store/test_tier.py tests/integrations/vllm/test_interface.py tests/integrations/vllm/test_plugin.py \
+CLASSES_TESTS ?= tests/integrations/vllm_store/test_tier.py \
+  tests/integrations/vllm/test_interface.py tests/integrations/vllm/test_plugin.py \
   tests/integrations/vllm/test_release.py tests/integrations/vllm/test_connector.py \
   tests/integrations/vllm/test_caches.py tests/integrations/vllm/test_groups.py \
   tests/integrations/vllm/test_identity.py tests/integrations/vllm/test_metadata.py \

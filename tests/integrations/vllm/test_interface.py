@@ -83,7 +83,6 @@ _CONNECTOR_LEFT = {
 LEFT: dict[str, dict[str, str]] = {
     "KvwireConnector": _CONNECTOR_LEFT
     | {
-        "update_connector_output": "the worker's side sees the ends of transfers",
         "has_pending_push_work": "requests whose blocks are held keep an engine awake",
         "reset_cache": "nothing is kept beyond vLLM's own blocks",
     },
