@@ -29,6 +29,7 @@ another process are resolved in that process only; a wrong one gives EFAULT.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
@@ -57,6 +58,7 @@ from kvwire.memory.compiled import (
 from kvwire.memory.generations import ENTRY_BYTES, require_order
 from kvwire.memory.iovec import IOVECS_MAX
 from kvwire.memory.pieces import copy_pieces
+from kvwire.types import MemoryKind
 from kvwire_local.peer import PeerMemory
 from kvwire_local.templates import (
     Span,
@@ -98,9 +100,15 @@ class WindowBlocks(ABC):
     """The name of the way in reports."""
     turn_bytes: int
     """The most bytes that take about 2 ms."""
+    immediate: bool = True
+    """Whether ``read`` returns bits, and not a future."""
+    memory_kind: MemoryKind = MemoryKind.HOST
+    """The kind of memory of the window, and of the memory that it is read into."""
+    quiet: asyncio.Future[None] | None = None
+    """After ``close``: done once all of it is released; None if it is."""
 
     @abstractmethod
-    def read(self, batch: BlockRead) -> Bits:
+    def read(self, batch: BlockRead) -> Bits | asyncio.Future[Bits]:
         """Read blocks, and return which have landed.
 
         Raises:
@@ -110,6 +118,11 @@ class WindowBlocks(ABC):
     @property
     def owner_gone(self) -> bool:
         """Return whether the owner's process is known to have ended."""
+        return False
+
+    @property
+    def busy(self) -> bool:
+        """Return whether a device may still touch memory, after ``close`` too."""
         return False
 
     def close(self) -> None:  # noqa: B027 - other processes need no descriptor

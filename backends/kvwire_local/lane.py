@@ -81,6 +81,7 @@ class LocalLane(Lane):
     # urgent payload waits for no more than these.
     window_bytes = 2 * SPAN_BYTES_MAX
     reads_windows = True
+    reads_device_windows = True
 
     def __init__(self, context: LaneContext) -> None:
         allowed = READ_METHODS[context.settings.get("way", "auto")]

@@ -13,6 +13,7 @@ A record of a window: u32 number, u32 kind, and what belongs to the kind::
 
     ARENA    for each arena: u32 number, u32 zero, u64 its address at the owner
     MEMORY   nothing: the reader calls process_vm_readv
+    DEVICE   the device's allocations: kvwire_local.device_blocks
     REFUSED  the reason, in UTF-8
 
 **Who may read.** The reader of a window can read all of its arenas, or all of the
@@ -22,8 +23,8 @@ namespace does not know appears as user 65534, whoever it is, and is refused.
 
 **After the end of a lane** a mapped window can still be read: its pages exist as long
 as they are mapped, and the owner renews the generations of blocks before it writes to
-them, whether there is a lane or not. A window in ordinary memory ends with its lane,
-whose cookie identifies the process.
+them, whether there is a lane or not. A window in ordinary memory, or in that of a
+device, ends with its lane, whose cookie identifies the process.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from kvwire.memory.arena import Arena, arena_at
 from kvwire.types import OneSidedWindows
 from kvwire_local.blocks import MappedBlocks, ProcessBlocks, WindowBlocks
 from kvwire_local.descriptor import RULE
+from kvwire_local.device_blocks import DeviceBlocks, shared_allocations
 from kvwire_local.peer import PeerMemory
 from kvwire_local.shared_arenas import ReadMethod, SharedArenas
 from kvwire_local.wire import WINDOWS_MAX, LocalMessageType
@@ -68,6 +70,7 @@ class _Kind(enum.IntEnum):
     REFUSED = 0
     ARENA = 1
     MEMORY = 2
+    DEVICE = 3
 
 
 _KINDS: Final = {int(kind): kind for kind in _Kind}
@@ -142,6 +145,14 @@ class ExposedWindows:
             BackendUnavailable: The peer cannot or may not read it.
         """
         _require_trust(self._allowed, self._uid)
+        if memory.device is not None:
+            if ReadMethod.MEMORY not in arenas.methods:
+                raise BackendUnavailable(
+                    f"local: the peer cannot read this process, as it must to read the "
+                    f"generations of a window on {memory.device}: "
+                    f"docs/howto/same-host.md"
+                )
+            return _Kind.DEVICE, shared_allocations(memory)
         if ReadMethod.ARENA in arenas.methods:
             found = _arenas_of(memory)
             if found is not None and all(map(arenas.has_room_for, found)):
@@ -254,6 +265,8 @@ class OpenedWindows:
         _require_trust(self._allowed, peer.uid)
         if kind is _Kind.MEMORY:
             return ProcessBlocks(reader.memory, peer)
+        if kind is _Kind.DEVICE:
+            return DeviceBlocks(reader.memory, body, peer)
         if len(body) % _ARENA.size:
             raise ProtocolError(RULE, f"local: {len(body)} bytes for a list of arenas")
         arenas = [
@@ -277,7 +290,9 @@ class LocalWindowReader(WindowReader):
     def __init__(self, number: int, memory: WindowMemory) -> None:
         self.number = number
         self.memory = memory
+        # None once they are closed; a device may then still be busy with the last ones.
         self._blocks: WindowBlocks | None = None
+        self._last: WindowBlocks | None = None
         self._settled = asyncio.Event()
         self._error: KVWireError | None = None
         self._peer_left = False
@@ -285,7 +300,9 @@ class LocalWindowReader(WindowReader):
     def begin(self, blocks: WindowBlocks) -> None:
         """Allow reading."""
         self._blocks = blocks
-        self.immediate = True
+        self._last = blocks
+        self.immediate = blocks.immediate
+        self.memory_kind = blocks.memory_kind
         self.way = blocks.way
         self.turn_bytes = blocks.turn_bytes
         self.outlives_lane = isinstance(blocks, MappedBlocks)
@@ -297,6 +314,7 @@ class LocalWindowReader(WindowReader):
             self._error = error
         if self._blocks is not None:
             self._blocks.close()
+            self.quiet = self._blocks.quiet
             self._blocks = None
         self._settled.set()
 
@@ -311,7 +329,7 @@ class LocalWindowReader(WindowReader):
         if self._error is not None:
             raise self._error
 
-    def read(self, batch: BlockRead) -> Bits:
+    def read(self, batch: BlockRead) -> Bits | asyncio.Future[Bits]:
         # A read on another thread needs them until it is over.
         blocks = self._blocks
         if blocks is None:
@@ -332,6 +350,11 @@ class LocalWindowReader(WindowReader):
         """Return whether the owner has left the lane, or its process has ended."""
         blocks = self._blocks
         return self._peer_left or (blocks is not None and blocks.owner_gone)
+
+    @property
+    def busy(self) -> bool:
+        """Return whether a device may still touch memory."""
+        return self._last is not None and self._last.busy
 
     def close(self) -> None:
         self.end(ConnectionLost("local: the reader is closed"))

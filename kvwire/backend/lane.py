@@ -138,6 +138,8 @@ class Lane(ABC):
     """
     reads_windows: bool = False
     """Whether ``expose`` and ``window`` may succeed on this lane."""
+    reads_device_windows: bool = False
+    """Whether they may succeed for windows in a device's memory."""
 
     @property
     @abstractmethod

@@ -40,6 +40,7 @@ import numpy.typing as npt
 from kvwire.kv.blocks import Bits
 from kvwire.kv.fragments import Array
 from kvwire.limits import MIB
+from kvwire.types import Device, MemoryKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +49,15 @@ class WindowMemory:
 
     Attributes:
         spans: Address and bytes of each tensor.
-        table: Address and bytes of the table of generations, 8 for each block.
+        table: Address and bytes of the table of generations, 8 for each block. It is
+            always in host memory.
+        device: The device that has the tensors; None for host memory, and at a reader,
+            which learns the kind of memory from the owner's lane.
     """
 
     spans: tuple[tuple[int, int], ...]
     table: tuple[int, int]
+    device: Device | None = None
 
 
 class BlockRead(NamedTuple):
@@ -74,6 +79,7 @@ class BlockRead(NamedTuple):
         per_block: Granules of one block: granule ``g`` belongs to block ``g //
             per_block``. The last block may have fewer.
         owner: An object that keeps the destinations alive.
+        device: The device that has the destinations; None for host memory.
     """
 
     pieces_from: Array
@@ -85,6 +91,7 @@ class BlockRead(NamedTuple):
     generations: Array
     per_block: int
     owner: object
+    device: Device | None = None
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +114,16 @@ class WindowReader(ABC):
     """
     outlives_lane: bool = False
     """Whether ``read`` works after the lane has ended, until ``close``."""
+    memory_kind: MemoryKind = MemoryKind.HOST
+    """The kind of memory of the window, and of the destinations of each batch.
+
+    For destinations of another kind the window is read by messages.
+    """
+    quiet: asyncio.Future[None] | None = None
+    """After ``close``: done once this process has nothing mapped of the owner.
+
+    None if there is nothing to wait for. The owner keeps its memory until then.
+    """
     turn_bytes: int = 8 * MIB
     """The most bytes of a batch that keeps the loop for no more than about 2 ms."""
 
@@ -130,6 +147,8 @@ class WindowReader(ABC):
 
         Raises:
             ConnectionLost: The window has gone; so has every reader of it.
+            BackendUnavailable: The memory cannot be read in this way; from a future
+                only. A DeviceFailed among these keeps the destinations for ever.
         """
 
     def memory_here(self) -> npt.NDArray[np.uint8] | None:

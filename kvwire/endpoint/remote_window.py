@@ -217,7 +217,7 @@ class RemoteWindow:
             buffers.on_drained(lent[-1], again)
         elif read.under_way is not None and not read.under_way.done():
             read.under_way.add_done_callback(lambda _: again())
-        else:
+        elif not read.is_stuck:
             call()
 
     # --- inside -----------------------------------------------------------------------

@@ -64,6 +64,7 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.records import RequestRecord
 from kvwire.transfers.offer import GeometryFields
+from kvwire.types import Device, MemoryKind
 from kvwire.wire.control import (
     DECODE_ERRORS,
     WindowGet,
@@ -151,7 +152,7 @@ class OpenedWindow:
         # One that is not ready yet; and the lane of this one, or of ``reader``.
         self._coming: WindowReader | None = None
         self._lane: LaneEndpoint | None = None
-        self._under_way: set[asyncio.Future[Bits]] = set()
+        self._under_way: set[asyncio.Future[Any]] = set()
         self.memory: tuple[WindowMemory, tuple[PeerGroup, ...]] | None = None
         self.gone: str = ""
         self.held_bytes: int = 0
@@ -239,12 +240,14 @@ class OpenedWindow:
         for reader in (self.reader, self._coming):
             if reader is not None:
                 reader.close()
+                if reader.quiet is not None:
+                    self.note(reader.quiet)
         self.reader = None
         self._coming = None
         self._lane = None
 
-    def note(self, read: asyncio.Future[Bits]) -> None:
-        """Let the owner wait for a read in place that has begun."""
+    def note(self, read: asyncio.Future[Any]) -> None:
+        """Let the owner wait for a read in place that has begun, or for its memory."""
         self._under_way.add(read)  # bounded: one for each get
         read.add_done_callback(self._over)
 
@@ -255,7 +258,7 @@ class OpenedWindow:
         if not self._under_way:
             self._report()
 
-    def _over(self, read: asyncio.Future[Bits]) -> None:
+    def _over(self, read: asyncio.Future[Any]) -> None:
         self._under_way.discard(read)
         if self.gone and not self._under_way:
             self._report()
@@ -276,6 +279,8 @@ class ReaderView:
         per_owner: The granules of one block of the owner, by group.
         block_bytes: The bytes that one block of the owner has for this side, by group.
         block_pieces: The pieces of memory in which they lie at most, by group.
+        device: The cache's device; None for host memory.
+        memory_kind: The kind of memory that blocks land in.
     """
 
     def __init__(self, opened: OpenedWindow, cache: PagedCache) -> None:
@@ -301,7 +306,10 @@ class ReaderView:
             len(walk.layers) * walk.granule_bytes * granules
             for (walk, _), granules in zip(walks, self.per_owner, strict=True)
         )
-        self.host: bool = cache.device is None
+        self.device: Device | None = cache.device
+        self.memory_kind: MemoryKind = (
+            MemoryKind.HOST if cache.device is None else cache.device.kind
+        )
         self.nothing_missing: MissingBlocks = nothing_missing(
             {walk.group: walk.layers for walk, _ in walks}
         )
@@ -448,7 +456,10 @@ class WindowLink:
         """Let the peer read a window over a lane; return what it needs for that."""
         window = shown.window
         cache = window._cache
-        if not endpoint.lane.reads_windows or cache.device is not None:
+        reads = endpoint.lane.reads_windows
+        if cache.device is not None:
+            reads = endpoint.lane.reads_device_windows
+        if not reads:
             return None
         where = placed(cache)
         table = window._generations
@@ -458,6 +469,7 @@ class WindowLink:
         memory = WindowMemory(
             spans=spans_of(window._geometry, where),
             table=(table.address, table.values.nbytes),
+            device=cache.device,
         )
         try:
             access = endpoint.lane.expose(memory)
@@ -495,6 +507,12 @@ class WindowLink:
         if not same.all():
             self.driver.core.windows.finish(request, packed(~same), sent=False)
             return
+        if fragments.device is not None:
+            try:
+                self.driver.staging.open(fragments.device)
+            except BackendUnavailable as exc:
+                self.driver.core.refuse(request, exc, exc.code)
+                return
         buffers = self.driver.services.buffers
         buffer = buffers.lend(fragments)
         window._used()

@@ -21,6 +21,7 @@ from kvwire.endpoint.request import Request, RequestOwner
 from kvwire.endpoint.window_data import move_granules
 from kvwire.endpoint.window_link import OpenedWindow, ReaderView, unpacked
 from kvwire.errors import (
+    BackendUnavailable,
     ConnectionClosed,
     ConnectionLost,
     KVWireError,
@@ -48,6 +49,7 @@ from kvwire.limits import (
     WINDOW_GET_BLOCKS_MAX,
     WINDOW_GET_BYTES_MAX,
 )
+from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.proto.events import RequestDone
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind
@@ -216,7 +218,7 @@ class Reading:
         view = self.view = opened.view(self.cache)
         self._check(opened, view)
         reader = opened.reader
-        if reader is not None and view.host:
+        if reader is not None and reader.memory_kind is view.memory_kind:
             return self._begin_in_place(opened, view, reader)
         request = self.request()
         self._queue.add(self)
@@ -354,6 +356,7 @@ class Reading:
             generations[part],
             granules,
             view.owners,
+            view.device,
         )
 
     async def _in_turns(
@@ -368,6 +371,10 @@ class Reading:
                 await self._take_turns(opened, view, reader)
         except TimeoutError:
             self.fail_rest("the deadline passed")
+        except DeviceFailed as exc:
+            # It may still write to the blocks: nothing else may land in them.
+            opened.lost(reader, exc)
+            self.fail_rest(str(exc))
         except KVWireError as exc:
             opened.lost(reader, exc)
             if opened.gone:
@@ -501,6 +508,17 @@ class Reading:
         self._end()
 
     @property
+    def is_stuck(self) -> bool:
+        """Return whether a device has failed that may write to the blocks for ever."""
+        read = self.under_way
+        return (
+            read is not None
+            and read.done()
+            and not read.cancelled()
+            and isinstance(read.exception(), DeviceFailed)
+        )
+
+    @property
     def lent(self) -> list[BufferId]:
         """Return the buffers that may still be written to."""
         if not self.buffers:
@@ -616,8 +634,10 @@ def _ask(opened: OpenedWindow, reads: list[Reading]) -> None:
     view = reads[0].view
     assert view is not None
     try:
+        if view.device is not None:
+            opened.link.driver.staging.open(view.device)
         number = opened.number_of(view)
-    except UsageError as exc:
+    except (UsageError, BackendUnavailable) as exc:
         for read in reads:
             read.fail_rest(str(exc))
         return

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import queue
+import struct
 import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -25,12 +28,21 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.copy import copy
-from kvwire.memory.device.ops import DeviceOps, Event, Stream, contiguous
+from kvwire.memory.device.ops import (
+    DeviceOps,
+    Event,
+    OpenedAllocation,
+    SharedAllocation,
+    Stream,
+    contiguous,
+)
 from kvwire.memory.device.registry import register, unregister
 from kvwire.types import Device, MemoryKind
 
 # As CUDA's allocator aligns.
 _ALIGNMENT: Final = 256
+_MAGIC: Final = b"simulate"
+_HANDLE: Final = struct.Struct("<8sII48x")
 _indices: Final = itertools.count()
 
 
@@ -46,14 +58,13 @@ class SimulatedDevice(DeviceOps):
         self._running.set()
         self._lock = threading.Lock()
         self._current = threading.local()
-        with tempfile.TemporaryFile() as file:
-            file.truncate(nbytes)
-            fd = file.fileno()
-            self._mappings = mmap.mmap(fd, nbytes, prot=0), mmap.mmap(fd, nbytes)
-        # Only addresses are used, so that the mappings can be closed.
-        out_of_reach, within = (_address(mapping) for mapping in self._mappings)
-        self._begin = out_of_reach
-        self._distance = within - out_of_reach
+        # It stays open, since other processes find it by its number.
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._file.truncate(nbytes)
+        self._memory = _Memory(self._file.fileno(), nbytes)
+        # That of other processes.
+        self._opened: list[_Memory] = []
+        self.shares = True
         self._nbytes = nbytes
         self._used = 0
         register(self)
@@ -100,14 +111,58 @@ class SimulatedDevice(DeviceOps):
             if begin + nbytes > self._nbytes:
                 raise UsageError(f"{self.device}: {nbytes} bytes are not free")
             self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return self._begin + begin
+        return self._memory.begin + begin
 
     def reach(self, fragments: Fragments) -> Fragments:
         """Return the same memory where the device may touch it."""
         assert fragments.device == self.device, "memory of another device"
-        reached = fragments.shifted(self._distance)
-        reached.device = None
-        return reached
+        memory = [self._memory, *self._opened]
+        begins = np.array([one.begin for one in memory], np.uint64)
+        ends = begins + np.array([one.nbytes for one in memory], np.uint64)
+        firsts = fragments.addresses[:, np.newaxis]
+        behind = firsts + fragments.lengths[:, np.newaxis]
+        lies = (firsts >= begins) & (behind <= ends)
+        assert lies.any(axis=1).all(), "memory that is not the device's"
+        distances = np.array([one.distance % 2**64 for one in memory], np.uint64)
+        return Fragments(
+            fragments.addresses + distances[lies.argmax(axis=1)],
+            fragments.lengths,
+            owner=fragments.owner,
+            writable=fragments.writable,
+        )
+
+    def share(self, address: int) -> SharedAllocation:
+        """See DeviceOps: all of the memory is one allocation, as a segment of torch."""
+        memory = self._memory
+        if not memory.begin <= address < memory.begin + memory.nbytes:
+            raise BackendUnavailable(f"{self.device}: no memory at {address:#x}")
+        if not self.shares:
+            raise BackendUnavailable(f"{self.device}: its memory has no handle")
+        handle = _HANDLE.pack(_MAGIC, os.getpid(), self._file.fileno())
+        return SharedAllocation(memory.begin, memory.nbytes, handle)
+
+    def open_shared(self, handle: bytes) -> OpenedAllocation:
+        magic, pid, fd = _HANDLE.unpack(handle)
+        if magic != _MAGIC:
+            raise BackendUnavailable(f"{self.device}: the handle is of no such device")
+        try:
+            with Path(f"/proc/{pid}/fd/{fd}").open("r+b") as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                memory = _Memory(file.fileno(), nbytes)
+        except (OSError, ValueError) as exc:
+            raise BackendUnavailable(f"{self.device}: {exc}") from exc
+        self._opened.append(memory)
+
+        def close() -> None:
+            self._opened.remove(memory)
+            memory.close()
+
+        return OpenedAllocation(memory.begin, memory.nbytes, close)
+
+    @property
+    def opened(self) -> int:
+        """Return how many allocations of other processes are open."""
+        return len(self._opened)
 
     # --- for tests --------------------------------------------------------------------
 
@@ -131,8 +186,9 @@ class SimulatedDevice(DeviceOps):
         """Forget the device, and free its memory; its streams have no work left."""
         self.release()
         unregister(self)
-        for mapping in self._mappings:
-            mapping.close()
+        assert not self._opened, "allocations of other processes are open"
+        self._memory.close()
+        self._file.close()
 
     @property
     def error(self) -> str:
@@ -272,6 +328,21 @@ class SimulatedStream(Stream):
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+
+
+class _Memory:
+    """A file that is mapped twice: out of reach, and within."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._mappings = mmap.mmap(fd, nbytes, prot=0), mmap.mmap(fd, nbytes)
+        # Only addresses are used, so that the mappings can be closed.
+        self.begin, within = (_address(mapping) for mapping in self._mappings)
+        self.distance = within - self.begin
+
+    def close(self) -> None:
+        for mapping in self._mappings:
+            mapping.close()
 
 
 def _address(mapping: mmap.mmap) -> int:

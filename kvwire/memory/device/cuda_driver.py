@@ -12,6 +12,7 @@ from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_
 from typing import Any, Final
 
 from kvwire.errors import BackendUnavailable
+from kvwire.memory.device.ops import HANDLE_BYTES
 
 _LIBRARY: Final = "libcuda.so.1"
 
@@ -21,6 +22,13 @@ _NOT_READY: Final = 600
 
 _OUT: Final = POINTER(c_void_p)
 _POINTER: Final = c_uint64  # CUdeviceptr
+
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle: names an allocation of one process to others."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
 
 # Functions that return at once, so the GIL is kept.
 _BRIEF: Final[dict[str, tuple[Any, ...]]] = {
@@ -48,6 +56,10 @@ _WAITING: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemFreeAsync": (_POINTER, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _POINTER, c_size_t, c_void_p),
     "cuMemcpyHtoDAsync_v2": (_POINTER, c_void_p, c_size_t, c_void_p),
+    "cuMemGetAddressRange_v2": (POINTER(_POINTER), POINTER(c_size_t), _POINTER),
+    "cuIpcGetMemHandle": (POINTER(IpcHandle), _POINTER),
+    "cuIpcOpenMemHandle_v2": (POINTER(_POINTER), IpcHandle, c_uint),
+    "cuIpcCloseMemHandle": (_POINTER,),
     "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, _OUT, _OUT),
 }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import sys
 import threading
@@ -28,10 +29,13 @@ import numpy as np
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
-from kvwire.memory.device.cuda_driver import CudaDriver, CudaError
+from kvwire.memory.device.cuda_driver import CudaDriver, CudaError, IpcHandle
 from kvwire.memory.device.ops import (
+    HANDLE_BYTES,
     DeviceOps,
     Event,
+    OpenedAllocation,
+    SharedAllocation,
     Stream,
     contiguous,
     library_event_index,
@@ -43,6 +47,7 @@ _STREAM_NON_BLOCKING: Final = 1  # no other stream waits for it
 _EVENT_BLOCKING_SYNC: Final = 1  # waiting for it sleeps
 _EVENT_DISABLE_TIMING: Final = 2
 _HOST_PORTABLE: Final = 1
+_IPC_LAZY_PEER_ACCESS: Final = 1  # memory of another GPU is read over NVLink or PCIe
 
 _KERNEL: Final = "pieces.ptx"
 # In one pass, a block of threads moves 4 KiB: 16 bytes per thread.
@@ -132,11 +137,64 @@ class CudaOps(DeviceOps):
                     return table
         return _StagedTable(self.pinned(max(2 * nbytes, _TABLE_BYTES)))
 
+    def share(self, address: int) -> SharedAllocation:
+        handle = IpcHandle()
+        try:
+            with self.context:
+                first, nbytes = self._allocation(address)
+                self.driver("cuIpcGetMemHandle", ctypes.byref(handle), first)
+        except CudaError as exc:
+            raise BackendUnavailable(
+                f"{self.device}: the memory at {address:#x} has no IPC handle: {exc}; "
+                f"expandable_segments of torch and cuMemAllocAsync give memory that "
+                f"has none"
+            ) from None
+        return SharedAllocation(first, nbytes, bytes(handle))
+
+    def open_shared(self, handle: bytes) -> OpenedAllocation:
+        if len(handle) != HANDLE_BYTES:
+            raise BackendUnavailable(f"{self.device}: a handle of {len(handle)} bytes")
+        mapped = ctypes.c_uint64()
+        try:
+            with self.context:
+                self.driver(
+                    "cuIpcOpenMemHandle_v2",
+                    ctypes.byref(mapped),
+                    IpcHandle.from_buffer_copy(handle),
+                    _IPC_LAZY_PEER_ACCESS,
+                )
+                # The peer's word for it does not count: a kernel that reads beyond
+                # ends this process's context.
+                first, nbytes = self._allocation(mapped.value)
+                nbytes -= mapped.value - first
+        except CudaError as exc:
+            if mapped.value:
+                self.context.free("cuIpcCloseMemHandle", mapped.value)
+            raise BackendUnavailable(
+                f"{self.device}: the peer's memory cannot be opened: {exc}"
+            ) from None
+        close = functools.partial(
+            self.context.free, "cuIpcCloseMemHandle", mapped.value
+        )
+        return OpenedAllocation(mapped.value, nbytes, close)
+
     def owns(self, event: object) -> bool:
         if isinstance(event, CudaEvent):
             return event.ops is self
         index = library_event_index(event)
         return index is not None and index in (-1, self.device.index)
+
+    def _allocation(self, address: int) -> tuple[int, int]:
+        """Return address and bytes of the allocation that an address lies in."""
+        first = ctypes.c_uint64()
+        nbytes = ctypes.c_size_t()
+        self.driver(
+            "cuMemGetAddressRange_v2",
+            ctypes.byref(first),
+            ctypes.byref(nbytes),
+            address,
+        )
+        return first.value, nbytes.value
 
     def _registered(self, size: int, nbytes: int) -> mmap.mmap:
         # Pages that this process allocates, unlike those of the driver: another process

@@ -15,13 +15,46 @@ addresses and lengths are known; contiguous memory is one fragment.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.kv.fragments import Fragments
 from kvwire.types import Device
+
+HANDLE_BYTES: Final = 64
+"""The bytes of a handle by which another process finds an allocation."""
+
+
+class SharedAllocation(NamedTuple):
+    """An allocation of device memory that other processes can open.
+
+    Attributes:
+        address: Its first byte, in this process.
+        nbytes: Its size.
+        handle: HANDLE_BYTES by which another process of this host opens it.
+    """
+
+    address: int
+    nbytes: int
+    handle: bytes
+
+
+class OpenedAllocation(NamedTuple):
+    """An allocation of another process, open here.
+
+    Attributes:
+        address: Its first byte, in this process.
+        nbytes: Its size, as this process's driver reports it.
+        close: Ends the access to it. It never raises, and may wait for the device. No
+            work that touches the memory may be queued any more.
+    """
+
+    address: int
+    nbytes: int
+    close: Callable[[], object]
 
 
 class Event(ABC):
@@ -97,6 +130,25 @@ class DeviceOps(ABC):
     @abstractmethod
     def pinned(self, nbytes: int) -> memoryview:
         """Return host memory that the device can copy from and to by itself."""
+
+    @abstractmethod
+    def share(self, address: int) -> SharedAllocation:
+        """Return the allocation that an address lies in, for other processes.
+
+        Raises:
+            BackendUnavailable: It cannot be shared; the text has the reason.
+        """
+
+    @abstractmethod
+    def open_shared(self, handle: bytes) -> OpenedAllocation:
+        """Open an allocation of another process. May wait for the device.
+
+        Args:
+            handle: From ``share``; not to be trusted.
+
+        Raises:
+            BackendUnavailable: It cannot be opened on this device.
+        """
 
     @abstractmethod
     def owns(self, event: object) -> bool:

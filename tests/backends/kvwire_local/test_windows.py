@@ -365,7 +365,7 @@ async def test_a_lane_has_so_many_windows(in_arena: OwnersCache) -> None:
     [
         (LocalMessageType.WINDOW, b""),
         (LocalMessageType.WINDOW, struct.pack("<II", 1, 2)),  # not the next number
-        (LocalMessageType.WINDOW, struct.pack("<II", 0, 3)),  # of no kind
+        (LocalMessageType.WINDOW, struct.pack("<II", 0, 4)),  # of no kind
         (LocalMessageType.CONCEALED, struct.pack("<I", 0)),
         (LocalMessageType.CONCEALED, b"0"),
     ],

@@ -1,0 +1,352 @@
+"""Reads the blocks of a window in a device's memory, from one process to another.
+
+The owner names the allocations in which the window lies, by a handle for each (CUDA
+IPC). The reader opens them on the device of its own cache, copies pieces from device to
+device, and looks at the generations, which are in host memory::
+
+    pieces copied, on a stream of ours      the device
+    its event has fired                     a thread has slept on it
+    generations, then the cookie            one process_vm_readv
+
+**Why no torn block is reported.** The event fires when every load of the copy is over.
+Only then are the generations read. The owner withdraws with a store and a full fence,
+before it queues a kernel that writes. So if a load has seen a byte of such a kernel,
+then the new generation was visible when that load was over, and the look finds it. A
+kernel does not see bytes from before its start in a cache of its own: caches of
+processors are emptied when it starts, and others are coherent. Bytes that are offered
+must have been written by kernels that are over, which ``Window.offer`` demands.
+
+**Which process is read.** The cookie is read behind the generations. The kernel takes a
+process's address space away before it closes its descriptors, and with these the
+driver's. So if the cookie was there, then the owner's allocations were there during the
+whole copy. This is why such a window needs ``process_vm_readv``, and no mapped table.
+
+**Which memory is read.** A piece is read only within its tensor, and a tensor only
+within an allocation whose size this process's own driver reports.
+
+**What CUDA does not define.** The owner's memory may go while a copy reads it: its
+process dies, or frees it before ``Window.close`` has returned. Drivers keep memory
+that another process has open; no document promises it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvwire.backend import BlockRead, WindowMemory
+from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
+from kvwire.kv.blocks import Bits
+from kvwire.kv.fragments import Array, Fragments
+from kvwire.limits import MIB
+from kvwire.memory.device.device_copies import DeviceFailed
+from kvwire.memory.device.moves import DeviceMoves
+from kvwire.memory.device.ops import HANDLE_BYTES, OpenedAllocation, device_errors
+from kvwire.memory.device.registry import device_ops
+from kvwire.memory.generations import ENTRY_BYTES
+from kvwire.types import Device, MemoryKind
+from kvwire_local.blocks import ProcessBlocks, WindowBlocks
+from kvwire_local.descriptor import RULE
+from kvwire_local.peer import PeerMemory
+from kvwire_local.templates import Span, WindowTemplates, checked_spans, checked_table
+
+# The kind of memory, and how many allocations follow.
+_HEAD: Final = struct.Struct("<II")
+# An allocation's address at its owner, and its handle.
+_ALLOCATION: Final = struct.Struct(f"<Q{HANDLE_BYTES}s")
+_KINDS: Final = {1: MemoryKind.CUDA, 2: MemoryKind.SIMULATED}
+_CODES: Final = {kind: code for code, kind in _KINDS.items()}
+ALLOCATIONS_MAX: Final = 256
+"""The most allocations in which a window may lie."""
+_NOTHING: Final = np.empty(0, np.uint64)
+Handle = tuple[int, bytes]
+"""The address of an allocation at its owner, and its handle."""
+
+
+def shared_allocations(memory: WindowMemory) -> bytes:
+    """Return the allocations in which a window lies, for its reader.
+
+    Raises:
+        BackendUnavailable: One cannot be shared, or there are too many.
+    """
+    device = memory.device
+    assert device is not None
+    ops = device_ops(device)
+    found: list[Handle] = []
+    end = 0
+    for first, behind in checked_spans(memory.spans):
+        # Tensors that touch are one span, and may lie in several allocations.
+        while (begin := max(first, end)) < behind:
+            allocation = ops.share(begin)
+            end = allocation.address + allocation.nbytes
+            if end <= begin or len(found) >= ALLOCATIONS_MAX:
+                raise BackendUnavailable(
+                    f"local: a window on {device} lies in more than {ALLOCATIONS_MAX} "
+                    f"allocations"
+                )
+            found.append((allocation.address, allocation.handle))
+    head = _HEAD.pack(_CODES[device.kind], len(found))
+    return head + b"".join(_ALLOCATION.pack(*one) for one in found)
+
+
+def read_allocations(body: bytes) -> tuple[MemoryKind, list[Handle]]:
+    """Read what :func:`shared_allocations` of the peer has returned.
+
+    Raises:
+        ProtocolError: It would not return that.
+    """
+    if len(body) >= _HEAD.size:
+        code, count = _HEAD.unpack_from(body)
+        rest = body[_HEAD.size :]
+        kind = _KINDS.get(code)
+        sized = count <= ALLOCATIONS_MAX and len(rest) == count * _ALLOCATION.size
+        if kind is not None and sized:
+            return kind, list(_ALLOCATION.iter_unpack(rest))
+    raise ProtocolError(RULE, f"local: {len(body)} bytes for a device's allocations")
+
+
+class DeviceBlocks(WindowBlocks):
+    """A window in the memory of a device.
+
+    Args:
+        memory: The window.
+        body: Its allocations, from the peer.
+        peer: The owner's process.
+
+    Raises:
+        BackendUnavailable: This process may not read that one.
+        ProtocolError: The owner would not have such tensors, table or allocations.
+    """
+
+    immediate = False
+    turn_bytes = 64 * MIB
+
+    def __init__(self, memory: WindowMemory, body: bytes, peer: PeerMemory) -> None:
+        self.memory_kind, self._handles = read_allocations(body)
+        self.way = f"{self.memory_kind}_ipc"
+        self._spans = checked_spans(memory.spans)
+        first, end = checked_table(memory.table)
+        self._entries = (end - first) // ENTRY_BYTES
+        table = WindowMemory(spans=(), table=memory.table)
+        self._generations = ProcessBlocks(table, peer)
+        self._loop = asyncio.get_running_loop()
+        # One for each device of this process into which the window is read.
+        self._opened: dict[Device, asyncio.Task[OpenedWindow]] = {}
+        self._moving = 0
+        self._closed = False
+        self.quiet: asyncio.Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Return whether the device may still touch memory."""
+        return self._moving > 0
+
+    def read(self, batch: BlockRead) -> asyncio.Future[Bits]:
+        return asyncio.Task(self._read(batch), loop=self._loop)
+
+    async def _read(self, batch: BlockRead) -> Bits:
+        """Copy the bytes, and then look at the generations.
+
+        Cancel safety: a copy that was queued goes on, and ``busy`` reports it.
+        """
+        device = batch.device
+        if device is None or device.kind is not self.memory_kind:
+            raise BackendUnavailable(
+                f"local: a window in memory of kind {self.memory_kind} is not read "
+                f"into {device or 'host memory'}"
+            )
+        window = await asyncio.shield(self._open(device))
+        if self._closed:
+            raise ConnectionLost("local: the reader is closed")
+        template = window.templates.of(batch)
+        landed = template.inside(batch)
+        origin, target = template.addresses(batch, landed)
+        if origin.size:
+            await asyncio.shield(self._move(window, batch, origin, target))
+        table = batch._replace(pieces_from=_NOTHING, pieces_to=_NOTHING, run=0)
+        landed &= self._generations.read(table)
+        return landed
+
+    def close(self) -> None:
+        """End reading; ``quiet`` is done once the allocations are closed."""
+        if not self._closed:
+            self._closed = True
+            if self._opened:
+                self.quiet = self._loop.create_future()
+                self._release()
+
+    def _open(self, device: Device) -> asyncio.Task[OpenedWindow]:
+        """Return the window as it is open on a device, which may take milliseconds."""
+        opening = self._opened.get(device)
+        if opening is None:
+            if self._closed:
+                raise ConnectionLost("local: the reader is closed")
+            opening = asyncio.Task(self._open_on(device), loop=self._loop)
+            self._opened[device] = opening  # bounded by the devices of this host
+            opening.add_done_callback(lambda _: self._release())
+        return opening
+
+    async def _open_on(self, device: Device) -> OpenedWindow:
+        return await self._loop.run_in_executor(
+            None,
+            OpenedWindow,
+            device,
+            self._spans,
+            self._handles,
+            self._entries,
+            self._loop,
+        )
+
+    def _move(
+        self, window: OpenedWindow, batch: BlockRead, origin: Array, target: Array
+    ) -> asyncio.Future[None]:
+        """Queue the copy of pieces; return what is done once it is over.
+
+        Raises:
+            DeviceFailed: The device does no work any more.
+        """
+        over: asyncio.Future[None] = self._loop.create_future()
+
+        def done(error: Exception | None) -> None:
+            self._moving -= 1
+            if error is None:
+                over.set_result(None)
+            else:
+                over.set_exception(_failed(window.device, error))
+            self._release()
+
+        def fragments(addresses: Array) -> Fragments:
+            return Fragments.uniform(
+                addresses,
+                batch.run,
+                owner=batch.owner,
+                writable=True,
+                device=window.device,
+            )
+
+        self._moving += 1
+        try:
+            window.moves.move(fragments(origin), fragments(target), done)
+        except Exception as exc:
+            self._moving -= 1
+            self._release()
+            raise _failed(window.device, exc) from exc
+        return over
+
+    def _release(self) -> None:
+        """Close the allocations, on a thread, once nothing reads them."""
+        if not self._closed or self._moving:
+            return
+        if not all(opening.done() for opening in self._opened.values()):
+            return
+        windows = [
+            opening.result()
+            for opening in self._opened.values()
+            if not opening.cancelled() and opening.exception() is None
+        ]
+        self._opened.clear()
+        if windows:
+            threading.Thread(
+                target=_close, args=(windows, self._loop, self._quiet), daemon=True
+            ).start()
+        else:
+            self._quiet()
+
+    def _quiet(self) -> None:
+        if self.quiet is not None and not self.quiet.done():
+            self.quiet.set_result(None)
+
+
+class OpenedWindow:
+    """A window's allocations, open on one device of this process.
+
+    It is made on a thread, since the driver may wait for the device.
+
+    Attributes:
+        device: The device.
+        templates: Where its pieces lie here.
+        moves: Copies them.
+
+    Raises:
+        BackendUnavailable: An allocation cannot be opened there, or a tensor lies in
+            none.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        spans: Sequence[Span],
+        handles: Sequence[Handle],
+        entries: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.device = device
+        self._allocations: list[OpenedAllocation] = []
+        ops = device_ops(device)
+        try:
+            with device_errors(device):
+                for _, handle in handles:
+                    self._allocations.append(ops.open_shared(handle))
+                bases = [base for base, _ in handles]
+                cut, shifts = _cut(spans, bases, self._allocations)
+                self.templates = WindowTemplates(cut, shifts, 0, entries)
+                self.moves = DeviceMoves(ops, loop.call_soon_threadsafe)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the allocations; nothing may read them any more. May wait."""
+        if hasattr(self, "moves"):
+            self.moves.close()
+        for allocation in self._allocations:
+            allocation.close()
+
+
+def _cut(
+    spans: Sequence[Span], bases: Sequence[int], opened: Sequence[OpenedAllocation]
+) -> tuple[list[Span], list[int]]:
+    """Return the parts of spans within allocations, and what to add to each to read it.
+
+    Raises:
+        BackendUnavailable: A part of a span lies in no allocation.
+    """
+    parts: list[Span] = []
+    shifts: list[int] = []
+    pairs = sorted(zip(bases, opened, strict=True))
+    for first, end in spans:
+        begin = first
+        for base, allocation in pairs:
+            if base <= begin < base + allocation.nbytes and begin < end:
+                stop = min(end, base + allocation.nbytes)
+                parts.append((begin, stop))
+                shifts.append(allocation.address - base)
+                begin = stop
+        if begin < end:
+            raise BackendUnavailable(
+                f"local: {end - begin} bytes of the window at {begin:#x} are in no "
+                f"allocation that the peer shares"
+            )
+    return parts, shifts
+
+
+def _close(
+    windows: list[OpenedWindow],
+    loop: asyncio.AbstractEventLoop,
+    quiet: Callable[[], None],
+) -> None:
+    for window in windows:
+        window.close()
+    # Nobody waits on a closed loop.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(quiet)
+
+
+def _failed(device: Device, error: Exception) -> DeviceFailed:
+    return DeviceFailed(f"{device} failed: {error}")

@@ -1,0 +1,60 @@
+"""Copies pieces of a device's memory to other pieces, on a stream of its own.
+
+The kernel gathers many pieces into one, or scatters one into many. So pieces that are
+many on both sides pass through a buffer on the device, 16 MiB at a time. The stream
+does its work in order, so one buffer is enough.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import MIB
+from kvwire.memory.device.copy_engine import CallSoon, Done, WatchedStream
+from kvwire.memory.device.ops import DeviceOps
+
+# Queueing a gather and a scatter takes some 50 us of the host, in which a GPU moves
+# more than this.
+PASSING_BYTES: Final = 16 * MIB
+
+
+class DeviceMoves:
+    """Moves pieces within one device, or to it from memory that it can reach.
+
+    Args:
+        ops: The device.
+        call_soon: Schedules a call on the loop, from any thread.
+        passing_bytes: The size of the buffer.
+    """
+
+    def __init__(
+        self, ops: DeviceOps, call_soon: CallSoon, passing_bytes: int = PASSING_BYTES
+    ) -> None:
+        self._way = WatchedStream(ops, call_soon, "within")
+        self._passing: Fragments = self._way.stream.buffer(passing_bytes)
+
+    def move(self, source: Fragments, into: Fragments, done: Done) -> None:
+        """Queue a copy between pieces that have the same number of bytes in all.
+
+        Keep both alive and unchanged until ``done`` is called on the loop.
+        """
+        stream = self._way.stream
+        step = self._passing.nbytes
+        for begin in range(0, source.nbytes, step):
+            nbytes = min(step, source.nbytes - begin)
+            origin = source.slice(begin, nbytes)
+            target = into.slice(begin, nbytes)
+            if len(target) == 1:
+                stream.gather(origin, target)
+                continue
+            if len(origin) > 1:
+                passing = self._passing.slice(0, nbytes)
+                stream.gather(origin, passing)
+                origin = passing
+            stream.scatter(origin, target)
+        self._way.watch(done)
+
+    def close(self) -> None:
+        """Release the stream once its work is done; never blocks."""
+        self._way.close()

@@ -1,0 +1,385 @@
+"""Windows in a device's memory: read from device to device, or else by messages.
+
+The devices are simulated. Owner and reader have one each, as two processes have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire import KVSpec, PagedCache
+from kvwire.backend import WindowMemory
+from kvwire.errors import BackendUnavailable, ProtocolError
+from kvwire.kv.layout import AxisOrder
+from kvwire.memory.device import moves
+from kvwire.types import MemoryKind
+from kvwire_local import device_blocks
+from kvwire_local.device_blocks import (
+    ALLOCATIONS_MAX,
+    read_allocations,
+    shared_allocations,
+)
+from tests.support.pairs import Pair, connected, turns, until
+from tests.support.simulated_device import SimulatedArray, SimulatedDevice
+
+LAYERS, BLOCKS = 4, 40
+SPEC = KVSpec(layers=LAYERS, kv_heads=4, head_dim=32, block_tokens=16, dtype="bfloat16")
+SHAPES = {
+    "NHD": (BLOCKS, 2, 16, 4, 32),
+    "HND": (BLOCKS, 2, 4, 16, 32),
+    "kv block token head dim": (2, BLOCKS, 16, 4, 32),
+}
+SOURCE = [7, 3, 39, 20, 21, 22, 0]
+TARGET = [2, 4, 6, 8, 10, 12, 14]
+WAY = "simulated_ipc"
+
+
+class Cache:
+    """A cache on a device."""
+
+    def __init__(
+        self, device: SimulatedDevice, layout: str = "NHD", seed: int | None = None
+    ) -> None:
+        self.arrays: list[SimulatedArray] = []
+        for n in range(LAYERS):
+            values = np.zeros(SHAPES[layout], np.uint16)
+            if seed is not None:
+                rng = np.random.default_rng(seed + n)
+                values = rng.integers(0, 2**16, values.shape, np.uint16)
+            self.arrays.append(device.array(values, "torch.bfloat16"))
+        self.layout = layout
+        self.paged = PagedCache(SPEC, self.arrays, AxisOrder(layout))
+
+    def blocks(self, ids: list[int]) -> Any:
+        """Blocks of all layers in one order of axes."""
+        values = [array.read() for array in self.arrays]
+        if self.layout == "HND":
+            values = [v.transpose(0, 1, 3, 2, 4) for v in values]
+        elif self.layout != "NHD":
+            values = [v.transpose(1, 0, 2, 3, 4) for v in values]
+        return np.stack([v[ids] for v in values])
+
+    def overwrite(self, ids: list[int]) -> None:
+        """Write other values, as a kernel does that a stream runs now."""
+        for array in self.arrays:
+            values = array.read()
+            values[ids] ^= 0xFFFF
+            array.write(values)
+
+
+@pytest.fixture
+def other() -> Iterator[SimulatedDevice]:
+    """The owner's device; the reader's is ``device``."""
+    made = SimulatedDevice()
+    yield made
+    made.close()
+
+
+@asynccontextmanager
+async def pair(**settings: Any) -> AsyncIterator[Pair]:
+    async with connected("tcp", prefer=("local",), **settings) as made:
+        yield made
+
+
+async def opened(
+    both: Pair, source: Cache
+) -> tuple[kvwire.Window, kvwire.RemoteWindow]:
+    window = both.far.expose("kv", source.paged)
+    return window, await both.left.window("kv")
+
+
+async def closed(
+    window: kvwire.Window, remote: kvwire.RemoteWindow, device: SimulatedDevice
+) -> None:
+    """Close both ends; then nothing of the owner is open on the reader's device."""
+    await remote.close()
+    await window.close()
+    assert not device.opened
+
+
+@pytest.mark.parametrize("passing", [moves.PASSING_BYTES, 3000])
+@pytest.mark.parametrize("layout", SHAPES)
+async def test_blocks_go_from_device_to_device(
+    device: SimulatedDevice,
+    other: SimulatedDevice,
+    layout: str,
+    passing: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        device_blocks,
+        "DeviceMoves",
+        lambda ops, call_soon: moves.DeviceMoves(ops, call_soon, passing),
+    )
+    source = Cache(other, seed=1)
+    target = Cache(device, layout)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        assert remote.way == WAY
+        ticket = window.offer(SOURCE)
+        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
+        assert outcome.complete, outcome.missing
+        assert device.opened == 1
+        assert (target.blocks(TARGET) == source.blocks(SOURCE)).all()
+        rest = [block for block in range(BLOCKS) if block not in TARGET]
+        assert not target.blocks(rest).any()
+        await closed(window, remote, device)
+
+
+async def test_a_withdrawn_block_is_missing(
+    device: SimulatedDevice, other: SimulatedDevice
+) -> None:
+    source = Cache(other, seed=1)
+    target = Cache(device)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        ticket = window.offer(SOURCE)
+        window.withdraw([3])
+        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
+        assert sorted(outcome.missing) == [("kv", 4)]
+        assert "withdrawn" in outcome.missing["kv", 4]
+        await closed(window, remote, device)
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_block_that_is_taken_back_during_the_copy_does_not_land(
+    device: SimulatedDevice, other: SimulatedDevice, late: bool
+) -> None:
+    """The generations are read behind the copy, and not when it is queued."""
+    source = Cache(other, seed=1)
+    target = Cache(device)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        first = remote.get(window.offer([0]), into=target.paged, blocks=[0])
+        assert (await first).complete  # it is open there
+        device.hold()
+        request = remote.get(window.offer(SOURCE), into=target.paged, blocks=TARGET)
+        reader = remote._opened.reader
+        assert reader is not None
+        await until(lambda: reader.busy)
+        if late:
+            window.withdraw([39])
+        source.overwrite([39])  # an owner that keeps its word withdraws first
+        device.release()
+        outcome = await request
+        # Without the withdrawal the other bytes land, which shows that the copy came
+        # behind them.
+        assert (("kv", 6) in outcome.missing) == late
+        assert (target.blocks([6]) == source.blocks([39])).all()
+        await closed(window, remote, device)
+
+
+async def test_a_cache_in_host_memory_gets_blocks_by_messages(
+    device: SimulatedDevice, other: SimulatedDevice
+) -> None:
+    source = Cache(other, seed=1)
+    arrays = [np.zeros(SHAPES["NHD"], np.uint16) for _ in range(LAYERS)]
+    target = PagedCache(SPEC, arrays)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        outcome = await remote.get(window.offer(SOURCE), into=target, blocks=TARGET)
+        assert outcome.complete, outcome.missing
+        assert (np.stack(arrays)[:, TARGET] == source.blocks(SOURCE)).all()
+        assert not device.opened
+        await closed(window, remote, device)
+
+
+async def test_memory_without_a_handle_is_read_by_messages(
+    device: SimulatedDevice, other: SimulatedDevice
+) -> None:
+    other.shares = False
+    source = Cache(other, seed=1)
+    target = Cache(device)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        assert remote.way == "messages"
+        ticket = window.offer(SOURCE)
+        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
+        assert outcome.complete, outcome.missing
+        assert (target.blocks(TARGET) == source.blocks(SOURCE)).all()
+        await closed(window, remote, device)
+
+
+@pytest.mark.parametrize("settings", [{"backends": {"local": {"way": "arena"}}}])
+async def test_a_process_that_may_not_be_read_is_read_by_messages(
+    device: SimulatedDevice, other: SimulatedDevice, settings: dict[str, Any]
+) -> None:
+    source = Cache(other, seed=1)
+    target = Cache(device)
+    async with pair(**settings) as both:
+        window, remote = await opened(both, source)
+        assert remote.way == "messages"
+        ticket = window.offer(SOURCE)
+        assert (await remote.get(ticket, into=target.paged, blocks=TARGET)).complete
+        await closed(window, remote, device)
+
+
+async def test_a_handle_that_opens_nothing_is_read_by_messages(
+    device: SimulatedDevice, other: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forged, or of a device that the reader's cannot reach."""
+    share = other.share
+    monkeypatch.setattr(
+        other, "share", lambda address: share(address)._replace(handle=bytes(64))
+    )
+    source = Cache(other, seed=1)
+    target = Cache(device)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        assert remote.way == WAY
+        ticket = window.offer(SOURCE)
+        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
+        assert outcome.complete, outcome.missing
+        assert remote.way == "messages"
+        await closed(window, remote, device)
+
+
+async def test_an_allocation_that_is_smaller_than_the_window(
+    device: SimulatedDevice, other: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the reader's own driver reports counts: nothing beyond it is touched."""
+    small = SimulatedDevice(4096)
+    share = other.share
+    handle = small.share(small.allocate(4096)).handle
+    monkeypatch.setattr(
+        other, "share", lambda address: share(address)._replace(handle=handle)
+    )
+    source = Cache(other, seed=1)
+    target = Cache(device)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        ticket = window.offer(SOURCE)
+        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
+        assert outcome.complete, outcome.missing
+        assert remote.way == "messages"
+        assert not device.opened
+        await closed(window, remote, device)
+    small.close()
+
+
+async def test_a_device_that_fails_keeps_the_blocks(
+    device: SimulatedDevice, other: SimulatedDevice
+) -> None:
+    """They are missing, and never reported as free: it may still write to them."""
+    source = Cache(other, seed=1)
+    target = Cache(device)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        ticket = window.offer(SOURCE)
+        assert (await remote.get(ticket, into=target.paged, blocks=TARGET)).complete
+        device.fail("a kernel went wrong")
+        request = remote.get(ticket, into=target.paged, blocks=TARGET)
+        outcome = await request
+        assert len(outcome.missing) == len(TARGET)
+        assert "a kernel went wrong" in outcome.missing["kv", TARGET[0]]
+        released = asyncio.ensure_future(request.released())
+        await turns(20)
+        assert not released.done()
+        released.cancel()
+        await closed(window, remote, device)
+
+
+async def test_the_owner_waits_until_nothing_of_it_is_open(
+    device: SimulatedDevice, other: SimulatedDevice
+) -> None:
+    """CUDA does not define what becomes of memory that is freed while it is open."""
+    source = Cache(other, seed=1)
+    target = Cache(device)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        ticket = window.offer(SOURCE)
+        assert (await remote.get(ticket, into=target.paged, blocks=TARGET)).complete
+        device.hold()
+        request = remote.get(ticket, into=target.paged, blocks=TARGET)
+        reader = remote._opened.reader
+        assert reader is not None
+        await until(lambda: reader.busy)
+        closing = asyncio.ensure_future(window.close())
+        await turns(50)
+        assert not closing.done()
+        device.release()
+        await closing
+        assert not device.opened
+        outcome = await request
+        assert len(outcome.missing) == len(TARGET)
+        await remote.close()
+
+
+async def test_a_lane_that_ends_ends_its_window(
+    device: SimulatedDevice, other: SimulatedDevice
+) -> None:
+    source = Cache(other, seed=1)
+    target = Cache(device)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        ticket = window.offer(SOURCE)
+        assert (await remote.get(ticket, into=target.paged, blocks=TARGET)).complete
+        await both.right.close()
+        await until(lambda: remote.owner_gone)
+        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
+        assert len(outcome.missing) == len(TARGET)
+        await remote.close()
+        await window.close()
+        await until(lambda: not device.opened)
+
+
+# --- records --------------------------------------------------------------------------
+
+
+def test_a_span_of_several_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is named once, whatever lies in it."""
+    device = SimulatedDevice(1 << 20)
+    first = device.allocate(1 << 20)
+    step = 1 << 16
+
+    def share(address: int) -> Any:
+        begin = first + (address - first) // step * step
+        return shared._replace(address=begin, nbytes=step)
+
+    shared = device.share(first)
+    monkeypatch.setattr(device, "share", share)
+    spans = ((first, 2 * step), (first + 2 * step + 8, 8), (first + 2 * step + 64, 8))
+    memory = WindowMemory(spans=spans, table=(8, 8), device=device.device)
+    kind, found = read_allocations(shared_allocations(memory))
+    assert kind is MemoryKind.SIMULATED
+    assert [address for address, _ in found] == [first, first + step, first + 2 * step]
+    step = 256
+    with pytest.raises(BackendUnavailable, match="more than 256"):
+        shared_allocations(memory)
+    device.close()
+
+
+def _cut(good: bytes) -> bytes:
+    return good[:-1]
+
+
+def _of_no_kind(good: bytes) -> bytes:
+    return b"\x09" + good[1:]
+
+
+def _too_many(good: bytes) -> bytes:
+    count = ALLOCATIONS_MAX + 1
+    return good[:4] + count.to_bytes(4, "little") + good[8:] * count
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [_cut, _of_no_kind, _too_many, lambda _: b""],
+    ids=["cut", "of no kind", "too many", "empty"],
+)
+def test_false_records_of_allocations(
+    device: SimulatedDevice, spoiled: Callable[[bytes], bytes]
+) -> None:
+    spans = ((device.allocate(64), 64),)
+    memory = WindowMemory(spans=spans, table=(8, 8), device=device.device)
+    good = shared_allocations(memory)
+    assert len(read_allocations(good)[1]) == 1
+    with pytest.raises(ProtocolError):
+        read_allocations(spoiled(good))
