@@ -23,6 +23,7 @@ from kvwire.limits import KIB
 from kvwire.memory.device import cuda_driver
 from kvwire.memory.device.cuda_driver import CudaDriver, CudaError
 from kvwire.memory.device.cuda_ops import CudaOps
+from kvwire.memory.device.ops import HANDLE_BYTES
 
 _MAKE = ("cuModuleLoadData", "cuModuleGetFunction", "cuStreamCreate", "cuEventCreate")
 _DESTROY = ("cuStreamDestroy_v2", "cuEventDestroy_v2")
@@ -41,6 +42,9 @@ class FakeDriver(CudaDriver):
         self.live: set[int] = set()
         self.memory: dict[int, Any] = {}
         self.launched: list[tuple[int, ...]] = []
+        self.allocations: dict[int, int] = {}  # address and bytes
+        self.opened: list[int] = []
+        self._text = self._nothing
         self._functions: dict[str, Any] = {
             **dict.fromkeys(
                 (*cuda_driver._BRIEF, *cuda_driver._WAITING), self._nothing
@@ -55,6 +59,10 @@ class FakeDriver(CudaDriver):
             "cuMemAllocAsync": self._allocate,
             "cuMemFreeAsync": self._free,
             "cuLaunchKernel": self._launch,
+            "cuMemGetAddressRange_v2": self._range,
+            "cuIpcGetMemHandle": self._handle_of,
+            "cuIpcOpenMemHandle_v2": self._open,
+            "cuIpcCloseMemHandle": self._close,
         }
 
     def __call__(self, name: str, *arguments: object) -> None:
@@ -107,6 +115,34 @@ class FakeDriver(CudaDriver):
         assert stream in self.live
         assert self.contexts
         ctypes.memmove(to, source, nbytes)
+        return 0
+
+    def _range(self, first: Any, nbytes: Any, address: int) -> int:
+        assert self.contexts
+        for begin, size in self.allocations.items():
+            if begin <= address < begin + size:
+                first._obj.value, nbytes._obj.value = begin, size
+                return 0
+        return 1
+
+    def _handle_of(self, handle: Any, first: int) -> int:
+        assert first in self.allocations, "a handle is of a whole allocation"
+        handle._obj.reserved[:8] = list(first.to_bytes(8, "little"))
+        return 0
+
+    def _open(self, mapped: Any, handle: Any, flags: int) -> int:
+        assert self.contexts
+        assert flags == 1
+        first = int.from_bytes(bytes(handle)[:8], "little")
+        if not first:
+            return 1
+        mapped._obj.value = first
+        self.opened.append(first)
+        return 0
+
+    def _close(self, address: int) -> int:
+        assert self.contexts
+        self.opened.remove(address)
         return 0
 
     def _launch(self, _: int, *words: Any) -> int:
@@ -301,3 +337,55 @@ def test_what_is_no_event() -> None:
     assert ops.owns(event)
     assert not CudaOps(0, FakeDriver()).owns(event)
     ops.stream().wait(event)
+
+
+# --- memory of other processes --------------------------------------------------------
+
+
+def test_an_allocation_is_shared_as_a_whole() -> None:
+    driver = FakeDriver()
+    driver.allocations = {4096: 1000, 8192: 64}
+    ops = CudaOps(0, driver)
+    shared = ops.share(4097)
+    assert shared[:2] == (4096, 1000)
+    assert shared == ops.share(5095)
+    assert len(shared.handle) == HANDLE_BYTES
+    opened = ops.open_shared(shared.handle)
+    assert opened[:2] == (4096, 1000)
+    assert driver.opened == [4096]
+    opened.close()
+    assert not driver.opened
+    assert not driver.contexts
+
+
+def test_memory_that_has_no_handle_is_refused_by_name() -> None:
+    driver = FakeDriver()
+    driver.allocations = {4096: 1000}
+    ops = CudaOps(0, driver)
+    with pytest.raises(BackendUnavailable, match="cuda:0: the memory at 0x10 has no"):
+        ops.share(16)
+    driver.fails = "cuIpcGetMemHandle"
+    with pytest.raises(BackendUnavailable, match="expandable_segments"):
+        ops.share(4096)
+    assert not driver.contexts
+
+
+@pytest.mark.parametrize("nbytes", [0, 63, HANDLE_BYTES])
+def test_a_handle_that_opens_nothing(nbytes: int) -> None:
+    driver = FakeDriver()
+    ops = CudaOps(0, driver)
+    with pytest.raises(BackendUnavailable, match="cuda:0: "):
+        ops.open_shared(bytes(nbytes))
+    assert not driver.contexts
+
+
+def test_memory_of_unknown_size_is_closed_again() -> None:
+    driver = FakeDriver()
+    driver.allocations = {4096: 1000}
+    ops = CudaOps(0, driver)
+    handle = ops.share(4096).handle
+    driver.fails = "cuMemGetAddressRange_v2"
+    with pytest.raises(BackendUnavailable, match="cannot be opened"):
+        ops.open_shared(handle)
+    assert not driver.opened
+    assert not driver.contexts
