@@ -79,7 +79,8 @@ class Window:
     ) -> bytes:
         """Allow blocks to be read by peers that get the returned ticket.
 
-        The blocks must not change until :meth:`withdraw`. Offering a block again
+        The blocks must not change until :meth:`withdraw`: on a device, the kernels that
+        write to them must be over, and not only queued. Offering a block again
         returns the same right; there is no count.
 
         Args:

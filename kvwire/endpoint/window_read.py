@@ -720,7 +720,7 @@ def _post(
     driver = link.driver
     together = (
         nbytes <= opened.together
-        and view.host
+        and view.device is None
         and link.asked_bytes + nbytes <= WINDOW_DATA_ASKED_MAX
     )
     body = WindowGet(

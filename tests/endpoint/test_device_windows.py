@@ -192,6 +192,26 @@ async def test_a_cache_in_host_memory_gets_blocks_by_messages(
         await closed(window, remote, device)
 
 
+async def test_a_window_in_host_memory_is_read_into_a_device_by_messages(
+    device: SimulatedDevice,
+) -> None:
+    """A small get too, whose bytes come in one frame for host memory."""
+    rng = np.random.default_rng(1)
+    arrays = [rng.integers(0, 9, SHAPES["NHD"], np.uint16) for _ in range(LAYERS)]
+    target = Cache(device)
+    async with pair() as both:
+        window = both.far.expose("kv", PagedCache(SPEC, arrays))
+        remote = await both.left.window("kv")
+        for count in (1, len(SOURCE)):
+            ticket = window.offer(SOURCE[:count])
+            into = TARGET[:count]
+            outcome = await remote.get(ticket, into=target.paged, blocks=into)
+            assert outcome.complete, outcome.missing
+            expected = np.stack(arrays)[:, SOURCE[:count]]
+            assert (target.blocks(into) == expected).all()
+        await closed(window, remote, device)
+
+
 async def test_memory_without_a_handle_is_read_by_messages(
     device: SimulatedDevice, other: SimulatedDevice
 ) -> None:
