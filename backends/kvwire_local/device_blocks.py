@@ -35,7 +35,7 @@ import asyncio
 import contextlib
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -137,7 +137,7 @@ class DeviceBlocks(WindowBlocks):
         self._generations = ProcessBlocks(table, peer)
         self._loop = asyncio.get_running_loop()
         # One for each device of this process into which the window is read.
-        self._opened: dict[Device, asyncio.Task[OpenedWindow]] = {}
+        self._opened: dict[Device, asyncio.Task[DeviceWindow]] = {}
         self._moving = 0
         self._closed = False
         self.quiet: asyncio.Future[None] | None = None
@@ -181,7 +181,7 @@ class DeviceBlocks(WindowBlocks):
                 self.quiet = self._loop.create_future()
                 self._release()
 
-    def _open(self, device: Device) -> asyncio.Task[OpenedWindow]:
+    def _open(self, device: Device) -> asyncio.Task[DeviceWindow]:
         """Return the window as it is open on a device, which may take milliseconds."""
         opening = self._opened.get(device)
         if opening is None:
@@ -192,10 +192,10 @@ class DeviceBlocks(WindowBlocks):
             opening.add_done_callback(lambda _: self._release())
         return opening
 
-    async def _open_on(self, device: Device) -> OpenedWindow:
+    async def _open_on(self, device: Device) -> DeviceWindow:
         return await self._loop.run_in_executor(
             None,
-            OpenedWindow,
+            DeviceWindow,
             device,
             self._spans,
             self._handles,
@@ -204,7 +204,7 @@ class DeviceBlocks(WindowBlocks):
         )
 
     def _move(
-        self, window: OpenedWindow, batch: BlockRead, origin: Array, target: Array
+        self, window: DeviceWindow, batch: BlockRead, origin: Array, target: Array
     ) -> asyncio.Future[None]:
         """Queue the copy of pieces; return what is done once it is over.
 
@@ -253,17 +253,24 @@ class DeviceBlocks(WindowBlocks):
         self._opened.clear()
         if windows:
             threading.Thread(
-                target=_close, args=(windows, self._loop, self._quiet), daemon=True
+                target=self._close_windows, args=(windows,), daemon=True
             ).start()
         else:
             self._quiet()
+
+    def _close_windows(self, windows: list[DeviceWindow]) -> None:
+        for window in windows:
+            window.close()
+        # Nobody waits on a closed loop.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._quiet)
 
     def _quiet(self) -> None:
         if self.quiet is not None and not self.quiet.done():
             self.quiet.set_result(None)
 
 
-class OpenedWindow:
+class DeviceWindow:
     """A window's allocations, open on one device of this process.
 
     It is made on a thread, since the driver may wait for the device.
@@ -334,18 +341,6 @@ def _cut(
                 f"allocation that the peer shares"
             )
     return parts, shifts
-
-
-def _close(
-    windows: list[OpenedWindow],
-    loop: asyncio.AbstractEventLoop,
-    quiet: Callable[[], None],
-) -> None:
-    for window in windows:
-        window.close()
-    # Nobody waits on a closed loop.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(quiet)
 
 
 def _failed(device: Device, error: Exception) -> DeviceFailed:
