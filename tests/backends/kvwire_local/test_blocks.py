@@ -20,7 +20,7 @@ from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import Arena, SharedMapping
 from kvwire.memory.generations import Generations
 from kvwire_local import blocks
-from kvwire_local.blocks import MappedBlocks, ProcessBlocks, WindowBlocks
+from kvwire_local.blocks import MappedBlocks, ProcessBlocks
 from kvwire_local.peer import PeerMemory
 from kvwire_local.wire import PeerProcess
 from tests.backends.kvwire_local.window_rig import (
@@ -33,7 +33,7 @@ from tests.backends.kvwire_local.window_rig import (
 
 COOKIE = bytearray(b"0123456789abcdef")
 _COOKIE_PLACE = ctypes.addressof(ctypes.c_char.from_buffer(COOKIE))
-Opener = Callable[[WindowMemory, list[Arena]], WindowBlocks]
+Opener = Callable[[WindowMemory, list[Arena]], MappedBlocks | ProcessBlocks]
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "python"], autouse=True)
@@ -46,7 +46,7 @@ def _compiled(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def mapped(memory: WindowMemory, arenas: list[Arena]) -> WindowBlocks:
+def mapped(memory: WindowMemory, arenas: list[Arena]) -> MappedBlocks | ProcessBlocks:
     """This process's arenas, as a peer would have mapped them."""
     found = []
     for arena in arenas:
@@ -61,7 +61,9 @@ def myself(pid: int | None = None) -> PeerMemory:
     return PeerMemory(who, _COOKIE_PLACE, bytes(COOKIE))
 
 
-def by_system_call(memory: WindowMemory, arenas: list[Arena]) -> WindowBlocks:
+def by_system_call(
+    memory: WindowMemory, arenas: list[Arena]
+) -> MappedBlocks | ProcessBlocks:
     return ProcessBlocks(memory, myself())
 
 
