@@ -17,7 +17,7 @@ from tests.programs.fuzz.guard import Run
 
 TARGETS: Final = (
     *("frames", "handshake", "connection", "grants"),
-    *("plans", "backends", "store", "codecs"),
+    *("plans", "windows", "backends", "store", "codecs"),
 )
 FOLDER: Final = Path(__file__).with_name("inputs")
 
