@@ -36,6 +36,7 @@ import contextlib
 import struct
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -137,7 +138,7 @@ class DeviceBlocks(WindowBlocks):
         self._generations = ProcessBlocks(table, peer)
         self._loop = asyncio.get_running_loop()
         # One for each device of this process into which the window is read.
-        self._opened: dict[Device, asyncio.Task[DeviceWindow]] = {}
+        self._opened: dict[Device, asyncio.Future[DeviceWindow]] = {}
         self._moving = 0
         self._closed = False
         self.quiet: asyncio.Future[None] | None = None
@@ -181,27 +182,24 @@ class DeviceBlocks(WindowBlocks):
                 self.quiet = self._loop.create_future()
                 self._release()
 
-    def _open(self, device: Device) -> asyncio.Task[DeviceWindow]:
+    def _open(self, device: Device) -> asyncio.Future[DeviceWindow]:
         """Return the window as it is open on a device, which may take milliseconds."""
         opening = self._opened.get(device)
         if opening is None:
             if self._closed:
                 raise ConnectionLost("local: the reader is closed")
-            opening = asyncio.Task(self._open_on(device), loop=self._loop)
+            opening = self._loop.run_in_executor(
+                None,
+                DeviceWindow,
+                device,
+                self._spans,
+                self._handles,
+                self._entries,
+                self._loop,
+            )
             self._opened[device] = opening  # bounded by the devices of this host
             opening.add_done_callback(lambda _: self._release())
         return opening
-
-    async def _open_on(self, device: Device) -> DeviceWindow:
-        return await self._loop.run_in_executor(
-            None,
-            DeviceWindow,
-            device,
-            self._spans,
-            self._handles,
-            self._entries,
-            self._loop,
-        )
 
     def _move(
         self, window: DeviceWindow, batch: BlockRead, origin: Array, target: Array
@@ -221,18 +219,17 @@ class DeviceBlocks(WindowBlocks):
                 over.set_exception(_failed(window.device, error))
             self._release()
 
-        def fragments(addresses: Array) -> Fragments:
-            return Fragments.uniform(
-                addresses,
-                batch.run,
-                owner=batch.owner,
-                writable=True,
-                device=window.device,
-            )
-
+        # Of the peer's pieces too, which the device only reads.
+        pieces = partial(
+            Fragments.uniform,
+            length=batch.run,
+            owner=batch.owner,
+            writable=True,
+            device=window.device,
+        )
         self._moving += 1
         try:
-            window.moves.move(fragments(origin), fragments(target), done)
+            window.moves.move(pieces(origin), pieces(target), done)
         except Exception as exc:
             self._moving -= 1
             self._release()
