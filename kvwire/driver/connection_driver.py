@@ -40,6 +40,7 @@ from kvwire.errors import (
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
     CONTROL_QUEUE_BYTES_MAX,
+    EAGER_BYTES_MAX,
     KIB,
     LINK_QUEUE_BYTES,
     WAITING_LOG_S,
@@ -297,7 +298,7 @@ class ConnectionDriver(LinkHandler):
         if outbox.frames or self.link.queued_bytes:
             frame = (header, data)
             outbox.frames.append(frame)  # bounded: CONTROL_QUEUE_BYTES_MAX
-        elif not self.link.send_now(header, data):
+        elif not self.link.send_now(header, data, _lent(data)):
             self.link.flush()
 
     def refuse(
@@ -385,7 +386,8 @@ class ConnectionDriver(LinkHandler):
         self.run()
 
     def frame_sent(self, link: Link, token: object) -> None:
-        assert isinstance(token, Chunk)
+        if not isinstance(token, Chunk):
+            return  # the bytes of a small get, which nobody uses again
         if self.staging.leaving:
             self.staging.sent(token)
         if self._copies.lent_bytes:
@@ -437,7 +439,7 @@ class ConnectionDriver(LinkHandler):
             while True:
                 while frames:
                     header, body = frames.popleft()
-                    self.link.send(header, memoryview(body))
+                    self.link.send(header, memoryview(body), _lent(body))
                     queued = True
                 if events:
                     # Taken out first: after a bug the others are left, of which each is
@@ -680,6 +682,11 @@ class ConnectionDriver(LinkHandler):
         except Exception:
             logger.exception("a bug of kvwire; its connection is aborted")
             self.link.abort()
+
+
+def _lent(body: bytes | memoryview) -> object | None:
+    """Return the token of a frame that is too large for a link to copy."""
+    return body if len(body) > EAGER_BYTES_MAX else None
 
 
 def _as_closed(error: Exception | None) -> ConnectionClosed | None:

@@ -16,7 +16,7 @@ from kvwire.limits import MIB, WINDOW_GET_BYTES_MAX
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, needs_reading
 from tests.support import inside
 from tests.support.caches import Filled
-from tests.support.pairs import connected, turns, until
+from tests.support.pairs import Pair, connected, turns, until
 
 UCX: dict[str, Any] = {
     "prefer": ("ucx",),
@@ -225,3 +225,14 @@ async def test_a_cancelled_opening() -> None:
         await until(lambda: not inside.shown(pair.right))
         await window.close()
         assert window.closed
+
+
+async def test_a_get_of_more_than_links_copy(pair: Pair) -> None:
+    """Over every link it comes in one frame, whose memory is lent."""
+    memory = content(4 * 60_000)
+    window = pair.far.expose("bytes", memory, block_bytes=60_000)
+    remote = await pair.left.window("bytes")
+    into = bytearray(len(memory))
+    for _ in range(3):
+        assert (await remote.get(window.offer(range(4)), into=into)).complete
+        assert into == memory
