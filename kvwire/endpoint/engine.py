@@ -203,11 +203,8 @@ class Engine:
             ClosedOK: The engine is closed.
             KVWireError: As :meth:`kvwire.Peer.window`.
         """
-
-        async def opened() -> RemoteWindow:
-            return await self._communicator.peer(where).window(name)
-
-        return EngineRemoteWindow(self, self._thread.call(opened()))
+        peer = self._thread.run(lambda: self._communicator.peer(where))
+        return EngineRemoteWindow(self, self._thread.call(peer.window(name)))
 
     def start(
         self, work: Callable[[Communicator], Coroutine[Any, Any, T]]

@@ -265,13 +265,12 @@ class Reading:
         """Return the request that users hold."""
         request = self._request
         if request is None:
-            request = self._request = self._new_request()
+            request = self._request = Request(
+                self._owner, _READ, self, None, self.deadline
+            )
             if self.over:
                 self._complete(self._outcome())
         return request
-
-    def _new_request(self) -> Request[Outcome]:
-        return Request(self._owner, _READ, self, None, self.deadline)
 
     def _complete(
         self, outcome: Outcome | None, error: KVWireError | None = None
@@ -313,7 +312,9 @@ class Reading:
                 # To await a request that is over does not let the loop run. This one
                 # ends in its next turn, so reads in a row do not hold it for long.
                 opened.held_bytes = 0
-                request = self._request = self._request or self._new_request()
+                request = self._request = self._request or Request(
+                    self._owner, _READ, self, None, self.deadline
+                )
                 self._loop.call_soon(self._complete, outcome)
                 return request
             if self._request is not None:  # it has waited for a connection

@@ -315,16 +315,20 @@ class StoreClient:
             active.windows = await HostWindows.open(
                 active.connection,
                 welcome.slab_bytes,
-                partial(self._mapped, active),
                 alone=welcome.alone,
                 timeout_s=self._timeout_s,
             )
         except KVWireError as exc:
             logger.info("the store server is not read in place: %s", exc)
+            return
+        active.windows.blocks.add_done_callback(partial(self._mapped, active))
 
-    def _mapped(self, active: ActiveConnection, blocks: HostBlocks) -> None:
-        active.mapped = blocks
-        self._changed()
+    def _mapped(
+        self, active: ActiveConnection, blocks: asyncio.Future[HostBlocks]
+    ) -> None:
+        if not blocks.cancelled():
+            active.mapped = blocks.result()
+            self._changed()
 
     def _went_down(self, error: Exception) -> None:
         self.active = None

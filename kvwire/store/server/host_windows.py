@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -32,31 +32,33 @@ WINDOWS: Final = ("store.images", "store.index", "store.generations")
 class HostWindows:
     """A client's windows of one connection to a server. Made by :meth:`open`.
 
-    Nothing tells when a transport has mapped them, so they look themselves, less and
-    less often: on one host they need some turns of the loop, and others never are.
+    A lane may come up later, and no event reports that a transport has mapped them. So
+    they look themselves, less and less often.
+
+    Attributes:
+        blocks: The server's blocks, once they are mapped; cancelled by ``close``.
     """
 
     def __init__(
         self,
         windows: Sequence[kvwire.RemoteWindow],
         slab_bytes: int,
-        found: Callable[[HostBlocks], None],
         *,
         alone: bool,
     ) -> None:
         self._windows = windows
         self._slab_bytes = slab_bytes
-        self._found = found
         self._alone = alone
         self._pause_s = STORE_LOOK_S
-        self._look = asyncio.get_running_loop().call_soon(self._look_again)
+        loop = asyncio.get_running_loop()
+        self.blocks: asyncio.Future[HostBlocks] = loop.create_future()
+        self._look = loop.call_soon(self._look_again)
 
     @classmethod
     async def open(
         cls,
         connection: kvwire.Connection,
         slab_bytes: int,
-        found: Callable[[HostBlocks], None],
         *,
         alone: bool,
         timeout_s: float,
@@ -66,7 +68,6 @@ class HostWindows:
         Args:
             connection: The connection to it.
             slab_bytes: See :class:`HostBlocks`.
-            found: Called with its blocks once they are mapped.
             alone: See :class:`HostBlocks`.
             timeout_s: The most seconds for the answer.
 
@@ -77,7 +78,7 @@ class HostWindows:
         """
         within = timedelta(seconds=timeout_s)
         opening = (connection.window(name, deadline=within) for name in WINDOWS)
-        return cls(await gather_all(*opening), slab_bytes, found, alone=alone)
+        return cls(await gather_all(*opening), slab_bytes, alone=alone)
 
     async def close(self) -> None:
         """Close the windows; running copies keep the memory that they read.
@@ -85,6 +86,7 @@ class HostWindows:
         Cancel safety: safe, they are closed either way.
         """
         self._look.cancel()
+        self.blocks.cancel()
         for window in self._windows:
             await window.close()
 
@@ -107,4 +109,4 @@ class HostWindows:
         except (UsageError, ValueError) as exc:
             logger.warning("the store server cannot be read in place: %s", exc)
             return
-        self._found(blocks)
+        self.blocks.set_result(blocks)
