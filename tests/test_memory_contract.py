@@ -28,4 +28,4 @@ def test_every_line_of_a_table_says_where_it_is_shown() -> None:
     for row in rows:
         if row not in headings:
             assert _NAMED.search(row) or row.endswith("| same |"), row
-    assert len(headings) == 3
+    assert len(headings) == 4
