@@ -298,8 +298,10 @@ class ConnectionDriver(LinkHandler):
         if outbox.frames or self.link.queued_bytes:
             frame = (header, data)
             outbox.frames.append(frame)  # bounded: CONTROL_QUEUE_BYTES_MAX
-        elif not self.link.send_now(header, data, _lent(data)):
-            self.link.flush()
+        else:
+            token = data if data.nbytes > EAGER_BYTES_MAX else None
+            if not self.link.send_now(header, data, token):
+                self.link.flush()
 
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
@@ -439,7 +441,9 @@ class ConnectionDriver(LinkHandler):
             while True:
                 while frames:
                     header, body = frames.popleft()
-                    self.link.send(header, memoryview(body), _lent(body))
+                    # Without a token a link copies what it could not send.
+                    token = body if len(body) > EAGER_BYTES_MAX else None
+                    self.link.send(header, memoryview(body), token)
                     queued = True
                 if events:
                     # Taken out first: after a bug the others are left, of which each is
@@ -682,11 +686,6 @@ class ConnectionDriver(LinkHandler):
         except Exception:
             logger.exception("a bug of kvwire; its connection is aborted")
             self.link.abort()
-
-
-def _lent(body: bytes | memoryview) -> object | None:
-    """Return the token of a frame that is too large for a link to copy."""
-    return body if len(body) > EAGER_BYTES_MAX else None
 
 
 def _as_closed(error: Exception | None) -> ConnectionClosed | None:

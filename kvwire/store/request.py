@@ -32,9 +32,12 @@ class StoreRequest:
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
         self._thread.check("await StoreRequest")
-        if self._task.done():
-            return self._task.result()
-        return (yield from asyncio.shield(self._task).__await__())
+        # No frame of ours is in the traceback of an error: it would hold this request,
+        # which holds the error, and with both the images of the blocks.
+        task = self._task
+        if task.done() and not task.cancelled() and task.exception() is None:
+            return _returned(task.result())
+        return asyncio.shield(task).__await__()
 
     def done(self) -> bool:
         """Return whether the outcome is known."""
@@ -61,3 +64,9 @@ class StoreRequest:
         """
         self._thread.check("StoreRequest.drained")
         await self._work.drained.wait()
+
+
+def _returned(outcome: Outcome) -> Generator[Any, Any, Outcome]:
+    """Await nothing, and return an outcome."""
+    yield from ()
+    return outcome

@@ -47,6 +47,7 @@ from kvwire.cli.bench.side import (
     fill,
     setups_timed,
 )
+from kvwire.kv.fragments import Fragments
 from kvwire.limits import KV_LAYERS_MAX
 from kvwire.memory.arena import Arena
 from kvwire.types import in_bytes
@@ -163,6 +164,17 @@ class Pool:
         """Return the cache and the blocks that travel, as arguments of a transfer."""
         return self.cache, self.blocks
 
+    @property
+    def lent(self) -> Fragments:
+        """The memory of the travelling blocks, in the same order."""
+        size = self._fragments.shape[1]
+        return Fragments.uniform(
+            np.uint64(self.memory.ctypes.data) + self.rows.astype(np.uint64) * size,
+            size,
+            owner=self.memory,
+            writable=True,
+        )
+
     def mark_beside(self) -> None:
         """Write a pattern to all other memory, for :attr:`intact` to check."""
         self._fragments[self._beside] = _BESIDE
@@ -219,7 +231,7 @@ class BenchMemory:
     def __init__(self, b: Bench) -> None:
         self.side: int = LEFT if b.left else RIGHT
         self.bytes: Bytes = np.zeros(0, np.uint8)
-        self.parts: Sequence[Bytes] = ()
+        self.parts: Sequence[Bytes | Fragments] = ()
         self.pool: Pool | None = None
         self._in_arena = b.options.get("memory") == ARENA
         self._arenas: list[Arena] = []
@@ -239,6 +251,7 @@ class BenchMemory:
         self.parts = np.split(self.bytes, work.in_flight)
         if work.layers:
             self.pool = Pool(self.bytes, work, self.side)
+            self.parts = [self.pool.lent]
 
     def take(self, nbytes: int) -> None:
         """Allocate memory, after freeing the previous one."""
@@ -444,14 +457,15 @@ async def _granted(
 
     The left side gets a grant for each operation in flight.
     """
-    if work.verb not in (PUT, GET) or work.layers:
+    if work.verb not in (PUT, GET) or (work.layers and work.verb == GET):
         yield ()
     elif b.left:
         grant = kvwire.Grant.from_bytes(bytes.fromhex(await b.receive()))
         starts = range(0, len(grant), work.nbytes)
         yield [grant[at : at + work.nbytes] for at in starts]
     else:
-        region = ends.communicator.register(memory.bytes, access="readwrite")
+        lent = memory.parts[0] if work.layers else memory.bytes
+        region = ends.communicator.register(lent, access="readwrite")
         try:
             await b.send(region.grant(ends.connection).to_bytes().hex())
             yield ()
@@ -587,7 +601,7 @@ class OpsRound:
         work = self.work
         connection = self.ends.connection
         parts = self.memory.parts
-        if work.layers and work.verb != GET:
+        if work.layers and work.verb not in (PUT, GET):
             await self._offer_all()
             return
         await b.send()
