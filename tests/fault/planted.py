@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from msgspec.structs import replace as replaced
+
 from kvwire.errors import StaleRegion, WireCode
 from kvwire.proto.chunks import ChunkMover
 from kvwire.proto.connection import ConnectionCore
@@ -18,7 +20,8 @@ from kvwire.proto.lanes import LaneTable
 from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
 from kvwire.proto.regions import Grants
-from kvwire.proto.state import RequestInput, RequestStage
+from kvwire.proto.state import RequestInput, RequestKind, RequestStage
+from kvwire.proto.windows import WindowReads
 from tests.backends.planted import Plants
 
 PLANTS: Final = Plants()
@@ -133,3 +136,38 @@ def an_eager_message_is_handed_over_before_all_of_it_is_here(
     for waiting in messages._waiting.get(tag, ()):
         waiting.whole = True
     meet(messages, tag)
+
+
+@PLANTS.instead_of(WindowReads.finish, "stale-block")
+def the_owner_does_not_compare_after_the_bytes(
+    finish: Any, windows: Any, request: Any, stale: bytes, *, sent: bool
+) -> None:
+    finish(windows, request, b"" if sent else stale, sent=sent)
+
+
+@PLANTS.instead_of(WindowReads.got, "stale-block")
+def blocks_that_were_withdrawn_in_the_middle_count_as_landed(
+    got: Any, windows: Any, header: Any, body: Any
+) -> None:
+    got(windows, header, replaced(body, stale=b"") if body.sent else body)
+
+
+@PLANTS.instead_of(ChunkMover.next_chunk, "completion", "memory-reuse", "stale-block")
+def the_owner_compares_before_the_link_is_through_with_the_bytes(
+    next_chunk: Any, chunks: Any, *args: Any
+) -> Any:
+    chunk = next_chunk(chunks, *args)
+    if chunk is not None and chunk.request.kind is RequestKind.SERVE_READ:
+        request = chunk.request
+        if request.moved == request.nbytes and request.state is RequestStage.MOVING:
+            request.advance(RequestInput.MOVED)
+            chunks.on_read_sent(request)
+    return chunk
+
+
+@PLANTS.instead_of(WindowReads.opened, "window")
+def a_window_that_opens_too_late_stays_open_at_its_owner(
+    opened: Any, windows: Any, header: Any, body: Any
+) -> None:
+    if windows._requests.find(header.request) is not None:
+        opened(windows, header, body)

@@ -19,6 +19,7 @@ from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.types import Access, BufferId
 from kvwire.wire.control import AccessBody
 from tests.programs.sim.app_kv import KVApp
+from tests.programs.sim.app_windows import WindowApp
 from tests.programs.sim.ask import Aim, Ask, Known, Message, SimRegion
 from tests.programs.sim.endpoint import Endpoint
 from tests.programs.sim.memory import content, demand
@@ -290,6 +291,7 @@ def _access_body(
     return body, wrong or direction
 
 
+_RECEIVES: Final = (RequestKind.RECV, RequestKind.GET, RequestKind.READ)
 _STORM: Final = (Verb.SEND, Verb.RECV, Verb.PUT, Verb.GET, Verb.OPEN)
 
 
@@ -304,6 +306,7 @@ class App:
         self.messages = MessageApp(world, node)
         self.regions = RegionApp(world, node)
         self.kv = KVApp(world, node)
+        self.windows = WindowApp(world, node)
         self.cancels = 0
         self._world = world
         self._node = node
@@ -316,6 +319,10 @@ class App:
             Verb.OPEN: self.kv.open,
             Verb.SEGMENT: self.kv.mark,
             Verb.COMMIT: self.kv.commit,
+            Verb.EXPOSE: self.windows.expose,
+            Verb.OPEN_WINDOW: self.windows.open,
+            Verb.GET_BLOCKS: self.windows.get,
+            Verb.CLOSE_READER: self.windows.close,
             Verb.CANCEL: self._cancel,
             Verb.WITHDRAW: self._withdraw,
             Verb.STORM: self._storm,
@@ -329,6 +336,10 @@ class App:
             self.regions.revoke(dice)
         elif step.verb is Verb.CLOSE_REGION:
             self.regions.close_one(dice)
+        elif step.verb is Verb.RENEW:
+            self.windows.renew(dice)
+        elif step.verb is Verb.CLOSE_WINDOW:
+            self.windows.close_one(dice)
         else:
             every = self._node.endpoints
             usable = [endpoint for endpoint in every if endpoint.ended is None]
@@ -348,7 +359,7 @@ class App:
         node, endpoint = self._node, ask.endpoint
         buffer = None
         if data is not None:
-            receives = ask.kind in (RequestKind.RECV, RequestKind.GET)
+            receives = ask.kind in _RECEIVES
             buffer, ask.lease = node.lend(
                 ask.nbytes, readable=not receives, writable=receives
             )
@@ -394,11 +405,12 @@ class App:
         endpoint.end.abort()
 
     def close_all(self) -> None:
-        """Close every connection, then every region."""
+        """Close every connection, then every region and window."""
         for endpoint in self._node.endpoints:
             if endpoint.ended is None:
                 self.close(endpoint)
         self.regions.close_all()
+        self.windows.close_all()
 
     # --- taking back ------------------------------------------------------------------
 

@@ -90,6 +90,85 @@ class Part:
     landed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Blocks of a window in a row, with the generations they had when offered."""
+
+    first: int
+    generations: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class SimWindow:
+    """A window of a node: each block's generation names its content.
+
+    Attributes:
+        waits: Its memory is in use until each reader has answered, as if on a lane.
+        users: Readers that are waited for, and gets that are being served.
+        tickets: What was ever offered of it.
+    """
+
+    node: Node
+    name: str
+    lease: Lease
+    block_bytes: int
+    waits: bool
+    generations: list[int] = field(default_factory=list)
+    tickets: list[Ticket] = field(default_factory=list)
+    users: int = 0
+    closed: bool = False
+    freed: bool = False
+
+    @property
+    def geometry(self) -> bytes:
+        """How the owner describes it."""
+        return self.name.encode()
+
+    def stale(self, ticket: Ticket) -> list[bool]:
+        """For each block of a ticket, whether it has another generation now."""
+        now = self.generations[ticket.first : ticket.first + len(ticket.generations)]
+        return [a != b for a, b in zip(now, ticket.generations, strict=True)]
+
+    def unused(self) -> None:
+        """One user less."""
+        self.users -= 1
+        self.release_if_unused()
+
+    def release_if_unused(self) -> None:
+        """Give back the memory of a window that was closed, after its last user."""
+        if self.closed and not self.users and not self.freed:
+            self.freed = True
+            self.node.memory.free(self.lease)
+
+
+@dataclass(slots=True, eq=False)
+class ShownWindow:
+    """A window of this side that the peer has open, with the views it reported."""
+
+    number: int
+    window: SimWindow
+    views: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class OpenedWindow:
+    """A window of the peer that this side has open, with the views it reported."""
+
+    number: int
+    window: SimWindow
+    views: dict[int, bytes] = field(default_factory=dict)
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Serving:
+    """A get whose bytes the owner sends."""
+
+    window: SimWindow
+    ticket: Ticket
+    buffer: BufferId
+
+
 @dataclass(slots=True, eq=False)
 class Ask:
     """One request of an application.
@@ -99,7 +178,10 @@ class Ask:
         serial: Names the content of a SEND or PUT.
         place: Of a RECV: how many receives of its tag were posted before.
         message: What a SEND sends, or what a RECV is known to receive.
-        read: Of a GET: what the link read from the region.
+        read: Of a GET or READ: what the link read from the peer's memory.
+        window, opened, ticket: Of a READ: what it names; of an OPEN_WINDOW, the window
+            alone, or None if there is none of the name it has.
+        blind: Of a READ: it names a view that was not reported.
         parts: Of a KV transfer: its segments, by number.
         committed: Of one that is produced here: nothing more will be marked.
         cancelled: Its own side has cancelled or withdrawn it.
@@ -119,6 +201,10 @@ class Ask:
     aim: Aim | None = None
     covered: int = 0
     read: bytearray = field(default_factory=bytearray)
+    window: SimWindow | None = None
+    opened: OpenedWindow | None = None
+    ticket: Ticket | None = None
+    blind: bool = False
     parts: dict[int, Part] = field(default_factory=dict)
     committed: bool = False
     cancelled: bool = False

@@ -13,13 +13,24 @@ from kvwire.errors import ConnectionLost, HandshakeError, ProtocolError
 from kvwire.limits import HANDSHAKE_TIMEOUT_S
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.events import Ended, LaneEvent, MemoryWanted, RequestDone
+from kvwire.proto.events import (
+    Ended,
+    LaneEvent,
+    MemoryWanted,
+    RequestDone,
+    WindowEvent,
+)
 from kvwire.proto.handshake import Agreement, Handshake, ServerHandshake
-from kvwire.proto.records import ChunkArrival, ChunkPlace, SegmentRecord
-from kvwire.types import BufferId
+from kvwire.proto.records import (
+    ChunkArrival,
+    ChunkPlace,
+    RequestRecord,
+    SegmentRecord,
+)
+from kvwire.types import BufferId, RequestId
 from kvwire.wire.control import HandshakeVerdict, TransportChoice
 from tests.programs.sim import inside
-from tests.programs.sim.ask import Ask, Known
+from tests.programs.sim.ask import Ask, Known, OpenedWindow, Serving, ShownWindow
 from tests.programs.sim.beside import Beside, Half
 from tests.programs.sim.memory import Lease, demand
 from tests.programs.sim.net import End, Frame, Landing
@@ -47,6 +58,12 @@ class Endpoint:
         peer: The other side, once it has agreed as well.
         asks: Requests by the number they have on the wire.
         ended: The core has said that it is over.
+        shown, opened: Windows of this side that the peer has open, and the peer's.
+        closed_windows: Those that this side has had open.
+        serving: Gets of the peer from windows, whose bytes are on their way.
+        served: Numbers of those that are over.
+        closes_late: A get from a window was its last request: CLOSE waits for a tick.
+        refused: Numbers of the peer's requests for windows that were refused.
     """
 
     def __init__(
@@ -61,7 +78,14 @@ class Endpoint:
         self.open: dict[Ask, None] = {}
         self.grants: list[Known] = []
         self.held: dict[BufferId, Held] = {}
+        self.shown: dict[int, ShownWindow] = {}
+        self.opened: dict[int, OpenedWindow] = {}
+        self.closed_windows: list[OpenedWindow] = []
+        self.serving: dict[RequestRecord, Serving] = {}
+        self.served: set[int] = set()
+        self.refused: set[int] = set()
         self.closing = False
+        self.closes_late = False
         self.ended: Ended | None = None
         self.down = False
         self._world = world
@@ -144,7 +168,9 @@ class Endpoint:
             else:
                 if arrival.place is ChunkPlace.HOLD:
                     self._held_landed(arrival, intact=intact)
-                core.body_received(arrival, self.node.clock, intact=intact)
+                # Only for WHOLE is it looked at.
+                now = self.node.clock
+                core.body_received(arrival, now, body=data, intact=intact)
         except ProtocolError as exc:
             self._broken(exc)
             return False
@@ -185,10 +211,7 @@ class Endpoint:
         """Carry out everything the core has to say now."""
         core, end, outbox = self.core, self.end, self.core.outbox
         while True:
-            while outbox.frames:
-                demand(self.ended is None, "closed", "a frame after the end")
-                header, body = outbox.frames.popleft()
-                end.send(Frame(header, bytes(body)))
+            self._send_frames()
             while end.queued_bytes < self._queue_bytes:
                 lane = self.beside.pick()
                 chunk = core.next_chunk(self.beside.span if lane else None)
@@ -201,6 +224,24 @@ class Endpoint:
             self._deal_with_all()
         self.node.collect()
         inside.check(self)
+
+    def send_together(self, wire_id: RequestId, data: bytes) -> None:
+        """Answer a small get from a window by all of its bytes."""
+        if self.core.outbox.shut:
+            return
+        self._send_frames()
+        check = 0 if self._checked else None
+        header = self.core.windows.data_frame(wire_id, len(data), check)
+        frame = Frame(header, data)
+        frame.payload = True
+        self.end.send(frame)
+
+    def _send_frames(self) -> None:
+        frames = self.core.outbox.frames
+        while frames:
+            demand(self.ended is None, "closed", "a frame after the end")
+            header, body = frames.popleft()
+            self.end.send(Frame(header, bytes(body)))
 
     def set_timer(self) -> None:
         """Be woken when the core wants to look at the clock."""
@@ -223,6 +264,7 @@ class Endpoint:
             self._seen_bytes = self.end.received_bytes
             core.heard(now)
         core.tick(now)
+        self.closes_late = False
         self.pump()
         if not core.closed:
             demand(core.next_tick > now, "timer", "the next tick is in the past")
@@ -243,6 +285,8 @@ class Endpoint:
         core = self.core
         if segment.unsaid is None or core.chunks.busy or core.outbox.frames:
             return False
+        if self.end.queued_bytes >= self._queue_bytes:
+            return False  # blocks that went together are before it
         chunk, header = core.transfers.leave(segment, 0 if self._checked else None)
         core.transfers.keep(chunk, buffer)
         self._world.judge.leaves(self, chunk)
@@ -287,8 +331,11 @@ class Endpoint:
             else:
                 self.end.abort()
             self.beside.break_all()
+            self.node.app.windows.ended(self)
         elif isinstance(event, LaneEvent):
             self.beside.event(event)
+        elif isinstance(event, WindowEvent):
+            self.node.app.windows.event(self, event)
         else:
             self.node.app.kv.event(self, event)
 

@@ -34,8 +34,26 @@ def check(endpoint: Endpoint) -> None:
     demand(kept <= 9 * most, "table", "too many deadlines are kept")
     demand(len(core.messages._announced) <= most, "table", "too many announcements")
     demand(len(core._grants) <= grants_most, "table", "too many grants")
+    _check_windows(endpoint)
     if phase is not CloseState.OPEN and phase is not CloseState.CLOSE_SENT:
-        demand(len(table), "close", "nothing is left to deliver, and no CLOSE was sent")
+        waits = len(table) or endpoint.closes_late
+        demand(waits, "close", "nothing is left to deliver, and no CLOSE was sent")
+
+
+def _check_windows(endpoint: Endpoint) -> None:
+    """While nothing is under way, both sides have the same windows open."""
+    peer, end = endpoint.peer, endpoint.end
+    mine = endpoint.core.windows
+    demand(mine._opened == endpoint.opened.keys(), "window", "not those in the core")
+    demand(mine._shown >= endpoint.shown.keys(), "window", "one the core forgot")
+    if peer is None or peer.ended is not None or not end.out.wire.still:
+        return
+    for reader, owner in ((endpoint, peer), (peer, endpoint)):
+        demand(
+            reader.core.windows._opened == owner.core.windows._shown,
+            "window",
+            "a window that one side alone has open",
+        )
 
 
 def _check_credit(box: messages.Messages) -> None:

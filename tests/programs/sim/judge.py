@@ -20,6 +20,7 @@ from kvwire.errors import (
     KVWireError,
     MessageTooLarge,
     PeerCancelled,
+    PeerError,
     PeerUnresponsive,
     RequestCancelled,
     StaleRegion,
@@ -33,6 +34,11 @@ from kvwire.proto.state import RequestKind
 from tests.programs.sim import inside
 from tests.programs.sim.ask import Ask, Mailbox, Message, Part
 from tests.programs.sim.endpoint import Endpoint
+from tests.programs.sim.judge_windows import (
+    WindowJudge,
+    has_no_window,
+    refused,
+)
 from tests.programs.sim.memory import Violation, content, demand
 from tests.programs.sim.net import Frame
 
@@ -59,7 +65,8 @@ class Truth:
             DeadlineExceeded: self._expired,
             PeerCancelled: self._peer_cancelled,
             AccessDenied: _has_no_right,
-            StaleRegion: lambda ask: ask.aim is not None and not ask.aim.current,
+            PeerError: lambda ask: ask.blind and refused(ask),
+            StaleRegion: _is_stale,
             IntegrityError: self._damaged,
             MessageTooLarge: _is_too_large,
             ClosedOK: lambda ask: _closed(ask.endpoint) and not _is_delivered(ask),
@@ -127,6 +134,8 @@ class Truth:
 
     def _damaged(self, ask: Ask) -> bool:
         end = ask.endpoint.end
+        if ask.kind is RequestKind.READ:
+            return False  # it leaves the damaged blocks to its reader
         return self._setup.checked and (end.into.damaged or end.out.damaged)
 
     # --- connections ------------------------------------------------------------------
@@ -194,12 +203,20 @@ def _closed(endpoint: Endpoint) -> bool:
 
 def _is_delivered(ask: Ask) -> bool:
     """Whether it moves without the peer's application: a clean end awaits it."""
-    return ask.kind in (RequestKind.PUT, RequestKind.GET)
+    return ask.kind in (RequestKind.PUT, RequestKind.GET, RequestKind.READ)
 
 
 def _has_no_right(ask: Ask) -> bool:
+    if ask.kind is RequestKind.OPEN_WINDOW:
+        return refused(ask)
     # A full table forgets grants that are stale before it says no.
     return ask.aim is not None and (ask.aim.wrong != "" or not ask.aim.current)
+
+
+def _is_stale(ask: Ask) -> bool:
+    if ask.kind is RequestKind.READ:
+        return has_no_window(ask)
+    return ask.aim is not None and not ask.aim.current
 
 
 def _is_too_large(ask: Ask) -> bool:
@@ -322,6 +339,7 @@ class Judge:
     def __init__(self, world: World) -> None:
         self.completed_count = 0
         self.kv = KVJudge()
+        self.windows = WindowJudge(world)
         self.truth = Truth(world)
         self._world = world
         self._eager: dict[int, Message] = {}
@@ -336,6 +354,9 @@ class Judge:
     def leaves(self, endpoint: Endpoint, chunk: Chunk) -> None:
         """A chunk is handed to the wire: may its memory be read?"""
         request, number = chunk.request, chunk.number
+        if request.kind is RequestKind.SERVE_READ:
+            self.windows.leaves(endpoint, chunk)
+            return
         if request.kind is RequestKind.SERVE_GET:
             ask = _asked(endpoint, request)
             _check_aim(ask, chunk.offset - chunk.position, "reads")
@@ -376,7 +397,8 @@ class Judge:
         intact: bool,
     ) -> None:
         """A payload is in place: is it what its sender meant?"""
-        if not intact or frame.harm or arrival.place is ChunkPlace.CONTROL:
+        to_core = arrival.place in (ChunkPlace.CONTROL, ChunkPlace.WHOLE)
+        if not intact or frame.harm or to_core:
             return
         if frame.serial:
             message = self._eager[frame.serial]
@@ -390,7 +412,7 @@ class Judge:
         request, begin = arrival.request, arrival.header.offset
         if request is None:
             return
-        if request.kind is RequestKind.GET:
+        if request.kind in (RequestKind.GET, RequestKind.READ):
             ask = _own(request)
             ask.read[begin : begin + len(data)] = data
         else:
@@ -414,11 +436,7 @@ class Judge:
         """A request is over: for the first time, and truly?"""
         ask = event.request.context
         if not isinstance(ask, Ask):
-            serving = event.request.kind in (
-                RequestKind.SERVE_PUT,
-                RequestKind.SERVE_GET,
-            )
-            demand(serving, "completion", "a completion of nobody's request")
+            self._served(endpoint, event)
             return
         demand(not ask.over, "completion", "a request was completed twice")
         ask.over = True
@@ -439,10 +457,23 @@ class Judge:
             self.kv.succeeded(ask)
         elif ask.kind is RequestKind.RECV:
             self._check_received(ask, event)
+        elif ask.kind is RequestKind.READ:
+            self.windows.got(ask)
+        elif ask.kind is RequestKind.OPEN_WINDOW:
+            endpoint.node.app.windows.opened(ask)
         elif ask.aim is not None:
             _check_one_sided(ask)
         if moves:
             endpoint.node.app.kv.over(ask)
+
+    def _served(self, endpoint: Endpoint, event: RequestDone) -> None:
+        """A request of the peer is over on this side, which nobody here began."""
+        kind = event.request.kind
+        if kind is RequestKind.SERVE_READ:
+            self.windows.served(endpoint, event)
+            return
+        serving = kind in (RequestKind.SERVE_PUT, RequestKind.SERVE_GET)
+        demand(serving, "completion", "a completion of nobody's request")
 
     def _failed(self, ask: Ask, event: RequestDone) -> None:
         """A receive without a buffer that fails for its limit refuses the message."""
@@ -491,6 +522,7 @@ class Judge:
         name = endpoint.name
         demand(endpoint.ended, "liveness", f"{name} has not ended")
         demand(endpoint.down, "liveness", f"the link of {name} has not ended")
+        self.windows.settled(endpoint)
         for ask in endpoint.open:
             raise Violation("completion", f"{ask} has no completion")
         for ask in endpoint.asks.values():

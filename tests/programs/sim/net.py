@@ -469,6 +469,14 @@ class Wire:
             for end in self.ends
         )
 
+    @property
+    def still(self) -> bool:
+        """Whether all that was ever sent has arrived, and more would."""
+        return not self.is_cut and not any(
+            end.ending or end.out.frames or end.out.tampered or end.node.dead
+            for end in self.ends
+        )
+
     def cut(self) -> None:
         """Lose everything under way; each side may or may not be told."""
         self.is_cut = True

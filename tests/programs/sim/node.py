@@ -57,6 +57,7 @@ class Node:
         self._world = world
         self._clock_ahead_s = 0.0
         self._leases: dict[BufferId, Lease] = {}
+        self._shares: dict[BufferId, Callable[[], None]] = {}
 
     # --- time -------------------------------------------------------------------------
 
@@ -105,6 +106,16 @@ class Node:
         self._leases[buffer] = lease
         return buffer, lease
 
+    def share(
+        self, lease: Lease, offset: int, nbytes: int, drained: Callable[[], None]
+    ) -> BufferId:
+        """Lend the core a part of memory that stays; it is called when it drains."""
+        buffer = self.holds.new()
+        begin = lease.start + offset
+        self._leases[buffer] = Lease(lease.number, begin, nbytes, 0)
+        self._shares[buffer] = drained
+        return buffer
+
     def lease(self, buffer: BufferId) -> Lease:
         """The memory behind a number."""
         lease = self._leases.get(buffer)
@@ -117,7 +128,10 @@ class Node:
         # The core drains buffers of a dead link in no particular order.
         for buffer in sorted(self.holds.drained):
             lease = self._leases.pop(buffer, None)
-            if lease is not None:
+            drained = self._shares.pop(buffer, None)
+            if drained is not None:
+                drained()
+            elif lease is not None:
                 self.memory.free(lease)
         self.holds.drained.clear()
 

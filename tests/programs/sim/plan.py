@@ -43,6 +43,12 @@ class Verb(enum.Enum):
     OPEN = "open transfer"
     SEGMENT = "mark"
     COMMIT = "commit"
+    EXPOSE = "expose"
+    OPEN_WINDOW = "open window"
+    GET_BLOCKS = "get blocks"
+    RENEW = "renew"
+    CLOSE_READER = "close window of the peer"
+    CLOSE_WINDOW = "close window"
     CANCEL = "cancel"
     WITHDRAW = "withdraw"
     CLOSE = "close"
@@ -84,7 +90,17 @@ _WORK: Final[dict[Verb, float]] = {
     Verb.ABORT: 0.2,
     Verb.CONNECT: 0.3,
 }
-FAULTS: Final = tuple(verb for verb in Verb if verb not in _WORK)
+# Drawn apart from the others, so that a seed does the rest with windows or without.
+_WINDOW_WORK: Final[dict[Verb, float]] = {
+    Verb.EXPOSE: 2,
+    Verb.OPEN_WINDOW: 4,
+    Verb.GET_BLOCKS: 12,
+    Verb.RENEW: 5,
+    Verb.CLOSE_READER: 0.7,
+    Verb.CLOSE_WINDOW: 0.7,
+}
+_WINDOW_SALT: Final = 0x817D
+FAULTS: Final = tuple(verb for verb in Verb if verb not in {**_WORK, **_WINDOW_WORK})
 # Faults that a wire with the promises of a link never shows; the core has to notice.
 TAMPERING: Final = frozenset(
     {
@@ -212,8 +228,26 @@ def make_plan(seed: int) -> Plan:
         Step(0.0, Verb.CONNECT, node, rng.getrandbits(192))
         for node in range(1, setup.nodes)
     ]
+    steps += _window_steps(seed, setup.nodes, begin, end)
     steps.sort(key=lambda step: step.at)
     return Plan(seed=seed, setup=setup, steps=tuple(steps), end=end)
+
+
+def _window_steps(seed: int, nodes: int, begin: float, end: float) -> list[Step]:
+    """What is done with windows, in two seeds of three."""
+    rng = random.Random(seed ^ _WINDOW_SALT)
+    if rng.random() < 0.33:
+        return []
+    verbs, weights = list(_WINDOW_WORK), list(_WINDOW_WORK.values())
+    chosen = rng.choices(verbs, weights, k=rng.randrange(12, 60))
+    # Every node has some from the beginning, and peers that have them open.
+    first = (Verb.EXPOSE, Verb.EXPOSE, Verb.OPEN_WINDOW, Verb.OPEN_WINDOW)
+    early = begin + 0.1 * (end - begin)
+    return [_make_step(rng, verb, nodes, begin, end) for verb in chosen] + [
+        _make_step(rng, verb, nodes, begin, early)._replace(node=node)
+        for node in range(nodes)
+        for verb in first
+    ]
 
 
 def _make_step(

@@ -19,6 +19,7 @@ from kvwire.proto import (
     requests,
     scheduler,
     transfers,
+    windows,
 )
 from kvwire.wire import handshake_messages as hello
 
@@ -36,6 +37,7 @@ _SMALL_TABLES: Final[tuple[_Change, ...]] = (
     (transfers, "TRANSFERS_WAITING_MAX", 3),
     (transfers, "LANDED_MAX", 2),
     (transfers, "SETTLED_MAX", 2),
+    (windows, "WINDOWS_OPEN_MAX", 2),
 )
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,21 +48,30 @@ def test_seeds_that_failed_once(line: str) -> None:
     expect_pass(run_seed(int(seed)))
 
 
-@pytest.mark.slow
-def test_the_schedules_reach_what_they_are_for() -> None:
-    """Every verb succeeds and fails, every fault strikes, every ambush springs."""
+@cache
+def counted() -> Counter[tuple[object, ...]]:
+    """How often each thing was done, and with what, in some hundred schedules."""
     said: Counter[tuple[object, ...]] = Counter()
     for seed in range(600):
         for _, _, what, *details in run_seed(seed).trace:
             said[what, *details[:1]] += 1
             said[(what,)] += 1
+    return said
+
+
+@pytest.mark.slow
+def test_the_schedules_reach_what_they_are_for() -> None:
+    """Every verb succeeds and fails, every fault strikes, every ambush springs."""
+    said = counted()
     kinds = ("send", "recv", "put", "get", "incoming transfer", "outgoing transfer")
-    for kind in kinds:
+    windows = ("opening of a window", "get from a window")
+    for kind in (*kinds, *windows):
         assert said[kind, "NoneType"] > 100, f"{kind} rarely succeeds"
         for error in ("RequestCancelled", "DeadlineExceeded", "ConnectionLost"):
             assert said[kind, error], f"no {kind} ends with {error}"
-    for kind in ("put", "get"):
+    for kind in ("put", "get", "opening of a window"):
         assert said[kind, "AccessDenied"]
+    for kind in ("put", "get", "get from a window"):
         assert said[kind, "StaleRegion"]
     for fault in FAULTS:
         assert said[(fault.value,)], f"no {fault.value}"
@@ -77,6 +87,31 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     assert said["lane", "payload of a later lane"] > 10
     assert said["lane", "the other process is gone"]
     assert said["lane", "the connection is over"]
+
+
+_OF_WINDOWS = {
+    ("blocks", "landed"): 100,
+    ("blocks", "landed together"): 100,
+    ("blocks", "all stale"): 20,
+    ("blocks", "some stale"): 20,
+    ("blocks", "damaged"): 1,
+    ("blocks", "damaged together"): 1,
+    ("window", "withheld"): 20,
+    ("window", "withheld together"): 20,
+    ("window", "withdrawn in the middle"): 20,
+    ("get from a window", "PeerError"): 20,
+    ("renews",): 100,
+    ("closes window",): 100,
+    ("reads no more",): 50,
+}
+
+
+@pytest.mark.slow
+def test_the_schedules_reach_what_windows_are_for() -> None:
+    """Blocks land and do not, either way, of windows that either side closes."""
+    said = counted()
+    for event, least in _OF_WINDOWS.items():
+        assert said[event] >= least, f"{event}: {said[event]}"
 
 
 def test_a_plan_always_gives_the_same_schedule() -> None:
