@@ -171,3 +171,16 @@ def a_window_that_opens_too_late_stays_open_at_its_owner(
 ) -> None:
     if windows._requests.find(header.request) is not None:
         opened(windows, header, body)
+
+
+@PLANTS.instead_of(WindowReads.hide, "window")
+def readers_are_not_told_that_a_window_was_closed(*_: Any) -> None:
+    pass
+
+
+@PLANTS.instead_of(WindowReads.data_landed, "UnexpectedFrame", "accused", "completion")
+def a_get_that_was_cancelled_while_its_only_frame_came_ends_again(
+    landed: Any, windows: Any, arrival: Any, data: Any, *, intact: bool
+) -> None:
+    arrival.request.over = False
+    landed(windows, arrival, data, intact=intact)

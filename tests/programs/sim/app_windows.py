@@ -342,6 +342,7 @@ class WindowApp:
         demand(opened, "window", "the end of a window that is not open")
         assert opened is not None
         demand(opened.window.closed, "untrue", "a window is over that is not")
+        opened.ending = True
         delay_s = self._world.afterthought_s()
         if delay_s:
             self._node.after(delay_s, self._answer_end, endpoint, opened)

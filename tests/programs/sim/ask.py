@@ -152,11 +152,16 @@ class ShownWindow:
 
 @dataclass(slots=True, eq=False)
 class OpenedWindow:
-    """A window of the peer that this side has open, with the views it reported."""
+    """A window of the peer that this side has open, with the views it reported.
+
+    Attributes:
+        ending: The owner has closed it; this side will answer.
+    """
 
     number: int
     window: SimWindow
     views: dict[int, bytes] = field(default_factory=dict)
+    ending: bool = False
     closed: bool = False
 
 

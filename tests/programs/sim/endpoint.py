@@ -153,7 +153,8 @@ class Endpoint:
             lease = self.node.memory.lend(frame.length, readable=False, writable=True)
             self.held[arrival.buffer] = Held(lease, frame.serial)
             return Landing(arrival, lease, 0)
-        return Landing(arrival, None, 0)
+        whole = arrival.place is ChunkPlace.WHOLE
+        return Landing(arrival, None, 0, whole)
 
     def body_received(
         self, frame: Frame, landing: Landing, data: bytes, *, intact: bool

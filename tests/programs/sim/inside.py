@@ -54,6 +54,11 @@ def _check_windows(endpoint: Endpoint) -> None:
             "window",
             "a window that one side alone has open",
         )
+        demand(
+            all(o.ending or not o.window.closed for o in reader.opened.values()),
+            "window",
+            "a window whose owner has closed it, and its reader has not been told",
+        )
 
 
 def _check_credit(box: messages.Messages) -> None:

@@ -70,11 +70,16 @@ class Frame:
 
 @dataclass(slots=True, eq=False)
 class Landing:
-    """Where the body of a frame goes, as the receiver said."""
+    """Where the body of a frame goes, as the receiver said.
+
+    Attributes:
+        whole: To the core, which wants a payload in one piece.
+    """
 
     arrival: object
     lease: Lease | None
     offset: int
+    whole: bool = False
 
 
 class Handler(Protocol):
@@ -290,7 +295,7 @@ class Lane:
         """Whether only half of a payload arrives now; and something may happen then."""
         world = self._world
         pause_s = world.pause_s()
-        if self.ambush is not None and landing.lease is not None:
+        if self.ambush is not None and (landing.lease is not None or landing.whole):
             pause_s = pause_s or 4 * world.latency()
             world.at(world.now, self.ambush, self)
             self.ambush = None
