@@ -505,7 +505,7 @@ class WindowLink:
         fragments = parts[0] if len(parts) == 1 else concatenated(parts)
         same = window._generations.same(entries, generations)
         if not same.all():
-            self.driver.core.windows.finish(request, packed(~same), sent=False)
+            self.driver.core.finish_read(request, packed(~same), sent=False)
             return
         if fragments.device is not None:
             try:
@@ -591,7 +591,7 @@ class WindowLink:
         shown, entries, generations = self.served.pop(request)
         same = shown.window._generations.same(entries, generations)
         stale = b"" if same.all() else packed(~same)
-        self.driver.core.windows.finish(request, stale, sent=True)
+        self.driver.core.finish_read(request, stale, sent=True)
 
     def _hide(self, window: Window) -> None:
         """End a window at the peer; it answers when its lanes read it no more.

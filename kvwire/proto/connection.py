@@ -451,6 +451,12 @@ class ConnectionCore:
         self.windows.get(request, body)
         return request
 
+    def finish_read(self, request: RequestRecord, stale: bytes, *, sent: bool) -> None:
+        """Answer a get from a window of this side; a close may have waited for it."""
+        self.windows.finish(request, stale, sent=sent)
+        if self.phase is not _OPEN:
+            self._settle()
+
     def cancel(self, request: RequestRecord) -> None:
         """Cancel a request of this side; its memory is free once the buffer drains."""
         error = RequestCancelled(f"the {request.kind.value} was cancelled on this side")

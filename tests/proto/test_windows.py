@@ -87,7 +87,7 @@ def served(pair: ConnectionPair, stale: bytes = b"") -> RequestRecord:
     pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
     pair.server.collect()
     assert taken(pair.server, WindowSent).request is event.request
-    pair.server.core.windows.finish(event.request, stale, sent=True)
+    pair.server.core.finish_read(event.request, stale, sent=True)
     pair.server.collect()
     expect_fine(pair)
     return request
@@ -197,7 +197,7 @@ def test_a_get_of_blocks_that_were_withdrawn() -> None:
     request = get(pair.client, asks())
     pair.run()
     event = taken(pair.server, WindowRead)
-    pair.server.core.windows.finish(event.request, b"\x01", sent=False)
+    pair.server.core.finish_read(event.request, b"\x01", sent=False)
     pair.server.collect()
     expect_fine(pair)
     assert pair.client.error(request) is None
@@ -230,11 +230,28 @@ def test_a_get_that_is_cancelled() -> None:
     expect_fine(pair)
     expect_error(pair.client, request, RequestCancelled)
     assert event.request.over
-    pair.server.core.windows.finish(event.request, b"", sent=True)  # late: nothing
+    pair.server.core.finish_read(event.request, b"", sent=True)  # late: nothing
     pair.server.collect()
     expect_fine(pair)
     assert not pair.client.memory
     assert not pair.server.memory
+
+
+def test_a_close_waits_for_a_get_and_no_longer() -> None:
+    """Its last frame is followed by CLOSE."""
+    pair = ConnectionPair()
+    opened(pair)
+    request = get(pair.client, asks())
+    pair.run()
+    event = taken(pair.server, WindowRead)
+    pair.server.close()
+    pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
+    pair.server.collect()
+    pair.server.core.finish_read(event.request, b"", sent=True)
+    pair.server.collect()
+    pair.run()
+    assert pair.client.error(request) is None
+    assert pair.server.ended is not None
 
 
 def test_damage_waits_for_the_last_frame() -> None:
@@ -248,7 +265,7 @@ def test_damage_waits_for_the_last_frame() -> None:
     pair.server.collect()
     header, body = pair.server.wire.popleft()
     pair.client.receive((header, b"\xff" + body[1:]))
-    pair.server.core.windows.finish(event.request, b"\x01", sent=True)
+    pair.server.core.finish_read(event.request, b"\x01", sent=True)
     pair.server.collect()
     expect_fine(pair)
     assert pair.client.error(request) is None

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 from kvwire.errors import ProfileMismatch, StaleRegion, UsageError
 from kvwire.limits import WINDOW_DATA_BYTES_MAX
 from kvwire.proto import events
-from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind
 from kvwire.wire.control import WindowGet, WindowOpened, WindowViewBody
 from tests.programs.sim.ask import (
@@ -276,7 +275,7 @@ class WindowApp:
         stale = window.stale(ticket)
         if any(stale):
             self._world.note(endpoint.name, "window", "withheld")
-            self._finish(endpoint, request, _packed(stale), sent=False)
+            endpoint.core.finish_read(request, _packed(stale), sent=False)
             return
         begin = ticket.first * window.block_bytes
         window.users += 1
@@ -292,14 +291,7 @@ class WindowApp:
         if any(stale):
             self._world.note(endpoint.name, "window", "withdrawn in the middle")
         bits = _packed(stale) if any(stale) else b""
-        self._finish(endpoint, event.request, bits, sent=True)
-
-    def _finish(
-        self, endpoint: Endpoint, request: RequestRecord, stale: bytes, *, sent: bool
-    ) -> None:
-        endpoint.core.windows.finish(request, stale, sent=sent)
-        # The core does not look whether that was all a close has waited for.
-        endpoint.closes_late = True
+        endpoint.core.finish_read(event.request, bits, sent=True)
 
     def _read_together(
         self, endpoint: Endpoint, event: events.WindowReadTogether

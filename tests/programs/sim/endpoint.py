@@ -62,7 +62,6 @@ class Endpoint:
         closed_windows: Those that this side has had open.
         serving: Gets of the peer from windows, whose bytes are on their way.
         served: Numbers of those that are over.
-        closes_late: A get from a window was its last request: CLOSE waits for a tick.
         refused: Numbers of the peer's requests for windows that were refused.
     """
 
@@ -85,7 +84,6 @@ class Endpoint:
         self.served: set[int] = set()
         self.refused: set[int] = set()
         self.closing = False
-        self.closes_late = False
         self.ended: Ended | None = None
         self.down = False
         self._world = world
@@ -265,7 +263,6 @@ class Endpoint:
             self._seen_bytes = self.end.received_bytes
             core.heard(now)
         core.tick(now)
-        self.closes_late = False
         self.pump()
         if not core.closed:
             demand(core.next_tick > now, "timer", "the next tick is in the past")
