@@ -10,7 +10,13 @@ import pytest
 
 from kvwire.endpoint.window_link import unpacked
 from kvwire.endpoint.window_memory import decode_memory, encode_memory
-from kvwire.errors import AccessDenied, ProtocolError, RequestCancelled, StaleRegion
+from kvwire.errors import (
+    AccessDenied,
+    ProtocolError,
+    RequestCancelled,
+    StaleRegion,
+    UsageError,
+)
 from kvwire.kv.window_map import geometry_of_pools, placed, spans_of
 from kvwire.limits import (
     WINDOW_DATA_BYTES_MAX,
@@ -22,6 +28,7 @@ from kvwire.proto.events import (
     Event,
     WindowAsked,
     WindowClosed,
+    WindowMemoryOffered,
     WindowRead,
     WindowReadTogether,
     WindowSent,
@@ -33,6 +40,7 @@ from kvwire.wire.control import (
     WindowClose,
     WindowGet,
     WindowGot,
+    WindowMemoryBody,
     WindowOpened,
     WindowViewBody,
 )
@@ -161,6 +169,96 @@ def test_a_small_get_that_is_cancelled() -> None:
     send_data(pair, wire_id, None)
     expect_error(pair.client, request, RequestCancelled)
     assert request.answer is None
+
+
+def test_a_small_get_that_is_cancelled_in_its_frame() -> None:
+    """The header has come, and the body ends nothing."""
+    pair = ConnectionPair()
+    opened(pair)
+    request, wire_id = get_together(pair)
+    pair.server.send_data(wire_id, memoryview(DATA), None)
+    header, body = pair.server.wire.popleft()
+    arrival = pair.client.header(header)
+    assert arrival is not None
+    pair.client.cancel(request)
+    pair.client.body(arrival, body)
+    expect_fine(pair)
+    expect_error(pair.client, request, RequestCancelled)
+
+
+def test_gets_of_a_window_that_its_reader_has_closed() -> None:
+    """Small or large, they are refused."""
+    pair = ConnectionPair()
+    number = opened(pair)
+    pair.client.core.windows.close(number)
+    pair.client.collect()
+    small = pair.client.core.read_window(None, asks_together(), None)
+    large = get(pair.client, asks())
+    expect_fine(pair)
+    for request in (small, large):
+        expect_error(pair.client, request, StaleRegion)
+
+
+def test_an_opening_that_is_cancelled() -> None:
+    """The answer comes too late: the window is closed again."""
+    pair = ConnectionPair()
+    request = pair.client.core.open_window("kv", None)
+    pair.client.collect()
+    pair.run()
+    pair.client.cancel(request)
+    number = pair.server.core.windows.number()
+    answer = WindowOpened(number, SERIAL, b"")
+    pair.server.core.windows.answer(taken(pair.server, WindowAsked).wire_id, answer)
+    pair.server.collect()
+    expect_fine(pair)
+    assert taken(pair.server, WindowClosed) == WindowClosed(window=number, mine=True)
+
+
+def test_a_lane_that_comes_up_later() -> None:
+    """It is reported to the reader, unless it has closed the window."""
+    pair = ConnectionPair()
+    number = opened(pair)
+    body = WindowMemoryBody(number, 1, b"memory", b"access")
+    pair.server.core.windows.report(body)
+    pair.server.collect()
+    expect_fine(pair)
+    assert taken(pair.client, WindowMemoryOffered).body == body
+    pair.server.forge(
+        FrameType.WINDOW_MEMORY, WindowMemoryBody(number + 1, 1, b"", b"")
+    )
+    expect_fine(pair)
+    assert not any(isinstance(e, WindowMemoryOffered) for e in pair.client.events)
+
+
+def test_a_last_frame_before_the_last_bytes() -> None:
+    """A lane may bring the bytes later than the control link its frame."""
+    pair = ConnectionPair()
+    opened(pair)
+    pair.server.stalled = True
+    request = get(pair.client, asks())
+    pair.run()
+    event = taken(pair.server, WindowRead)
+    pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
+    pair.server.forge(
+        FrameType.WINDOW_GOT, WindowGot(sent=True), request=request.wire_id
+    )
+    pair.run()
+    assert not request.over
+    pair.server.stalled = False
+    pair.server.collect()
+    expect_fine(pair)
+    assert pair.client.received(request) == DATA
+    late = WindowGot(sent=True)
+    pair.server.forge(FrameType.WINDOW_GOT, late, request=request.wire_id)
+    expect_fine(pair)
+
+
+def test_more_windows_than_a_peer_may_open() -> None:
+    pair = ConnectionPair()
+    for _ in range(WINDOWS_OPEN_MAX):
+        pair.server.core.windows.number()
+    with pytest.raises(UsageError, match="close some"):
+        pair.server.core.windows.number()
 
 
 @pytest.mark.rule("KVW-WN-08", "breaks")
