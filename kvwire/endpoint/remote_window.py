@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +27,7 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
 from kvwire.kv.ticket import read_ticket, write_ticket
 from kvwire.memory.buffers import Memory
-from kvwire.proto.state import RequestKind
 from kvwire.types import Deadline
-
-_READ: Final = RequestKind.READ
-_new: Final = object.__new__
-_WITHDRAWN: Final = "withdrawn: the owner has taken the block back since it was offered"
-_DAMAGED: Final = "damaged: bytes of it did not match their checksum"
-_OTHER: Final = "withdrawn: the ticket is of another window, or of the owner before it"
 
 
 class RemoteWindow:

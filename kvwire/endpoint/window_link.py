@@ -453,7 +453,12 @@ class WindowLink:
     def _expose(
         self, shown: ShownWindow, endpoint: LaneEndpoint
     ) -> tuple[int, bytes, bytes] | None:
-        """Let the peer read a window over a lane; return what it needs for that."""
+        """Let the peer read a window in place, over a lane.
+
+        Returns:
+            The lane's number, the addresses, and the lane's own description; None if
+            the lane cannot.
+        """
         window = shown.window
         cache = window._cache
         reads = endpoint.lane.reads_windows
@@ -639,7 +644,13 @@ class WindowLink:
         try:
             opened = await waiting.found
             if opened.prepared is not None:
-                await asyncio.shield(opened.prepared)
+                # A peer can delay its lane's part for ever. Then the window is read by
+                # messages, until the lane is ready.
+                patience_s = driver.services.config.handshake_timeout_s
+                if deadline is not None:
+                    left_s = deadline - driver.services.loop.time()
+                    patience_s = max(0.0, min(patience_s, left_s))
+                await asyncio.wait((opened.prepared,), timeout=patience_s)
         except asyncio.CancelledError:
             driver.core.cancel(record)
             driver.run()

@@ -205,7 +205,6 @@ class Reading:
         self._landed: Bits | None = None
         self._codes: npt.NDArray[np.uint16] | None = None
         self._reasons: list[str] = []
-        self._offsets: list[tuple[Ids, Ids]] = []
 
     def begin(self, queue: ReadQueue) -> Request[Outcome]:
         """Read now what can be read in place; return the request."""

@@ -309,7 +309,7 @@ def _names(keys: Keys) -> Array:
 
 
 def _masks(halves: Array, places: Array) -> Array:
-    """Return what generations are masked with.
+    """Return the mask of each generation.
 
     A change of any bit of a place changes bits all over, so that no change of a few
     bytes of the seal makes up for it.

@@ -236,3 +236,26 @@ async def test_a_get_of_more_than_links_copy(pair: Pair) -> None:
     for _ in range(3):
         assert (await remote.get(window.offer(range(4)), into=into)).complete
         assert into == memory
+
+
+async def test_an_opening_does_not_wait_for_a_lane_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer that delays its part of a lane gets a window that is read by messages."""
+    never = asyncio.Event()
+
+    async def ready(_: WindowReader) -> None:
+        await never.wait()
+
+    memory = content(64)
+    async with connected("tcp", prefer=("local",)) as pair:
+        window = pair.far.expose("bytes", memory, block_bytes=64)
+        monkeypatch.setattr("kvwire_local.windows.LocalWindowReader.ready", ready)
+        async with asyncio.timeout(5):
+            remote = await pair.left.window("bytes", deadline=0.2)
+        assert remote.way == "messages"
+        into = bytearray(64)
+        assert (await remote.get(window.offer([0]), into=into)).complete
+        assert into == memory
+        await remote.close()
+        never.set()
