@@ -680,7 +680,7 @@ class WindowLink:
             return
         opened = self.opened.get(event.window)
         if opened is not None:
-            opened.gone = "withdrawn: the owner closed the window"
+            opened.gone = "withdrawn: the window was closed"
             opened.close()
 
     def end(self, error: ConnectionClosed) -> None:

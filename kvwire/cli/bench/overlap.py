@@ -153,7 +153,7 @@ async def beside_engine(b: Bench) -> None:
             ends = await stack.enter_async_context(joined(b))
         else:
             engine = stack.enter_context(kvwire.Engine(name="bench-right"))
-            await b.send([str(engine.listen(f"{b.options['transport']}://{HOST}:0"))])
+            await b.send([str(engine.listen(f"tcp://{HOST}:0"))])
         async for work in b.works(OverlapWork):
             await asyncio.to_thread(memory.have, work)
             if b.checks:
