@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 import kvwire
 from kvwire.backend.link import API_VERSION
+from kvwire.integrations.vllm import release as release_of_vllm
 from kvwire.proto import handshake
 from kvwire.store.server import messages
 from kvwire.store.tiers import disk_index
@@ -63,7 +64,14 @@ def test_the_table_of_versions_has_this_release() -> None:
     assert rows[0].split(" | ")[:4] == ranges
     classifiers = DISTRIBUTION.metadata.get_all("Classifier") or []
     pythons = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
-    assert rows[0].split(" | ")[4] == f"{pythons[0]} to {pythons[-1]}"
+    engines = (
+        ".".join(map(str, one))
+        for one in (release_of_vllm.OLDEST, release_of_vllm.NEWEST)
+    )
+    assert rows[0].split(" | ")[4:] == [
+        f"{pythons[0]} to {pythons[-1]}",
+        " to ".join(engines),
+    ]
 
 
 @pytest.mark.parametrize("name", packages())
