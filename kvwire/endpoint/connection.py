@@ -19,8 +19,9 @@ from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
-from kvwire.endpoint.window_link import WindowLink, WindowOpening
-from kvwire.endpoint.window_read import WindowAsk
+from kvwire.endpoint.window_ask import WindowAsk
+from kvwire.endpoint.window_opened import PeerWindows, WindowOpening
+from kvwire.endpoint.window_shown import OwnWindows
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -133,10 +134,11 @@ class Connection(AsyncWith):
         # Where it leads, on the side that has connected.
         self._dialled: Dialled | None = None
         self._driver = ConnectionDriver(link, core, services, lanes, peer)
-        self._windows = WindowLink(self._driver, windows)
+        self._shown = OwnWindows(self._driver, windows)
+        self._opened = PeerWindows(self._driver)
         self._on_ended = ended
         self._driver.serve(self, self._acts())
-        self._driver.lane_setup.on_open = self._windows.lane_opened
+        self._driver.lane_setup.on_open = self._shown.lane_opened
 
     def __repr__(self) -> str:
         driver = self._driver
@@ -359,7 +361,7 @@ class Connection(AsyncWith):
         Cancel safety: safe, nothing stays open.
         """
         self._thread.check("Connection.window")
-        opened = await self._windows.open(name, absolute(deadline))
+        opened = await self._opened.open(name, absolute(deadline))
         return RemoteWindow(name, self._thread, opened)
 
     # --- KV transfers -----------------------------------------------------------------
@@ -638,12 +640,14 @@ class Connection(AsyncWith):
             TransferOpened: partial(self._services.registry.opened, self._driver),
             MessageDropped: lambda event: self._driver.held.pop(event.buffer),
             MemoryWanted: self._provide,
-            **self._windows.acts(),
+            **self._shown.acts(),
+            **self._opened.acts(),
             Ended: self._ended,
         }
 
     def _ended(self, event: Ended) -> None:
-        self._windows.end(event.error)
+        self._shown.end()
+        self._opened.end(event.error)
         self._on_ended(self, event.error)
 
     def _of_transfer(
@@ -695,7 +699,7 @@ class Connection(AsyncWith):
             if isinstance(request, WindowAsk | WindowOpening):
                 request.done(event)
             elif record.kind is _SERVE_READ:
-                self._windows.served.pop(record, None)
+                self._shown.served.pop(record, None)
             return
         if event.error is not None:
             request._complete(None, event.error)

@@ -36,7 +36,7 @@ from kvwire.endpoint.membership import Membership
 from kvwire.endpoint.reconnect import Reconnector
 from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
-from kvwire.endpoint.window_link import OpenedWindow
+from kvwire.endpoint.window_opened import OpenedWindow
 from kvwire.errors import (
     AuthenticationFailed,
     BackendUnavailable,
@@ -238,7 +238,7 @@ class Peer:
 
         async def opened() -> OpenedWindow:
             connection = await self._connect()
-            return await connection._windows.open(name, None)
+            return await connection._opened.open(name, None)
 
         return RemoteWindow(name, self._thread, await opened(), opened)
 

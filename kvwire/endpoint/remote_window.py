@@ -14,8 +14,9 @@ import numpy.typing as npt
 from kvwire.aio import LoopThread, absolute, start_task
 from kvwire.endpoint.request import Request
 from kvwire.endpoint.window import as_cache
-from kvwire.endpoint.window_link import OpenedWindow
-from kvwire.endpoint.window_read import Reading, ReadQueue
+from kvwire.endpoint.window_ask import ReadQueue
+from kvwire.endpoint.window_opened import OpenedWindow
+from kvwire.endpoint.window_read import Reading
 from kvwire.errors import (
     KVWireError,
     UsageError,
@@ -173,7 +174,7 @@ class RemoteWindow:
         outlived = opened.reader is not None and named.serial == opened.serial
         if opened.gone and not outlived:
             return self._without_connection(read)
-        return read.begin(self._queue)
+        return read.begin(self._opened, self._queue.add)
 
     async def close(self) -> None:
         """End reading; the owner learns it. Reads under way end as ``gone``.
@@ -206,7 +207,7 @@ class RemoteWindow:
         again = partial(self._when_released, request, call)
         lent = read.lent
         if lent:
-            buffers = self._opened.link.driver.services.buffers
+            buffers = self._opened.windows.driver.services.buffers
             buffers.on_drained(lent[-1], again)
         elif read.under_way is not None and not read.under_way.done():
             read.under_way.add_done_callback(lambda _: again())
@@ -262,7 +263,7 @@ class RemoteWindow:
         if read.over:
             return  # cancelled, or late: the blocks are its caller's again
         try:
-            read.begin(self._queue)
+            read.begin(self._opened, self._queue.add)
         except KVWireError as exc:
             read.fail_rest(f"gone: {exc}")
 

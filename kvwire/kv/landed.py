@@ -8,7 +8,7 @@ Marking is idempotent, so a chunk that is sent again after a reconnect changes n
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, pairwise
 from typing import Final
 
@@ -208,18 +208,11 @@ class Landed:
 
     @property
     def usable_tokens(self) -> int:
-        """Return how many leading tokens are usable: landed in every layer and group.
-
-        A group that lists fewer tokens than another is a window: it holds the last
-        tokens only. A window for an earlier end is not available, so an incomplete
-        transfer with a window has no usable tokens. The same holds for a recurrent
-        state.
-        """
+        """Return how many leading tokens are usable, by :func:`common_tokens`."""
         tokens = [walk.tokens for walk in self.plan.groups]
-        states = [g.spec.kind == "state" for g in self.plan.local.groups]
-        if len(set(tokens)) > 1 or any(states):
-            return max(tokens) if self.complete else 0
-        return min(self._leading_tokens(index) for index in range(len(tokens)))
+        states = any(g.spec.kind == "state" for g in self.plan.local.groups)
+        leading = map(self._leading_tokens, range(len(tokens)))
+        return common_tokens(tokens, leading, self.complete, states)
 
     @property
     def usable_prefix(self) -> int:
@@ -233,11 +226,9 @@ class Landed:
         return usable // group.spec.block_tokens
 
     def _leading_tokens(self, group: int) -> int:
-        landed = self.blocks(group)
-        leading = landed.size if landed.all() else int(landed.argmin())
-        walk = self.plan.groups[group]
         block_tokens = self.plan.local.groups[group].spec.block_tokens
-        return min(leading * block_tokens, walk.tokens)
+        tokens = self.plan.groups[group].tokens
+        return leading_tokens(self.blocks(group), block_tokens, tokens)
 
     def _cells(self, segment: Segment) -> Bits:
         """Return the cells of a segment: (layers, granules)."""
@@ -248,6 +239,32 @@ class Landed:
 
     def _all_cells(self, group: int) -> Bits:
         return self._groups[group].cells(range(len(self.plan.groups[group].layers)))
+
+
+def leading_tokens(landed: Bits, block_tokens: int, tokens: int) -> int:
+    """Return how many leading tokens of a group's list landed: of ``tokens`` at all."""
+    leading = landed.size if landed.all() else int(landed.argmin())
+    return min(leading * block_tokens, tokens)
+
+
+def common_tokens(
+    tokens: Collection[int], leading: Iterable[int], complete: bool, states: bool
+) -> int:
+    """Return how many leading tokens landed in every layer and group.
+
+    A group that lists fewer tokens than another is a window: it holds the last tokens
+    only. A window for an earlier end is not available, so an incomplete transfer with a
+    window has no usable tokens. The same holds for a recurrent state.
+
+    Args:
+        tokens: The tokens of each group's list.
+        leading: How many of them landed from the beginning.
+        complete: Everything has landed.
+        states: A group holds recurrent states.
+    """
+    if states or len(set(tokens)) > 1:
+        return max(tokens) if complete else 0
+    return min(leading)
 
 
 def _boxes(cells: Bits) -> Iterator[tuple[int, int, int, int]]:

@@ -145,10 +145,15 @@ class WindowSent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowClosed(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports the end of a window: of this side's by its reader, if ``mine``."""
+    """Reports to a reader that the owner has closed a window; it answers ``close``."""
 
     window: int
-    mine: bool
+
+
+class WindowLeft(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports to an owner that the peer no longer reads a window."""
+
+    window: int
 
 
 class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +200,7 @@ WindowEvent = (
     | WindowReadTogether
     | WindowSent
     | WindowClosed
+    | WindowLeft
 )
 Event = (
     RequestDone

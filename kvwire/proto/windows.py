@@ -47,6 +47,7 @@ from kvwire.proto.events import (
     Outbox,
     WindowAsked,
     WindowClosed,
+    WindowLeft,
     WindowMemoryOffered,
     WindowRead,
     WindowReadTogether,
@@ -307,9 +308,9 @@ class WindowReads:
             if body.window not in self._shown:
                 return
             self._shown.discard(body.window)
-        elif body.window not in self._opened:
-            return  # closed here already
-        self._outbox.report(WindowClosed(window=body.window, mine=not body.mine))
+            self._outbox.report(WindowLeft(window=body.window))
+        elif body.window in self._opened:  # or it was closed here already
+            self._outbox.report(WindowClosed(window=body.window))
 
     def _sent(self, request: RequestRecord) -> None:
         self._outbox.report(WindowSent(request=request))

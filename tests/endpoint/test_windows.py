@@ -13,7 +13,7 @@ import pytest
 
 import kvwire
 from kvwire.driver.checksums import ChecksumPolicy
-from kvwire.endpoint import window_link
+from kvwire.endpoint import window_shown
 from kvwire.kv.layout import Layout
 from kvwire.limits import WINDOW_GET_BLOCKS_MAX, WINDOWS_MAX
 from kvwire.memory.arena import Arena
@@ -81,7 +81,7 @@ async def test_another_layout_and_block_size(
 ) -> None:
     """Whatever a pull can map; a last block of the reader may be filled in part."""
     if not together:
-        monkeypatch.setattr(window_link, "WINDOW_DATA_BYTES_MAX", 0)
+        monkeypatch.setattr(window_shown, "WINDOW_DATA_BYTES_MAX", 0)
     window, remote = await opened(pair)
     spec = replace(STORED, block_tokens=block_tokens)
     target = Filled(spec=spec, layout=layout)
@@ -185,6 +185,28 @@ async def test_everything_is_withdrawn(pair: Pair) -> None:
     outcome = await remote.get(ticket, into=Filled().cache, blocks=[0, 1])
     assert outcome.state == "failed"
     assert outcome.usable_tokens == 0
+
+
+async def test_the_last_tokens_of_a_group_are_no_beginning(pair: Pair) -> None:
+    """A group with a shorter list has the last tokens: only all of it is of use."""
+    full, sliding = Filled(seed=3), Filled(seed=4)
+    into = [Filled(), Filled()]
+    source, target = (
+        kvwire.PagedCache.grouped(
+            {"full": (STORED, one.tensors), "sliding": (STORED, other.tensors)}
+        )
+        for one, other in ((full, sliding), into)
+    )
+    window = pair.far.expose("kv", source)
+    remote = await pair.left.window("kv")
+    ticket = window.offer({"full": range(8), "sliding": [6, 7]})
+    blocks = {"full": range(8), "sliding": [2, 3]}
+    whole = await remote.get(ticket, into=target, blocks=blocks)
+    assert (whole.usable_prefix, whole.usable_tokens) == (8, 8 * STORED.block_tokens)
+    window.withdraw({"full": [5], "sliding": []})
+    part = await remote.get(ticket, into=target, blocks=blocks)
+    assert list(part.missing) == [("full", 5)]
+    assert (part.usable_prefix, part.usable_tokens) == (0, 0)
 
 
 async def test_a_ticket_of_another_life(pair: Pair) -> None:

@@ -13,8 +13,7 @@ import pytest
 
 import kvwire
 from kvwire import Connection
-from kvwire.endpoint.window_link import encode_geometry
-from kvwire.endpoint.window_memory import encode_memory
+from kvwire.endpoint.window_fields import encode_geometry, encode_memory
 from kvwire.kv.geometry import Geometry
 from kvwire.kv.ticket import read_ticket, write_ticket
 from kvwire.kv.window_map import geometry_of_pools, placed

@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvwire.endpoint.window_link import unpacked
-from kvwire.endpoint.window_memory import decode_memory, encode_memory
+from kvwire.endpoint.window_fields import decode_memory, encode_memory, unpacked
 from kvwire.errors import (
     AccessDenied,
     ProtocolError,
@@ -28,6 +27,7 @@ from kvwire.proto.events import (
     Event,
     WindowAsked,
     WindowClosed,
+    WindowLeft,
     WindowMemoryOffered,
     WindowRead,
     WindowReadTogether,
@@ -211,7 +211,7 @@ def test_an_opening_that_is_cancelled() -> None:
     pair.server.core.windows.answer(taken(pair.server, WindowAsked).wire_id, answer)
     pair.server.collect()
     expect_fine(pair)
-    assert taken(pair.server, WindowClosed) == WindowClosed(window=number, mine=True)
+    assert taken(pair.server, WindowLeft) == WindowLeft(window=number)
 
 
 def test_a_lane_that_comes_up_later() -> None:
@@ -382,18 +382,18 @@ def test_views_and_closing() -> None:
     pair.server.core.windows.hide(number)
     pair.server.collect()
     pair.run()
-    assert taken(pair.client, WindowClosed) == WindowClosed(window=number, mine=False)
+    assert taken(pair.client, WindowClosed) == WindowClosed(window=number)
     pair.client.core.windows.close(number)
     pair.client.collect()
     expect_fine(pair)
-    assert taken(pair.server, WindowClosed) == WindowClosed(window=number, mine=True)
+    assert taken(pair.server, WindowLeft) == WindowLeft(window=number)
     late = get(pair.client, asks())
     expect_fine(pair)
     expect_error(pair.client, late, StaleRegion)
     pair.client.forge(FrameType.WINDOW_CLOSE, WindowClose(number, mine=False))
     pair.server.forge(FrameType.WINDOW_CLOSE, WindowClose(number, mine=True))
     expect_fine(pair)
-    assert not any(isinstance(e, WindowClosed) for e in pair.server.events)
+    assert not any(isinstance(e, WindowLeft) for e in pair.server.events)
 
 
 # --- rules that are broken ------------------------------------------------------------

@@ -108,12 +108,12 @@ def staging(of: kvwire.Connection) -> DeviceStaging:
 
 def served_reads(of: kvwire.Connection) -> Collection[object]:
     """The gets from its windows that are being sent."""
-    return of._windows.served
+    return of._shown.served
 
 
 def shown(of: kvwire.Connection) -> Collection[object]:
     """Its windows that the peer has open."""
-    return of._windows._shown
+    return of._shown.by_number
 
 
 def reader(of: kvwire.RemoteWindow) -> WindowReader | None:

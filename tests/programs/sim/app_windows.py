@@ -53,6 +53,7 @@ class WindowApp:
             events.WindowReadTogether: self._read_together,
             events.WindowSent: self._sent,
             events.WindowClosed: self._closed,
+            events.WindowLeft: self._left,
         }
 
     # --- owner ------------------------------------------------------------------------
@@ -324,12 +325,12 @@ class WindowApp:
         window.tickets.append(ticket)
         return ticket
 
+    def _left(self, endpoint: Endpoint, event: events.WindowLeft) -> None:
+        shown = endpoint.shown.pop(event.window, None)
+        if shown is not None:
+            shown.window.unused()
+
     def _closed(self, endpoint: Endpoint, event: events.WindowClosed) -> None:
-        if event.mine:
-            shown = endpoint.shown.pop(event.window, None)
-            if shown is not None:
-                shown.window.unused()
-            return
         opened = endpoint.opened.get(event.window)
         demand(opened, "window", "the end of a window that is not open")
         assert opened is not None

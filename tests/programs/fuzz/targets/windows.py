@@ -9,8 +9,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from kvwire.endpoint.window_link import encode_geometry, read_geometry
-from kvwire.endpoint.window_memory import decode_memory
+from kvwire.endpoint.window_fields import (
+    decode_memory,
+    encode_geometry,
+    read_geometry,
+)
 from kvwire.errors import ProfileMismatch, ProtocolError, UsageError
 from kvwire.kv.geometry import Geometry
 from kvwire.kv.ticket import read_ticket, write_ticket

@@ -1,18 +1,23 @@
-"""The memory of a window, as its owner describes it to readers in place."""
+"""What frames about windows hold as plain bytes: geometries, memory, sets of blocks.
+
+The memory of a window is described for readers in place.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from kvwire.backend.window import WindowMemory
-from kvwire.errors import ProtocolError, UsageError
-from kvwire.kv.geometry import Geometry
+from kvwire.errors import ProfileMismatch, ProtocolError, UsageError
+from kvwire.kv.blocks import Bits
+from kvwire.kv.geometry import Geometry, geometry_of
 from kvwire.kv.window_map import PeerGroup, Placed, spans_of
 from kvwire.limits import KV_GROUPS_MAX, WINDOW_MEMORY_BYTES_MAX
+from kvwire.transfers.offer import GeometryFields
 from kvwire.wire.control import DECODE_ERRORS
 
 _Address = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -30,6 +35,7 @@ class _Memory(msgspec.Struct, array_like=True, frozen=True):
     groups: Annotated[tuple[_Group, ...], Meta(max_length=KV_GROUPS_MAX)]
 
 
+_GEOMETRY: Final = msgspec.msgpack.Decoder(GeometryFields)
 _DECODER: Final = msgspec.msgpack.Decoder(_Memory)
 _BASE: Final = np.dtype("<i8")
 
@@ -71,3 +77,36 @@ def decode_memory(
     entries = sum(group.blocks for group in geometry.groups)
     groups = tuple(map(PeerGroup, geometry.groups, where))
     return WindowMemory(spans=spans, table=(memory.table, 8 * entries)), groups
+
+
+def encode_geometry(geometry: Geometry) -> bytes:
+    """Return a geometry as the frames about windows have it."""
+    return msgspec.msgpack.encode(geometry.encoded)
+
+
+def read_geometry(data: bytes) -> Geometry:
+    """Read a peer's geometry.
+
+    Raises:
+        ProfileMismatch: It is malformed.
+    """
+    try:
+        fields: tuple[Any, ...] = _GEOMETRY.decode(data)
+        return geometry_of(fields)
+    except (*DECODE_ERRORS, UsageError) as exc:
+        raise ProfileMismatch(f"the peer's window: {exc}") from None
+
+
+def packed(bits: Bits) -> bytes:
+    """Return bits as WINDOW_GOT has them."""
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def unpacked(data: bytes, count: int) -> Bits:
+    """Return the bits of WINDOW_GOT; all False without any."""
+    if not data:
+        return np.zeros(count, np.bool_)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    if bits.size < count:
+        raise ProtocolError("KVW-WN-03", "WINDOW_GOT for fewer blocks than a get has")
+    return bits[:count].astype(np.bool_)

@@ -1,0 +1,314 @@
+"""The windows of a peer that are open here, on one connection.
+
+The reader keeps what is agreed once for each window: its geometry, the caches of this
+side into which it is read, and what reads it in place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvwire.aio import start_task
+from kvwire.backend.window import WindowMemory, WindowReader
+from kvwire.driver.connection_driver import ConnectionDriver, EventActs
+from kvwire.driver.lanes.state import LaneEndpoint, LaneState
+from kvwire.endpoint.window_fields import decode_memory, encode_geometry, read_geometry
+from kvwire.errors import (
+    BackendUnavailable,
+    ConnectionClosed,
+    ConnectionLost,
+    KVWireError,
+    ProtocolError,
+    UsageError,
+)
+from kvwire.kv.geometry import Geometry
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.window_map import PeerGroup
+from kvwire.kv.window_view import WindowView
+from kvwire.limits import WINDOW_GEOMETRY_BYTES_MAX, WINDOW_VIEWS_MAX
+from kvwire.proto.events import RequestDone, WindowClosed, WindowMemoryOffered
+from kvwire.wire.control import WindowOpened, WindowViewBody
+
+logger: logging.Logger = logging.getLogger("kvwire.windows")
+
+
+class OpenedWindow:
+    """A window of the peer, open on one connection.
+
+    Attributes:
+        number: Its number there.
+        serial: The serial number in its tickets.
+        together: The most bytes that the owner sends in one frame.
+        geometry: Its cache.
+        first: The first entry of each group, and behind the last one of all.
+        reader: Reads it in place, without asking; None while it is read by messages.
+        prepared: Done once ``reader`` is ready, or cannot be; None for no lane.
+        gone: Why it can be read no more, or "".
+        held_bytes: The bytes that were read in place since a read last let the loop
+            run, and some for each read.
+    """
+
+    def __init__(self, windows: PeerWindows, answer: WindowOpened) -> None:
+        self.windows = windows
+        self.number: int = answer.window
+        self.serial: bytes = answer.serial
+        self.together: int = answer.together
+        self.geometry: Geometry = read_geometry(answer.geometry)
+        first = 0
+        self.first: list[int] = [0]
+        for group in self.geometry.groups:
+            first += group.blocks
+            self.first.append(first)
+        self.reader: WindowReader | None = None
+        self.prepared: asyncio.Future[None] | None = None
+        # One that is not ready yet; and the lane of this one, or of ``reader``.
+        self._coming: WindowReader | None = None
+        self._lane: LaneEndpoint | None = None
+        self._under_way: set[asyncio.Future[Any]] = set()
+        self.memory: tuple[WindowMemory, tuple[PeerGroup, ...]] | None = None
+        self.gone: str = ""
+        self.held_bytes: int = 0
+        self._views: WeakKeyDictionary[PagedCache, WindowView] = WeakKeyDictionary()
+        self._numbers: dict[bytes, int] = {}  # bounded: WINDOW_VIEWS_MAX
+
+    def view(self, cache: PagedCache) -> WindowView:
+        """Return the map from its blocks to those of a cache of this side.
+
+        Raises:
+            ProfileMismatch: They do not fit together.
+        """
+        view = self._views.get(cache)
+        if view is None:
+            view = self._views[cache] = WindowView(self.geometry, cache)
+        return view
+
+    def number_of(self, view: WindowView) -> int:
+        """Return the view's number on this connection, once the owner knows it.
+
+        Raises:
+            UsageError: There are too many views of other geometry, or too many groups.
+        """
+        if view.number is not None:
+            return view.number
+        geometry = encode_geometry(view.geometry)
+        if len(geometry) > WINDOW_GEOMETRY_BYTES_MAX:
+            raise UsageError("this cache has too many groups to describe")
+        number = self._numbers.get(geometry)
+        if number is None:
+            number = len(self._numbers)
+            if number >= WINDOW_VIEWS_MAX:
+                raise UsageError(
+                    f"{WINDOW_VIEWS_MAX} caches of different shape read this window"
+                )
+            self._numbers[geometry] = number
+            core = self.windows.driver.core
+            core.windows.report(WindowViewBody(self.number, number, geometry))
+        view.number = number
+        return number
+
+    def adopt(self, lane: int, memory: bytes, access: bytes) -> None:
+        """Read the window in place from now on, over a lane of this number.
+
+        Raises:
+            ProtocolError: No owner would describe its memory so.
+        """
+        endpoint = self.windows.driver.lanes.find(lane)
+        if endpoint is None:
+            return
+        if self._lane is not None:
+            if self._lane.state is LaneState.OPEN:
+                return
+            self.drop_reader()
+        try:
+            read = decode_memory(memory, self.geometry)
+            coming = endpoint.lane.window(access, read[0])
+        except (BackendUnavailable, ConnectionLost) as exc:
+            logger.info("a window is read by messages: %s", exc)
+            return
+        self.memory = read
+        self._lane = endpoint
+        self._coming = coming
+        self.prepared = start_task(self._prepare(coming))
+
+    async def _prepare(self, coming: WindowReader) -> None:
+        """Read in place once a reader is ready.
+
+        Cancel safety: it is cancelled with its loop only.
+        """
+        try:
+            await coming.ready()
+        except KVWireError as exc:
+            self.lost(coming, exc)
+        else:
+            if self._coming is coming:
+                self.reader = coming
+                self._coming = None
+
+    def lost(self, reader: WindowReader, error: KVWireError) -> None:
+        """Read by messages from now on, because a reader cannot."""
+        if reader in (self.reader, self._coming):
+            logger.info("a window is read by messages: %s", error)
+            self.drop_reader()
+        if isinstance(error, ProtocolError):
+            self.windows.driver.core.fail(error)
+            self.windows.driver.run()
+
+    def drop_reader(self) -> None:
+        """Read by messages from now on."""
+        for reader in (self.reader, self._coming):
+            if reader is not None:
+                reader.close()
+                if reader.quiet is not None:
+                    self.note(reader.quiet)
+        self.reader = None
+        self._coming = None
+        self._lane = None
+
+    def note(self, read: asyncio.Future[Any]) -> None:
+        """Let the owner wait for a read in place that has begun, or for its memory."""
+        self._under_way.add(read)  # bounded: one for each get
+        read.add_done_callback(self._over)
+
+    def close(self) -> None:
+        """End it; report that to the owner once nothing here reads its memory."""
+        self.gone = self.gone or "this side closed the window"
+        self.drop_reader()
+        if not self._under_way:
+            self.windows.closed(self)
+
+    def _over(self, read: asyncio.Future[Any]) -> None:
+        self._under_way.discard(read)
+        if self.gone and not self._under_way:
+            self.windows.closed(self)
+
+
+class WindowOpening:
+    """A window of the peer that has been asked for.
+
+    Attributes:
+        found: Its result.
+    """
+
+    def __init__(
+        self, windows: PeerWindows, found: asyncio.Future[OpenedWindow]
+    ) -> None:
+        self._windows = windows
+        self.found: asyncio.Future[OpenedWindow] = found
+
+    def done(self, event: RequestDone) -> None:
+        """Take the answer."""
+        answer = event.request.answer
+        event.request.context = None
+        windows = self._windows
+        if event.error is not None:
+            if not self.found.done():
+                self.found.set_exception(event.error)
+            return
+        assert isinstance(answer, WindowOpened)
+        try:
+            opened = OpenedWindow(windows, answer)
+            windows.by_number[opened.number] = opened  # bounded: WINDOWS_OPEN_MAX
+            if answer.lane:
+                opened.adopt(answer.lane, answer.memory, answer.access)
+        except KVWireError as exc:
+            windows.driver.core.fail(exc)
+            if not self.found.done():
+                self.found.set_exception(exc)
+            return
+        if self.found.done():
+            opened.close()
+        else:
+            self.found.set_result(opened)
+
+
+class PeerWindows:
+    """The windows of the peer of one connection that are open here.
+
+    Attributes:
+        driver: Runs the connection.
+        by_number: The windows.
+        asked_bytes: The bytes of small gets that were asked for and have not come.
+    """
+
+    def __init__(self, driver: ConnectionDriver) -> None:
+        self.driver = driver
+        self.by_number: dict[int, OpenedWindow] = {}  # bounded: WINDOWS_OPEN_MAX
+        self.asked_bytes: int = 0
+        self._ended = False
+
+    def acts(self) -> EventActs:
+        """Return the handler of each event about them."""
+        return {
+            WindowMemoryOffered: self._memory_offered,
+            WindowClosed: self._closed,
+        }
+
+    async def open(self, name: str, deadline: float | None) -> OpenedWindow:
+        """Open a window of the peer.
+
+        Raises:
+            KVWireError: The peer has no such window, or the connection ended.
+
+        Cancel safety: safe, a window that opens too late is closed again.
+        """
+        driver = self.driver
+        waiting = WindowOpening(self, driver.services.loop.create_future())
+        record = driver.core.open_window(name, deadline)
+        record.context = waiting
+        driver.run()
+        if deadline is not None:
+            driver.set_timer()
+        try:
+            opened = await waiting.found
+            if opened.prepared is not None:
+                # A peer can delay its lane's part for ever. Then the window is read by
+                # messages, until the lane is ready.
+                patience_s = driver.services.config.handshake_timeout_s
+                if deadline is not None:
+                    left_s = deadline - driver.services.loop.time()
+                    patience_s = max(0.0, min(patience_s, left_s))
+                await asyncio.wait((opened.prepared,), timeout=patience_s)
+        except asyncio.CancelledError:
+            driver.core.cancel(record)
+            driver.run()
+            found = waiting.found
+            if not found.cancelled() and found.done() and not found.exception():
+                found.result().close()
+            raise
+        return opened
+
+    def _memory_offered(self, event: WindowMemoryOffered) -> None:
+        body = event.body
+        opened = self.by_number.get(body.window)
+        if opened is None:
+            return
+        try:
+            opened.adopt(body.lane, body.memory, body.access)
+        except ProtocolError as exc:
+            self.driver.core.fail(exc)
+
+    def _closed(self, event: WindowClosed) -> None:
+        opened = self.by_number.get(event.window)
+        if opened is not None:
+            opened.gone = "withdrawn: the window was closed"
+            opened.close()
+
+    def closed(self, opened: OpenedWindow) -> None:
+        """Report to the owner that a window is read no more."""
+        if self.by_number.pop(opened.number, None) is not None and not self._ended:
+            self.driver.core.windows.close(opened.number)
+            self.driver.run()
+
+    def end(self, error: ConnectionClosed) -> None:
+        """End them, with the connection."""
+        self._ended = True
+        for opened in self.by_number.values():
+            opened.gone = f"gone: {error}"
+            # Pages that are mapped outlive the connection, and what is read there is
+            # what was offered: whoever writes to a block renews its generation.
+            if opened.reader is not None and not opened.reader.outlives_lane:
+                opened.drop_reader()
+        self.by_number.clear()

@@ -1,0 +1,378 @@
+"""The windows of this side that one peer has open: the owner answers its gets.
+
+It compares generations, sends the blocks straight from the cache, and compares again
+once its link no longer reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvwire.backend.window import WindowMemory
+from kvwire.driver.connection_driver import ConnectionDriver, EventActs
+from kvwire.driver.lanes.state import LaneEndpoint, LaneState
+from kvwire.endpoint.window import Window, WindowTable
+from kvwire.endpoint.window_data import gathered
+from kvwire.endpoint.window_fields import (
+    encode_geometry,
+    encode_memory,
+    packed,
+    read_geometry,
+)
+from kvwire.errors import (
+    BackendUnavailable,
+    ProfileMismatch,
+    ProtocolError,
+    StaleRegion,
+    UsageError,
+    nearest,
+)
+from kvwire.kv.blocks import Ids, all_of
+from kvwire.kv.fragments import Array, concatenated
+from kvwire.kv.window_map import (
+    BlockPlaces,
+    pieces_max,
+    placed,
+    spans_of,
+    view_walks,
+)
+from kvwire.limits import (
+    WINDOW_DATA_BYTES_MAX,
+    WINDOW_GEOMETRY_BYTES_MAX,
+)
+from kvwire.proto.events import (
+    WindowAsked,
+    WindowLeft,
+    WindowRead,
+    WindowReadTogether,
+    WindowSent,
+    WindowViewed,
+)
+from kvwire.proto.records import RequestRecord
+from kvwire.wire.control import (
+    WindowGet,
+    WindowMemoryBody,
+    WindowOpened,
+)
+
+logger: logging.Logger = logging.getLogger("kvwire.windows")
+
+_GET_RULE: Final = "KVW-WN-05"
+_NOT_THERE: Final = "a WINDOW_GET whose blocks are not there"
+_U4: Final = np.dtype("<u4")
+_U8: Final = np.dtype("<u8")
+
+
+class ShownView(NamedTuple):
+    """The geometry of a peer's cache, as this side's blocks are read for it.
+
+    Attributes:
+        places: Where blocks lie, by group.
+        pieces: The pieces of one block, by group.
+    """
+
+    places: tuple[BlockPlaces, ...]
+    pieces: tuple[int, ...]
+
+
+class ShownWindow:
+    """A window of this side that the peer has open."""
+
+    def __init__(self, number: int, window: Window) -> None:
+        self.number = number
+        self.window = window
+        # By the reader's number: where blocks lie, or why they cannot be sent.
+        self.views: dict[int, ShownView | str] = {}  # bounded: WINDOW_VIEWS_MAX
+        # Lanes on which the peer may read it in place.
+        self.lanes: list[tuple[LaneEndpoint, WindowMemory]] = []
+
+    def view(self, geometry: bytes) -> ShownView | str:
+        """Return where the blocks lie that a reader of this geometry gets."""
+        cache = self.window._cache
+        try:
+            walks = view_walks(self.window._geometry, read_geometry(geometry))
+        except (ProfileMismatch, UsageError) as exc:
+            return str(exc)
+        return ShownView(
+            tuple(BlockPlaces(walk, cache.groups[walk.group]) for walk, _ in walks),
+            tuple(count for _, count in walks),
+        )
+
+
+class _Named(NamedTuple):
+    """What a get names.
+
+    Attributes:
+        shown: The window.
+        entries: The places of its blocks in the window's table.
+        generations: Their generations.
+        granules: Where they lie, by group.
+    """
+
+    shown: ShownWindow
+    entries: Ids
+    generations: Array
+    granules: list[tuple[BlockPlaces, Ids]]
+
+
+class OwnWindows:
+    """The windows of this side that the peer of one connection has open.
+
+    Attributes:
+        by_number: The windows.
+        served: The gets of the peer that are being sent.
+    """
+
+    def __init__(self, driver: ConnectionDriver, table: WindowTable) -> None:
+        self._driver = driver
+        self._table = table
+        self.by_number: dict[int, ShownWindow] = {}  # bounded: WINDOWS_OPEN_MAX
+        # bounded: REQUESTS_MAX
+        self.served: dict[RequestRecord, tuple[ShownWindow, Ids, Array]] = {}
+
+    def acts(self) -> EventActs:
+        """Return the handler of each event about them."""
+        return {
+            WindowAsked: self._asked,
+            WindowViewed: self._viewed,
+            WindowRead: self._read,
+            WindowReadTogether: self._read_together,
+            WindowSent: self._sent,
+            WindowLeft: self._left,
+        }
+
+    def _asked(self, event: WindowAsked) -> None:
+        windows = self._driver.core.windows
+        window = self._table.open.get(event.name)
+        if window is None:
+            reason = f"no window {event.name!r} is exposed here"
+            if self._table.open:
+                reason += f"; {nearest(event.name, self._table.open)}"
+            windows.answer(event.wire_id, reason)
+            return
+        geometry = encode_geometry(window._geometry)
+        if len(geometry) > WINDOW_GEOMETRY_BYTES_MAX:
+            windows.answer(event.wire_id, "the window has too many groups to describe")
+            return
+        try:
+            number = windows.number()
+        except UsageError as exc:
+            windows.answer(event.wire_id, str(exc))
+            return
+        self._table.closing[self._hide] = None
+        shown = self.by_number[number] = ShownWindow(number, window)
+        window._used()
+        found = None
+        for endpoint in self._driver.lanes.open:
+            if found is None:
+                found = self._expose(shown, endpoint)
+        lane, memory, access = found or (0, b"", b"")
+        together = WINDOW_DATA_BYTES_MAX if window._cache.device is None else 0
+        windows.answer(
+            event.wire_id,
+            WindowOpened(
+                number, window.serial, geometry, lane, memory, access, together
+            ),
+        )
+
+    def lane_opened(self, endpoint: LaneEndpoint) -> None:
+        """Let the peer read open windows over a lane that has come up."""
+        knows = self._driver.lanes.knows
+        for shown in self.by_number.values():
+            shown.lanes = [lane for lane in shown.lanes if knows(lane[0].lane)]
+            if shown.window.closed or any(
+                lane.state is LaneState.OPEN for lane, _ in shown.lanes
+            ):
+                continue
+            if found := self._expose(shown, endpoint):
+                body = WindowMemoryBody(shown.number, *found)
+                self._driver.core.windows.report(body)
+
+    def _expose(
+        self, shown: ShownWindow, endpoint: LaneEndpoint
+    ) -> tuple[int, bytes, bytes] | None:
+        """Let the peer read a window in place, over a lane.
+
+        Returns:
+            The lane's number, the addresses, and the lane's own description; None if
+            the lane cannot.
+        """
+        window = shown.window
+        cache = window._cache
+        reads = endpoint.lane.reads_windows
+        if cache.device is not None:
+            reads = endpoint.lane.reads_device_windows
+        if not reads:
+            return None
+        where = placed(cache)
+        table = window._generations
+        data = encode_memory(table.address, where)
+        if data is None:
+            return None
+        memory = WindowMemory(
+            spans=spans_of(window._geometry, where),
+            table=(table.address, table.values.nbytes),
+            device=cache.device,
+        )
+        try:
+            access = endpoint.lane.expose(memory)
+        except BackendUnavailable as exc:
+            logger.info("window %r is read by messages: %s", window.name, exc)
+            return None
+        shown.lanes.append((endpoint, memory))
+        return endpoint.number, data, access
+
+    def _viewed(self, event: WindowViewed) -> None:
+        body = event.body
+        shown = self.by_number.get(body.window)
+        if shown is not None:
+            shown.views[body.view] = shown.view(body.geometry)
+
+    def _read(self, event: WindowRead) -> None:
+        # Before: the request is open, and its lists are of one length each. After: it
+        # moves blocks whose generations were right, or has its last frame.
+        request = event.request
+        try:
+            found = self._named(event.body)
+        except (ProfileMismatch, StaleRegion) as exc:
+            self._driver.core.refuse(request, exc, exc.code)
+            return
+        except ProtocolError as exc:
+            self._driver.core.fail(exc)
+            return
+        shown, entries, generations, granules = found
+        window = shown.window
+        parts = [
+            place.fragments(place.walk.layers, offsets) for place, offsets in granules
+        ]
+        fragments = parts[0] if len(parts) == 1 else concatenated(parts)
+        same = window._generations.same(entries, generations)
+        if not same.all():
+            self._driver.core.finish_read(request, packed(~same), sent=False)
+            return
+        if fragments.device is not None:
+            try:
+                self._driver.staging.open(fragments.device)
+            except BackendUnavailable as exc:
+                self._driver.core.refuse(request, exc, exc.code)
+                return
+        buffers = self._driver.services.buffers
+        buffer = buffers.lend(fragments)
+        window._used()
+        buffers.on_drained(buffer, window._released)
+        self.served[request] = (shown, entries, generations)  # bounded: REQUESTS_MAX
+        self._driver.core.windows.serve(request, buffer)
+
+    def _read_together(self, event: WindowReadTogether) -> None:
+        """Answer a small get at once: copy the blocks, and compare afterwards."""
+        windows = self._driver.core.windows
+        try:
+            found = self._named(event.body)
+        except (ProfileMismatch, StaleRegion) as exc:
+            windows.refuse(event.wire_id, exc)
+            return
+        except ProtocolError as exc:
+            self._driver.core.fail(exc)
+            return
+        shown, entries, generations, granules = found
+        data = gathered(granules, event.body.nbytes)
+        # The blocks were copied before this look, so bytes that the owner wrote after
+        # it has renewed a generation are not sent: kvwire.memory.generations.
+        same = shown.window._generations.same(entries, generations)
+        if all_of(same):
+            self._driver.answer_get(event.wire_id, data)
+        else:
+            windows.withhold(event.wire_id, packed(~same))
+
+    def _named(self, body: WindowGet) -> _Named:
+        """Return what a WINDOW_GET names.
+
+        It computes no table that is larger than what a well-meant get needs.
+
+        Raises:
+            StaleRegion: The window was closed.
+            ProfileMismatch: The reader's cache is unknown, or does not fit.
+            ProtocolError: It names other blocks, or other bytes.
+        """
+        shown = self.by_number.get(body.window)
+        if shown is None:
+            raise StaleRegion("the window was closed")
+        if body.together and shown.window._cache.device is not None:
+            raise ProtocolError(_GET_RULE, "blocks of a device do not come together")
+        view = shown.views.get(body.view, "the window has no such view")
+        if isinstance(view, str):
+            raise ProfileMismatch(view)
+        places, pieces = view
+        counts = body.counts
+        entries = np.frombuffer(body.entries, _U4).astype(np.int64)
+        granules: list[tuple[BlockPlaces, Ids]] = []
+        begin = nbytes = cut = 0
+        if len(counts) != len(places):
+            raise ProtocolError(_GET_RULE, _NOT_THERE)
+        for count, place, of_block in zip(counts, places, pieces, strict=True):
+            nbytes += count * place.block_bytes
+            cut += count * of_block
+        if nbytes != body.nbytes or (sum(counts) > 1 and cut > pieces_max(nbytes)):
+            raise ProtocolError(_GET_RULE, _NOT_THERE)
+        pools = shown.window._geometry.groups
+        firsts = shown.window._first.values()
+        for place, count, first, pool in zip(
+            places, counts, firsts, pools, strict=True
+        ):
+            if not count:
+                continue
+            ids = entries[begin : begin + count] - first
+            begin += count
+            # A negative one is huge as an unsigned number.
+            if int(np.maximum.reduce(ids.view(np.uint64))) >= pool.blocks:
+                raise ProtocolError(_GET_RULE, _NOT_THERE)
+            granules.append((place, place.offsets(ids)))
+        return _Named(shown, entries, np.frombuffer(body.generations, _U8), granules)
+
+    def _sent(self, event: WindowSent) -> None:
+        request = event.request
+        shown, entries, generations = self.served.pop(request)
+        same = shown.window._generations.same(entries, generations)
+        stale = b"" if same.all() else packed(~same)
+        self._driver.core.finish_read(request, stale, sent=True)
+
+    def _hide(self, window: Window) -> None:
+        """End a window at the peer; it answers when its lanes read it no more.
+
+        A peer that has it on no lane reads nothing by itself: it is not waited for.
+        """
+        for shown in list(self.by_number.values()):
+            if shown.window is window:
+                self._driver.core.windows.hide(shown.number)
+                if not shown.lanes:
+                    del self.by_number[shown.number]
+                    self._forget(shown)
+        self._driver.run()
+
+    def _forget(self, shown: ShownWindow) -> None:
+        window = shown.window
+        others = [one for one in self.by_number.values() if one.window is window]
+        if not others:
+            for endpoint, memory in shown.lanes:
+                if self._driver.lanes.knows(endpoint.lane):
+                    endpoint.lane.conceal(memory)
+        elif shown.lanes:
+            others[0].lanes += shown.lanes
+        window._released()
+        if not self.by_number:
+            self._table.closing.pop(self._hide, None)
+
+    def _left(self, event: WindowLeft) -> None:
+        shown = self.by_number.pop(event.window, None)
+        if shown is not None:
+            self._forget(shown)
+
+    def end(self) -> None:
+        """End them, with the connection."""
+        windows = list(self.by_number.values())
+        self.by_number.clear()
+        for shown in windows:
+            self._forget(shown)

@@ -1,0 +1,264 @@
+"""One get from a window: where its blocks land, and what became of each.
+
+A ticket lists blocks of the owner, a read lands them in blocks of this side. The two
+need not have the same size: a last block of this side may be filled in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import (
+    Bits,
+    BlockLists,
+    BlockSet,
+    Ids,
+    MissingBlocks,
+    MissingOfGroup,
+    all_of,
+    missing_blocks,
+    nothing_missing,
+)
+from kvwire.kv.fragments import Array
+from kvwire.kv.geometry import Geometry
+from kvwire.kv.landed import common_tokens, leading_tokens
+from kvwire.kv.outcome import Outcome, Timings
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.ticket import Ticket
+from kvwire.kv.window_map import (
+    BlockPlaces,
+    PeerGroup,
+    common_pieces,
+    geometry_of_pools,
+    view_walks,
+)
+from kvwire.types import Device, MemoryKind
+
+
+class WindowView:
+    """The map from the blocks of a peer's window to those of a cache of this side.
+
+    Attributes:
+        geometry: This cache's.
+        places: Where blocks land, by group.
+        per_owner: The granules of one block of the owner, by group.
+        block_bytes: The bytes that one block of the owner has for this side, by group.
+        block_pieces: The pieces of memory in which they lie at most, by group.
+        device: The cache's device; None for host memory.
+        memory_kind: The kind of memory that blocks land in.
+        owners: Keeps the cache's memory alive.
+        number: Its number on the connection, once the owner knows it.
+        nothing_missing: What a read that brought everything reports as missing.
+
+    Raises:
+        ProfileMismatch: The two do not fit together.
+        UsageError: The cache is not writable.
+    """
+
+    def __init__(self, owner: Geometry, cache: PagedCache) -> None:
+        self.geometry: Geometry = geometry_of_pools(cache)
+        walks = view_walks(owner, self.geometry)
+        if not cache.writable:
+            raise UsageError(
+                "this cache has a tensor that is not writable: nothing can land in it"
+            )
+        self.places: tuple[BlockPlaces, ...] = tuple(
+            BlockPlaces(walk, cache.groups[walk.group]) for walk, _ in walks
+        )
+        self.block_pieces: tuple[int, ...] = tuple(count for _, count in walks)
+        tokens = [group.spec.block_tokens for group in owner.groups]
+        self.per_owner: tuple[int, ...] = tuple(
+            count // walk.granule_tokens
+            for count, (walk, _) in zip(tokens, walks, strict=True)
+        )
+        self.block_bytes: tuple[int, ...] = tuple(
+            len(walk.layers) * walk.granule_bytes * granules
+            for (walk, _), granules in zip(walks, self.per_owner, strict=True)
+        )
+        self.device: Device | None = cache.device
+        self.memory_kind: MemoryKind = (
+            MemoryKind.HOST if cache.device is None else cache.device.kind
+        )
+        self.owners: object = [group.owners for group in cache.groups.values()]
+        self.nothing_missing: MissingBlocks = nothing_missing(
+            {walk.group: walk.layers for walk, _ in walks}
+        )
+        self.number: int | None = None
+        self._states: bool = any(
+            group.spec.kind == "state" for group in self.geometry.groups
+        )
+        self._pieces: list[tuple[BlockPlaces, Array, Array, int]] | None = None
+
+    def pieces(
+        self, owner: Sequence[PeerGroup]
+    ) -> list[tuple[BlockPlaces, Array, Array, int]]:
+        """Return by group: the owner's places, and the pieces of a granule.
+
+        They are for a reader that needs no answers: the owner has described its memory.
+        """
+        if self._pieces is None:
+            self._pieces = []
+            for place, group in zip(self.places, owner, strict=True):
+                theirs = BlockPlaces(place.walk, group)
+                self._pieces.append((theirs, *common_pieces(theirs, place)))
+        return self._pieces
+
+    def check(self, ticket: Ticket, lists: BlockLists, first: Sequence[int]) -> None:
+        """Refuse a ticket whose blocks are not the window's, or do not fit the list.
+
+        Args:
+            ticket: The ticket.
+            lists: The blocks of this side.
+            first: The first entry of each group in the owner's table, and behind the
+                last one of all.
+
+        Raises:
+            UsageError: They do not.
+        """
+        if len(ticket.counts) != len(self.places):
+            raise UsageError(
+                f"ticket: of {len(ticket.counts)} groups; the window has "
+                f"{len(self.places)}"
+            )
+        begin = 0
+        for index, (count, place, ids) in enumerate(
+            zip(ticket.counts, self.places, lists.values(), strict=True)
+        ):
+            entries = ticket.entries[begin : begin + count]
+            begin += count
+            granules = count * self.per_owner[index]
+            if ids.size != -(-granules // place.granules_per_block):
+                raise UsageError(
+                    f"blocks: {ids.size} for a ticket of {count} blocks in group "
+                    f"{place.walk.group!r}, which fill "
+                    f"{-(-granules // place.granules_per_block)} here"
+                )
+            if not count:
+                continue
+            if (
+                int(np.minimum.reduce(entries)) < first[index]
+                or int(np.maximum.reduce(entries)) >= first[index + 1]
+            ):
+                raise UsageError(
+                    f"ticket: names a block beyond the "
+                    f"{first[index + 1] - first[index]} of group {place.walk.group!r}"
+                )
+
+    def whole(
+        self, ticket: Ticket, lists: BlockLists, nbytes: int, wire_s: float
+    ) -> Outcome:
+        """Return the outcome of a read of one group that has landed completely."""
+        place = self.places[0]
+        (ids,) = lists.values()
+        tokens = ticket.counts[0] * self.per_owner[0] * place.walk.granule_tokens
+        return Outcome(
+            complete=True,
+            landed=BlockSet(lists),
+            missing=self.nothing_missing,
+            usable_prefix=ids.size,
+            usable_tokens=tokens,
+            lists=lists,
+            tokens={place.walk.group: tokens},
+            timings=Timings(wire_s=wire_s),
+            nbytes=nbytes,
+        )
+
+    def outcome(
+        self, ticket: Ticket, lists: BlockLists, results: BlockResults, wire_s: float
+    ) -> Outcome:
+        """Return the outcome of a read whose every block has a result."""
+        here: dict[str, Ids] = {}
+        missing: dict[str, MissingOfGroup] = {}
+        tokens: dict[str, int] = {}
+        leading: list[int] = []
+        nbytes = 0
+        begin = 0
+        for index, (count, place) in enumerate(
+            zip(ticket.counts, self.places, strict=True)
+        ):
+            part = slice(begin, begin + count)
+            begin += count
+            name = place.walk.group
+            ids = lists[name]
+            granules = self.per_owner[index]
+            # Of this side's blocks, one is missing if any of its granules is.
+            codes = np.repeat(results.codes[part], granules)
+            starts = np.arange(0, codes.size, place.granules_per_block)
+            of_block = codes
+            if codes.size:
+                of_block = np.maximum.reduceat(codes, starts)
+            good = of_block == 0
+            bad = ~good
+            layers = place.walk.layers
+            here[name] = ids[good]
+            missing[name] = MissingOfGroup(
+                ids[bad],
+                of_block[bad] - np.uint16(1),
+                layers,
+                np.ones((len(layers), int(bad.sum())), np.bool_),
+            )
+            tokens[name] = count * granules * place.walk.granule_tokens
+            per_block = place.granules_per_block * place.walk.granule_tokens
+            leading.append(leading_tokens(good, per_block, tokens[name]))
+            nbytes += int(results.landed[part].sum()) * self.block_bytes[index]
+        complete = results.complete
+        usable = common_tokens(tokens.values(), leading, complete, self._states)
+        most = max(tokens.values())
+        longest = list(tokens.values()).index(most)
+        place = self.places[longest]
+        prefix = usable // (place.granules_per_block * place.walk.granule_tokens)
+        return Outcome(
+            complete=complete,
+            landed=BlockSet(here),
+            missing=missing_blocks(missing, results.reasons),
+            usable_prefix=lists[place.walk.group].size if usable == most else prefix,
+            usable_tokens=usable,
+            lists=lists,
+            tokens=tokens,
+            timings=Timings(wire_s=wire_s),
+            nbytes=nbytes,
+        )
+
+
+class BlockResults:
+    """What became of each block of a ticket; for some it is not known yet.
+
+    Attributes:
+        landed: Which blocks have landed: (blocks,).
+        codes: Why others have not: 1 + the position in ``reasons``; 0 for no reason.
+        reasons: Why blocks are missing.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.landed: Bits = np.zeros(blocks, np.bool_)
+        self.codes: npt.NDArray[np.uint16] = np.zeros(blocks, np.uint16)
+        self.reasons: list[str] = []
+
+    def note(self, positions: Ids, landed: Bits, otherwise: str) -> None:
+        """Record which blocks have landed, and why the others have not."""
+        self.landed[positions] = landed
+        if not all_of(landed):
+            self._lose(positions[~landed], otherwise)
+
+    def lose(self, positions: Ids, reason: str) -> None:
+        """Record why blocks have not landed."""
+        if positions.size:
+            self._lose(positions, reason)
+
+    def todo(self) -> Ids:
+        """Return the positions of the blocks that have neither landed nor failed."""
+        return np.flatnonzero(~self.landed & (self.codes == 0))
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every block has landed."""
+        return bool(all_of(self.landed))
+
+    def _lose(self, positions: Ids, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        self.codes[positions] = 1 + self.reasons.index(reason)
