@@ -26,7 +26,10 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry, start_http_server
 
 import kvwire
-from kvwire.integrations.vllm.metrics import FIELDS
+from kvwire.integrations.vllm.metrics import FIELDS, REASONS
+from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from tests.support.caches import Memory
 from tests.support.servers import Server
@@ -49,6 +52,7 @@ _SUFFIXES: Final = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_c
 
 
 async def exported() -> set[str]:
+    proxy = ProxyState(EngineFleet(), Admission(), RetryBudget())
     async with (
         kvwire.open() as communicator,
         kvwire.BlockStore.open(["memory:1MiB"]) as store,
@@ -56,6 +60,7 @@ async def exported() -> set[str]:
         families = [
             *CommunicatorCollector(communicator).collect(),
             *StoreCollector(store).collect(),
+            *ProxyCollector(proxy).collect(),
         ]
     return {f.name + end for f in families for end in _SUFFIXES.get(f.type, ("",))}
 
@@ -71,7 +76,14 @@ async def test_every_metric_that_is_asked_for_is_exported() -> None:
 def test_every_metric_of_the_connector_is_on_its_page() -> None:
     page = (ROOT / "docs" / "howto" / "vllm.md").read_text()
     named = set(re.findall(r"`vllm:kvwire_(\w+)`", page))
-    assert named == set(FIELDS)
+    assert named == {*FIELDS, "unmoved_prompts_total", "info"}
+
+
+def test_every_reason_of_the_connector_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "howto" / "vllm.md").read_text()
+    assert set(re.findall(r"^\| `prompts`: `(\w+)` \|", page, re.MULTILINE)) == {
+        *REASONS
+    }
 
 
 def test_grafanas_own_types_read_the_dashboard() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from cyclopts import App, Parameter
@@ -19,7 +19,10 @@ from kvwire.cli.console import console, show
 from kvwire.cli.doctor.checks import HostFiles
 from kvwire.cli.doctor.examination import Examination, examine
 from kvwire.cli.doctor.peer import PROFILE, DoctorBench, PeerReport, examine_peer
-from kvwire.cli.doctor.screen import COLUMNS_MAX, fitting, written
+from kvwire.cli.doctor.screen import COLUMNS_MAX, engines, fitting, written
+
+if TYPE_CHECKING:
+    from kvwire.cli.doctor.vllm import VllmReport
 
 # What the configuration requires is missing, or a measurement has failed.
 UNWELL: Final = 1
@@ -34,11 +37,13 @@ def doctor(
     listen: str = "",
     config: Path | None = None,
     pid: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    vllm: str = "",
     json: bool = False,
 ) -> int:
     """Show what can run here, what cannot and why, and the remedies.
 
-    The exit status is 1 if something is missing that the configuration requires.
+    The exit status is 1 if something is missing that the configuration requires, or if
+    engines of vLLM compute prompts twice.
 
     Args:
         peer: Connect to this address, show the chosen transport and the reason, and
@@ -48,10 +53,19 @@ def doctor(
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
         pid: Look at this process instead: a running engine has limits, libraries and
             settings of its own.
+        vllm: The URL of kvwire's proxy, or of an engine of vLLM: show instead whether
+            prompts are computed once, or why not.
         json: Print JSON instead.
     """
     if peer and listen:
         raise UsageError("--peer and --listen: one at a time")
+    if vllm:
+        # It needs the extra `vllm`.
+        from kvwire.cli.doctor.vllm import examine_vllm  # noqa: PLC0415
+
+        shared = asyncio.run(examine_vllm(vllm))
+        _show(shared, json)
+        return 0 if shared.well else UNWELL
     wanted = Config.load(config)
     address = Address.parse(peer or listen) if peer or listen else None
     found = examine(wanted, HostFiles(pid=pid))
@@ -65,7 +79,7 @@ def doctor(
     return 0 if found.well else UNWELL
 
 
-def _show(found: Examination | PeerReport, json: bool) -> None:
+def _show(found: Examination | PeerReport | VllmReport, json: bool) -> None:
     """Print a screen or a report, or JSON: one document on a line of its own."""
     if json:
         document = msgspec.json.format(msgspec.json.encode(found))
@@ -76,8 +90,10 @@ def _show(found: Examination | PeerReport, json: bool) -> None:
         screen.width = min(screen.width, COLUMNS_MAX)
     if isinstance(found, PeerReport):
         show(written(found), screen)
-    else:
+    elif isinstance(found, Examination):
         show(fitting(found, screen), screen)
+    else:
+        show(engines(found), screen)
 
 
 def _progress(line: str) -> None:

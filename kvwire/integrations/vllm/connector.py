@@ -147,8 +147,9 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         )
 
     def get_kv_connector_stats(self) -> Any:
-        # vLLM also calls this in a process that has only a scheduler.
-        observed = self._worker.take_observed() if hasattr(self, "_worker") else None
+        # vLLM calls this in the process of either side.
+        side = self._worker if hasattr(self, "_worker") else self._scheduler
+        observed = side.take_observed()
         return KvwireStats(data=observed) if observed else None
 
     # --- both -------------------------------------------------------------------------

@@ -23,6 +23,16 @@ FIELDS: Final = {
     "wire_s": "Seconds in which payload of a transfer was under way.",
     "missing_blocks": "Blocks of a fetched prompt that did not arrive.",
 }
+# Why a prompt's KV did not move: how often, by these names in the dictionary. In
+# ``vllm:kvwire_unmoved_prompts`` they are values of the label ``reason``.
+REASONS: Final = {
+    "refused": "the request's kv_transfer_params cannot be used here",
+    "unreachable": "there is no connection to the other engine",
+    "unequal": "the other engine has another model, weights, blocks or protocol",
+    "untrusted": "the other engine has another key, certificate or kind of trust",
+    "unpublished": "the other engine has no such prompt, or has it no longer",
+    "missing": "blocks of it did not arrive",
+}
 # Sizes and times double, from one small block and from the finest time a loop resolves.
 BUCKETS: Final = {
     "bytes": tuple(float(2**power) for power in range(16, 36, 2)),
@@ -37,9 +47,18 @@ def observe_sent(into: Observed, nbytes: Iterable[int]) -> None:
         _add(into, "sent_bytes", one)
 
 
-def observe_received(into: Observed, outcomes: Sequence[Outcome], missing: int) -> None:
-    """Record a prompt that was fetched."""
+def observe_unmoved(into: Observed, reason: str) -> None:
+    """Record a prompt whose KV did not move, or only in part; see :data:`REASONS`."""
+    _add(into, reason, 1)
+
+
+def observe_received(
+    into: Observed, outcomes: Sequence[Outcome], missing: int, reason: str = ""
+) -> None:
+    """Record a prompt that was fetched, or why it was not."""
     _add(into, "missing_blocks", missing)
+    if reason:
+        observe_unmoved(into, reason)
     for outcome in outcomes:
         _add(into, "received_bytes", outcome.nbytes)
         _add(into, "wait_s", outcome.timings.queue_s)
@@ -52,7 +71,7 @@ def added(
     """Join the observations of two workers, or of two steps."""
     return {
         name: [*first.get(name, ()), *second.get(name, ())]
-        for name in FIELDS
+        for name in (*FIELDS, *REASONS)
         if name in first or name in second
     }
 
@@ -71,7 +90,8 @@ def summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
     for name in ("wait_s", "wire_s"):
         if values := observed.get(name):
             found[f"median {name}"] = round(statistics.median(values), 4)
-    return found
+    unmoved = {f"not moved, {name}": len(observed.get(name, ())) for name in REASONS}
+    return found | {name: count for name, count in unmoved.items() if count}
 
 
 def buckets(name: str) -> tuple[float, ...]:

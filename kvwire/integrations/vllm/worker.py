@@ -317,7 +317,7 @@ class WorkerSide:
             self._failed.add(request_id)
         elif missing:
             self._errors.update(*(ids.tolist() for ids in arrived.missing.values()))
-        observe_received(self._observed, arrived.outcomes, missing)
+        observe_received(self._observed, arrived.outcomes, missing, arrived.reason)
 
     def _wait_idle(self) -> None:
         """Give the interpreter to the moving thread until one transfer is done."""

@@ -13,7 +13,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import prometheus_client
 import pytest
+
+import kvwire
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip(
@@ -49,9 +52,14 @@ with warnings.catch_warnings():
     )
     from kvwire.integrations.vllm.config import Layout
     from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
+    from kvwire.integrations.vllm.proxy.sharing import (
+        MOVED,
+        EngineReading,
+        read_metrics,
+    )
     from kvwire.integrations.vllm_store.connector import KvwireStoreConnector
     from kvwire.kv.hashing import vllm_block_hashes
-    from tests.support.engines.fakes import ORDERS, vllm_configs
+    from tests.support.engines.fakes import ORDERS, Request, vllm_configs
     from tests.support.servers import free_port
 
 configs = partial(vllm_configs, kv_heads=2)
@@ -134,6 +142,59 @@ def test_ends_of_a_step_that_failed_elsewhere_come_with_the_next() -> None:
 
 def _ran(output: Any) -> Any:
     return ModelRunnerOutput.with_kv_conn_output_only(output)
+
+
+def test_a_proxy_reads_what_the_connector_counts() -> None:
+    """In the form in which vLLM collects it from both sides, and Prometheus gets it."""
+    registry = prometheus_client.CollectorRegistry()
+    kinds = {
+        kind: partial(kind, registry=registry)
+        for kind in (
+            prometheus_client.Counter,
+            prometheus_client.Gauge,
+            prometheus_client.Histogram,
+        )
+    }
+    said, _ = configs(attention(), role="kv_consumer")
+    names = ["model_name", "engine"]
+    values: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+    made = KvwireConnector.build_prom_metrics(said, kinds, names, values)
+
+    def reading() -> EngineReading:
+        return read_metrics(prometheus_client.generate_latest(registry).decode())
+
+    assert reading() == EngineReading(
+        is_vllm=True,
+        version=kvwire.__version__,
+        kv_role="kv_consumer",
+        results={MOVED: 0},
+    )
+    for engine in values:
+        stats = KvwireConnector.build_kv_connector_stats({})
+        for observed in (
+            {"missing_blocks": [0.0, 3.0], "unreachable": [1.0]},
+            {"refused": [1.0], "sent_bytes": [2.0]},
+        ):
+            more = KvwireConnector.build_kv_connector_stats(observed)
+            stats = stats.aggregate(more)
+        made.observe(stats.to_dict(), engine)
+    assert reading().results == {MOVED: 2, "unreachable": 2, "refused": 2}
+    assert reading().sent == 2
+
+
+def test_both_sides_give_what_they_have_counted() -> None:
+    said, caches = configs(attention())
+    scheduler = KvwireConnector(said, KVConnectorRole.SCHEDULER, caches)
+    assert scheduler.get_kv_connector_stats() is None
+    refused = {"do_remote_prefill": True}
+    assert scheduler.request_finished(Request("r", [1, 2], refused), []) == (
+        False,
+        None,
+    )
+    assert scheduler.get_kv_connector_stats().data == {"refused": [1.0]}
+    assert scheduler.get_kv_connector_stats() is None
+    with worker() as made:
+        assert made.get_kv_connector_stats() is None
 
 
 def test_the_layout_that_is_asked_for() -> None:

@@ -37,6 +37,16 @@ def test_what_is_noted_is_in_the_log_line() -> None:
     }
 
 
+def test_why_prompts_did_not_move_is_in_the_log_line() -> None:
+    observed: metrics.Observed = {}
+    for reason in ("unreachable", "unreachable", "refused"):
+        metrics.observe_received(observed, [], 3, reason)
+    found = metrics.summary(metrics.added(observed, {"refused": [1.0]}))
+    assert found["not moved, unreachable"] == 2
+    assert found["not moved, refused"] == 2
+    assert "not moved, missing" not in found
+
+
 def test_workers_add_up() -> None:
     first: metrics.Observed = {"sent_bytes": [1.0]}
     second: metrics.Observed = {"sent_bytes": [2.0], "wire_s": [3.0]}

@@ -295,7 +295,13 @@ def test_what_is_not_wanted_any_more_is_declined() -> None:
 def test_a_client_that_says_too_little_is_computed_here() -> None:
     scheduler = side()
     for params in (loads(transfer_id=7), loads(remote=[])):
-        assert scheduler.matched(Request("r", TOKENS, params), 0) == (0, False)
+        request = Request("r", TOKENS, params)
+        assert scheduler.matched(request, 0) == (0, False)
+        assert scheduler.take_observed() == {}
+        assert scheduler.finished(request) == (False, None)
+        assert scheduler.take_observed() == {"refused": [1.0]}
+    assert scheduler.finished(Request("r", TOKENS)) == (False, None)
+    assert scheduler.take_observed() == {}
 
 
 def test_steps_say_whether_anything_is_computed() -> None:
@@ -342,6 +348,8 @@ def test_prompts_whose_blocks_would_change_are_not_sent(request_: Request) -> No
     assert request_.prompt_token_ids == tokens
     scheduler.allocated(request_, [[1], [2], [3]], 0)
     assert not scheduler.step(first_step([1], len(tokens))).sends
+    scheduler.finished(request_)
+    assert scheduler.take_observed() == {"refused": [1.0]}
 
 
 def test_of_each_group_only_what_decode_reads_is_sent() -> None:

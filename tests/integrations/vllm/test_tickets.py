@@ -193,6 +193,8 @@ def test_a_prompt_that_was_read_before_is_missing_at_once() -> None:
             d.decode(params)
             assert d.arrives()
             assert d.errors() == lost
+            observed = d.workers[0].side.take_observed()
+            assert ("missing" in observed) is bool(lost)
             assert eventually(p.freed)
             p.step(Output({}))
 

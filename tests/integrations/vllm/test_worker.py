@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from kvwire import Connection, Incoming
 from kvwire.integrations.vllm import receiving
 from kvwire.integrations.vllm.metadata import WorkerStep
+from kvwire.integrations.vllm.metrics import REASONS
 from tests.support.engines import fakes, steps
 from tests.support.traces import Traces
 from tests.support.waiting import eventually
@@ -285,6 +287,8 @@ def test_the_other_engine_is_not_there(stages: int) -> None:
         steps.fetch(d, steps.fetching(gone, stages=stages))
         assert eventually(lambda: steps.received(d))
         assert d.side.take_errors() == set(steps.INTO)
+        reason = "unreachable" if stages == 1 else "refused"
+        assert d.side.take_observed() == {"missing_blocks": [3.0], reason: [1.0]}
         steps.prefill(p, steps.sending(steps.FROM, 10, gone, stages))
         assert steps.drained(p)
 
@@ -299,6 +303,52 @@ def test_a_prompt_that_was_fetched_before(monkeypatch: pytest.MonkeyPatch) -> No
             steps.ask(d, p, computed=True)
             assert eventually(lambda: steps.received(d))
             assert d.side.take_errors() == missing
+            assert ("unpublished" in d.side.take_observed()) is bool(missing)
+
+
+@pytest.mark.parametrize(
+    ("reason", "config"),
+    [
+        ("unequal", {"profile": {"vllm_weights": "others"}}),
+        ("untrusted", {"trust": "psk"}),
+    ],
+)
+def test_why_engines_share_nothing(
+    reason: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """By the reason that is counted; the other engine is there and has the prompt."""
+    if reason == "untrusted":
+        key = tmp_path / "key"
+        key.write_text("ab" * 32)
+        key.chmod(0o600)
+        config = config | {"psk_file": str(key)}
+    with (
+        closing(fakes.Worker(config={"profile": {"vllm_weights": "mine"}})) as p,
+        closing(fakes.Worker(config=config, load_timeout_s=0.3)) as d,
+    ):
+        steps.give(p)
+        steps.ask(d, p)
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_errors() == set(steps.INTO)
+        assert d.side.take_observed() == {"missing_blocks": [3.0], reason: [1.0]}
+
+
+def test_a_prompt_that_prefill_gives_up_is_counted() -> None:
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give_first(p)
+        p.side.finished(("p",))
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_observed()["unpublished"] == [1.0]
+
+
+def test_a_request_that_nobody_wants_has_no_reason() -> None:
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give_first(p)
+        d.side.finished(("d",))
+        assert eventually(lambda: steps.received(d))
+        assert not REASONS.keys() & d.side.take_observed().keys()
 
 
 def test_another_prompt_is_refused() -> None:

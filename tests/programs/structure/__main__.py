@@ -15,8 +15,10 @@ from tests.support import tree
 # that a reviewer can disagree with.
 CEILINGS: Final = {
     "rooms": 24,
-    "floors": 12,
-    "arrows": 154,
+    # `kvwire doctor --vllm` judges engines as the proxy does, and both by findings of a
+    # backend's kind: cli -> integrations -> backend.
+    "floors": 13,
+    "arrows": 156,
     "rings": 1,
     "files of the biggest ring": 2,
     "forwarders": 184,

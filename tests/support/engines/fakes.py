@@ -156,7 +156,8 @@ class Worker:
         block_tokens: int = BLOCK_TOKENS,
         **settings: Any,
     ) -> None:
-        config = kvwire.Config.load(lease_s=settings.pop("lease_s", 30.0))
+        own = settings.pop("config", {})  # kvwire's, beside the lease
+        config = kvwire.Config.load(lease_s=settings.pop("lease_s", 30.0), **own)
         self.heads = max(1, HEADS // ranks)
         self.layers = stage_layers(LAYERS, stage[1])[stage[0]]
         self.side = WorkerSide(

@@ -29,6 +29,7 @@ from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy import asgi
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
+from kvwire.integrations.vllm.proxy.checking import SharingCheck
 from kvwire.integrations.vllm.proxy.client import (
     PROBE_S,
     EngineClient,
@@ -120,7 +121,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     client = client or EngineClient()
     dispatcher = Dispatcher(client, fleet, order=order, references=references)
     prober = Prober(fleet, client)
-    running = [prober.run]
+    running = [prober.run, SharingCheck(fleet, client, order).run]
     if discovery is not None:
         discovery.wake = prober.wake
         running.append(discovery.watch)

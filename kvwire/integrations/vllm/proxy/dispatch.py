@@ -301,11 +301,14 @@ class Dispatcher:
         # to decode.
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
             params = msgspec.json.decode(content).get("kv_transfer_params")
-            if isinstance(params, dict):
-                return said, params
-            if not said.is_error:
-                logger.warning("%s sends no KV of a prompt", engine.url)
-            return said, _NOT_SENT
+            if said.is_error:
+                return said, _NOT_SENT
+            params = params if isinstance(params, dict) else _NOT_SENT
+            named = body["kv_transfer_params"]["transfer_id"]
+            # Decode would wait for a prompt of another connector in vain, unless it has
+            # that connector too and is asked behind prefill.
+            right = engine.shared.note_params(params, named)
+            return said, params if right or not named else _NOT_SENT
         return said, None
 
     async def _answer(

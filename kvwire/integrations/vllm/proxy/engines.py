@@ -13,6 +13,7 @@ import xxhash
 
 from kvwire.errors import UsageError, without_password
 from kvwire.integrations.vllm.announce import BOTH
+from kvwire.integrations.vllm.proxy.sharing import SharedPrompts
 from kvwire.types import Address
 
 # An engine that failed a request gets no other for this time, while another engine can
@@ -84,6 +85,8 @@ class VllmEngine:
     running: int = 0  # its running requests from this proxy
     answered: int = 0  # requests it has answered
     failed: int = 0  # requests it has failed
+    # What became of the prompts that it shares with another engine.
+    shared: SharedPrompts = field(default_factory=SharedPrompts)
     seed: int = field(init=False)  # a hash of its URL, for rendezvous hashing
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,6 +104,11 @@ class VllmEngine:
         """Its running requests: this proxy's, or its own count if that is higher."""
         said = round(self.load * (self.slots or 1)) if self.load else 0
         return max(self.running, said)
+
+    @property
+    def computes_twice(self) -> bool:
+        """Whether prompts that it shares are computed by both engines."""
+        return any(one.state == "missing" for one in self.shared.findings)
 
     def does(self, role: str) -> bool:
         """Return whether it has a role."""

@@ -50,6 +50,9 @@ PROXY_IDLE_MAX: Final = 1024
 PROXY_UNREAD_S: Final = 60.0
 # An engine's answer to /health; vLLM sends only a status.
 PROXY_HEALTH_BYTES_MAX: Final = 64 * KIB
+# An engine's answer to /metrics; vLLM's with a connector has 200 KB for each of its
+# data-parallel engines.
+PROXY_METRICS_BYTES_MAX: Final = 16 * MIB
 # One event of a stream; the first one lists the prompt's tokens, and a million of those
 # are 7 MB.
 PROXY_EVENT_BYTES_MAX: Final = 16 * MIB

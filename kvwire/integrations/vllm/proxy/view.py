@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from kvwire.extras import needed_by
@@ -90,6 +90,7 @@ _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
     "running": (_GAUGE, "Requests that an engine has of this proxy"),
     "load": (_GAUGE, "How busy an engine says it is, from 0 to 1"),
     "failed": (_COUNTER, "Requests that an engine has failed since it started"),
+    "computes_twice": (_GAUGE, "Whether both engines compute prompts that they share"),
 }
 
 
@@ -108,6 +109,7 @@ def fleet_view(state: ProxyState) -> dict[str, Any]:
             "load": one.load,
             "transports": one.transports,
             "labels": one.labels,
+            "findings": [asdict(finding) for finding in one.shared.findings],
         }
         for one in sorted(state.fleet.engines, key=lambda one: (one.role, one.url))
     ]

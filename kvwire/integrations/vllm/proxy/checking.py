@@ -1,0 +1,140 @@
+"""Read engines' metrics beside the requests, and keep the findings about each.
+
+No request waits for that: ``/metrics`` is read at most once a second while an engine is
+new or has a finding, and once in 15 s otherwise, if it had requests since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvwire.aio import end_task, start_task
+from kvwire.backend import Finding
+from kvwire.integrations.vllm.announce import PREFILL
+from kvwire.integrations.vllm.proxy.client import (
+    PROBE_S,
+    SILENT_S,
+    EngineClient,
+    EngineFailed,
+)
+from kvwire.integrations.vllm.proxy.engines import VllmEngine
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.limits import PROXY_METRICS_BYTES_MAX
+from kvwire.integrations.vllm.proxy.policy import IN_SEQUENCE
+from kvwire.integrations.vllm.proxy.sharing import EngineReading, judge, read_metrics
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+SOON_S: Final = 1.0
+LATER_S: Final = 15.0
+# An engine is new until it has answered so many requests.
+_NEW: Final = 20
+
+
+async def read_engine(client: EngineClient, engine: VllmEngine) -> EngineReading:
+    """Read an engine's ``/metrics``.
+
+    Cancel safety: safe, the request ends.
+
+    Raises:
+        EngineFailed: It could not be reached, or is silent.
+    """
+    try:
+        async with asyncio.timeout(SILENT_S), client.ask(engine, "/metrics") as said:
+            text = await said.body(PROXY_METRICS_BYTES_MAX)
+    except TimeoutError:
+        raise EngineFailed(engine, "it is silent", silent=True) from None
+    if said.is_error:
+        return EngineReading()
+    try:
+        return read_metrics(text.decode(errors="replace"))
+    except ValueError as exc:
+        raise EngineFailed(engine, f"its /metrics cannot be read: {exc}") from None
+
+
+class SharingCheck:
+    """Read engines' metrics, and keep the findings about each engine."""
+
+    def __init__(self, fleet: EngineFleet, client: EngineClient, order: str) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._in_sequence = order == IN_SEQUENCE
+        # bounded: MEMBERS_MAX
+        self._reading: dict[VllmEngine, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Check again and again until cancelled.
+
+        Cancel safety: safe, open requests are cancelled.
+        """
+        try:
+            while True:
+                self._sweep()
+                await asyncio.sleep(PROBE_S)
+        finally:
+            for task in self._reading.values():
+                await end_task(task)
+
+    def _sweep(self) -> None:
+        now = self._fleet.clock()
+        self._reading = {
+            e: task for e, task in self._reading.items() if not task.done()
+        }
+        engines = self._fleet.engines
+        # Without another role, engines answer alone, and nothing is shared.
+        shares = any(e.does(PREFILL) for e in engines)
+        for engine in engines if shares else ():
+            if engine not in self._reading and _is_due(engine, now):
+                self._reading[engine] = start_task(self._read(engine))
+            self._judge(engine, engines)
+
+    async def _read(self, engine: VllmEngine) -> None:
+        shared = engine.shared
+        shared.read_at = self._fleet.clock()
+        answered = engine.answered
+        try:
+            reading = await read_engine(self._client, engine)
+        except EngineFailed:
+            return  # it is read again
+        shared.answered = answered
+        shared.take(reading)
+
+    def _judge(self, engine: VllmEngine, engines: Sequence[VllmEngine]) -> None:
+        shared = engine.shared
+        found = list(judge(shared, engine.role, in_sequence=self._in_sequence))
+        if (reading := shared.reading) and reading.version:
+            found += _versions(engine.model, reading.version, engines)
+        before = {one.name for one in shared.findings}
+        after = {one.name for one in found}
+        for one in found:
+            if one.name not in before:
+                logger.warning("%s: %s -> %s", engine.url, one.text, one.remedy)
+        for name in sorted(before - after):
+            logger.info("%s: no finding about %s any more", engine.url, name)
+        shared.findings = tuple(found)
+
+
+def _is_due(engine: VllmEngine, now: float) -> bool:
+    shared = engine.shared
+    if not engine.ready or engine.is_down(now) or engine.answered == shared.answered:
+        return False
+    soon = engine.answered <= _NEW or shared.findings
+    return now - shared.read_at >= (SOON_S if soon else LATER_S)
+
+
+def _versions(model: str, own: str, engines: Sequence[VllmEngine]) -> Iterator[Finding]:
+    found = {
+        engine.shared.reading.version
+        for engine in engines
+        if engine.model == model and engine.shared.reading
+    }
+    if others := sorted(found - {own, ""}):
+        yield Finding(
+            name="versions",
+            state="warn",
+            text=f"it has kvwire {own}, and others that share with it {others[0]}",
+            remedy="install one release of kvwire on all engines",
+        )

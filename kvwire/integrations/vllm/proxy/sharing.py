@@ -1,0 +1,208 @@
+"""Whether engines share prompts, or each of the two computes them.
+
+A request that two engines share costs one prefill only if prefill sends its KV and
+decode fetches it. When an engine lacks the connector, or cannot reach the other one,
+decode computes the prompt again and the answer is the same. What shows it::
+
+    engine is ready       its /metrics: has it the connector, which kv_role and version?
+    prefill has answered  its kv_transfer_params: none, or another connector's?
+    requests have ended   its /metrics: how many prompts have moved, why not the others?
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvwire.backend import Finding
+from kvwire.extras import needed_by
+from kvwire.integrations.vllm.announce import BOTH, DECODE, PREFILL
+from kvwire.integrations.vllm.metrics import REASONS
+
+with needed_by("the proxy", extra="vllm"):
+    from prometheus_client.parser import text_string_to_metric_families
+
+MOVED: Final = "moved"
+UNSENT: Final = "unsent"
+FOREIGN: Final = "foreign"
+
+# Results of this many prompts are kept; the older half is worth half.
+_WINDOW: Final = 20
+# So many prompts, and more than half of the recent ones, make a finding.
+_BAD_MIN: Final = 3
+
+# The lines of /metrics that are read: no times of creation, and of buckets only that of
+# prompts that lack nothing.
+_WHOLE: Final = "vllm:kvwire_missing_blocks_bucket"
+_LINES: Final = re.compile(
+    rf'^(?:{_WHOLE}{{[^\n]*le="0.0"|vllm:kvwire_(?!\w+_(?:bucket|created))|'
+    r"vllm:prompt_tokens_by_source_total)[^\n]*$",
+    re.MULTILINE,
+)
+_OTHERS: Final = re.compile(r"^vllm:(nixl|mooncake|moriio|lmcache)_", re.MULTILINE)
+
+_REMEDIES: Final = {
+    "refused": "the engine's log names the field: the proxy needs the engines' "
+    "--psk-file, or engines the others' addresses in `peers`",
+    "unreachable": "compare the proxy's KV addresses (--prefill URL=KV) with the "
+    "engine's `listen` and `advertise`, and open the port between the hosts",
+    "unequal": "decode's log names the field: both engines need the same model, "
+    "weights and cache, and releases of kvwire and vLLM that agree on them",
+    "untrusted": "give both engines the same psk_file, or certificates of one CA",
+    "unpublished": "prefill has restarted, has dropped it after `lease_s`, or did not "
+    "compute it within decode's `load_timeout_s`: see its log",
+    "missing": "decode's log has the reason for each transfer, such as a lost link",
+    UNSENT: "its log has the reason, if it has the connector",
+    FOREIGN: "start both engines with KvwireConnector; two engines with another "
+    "connector work behind --order in-sequence",
+}
+_TEXTS: Final = REASONS | {
+    UNSENT: "prefill has answered without kv_transfer_params",
+    FOREIGN: "prefill's kv_transfer_params are those of another connector",
+}
+_WITH_CONNECTOR: Final = (
+    'start it with --kv-transfer-config \'{"kv_connector": "KvwireConnector", '
+    '"kv_role": "%s", ...}\'; beside another connector, below MultiConnector'
+)
+KV_ROLES: Final = {PREFILL: "kv_producer", DECODE: "kv_consumer", BOTH: "kv_both"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """What an engine's ``/metrics`` shows of its connector."""
+
+    is_vllm: bool = False  # whether it has any metric of vLLM
+    version: str = ""  # kvwire's release; "" without the connector
+    kv_role: str = ""  # as vLLM was started
+    others: tuple[str, ...] = ()  # other connectors that have metrics there
+    sent: int = 0  # prompts that it has sent
+    # Prompts that it wanted, since its start, by what became of them.
+    results: Mapping[str, int] = field(default_factory=dict)
+    external: int = 0  # tokens that it has of another engine, or of a store
+
+
+def read_metrics(text: str) -> EngineReading:
+    """Read the text of an engine's ``/metrics``."""
+    sums: Counter[str] = Counter()
+    labels: dict[str, str] = {}
+    chosen = "\n".join(_LINES.findall(text))
+    for family in text_string_to_metric_families(f"{chosen}\n"):
+        for name, found, value, *_ in family.samples:
+            if name == "vllm:kvwire_info":
+                labels = found
+            sums[found.get("reason") or found.get("source") or name] += int(value)
+    unmoved = {name: sums[name] for name in REASONS if sums[name]}
+    return EngineReading(
+        is_vllm="\nvllm:" in f"\n{text}",
+        version=labels.get("version", ""),
+        kv_role=labels.get("kv_role", ""),
+        others=tuple(sorted(set(_OTHERS.findall(text)))),
+        sent=sums["vllm:kvwire_sent_bytes_count"],
+        results=unmoved | {MOVED: sums[_WHOLE]},
+        external=sums["external_kv_transfer"],
+    )
+
+
+@dataclass(slots=True)
+class SharedPrompts:
+    """What became of the prompts that an engine shares with another one."""
+
+    # None until it was read.
+    reading: EngineReading | None = None
+    # Recent prompts by result: MOVED, UNSENT, FOREIGN, or one of REASONS.
+    recent: Counter[str] = field(default_factory=Counter)
+    findings: tuple[Finding, ...] = ()
+    read_at: float = float("-inf")  # when it was read, on the fleet's clock
+    answered: int = -1  # how many requests the engine had answered then
+
+    def note(self, results: Mapping[str, int]) -> None:
+        """Note results of prompts; half of the older ones is forgotten at times."""
+        self.recent.update({name: n for name, n in results.items() if n > 0})
+        while self.recent.total() > _WINDOW:
+            halves = {name: count // 2 for name, count in self.recent.items()}
+            self.recent = Counter({name: n for name, n in halves.items() if n})
+
+    def note_params(self, params: Mapping[str, Any], transfer_id: str) -> bool:
+        """Note prefill's answer; return whether kvwire sends the prompt.
+
+        Args:
+            params: Its ``kv_transfer_params``.
+            transfer_id: The name that the proxy gave to the transfer; "" if none.
+        """
+        named = params.get("transfer_id")
+        right = bool(named) and transfer_id in ("", named)
+        self.note({MOVED if right else FOREIGN if params else UNSENT: 1})
+        return right
+
+    def take(self, reading: EngineReading) -> None:
+        """Take a new reading, and note what has happened since the last one."""
+        old = self.reading.results if self.reading else {}
+        if any(reading.results.get(name, 0) < count for name, count in old.items()):
+            old = {}  # the engine was started anew
+        new = {name: n - old.get(name, 0) for name, n in reading.results.items()}
+        self.reading = reading
+        self.note(new)
+
+
+def judge(shared: SharedPrompts, role: str, *, in_sequence: bool) -> Iterator[Finding]:
+    """Yield what is wrong with an engine's part in sharing prompts.
+
+    Args:
+        shared: What is known.
+        role: The role in which the proxy uses it.
+        in_sequence: Decode is asked when prefill has answered, which works with other
+            connectors too.
+    """
+    reading = shared.reading
+    if reading is not None and not reading.is_vllm:
+        yield Finding(
+            name="metrics",
+            state="warn",
+            text="its /metrics has none of vLLM's, so lost prompts are not noticed",
+            remedy="start it without --disable-log-stats",
+        )
+    elif reading is not None and not reading.version:
+        if in_sequence and (reading.others or reading.external):
+            return  # what another connector, or a store, does with prompts
+        other = f", but {' and '.join(reading.others)}" if reading.others else ""
+        yield Finding(
+            name="connector",
+            state="missing",
+            text=f"it has no KvwireConnector{other}: prompts are computed twice",
+            remedy=_WITH_CONNECTOR % KV_ROLES.get(role, "kv_both"),
+        )
+        return
+    elif reading is not None and {role, reading.kv_role} in _WRONG:
+        yield Finding(
+            name="kv_role",
+            state="warn",
+            text=_WRONG_ROLE.format(role, reading.kv_role),
+            remedy=f"start it with kv_role {KV_ROLES[role]}, or kv_both",
+        )
+    yield from _lost(shared.recent)
+
+
+_WRONG_ROLE: Final = (
+    "it is used for {}, with kv_role {}: KV moves, but vLLM counts and frees as for "
+    "the other role"
+)
+_WRONG: Final = ({PREFILL, "kv_consumer"}, {DECODE, "kv_producer"})
+
+
+def _lost(recent: Counter[str]) -> Iterator[Finding]:
+    total = recent.total()
+    bad = total - recent[MOVED]
+    if bad < _BAD_MIN or 2 * bad <= total:
+        return
+    names = [name for name in _TEXTS if recent[name]]
+    # The engine's own reason says more than its answer.
+    for name in [name for name in names if name != UNSENT] or names:
+        yield Finding(
+            name="prompts",
+            state="missing",
+            text=f"{recent[name]} of {total} were computed twice: {_TEXTS[name]}",
+            remedy=_REMEDIES[name],
+        )
