@@ -438,7 +438,7 @@ class Communicator(AsyncWith):
             blocks: Block ids in token order, or ``{group: ids}``.
             consumers: How many peers pull it, such as a tensor-parallel group's ranks.
             lease_s: Seconds for which the blocks are held while a consumer is missing.
-            deadline, priority, tokens, hashes, content, codec: As for
+            deadline, priority, tokens, hashes, content, codec, free: As for
                 :meth:`Connection.pull <kvwire.Connection.pull>`.
             group_bytes, growing: As for
                 :meth:`Connection.push <kvwire.Connection.push>`.

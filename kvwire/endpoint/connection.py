@@ -389,10 +389,18 @@ class Connection(AsyncWith):
             lease_s: Seconds to wait for another link after a lost one.
             codec: A lossy encoding of the payload: ``"fp8"``, ``"int8"`` or ``"int4"``;
                 the peer has to give the same one. See docs/topics/codecs.md.
+            free: Called once, without arguments and on the loop, when kvwire can no
+                longer touch the blocks, however the transfer ends.
+
+        Returns:
+            The transfer. Await it for its outcome. At the end of
+            ``async with connection.pull(...) as incoming:`` it is aborted if it is not
+            over, and has drained.
 
         Raises:
-            UsageError: The cache or the blocks cannot be used; nothing was sent. If
-                the connection is closed or lost, the transfer has an outcome instead.
+            UsageError: The cache or the blocks cannot be used; nothing was sent, and
+                ``free`` is not called. If the connection is closed or lost, the
+                transfer has an outcome instead.
         """
         self._thread.check("Connection.pull")
         check_options("pull", options)
@@ -414,7 +422,7 @@ class Connection(AsyncWith):
             id: The name both applications know it by.
             cache: Where it lies.
             blocks: Block ids in token order, or ``{group: ids}``.
-            deadline, priority, tokens, hashes, content, lease_s, codec: As for
+            deadline, priority, tokens, hashes, content, lease_s, codec, free: As for
                 :meth:`pull`.
             group_bytes: Layers smaller than this together travel together; None for
                 the default, 1 for layer by layer.

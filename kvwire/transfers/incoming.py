@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator, Mapping
 from threading import get_ident
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
+from kvwire.aio import FORKED
 from kvwire.errors import (
     BackendUnavailable,
     ConnectionClosed,
@@ -91,6 +92,22 @@ class Incoming(Transfer):
         self._gates: dict[tuple[int, str | None], list[asyncio.Future[None]]] = {}
 
     # --- what users call --------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Return the transfer itself."""
+        self._thread.check("async with Incoming")
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        """Abort the transfer if it is not over, and wait until it is drained.
+
+        Cancel safety: a cancelled wait ends at once, before the memory is free. So free
+        the memory by the option ``free``, which is called in any case.
+        """
+        if self._thread.ident == FORKED:
+            return  # it is its parent's
+        self.abort("its block has ended")
+        await self.drained()
 
     @property
     def met(self) -> bool:

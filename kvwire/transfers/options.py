@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypedDict
 
 from kvwire.errors import UsageError, nearest
@@ -25,6 +25,7 @@ class TransferOptions(TypedDict, total=False):
     content: bytes | None
     lease_s: float | None
     codec: TransferCodec | None
+    free: Callable[[], object] | None
 
 
 class ReceiveOptions(TransferOptions, total=False):

@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from kvwire.aio import FORKED, AsyncWith
+from kvwire.aio import FORKED
 from kvwire.errors import (
     KVWireError,
     PeerCancelled,
@@ -50,7 +50,7 @@ from kvwire.transfers.state import OFF_LINK, ON_LINK, LegInput, LegState
 from kvwire.transfers.transfer import Progress, Transfer
 
 
-class Outgoing(Transfer, AsyncWith):
+class Outgoing(Transfer):
     """Sends a transfer that this side produces. Made by ``publish`` and ``push``.
 
     Await it for its :class:`~kvwire.Outcome`: a partial or failed transfer is an

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
 
-from kvwire.aio import LoopThread, absolute, seconds_of
+from kvwire.aio import AsyncWith, LoopThread, absolute, seconds_of
 from kvwire.backend import Payload
 from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import (
@@ -96,7 +96,7 @@ class TransferView(NamedTuple):
     progress: Progress
 
 
-class Transfer:
+class Transfer(AsyncWith):
     """The methods that both ends of a transfer share."""
 
     # Which end it is.
@@ -181,6 +181,9 @@ class Transfer:
         if self._memory.device is not None:
             # That a device does not work is known before anything is promised.
             services.devices.copy_engine(self._memory.device)
+        self._on_drained = options.get("free")
+        if self._on_drained is not None and not callable(self._on_drained):
+            raise wrong_type("free", self._on_drained, "a callable without arguments")
         deadline = options.get("deadline")
         self._deadline = None if deadline is None else absolute(deadline)
         self._phases: PhaseTimer = PhaseTimer()
@@ -532,9 +535,18 @@ class Transfer:
         self._busy -= 1
         if not self._busy and self._state is TransferState.ENDED:
             self._state = TRANSFER_TRANSITIONS[self._state, TransferInput.DRAIN]
-            self._is_drained = True
-            if self._free is not None:
-                self._free.set()
+            if self._on_drained is None:
+                self._has_drained()
+            else:
+                # In a turn of its own: it may begin another transfer.
+                self._loop.call_soon(self._has_drained)
+
+    def _has_drained(self) -> None:
+        self._is_drained = True
+        if self._free is not None:
+            self._free.set()
+        if self._on_drained is not None:
+            self._on_drained()
 
     @property
     def _given_up(self) -> KVWireError | None:

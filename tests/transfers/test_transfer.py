@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,6 +95,65 @@ async def test_drained_waits_for_the_outcome(w: World) -> None:
     out.finish()
     await waits
     assert inc.done()
+
+
+@scenario("inproc")
+async def test_a_block_ends_with_its_transfer(w: World) -> None:
+    """What is over stays as it is; what is not is aborted. Then the memory is free."""
+    freed: list[str] = []
+    out = w.p.publish("t", w.source.cache, LIST, free=lambda: freed.append("out"))
+    free = partial(freed.append, "in")
+    async with w.pull_side.pull("t", w.target.cache, DEST, free=free) as inc:
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+    assert inc.is_drained
+    assert (await out).complete
+    await out.drained()
+    assert sorted(freed) == ["in", "out"]
+    async with w.p.expect("u", w.source.cache, LIST, free=free) as left:
+        pass
+    assert left.is_drained
+    assert set((await left).missing.values()) == {"its block has ended"}
+    assert freed[2:] == ["in"]
+
+
+@scenario("inproc")
+async def test_memory_is_freed_whatever_cancels_its_user(w: World) -> None:
+    """Also by a scope that cancels at each await; never before it has drained."""
+    freed: list[bool] = []
+    inside_block = asyncio.Event()
+
+    async def use() -> None:
+        async with w.pull_side.pull(
+            "t", w.target.cache, DEST, free=lambda: freed.append(inc.is_drained)
+        ) as inc:
+            out.ready(layers=slice(0, 1))
+            await inc.layer(0)
+            inside_block.set()
+            await inc
+
+    out = w.p.publish("t", w.source.cache, LIST)
+    task = asyncio.create_task(use())
+    await inside_block.wait()
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+    await virtual_time.pass_time(10.0)
+    assert freed == [True]
+    assert out.done()
+
+
+@scenario("inproc")
+async def test_what_cannot_free_is_refused(w: World) -> None:
+    wrong: Any = "pool"
+    with pytest.raises(kvwire.UsageError, match=r"free: .*callable"):
+        w.p.publish("t", w.source.cache, LIST, free=wrong)
+    freed: list[int] = []
+    with pytest.raises(kvwire.UsageError, match="out of range"):
+        w.p.publish("t", w.source.cache, [10**6], free=lambda: freed.append(1))
+    await virtual_time.pass_time(1.0)
+    assert not freed
 
 
 @scenario("inproc")
