@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from kvwire.kv.pool import BlockPool
     from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
     from kvwire.kv.spec import KVSpec
+    from kvwire.store.placement import BlockState, Placement
     from kvwire.store.request import StoreRequest
     from kvwire.store.server.server import StoreServer
     from kvwire.store.store import BlockStore
@@ -95,6 +96,7 @@ __all__ = [
     "AuthenticationFailed",
     "BackendUnavailable",
     "BlockPool",
+    "BlockState",
     "BlockStore",
     "Candidate",
     "ClosedOK",
@@ -129,6 +131,7 @@ __all__ = [
     "PeerError",
     "PeerInfo",
     "PeerUnresponsive",
+    "Placement",
     "PrefillPlan",
     "PrefillRequest",
     "ProfileMismatch",
@@ -185,6 +188,8 @@ _HOMES: Final = {
     "Region": "kvwire.endpoint.region",
     "RemoteWindow": "kvwire.endpoint.remote_window",
     "Request": "kvwire.endpoint.request",
+    "BlockState": "kvwire.store.placement",
+    "Placement": "kvwire.store.placement",
     "StoreRequest": "kvwire.store.request",
     "StoreServer": "kvwire.store.server.server",
     "BlockStore": "kvwire.store.store",

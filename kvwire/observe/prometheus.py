@@ -193,7 +193,7 @@ _TENANT_COUNTS: Final = {
 _TENANT_GAUGES: Final = {
     "used_bytes": "Bytes of a tenant in a tier",
     "quota_bytes": "Bytes it may have; 0: any",
-    "pinned_bytes": "Bytes that are pinned",
+    "pinned_bytes": "Bytes that are pinned, or retained above priority 50",
     "evicted_blocks": "Blocks of a tenant evicted from a tier since it was opened",
 }
 

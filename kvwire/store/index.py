@@ -22,17 +22,20 @@ a ``deque`` of length 0. Each is O(1) per block, however much the tier holds.
 Each slot has the number of a tenant (:mod:`kvwire.store.tenants`). At its quota a
 tenant evicts its own blocks. A block older than its tenant's time to live is deleted
 when it is looked up, or when room is needed. A *kept* slot has one pin more, until it
-is unkept or deleted. A deleted slot has no name; if it is in use then, it is *doomed*,
-and free when its last user releases it.
+is unkept or deleted, or until its end. A *retained* slot is in a queue of its own
+priority: of one size, all blocks of a lower priority are evicted first. What a tenant
+keeps and retains above the usual priority has one bound. A deleted slot has no name; if
+it is in use then, it is *doomed*, and free when its last user releases it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -40,6 +43,15 @@ import numpy.typing as npt
 
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.store.eviction import EVICTIONS, EvictionQueue, Key, Keys, SlotState, each
+from kvwire.store.placement import (
+    PRIORITY,
+    BlockState,
+    Placement,
+    Placing,
+    Verb,
+    VerbKind,
+)
+from kvwire.store.protections import KEPT, RETAINED, Protections
 from kvwire.store.shared_index import NO_SLOT, Orders, SharedIndex
 from kvwire.store.tenants import Shares
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
@@ -56,6 +68,11 @@ _ALL: Final = slice(None)
 
 # A look takes tens of milliseconds on a disk of 100 GiB, and each put may need room.
 _LOOKS_APART_S: Final = 1.0
+
+# A lane is a tenant's number in the lower bits, and a priority in the upper ones.
+_OWNER_BITS: Final = 8
+_OWNERS: Final = (1 << _OWNER_BITS) - 1
+_BOUND: Final = "its tenant may pin and retain no more here"
 
 # Of a few sizes of blocks, and asked for each of them.
 _size: Final = lru_cache(1024)(rounded)
@@ -90,6 +107,7 @@ class Index:
         evicted_blocks: Evicted blocks, by the number of their tenant.
         used_bytes: Bytes of the slots of each tenant.
         kept_bytes: Bytes of each tenant's kept slots.
+        retained_bytes: Bytes of each tenant's slots of more than the usual priority.
         unnamed: Collects the slots that have lost their names; None to collect none.
         shared: Tells other processes of this host which slot has which block; None if
             there is none.
@@ -100,18 +118,22 @@ class Index:
         "_clock",
         "_doomed",
         "_kept",
+        "_lane",
         "_looked_at",
         "_newest",
         "_now",
         "_orders",
         "_owner",
+        "_protected",
         "_queues",
+        "_retained",
         "_slots",
         "_state",
         "_used_at",
         "counts_uses",
         "evicted_blocks",
         "kept_bytes",
+        "retained_bytes",
         "shared",
         "shares",
         "slabs",
@@ -132,19 +154,22 @@ class Index:
         self.evicted_blocks: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.used_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.kept_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
+        self.retained_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.unnamed: set[int] | None = None
         self.shared: SharedIndex | None = None
         self._slots: dict[Key, int] = {}
         self.counts_uses: bool = EVICTIONS[evict].counts
         self._state = SlotState(slabs.slots)
-        # By the size of slots, then by tenant.
+        # By the size of slots, then by lane: a tenant's blocks of one priority.
         new_queue = partial(EVICTIONS[evict], self._state)
         self._queues: defaultdict[int, defaultdict[int, EvictionQueue]] = defaultdict(
             partial(defaultdict, new_queue)
         )
         self._orders = np.zeros(slabs.slots, np.uint8)
         self._owner = np.zeros(slabs.slots, np.uint8)
-        self._kept = np.zeros(slabs.slots, np.bool_)
+        self._lane = np.full(slabs.slots, PRIORITY << _OWNER_BITS, np.int32)
+        self._protected = Protections(slabs.slots)
+        self._kept, self._retained = self._protected.on
         self._doomed = np.zeros(slabs.slots, np.bool_)
         # When its block was put; 0 while it has none.
         self._born = np.zeros(slabs.slots, np.float64)
@@ -215,6 +240,7 @@ class Index:
             return slots
         self._state.pins[slots] = 1
         self._owner[slots] = tenant
+        self._lane[slots] = tenant + (PRIORITY << _OWNER_BITS)
         self.used_bytes[tenant] += slots.size * size
         return slots
 
@@ -228,6 +254,8 @@ class Index:
         self._state.uses[slots] = 0
         self._born[slots] = 0.0
         self._doomed[slots] = False
+        if len(self._protected):
+            self._unretained(slots)
         self.slabs.give(slots)
 
     def mark(self, slots: Ids, orders: Orders | int) -> None:
@@ -260,6 +288,7 @@ class Index:
         """Name slots of one size that were in use before, the last used in front."""
         self._state.pins[slots] = 1
         self._owner[slots] = 0 if owners is None else owners
+        self._lane[slots] = self._lanes(slots, PRIORITY)
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         np.add.at(self.used_bytes, self._owner[slots], sizes)
         self.mark(slots, orders)
@@ -329,6 +358,7 @@ class Index:
             the tenant's own if its quota is full; none if everything is pinned.
         """
         size = _size(nbytes)
+        self.end_late()
         # A tenant without room in its quota pays with its own blocks, also where others
         # have older ones. What any of the branches returns is pinned once more.
         left_bytes = self.shares.quota_bytes.item(tenant) - self.used_bytes.item(tenant)
@@ -337,7 +367,7 @@ class Index:
         count = min(count, left_bytes // size)
         queues = self._queues[size]
         only = len(queues) == 1  # which need not be this tenant's
-        queue = next(iter(queues.values())) if only else self._first(queues.values())
+        queue = next(iter(queues.values())) if only else self._first(queues.items())
         slab = self._older_slab(size, queue) if len(self._queues) > 1 else None
         if slab is not None:
             named = self._named_in(slab)
@@ -400,6 +430,8 @@ class Index:
         mine = gone[:count]
         self._state.uses[mine] = 0
         self._born[mine] = 0.0
+        if len(self._protected):
+            self._unretained(mine)
         if gone.size > count:
             self.give_back(gone[count:])
         elif mine.size < count:
@@ -455,22 +487,63 @@ class Index:
         """Return whether any of these is deleted and still in use."""
         return bool(any_of(self._doomed[slots]))
 
-    def keep(self, keys: Keys, slots: Ids) -> Bits:
-        """Protect named blocks from eviction, up to what their tenants may keep."""
+    def keep(self, keys: Keys, slots: Ids, until: float = math.inf) -> Bits:
+        """Protect named blocks from eviction, up to what their tenants may keep.
+
+        Args:
+            keys: The blocks.
+            slots: Their slots, each once.
+            until: When that ends, in seconds since 1970. Of several ends the last
+                counts.
+
+        Returns:
+            Which are kept now.
+        """
+        self.end_late()
         kept = self._kept[slots]
         new = (~kept).nonzero()[0]
-        sizes = self.slabs.slot_bytes[slots[new] // self.slabs.stride]
-        owners = self._owner[slots[new]]
-        for tenant in np.unique(owners).tolist():
-            mine = owners == tenant
-            left = self.shares.pinned_bytes[tenant] - self.kept_bytes[tenant]
-            all_left = self.shares.pinned_bytes.max() - self.kept_bytes.sum()
-            room = sizes[mine].cumsum() <= min(left, all_left)
-            some = new[mine][room]
-            self.kept_bytes[tenant] += sizes[mine][room].sum()
-            self._kept[slots[some]] = kept[some] = True
-            self.pin(keys[some], slots[some])
+        some = new[self._affordable(slots[new])]
+        sizes = self.slabs.slot_bytes[slots[some] // self.slabs.stride]
+        np.add.at(self.kept_bytes, self._owner[slots[some]], sizes)
+        kept[some] = True
+        self._protected.begin(KEPT, keys[kept], slots[kept], until)
+        self.pin(keys[some], slots[some])
         return kept
+
+    def retain(
+        self, keys: Keys, slots: Ids, priority: int, until: float = math.inf
+    ) -> Bits:
+        """Evict named blocks after all those of lower priorities, and before others.
+
+        Args:
+            keys: The blocks.
+            slots: Their slots, each once.
+            priority: ``PRIORITY`` is that of all others. Above it a tenant may have as
+                much as it may keep.
+            until: When that ends, in seconds since 1970.
+
+        Returns:
+            Which have the priority now.
+        """
+        self.end_late()
+        self._unretain(keys, slots)
+        done = np.ones(slots.size, np.bool_)
+        if priority > PRIORITY:
+            done = self._affordable(slots)
+        keys = keys[done]
+        slots = slots[done]
+        if priority != PRIORITY:
+            self._move_lane(keys, slots, priority)
+            self._protected.begin(RETAINED, keys, slots, until)
+        return done
+
+    def end_late(self) -> None:
+        """End the pins and retentions whose time is over."""
+        if self._protected.next < math.inf and self._protected.next <= (
+            now := self._now()
+        ):
+            for kind, keys, slots in self._protected.late(now):
+                (self.unkeep if kind == KEPT else self._unretain)(keys, slots)
 
     def unkeep(self, keys: Keys, slots: Ids) -> None:
         """Allow kept blocks to be evicted again; each is listed once."""
@@ -483,18 +556,79 @@ class Index:
         """Return every named block of a namespace."""
         return as_keys(key for key in self._slots if key.startswith(digest))
 
-    def pin_named(self, keys: Keys, *, pinned: bool) -> Bits:
-        """Keep or unkeep the blocks that are here; return which are kept now."""
+    def apply(self, verb: Verb, keys: Keys) -> Placement:
+        """Pin, unpin or retain the blocks that are here; each key is given once."""
         slots = self.find(keys)
-        here = (slots >= 0) & once(keys)
-        kept = np.zeros(keys.size, np.bool_)
-        if pinned:
-            kept[here] = self.keep(keys[here], slots[here])
-        else:
-            self.unkeep(keys[here], slots[here])
-        return kept
+        placing = Placing(keys.size)
+        here = (slots >= 0).nonzero()[0]
+        named = IndexedSlots(keys[here], slots[here])
+        until = self._now() + verb.ttl_s if verb.ttl_s else math.inf
+        done = np.ones(here.size, np.bool_)
+        match verb.kind:
+            case VerbKind.PIN:
+                done = self.keep(*named, until)
+            case VerbKind.UNPIN:
+                self.unkeep(*named)
+            case VerbKind.RETAIN:
+                done = self.retain(*named, verb.priority, until)
+        placing.rule(here[done], BlockState.DONE)
+        placing.rule(here[~done], BlockState.CLIPPED, _BOUND)
+        return placing.end()
+
+    def ends(self, slots: Ids) -> Times:
+        """Return when kept slots are kept no more; infinity for never."""
+        ends: Times = self._protected.until[KEPT, slots]
+        return ends
 
     # --- inside -----------------------------------------------------------------------
+
+    def _affordable(self, slots: Ids) -> Bits:
+        """Return which slots their tenants may protect, beside what they do already."""
+        sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
+        owners = self._owner[slots]
+        room = np.zeros(slots.size, np.bool_)
+        protected = self.kept_bytes + self.retained_bytes
+        for tenant in np.unique(owners).tolist():
+            mine = owners == tenant
+            left = self.shares.pinned_bytes[tenant] - protected[tenant]
+            all_left = self.shares.pinned_bytes.max() - protected.sum()
+            room[mine] = sizes[mine].cumsum() <= min(left, all_left)
+            protected[tenant] += sizes[mine & room].sum()
+        return room
+
+    def _unretain(self, keys: Keys, slots: Ids) -> None:
+        """Give named slots the usual priority again."""
+        held = self._retained[slots]
+        if any_of(held):
+            self._move_lane(keys[held], slots[held], PRIORITY)
+            self._protected.end(RETAINED, slots[held])
+
+    def _unretained(self, slots: Ids) -> None:
+        """Give retained slots without a name the usual priority."""
+        slots = slots[self._retained[slots]]
+        self._count_retained(slots, -1)
+        self._lane[slots] = self._lanes(slots, PRIORITY)
+        self._protected.end(RETAINED, slots)
+
+    def _move_lane(self, keys: Keys, slots: Ids, priority: int) -> None:
+        """Move named slots to the queues of a priority, as just used."""
+        for queue, which in self._queues_of(slots):
+            queue.remove(keys[which], slots[which])
+        self._count_retained(slots, -1)
+        self._lane[slots] = self._lanes(slots, priority)
+        self._count_retained(slots, 1)
+        free = self._state.pins[slots] == 0
+        self._release(keys[free][::-1], slots[free][::-1])
+
+    def _count_retained(self, slots: Ids, times: int) -> None:
+        """Count the bytes of slots that have more than the usual priority."""
+        above = slots[self._lane[slots] >> _OWNER_BITS > PRIORITY]
+        sizes = self.slabs.slot_bytes[above // self.slabs.stride]
+        np.add.at(self.retained_bytes, self._owner[above], times * sizes)
+
+    def _lanes(self, slots: Ids, priority: int) -> npt.NDArray[np.int32]:
+        """Return the lanes of slots' tenants for a priority."""
+        return self._owner[slots].astype(np.int32) + np.int32(priority << _OWNER_BITS)
 
     def _lost_names(self, slots: Ids) -> None:
         """Note that these slots have no names any more; nothing was written to them."""
@@ -507,7 +641,7 @@ class Index:
         """Remove the extra pin of kept slots, without changing their queues."""
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         np.subtract.at(self.kept_bytes, self._owner[slots], sizes)
-        self._kept[slots] = False
+        self._protected.end(KEPT, slots)
         self._state.pins[slots] -= 1
 
     def late(self, slots: Ids | slice) -> Bits:
@@ -531,23 +665,33 @@ class Index:
 
     def _own_victims(self, size: int, count: int, tenant: int) -> IndexedSlots:
         """Pin and return a tenant's own blocks, to make room in its quota."""
-        mine = {at: by[tenant] for at, by in self._queues.items() if tenant in by}
-        own = mine.get(size)
-        if own is not None and own.oldest() is not None:
+        mine = {
+            at: [(lane, by[lane]) for lane in by if lane & _OWNERS == tenant]
+            for at, by in self._queues.items()
+        }
+        own = self._first(mine.get(size, ()))
+        if own is not None:
             return self._pinned(own, count)
-        queue = self._first(mine.values())
-        of_size = next((at for at, one in mine.items() if one is queue), size)
+        queue = self._first(chain.from_iterable(mine.values()))
+        of_size = next(
+            (at for at, lanes in mine.items() if any(q is queue for _, q in lanes)),
+            size,
+        )
         return self._pinned(queue, -(-count * size // of_size))
 
-    def _first(self, queues: Iterable[EvictionQueue]) -> EvictionQueue | None:
-        """Return the queue whose front block was used least recently."""
+    def _first(
+        self, queues: Iterable[tuple[int, EvictionQueue]]
+    ) -> EvictionQueue | None:
+        """Return the queue of the lowest priority whose front was used longest ago."""
         first = None
-        since = self._clock + 1
-        for queue in queues:
+        before = (math.inf, 0)
+        for lane, queue in queues:
             at = queue.oldest()
-            if at is not None and self._used_at[at] < since:
-                first = queue
-                since = self._used_at.item(at)
+            if at is not None:
+                rank = lane >> _OWNER_BITS, self._used_at.item(at)
+                if rank < before:
+                    first = queue
+                    before = rank
         return first
 
     def _pinned(self, queue: EvictionQueue | None, count: int) -> IndexedSlots:
@@ -563,12 +707,12 @@ class Index:
         if not slots.size:
             return []
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
-        owners = self._owner[slots]
-        if all_of(sizes == sizes[0]) and all_of(owners == owners[0]):
-            return [(self._queues[sizes.item(0)][owners.item(0)], _ALL)]
+        lanes = self._lane[slots]
+        if all_of(sizes == sizes[0]) and all_of(lanes == lanes[0]):
+            return [(self._queues[sizes.item(0)][lanes.item(0)], _ALL)]
         return [
-            (self._queues[size][owner], (sizes == size) & (owners == owner))
-            for size, owner in set(zip(sizes.tolist(), owners.tolist(), strict=True))
+            (self._queues[size][lane], (sizes == size) & (lanes == lane))
+            for size, lane in set(zip(sizes.tolist(), lanes.tolist(), strict=True))
         ]
 
     def _release(self, keys: Keys, slots: Ids) -> None:
@@ -579,7 +723,7 @@ class Index:
             slot = slots.item(0)
             slab = slot // self.slabs.stride
             of_size = self._queues[self.slabs.slot_bytes.item(slab)]
-            of_size[self._owner.item(slot)].release(keys, slots)
+            of_size[self._lane.item(slot)].release(keys, slots)
             self._used_at[slot] = self._newest[slab] = self._clock
             return
         for queue, which in self._queues_of(slots):

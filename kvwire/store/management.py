@@ -1,26 +1,43 @@
-"""Operations on stored blocks beside put and get: delete, pin, count."""
+"""Operations on stored blocks beside put and get: delete, the verbs, counts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from kvwire.aio import AsyncWith, LoopThread, run_to_completion, yields_before_raising
+from kvwire.aio import (
+    AsyncWith,
+    LoopThread,
+    run_to_completion,
+    seconds_of,
+    yields_before_raising,
+)
 from kvwire.errors import ClosedOK, UsageError, wrong_type
-from kvwire.kv.blocks import Bits
 from kvwire.kv.paged import PagedCache, computed_once
+from kvwire.store.address import TierAddress
 from kvwire.store.index import Keys
+from kvwire.store.limits import STORE_TTL_S_MAX
 from kvwire.store.namespace import Namespace, namespace_of
 from kvwire.store.operations.group_request import Hashes, by_group, keys_of
+from kvwire.store.operations.verbs import carry_out
+from kvwire.store.placement import (
+    PRIORITY_MAX,
+    Placement,
+    Verb,
+    VerbKind,
+    joined,
+)
 from kvwire.store.tier_stack import TierStack
-from kvwire.store.tiers.base import TenantStats, uses_of
+from kvwire.store.tiers.base import TenantStats, Tier, uses_of
+from kvwire.store.tiers.registry import open_tier
+from kvwire.types import plain
 
 HashTokens = int | Mapping[str, int] | None
 
 
 class StoreManagement(AsyncWith):
-    """Delete, pin and count the blocks of a store. Subclassed by the store."""
+    """Delete, move, protect and count blocks. Subclassed by the store."""
 
     _name: str
     _tiers: TierStack
@@ -107,58 +124,184 @@ class StoreManagement(AsyncWith):
         return deleted
 
     @yields_before_raising
-    async def pin(
+    async def locate(
         self,
-        hashes: Sequence[bytes],
-        cache: PagedCache,
+        hashes: Hashes,
+        cache: PagedCache | None = None,
         *,
-        hash_tokens: int | None = None,
+        hash_tokens: HashTokens = None,
         tenant: str = "",
-    ) -> int:
-        """Protect a chain's blocks from eviction, until :meth:`unpin`.
+    ) -> Placement:
+        """Find which tiers and nodes have some blocks; reads no disk.
 
-        They are pinned in each tier that has them: on a disk also across restarts, in
-        memory until the close. A tenant may pin half of its quota, and all tenants
-        together a quarter of a tier. Deleted, damaged and expired blocks go in spite of
-        it.
+        A block is done if any place has it, and deferred if one could not be asked.
 
         Args:
-            hashes: See :meth:`put`; for a cache with one group.
-            cache: A cache of the kind that the blocks are for.
+            hashes: See :meth:`put`.
+            cache: A cache of the kind that the blocks are for. Without it the blocks of
+                all caches that this store knows of are meant, such as the shards of a
+                model; for each hash the worst of them counts.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
 
         Returns:
-            The number of leading blocks that are pinned now.
+            What became of each block.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant.
             ClosedOK: The store is closed.
 
+        Cancel safety: safe, it only reads.
+        """
+        return await self._carry_out(
+            "BlockStore.locate",
+            Verb(VerbKind.LOCATE),
+            hashes,
+            cache,
+            hash_tokens,
+            tenant,
+        )
+
+    @yields_before_raising
+    async def prefetch(
+        self,
+        hashes: Hashes,
+        cache: PagedCache | None = None,
+        *,
+        tier: str = "memory",
+        hash_tokens: HashTokens = None,
+        tenant: str = "",
+    ) -> Placement:
+        """Bring blocks up into a tier, before a get needs them.
+
+        A block that is there already, or is being read or written, costs nothing. As
+        much as the tenant may move at once is moved, from the head of the chain on.
+
+        Args:
+            hashes: See :meth:`put`.
+            cache: See :meth:`locate`.
+            hash_tokens: See :meth:`put`.
+            tenant: The tenant that owns them.
+            tier: The tier's address, or its kind if there is one of it. A store server
+                brings the blocks into its own memory.
+
+        Returns:
+            What became of each block.
+
+        Raises:
+            UsageError: The hashes are invalid, or there is no such tenant or tier.
+            ClosedOK: The store is closed.
+
+        Cancel safety: running reads and writes are finished first; no block is
+            lost.
+        """
+        return await self._carry_out(
+            "BlockStore.prefetch",
+            Verb(VerbKind.PREFETCH, tier),
+            hashes,
+            cache,
+            hash_tokens,
+            tenant,
+        )
+
+    @yields_before_raising
+    async def demote(
+        self,
+        hashes: Hashes,
+        cache: PagedCache | None = None,
+        *,
+        tier: str = "",
+        hash_tokens: HashTokens = None,
+        tenant: str = "",
+    ) -> Placement:
+        """Let go of blocks in memory, once a tier below has them.
+
+        Blocks in use, and pinned ones, stay in memory as well, and are deferred.
+
+        Args:
+            hashes: See :meth:`put`.
+            cache: See :meth:`locate`.
+            hash_tokens: See :meth:`put`.
+            tenant: The tenant that owns them.
+            tier: The tier that shall have them; by default the first below memory that
+                takes blocks. Disks above it let go of them too.
+
+        Returns:
+            What became of each block.
+
+        Raises:
+            UsageError: The hashes are invalid, or there is no such tenant or tier.
+            ClosedOK: The store is closed.
+
+        Cancel safety: running reads and writes are finished first; no block is
+            lost.
+        """
+        return await self._carry_out(
+            "BlockStore.demote",
+            Verb(VerbKind.DEMOTE, tier),
+            hashes,
+            cache,
+            hash_tokens,
+            tenant,
+        )
+
+    @yields_before_raising
+    async def pin(
+        self,
+        hashes: Hashes,
+        cache: PagedCache | None = None,
+        *,
+        ttl_s: float | None = None,
+        hash_tokens: HashTokens = None,
+        tenant: str = "",
+    ) -> Placement:
+        """Protect blocks from eviction, for a time or until :meth:`unpin`.
+
+        They are pinned in each tier that has them: on a disk also across restarts, in
+        memory until the close. A tenant may pin and retain half of its quota, and all
+        tenants together a quarter of a tier; blocks beyond that are clipped, from the
+        head of the chain on. Deleted, damaged and expired blocks go in spite of it.
+
+        Args:
+            hashes: See :meth:`put`.
+            cache: See :meth:`locate`.
+            hash_tokens: See :meth:`put`.
+            tenant: The tenant that owns them.
+            ttl_s: Seconds after which the pin ends by itself; None for never. Of
+                several pins of a block the last end counts.
+
+        Returns:
+            What became of each block.
+
+        Raises:
+            UsageError: The hashes or ``ttl_s`` are invalid, or there is no such tenant.
+            ClosedOK: The store is closed.
+
         Cancel safety: safe, it may be called again.
         """
-        self._check("BlockStore.pin", cache)
-        namespaces = self._namespaces(cache, hash_tokens, tenant)
-        (keys,) = self._keys(hashes, namespaces).values()
-        with self._under_way():
-            return leading(await self._tiers.pin(keys, pinned=True))
+        return await self._carry_out(
+            "BlockStore.pin", _pin_of(ttl_s), hashes, cache, hash_tokens, tenant
+        )
 
     @yields_before_raising
     async def unpin(
         self,
-        hashes: Sequence[bytes],
-        cache: PagedCache,
+        hashes: Hashes,
+        cache: PagedCache | None = None,
         *,
-        hash_tokens: int | None = None,
+        hash_tokens: HashTokens = None,
         tenant: str = "",
-    ) -> None:
-        """Allow blocks to be evicted again; see :meth:`pin`.
+    ) -> Placement:
+        """Allow blocks to be evicted again, whoever has pinned them; see :meth:`pin`.
 
         Args:
-            hashes: See :meth:`pin`.
-            cache: See :meth:`pin`.
-            hash_tokens: See :meth:`pin`.
-            tenant: See :meth:`pin`.
+            hashes: See :meth:`put`.
+            cache: See :meth:`locate`.
+            hash_tokens: See :meth:`put`.
+            tenant: The tenant that owns them.
+
+        Returns:
+            What became of each block.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant.
@@ -166,11 +309,97 @@ class StoreManagement(AsyncWith):
 
         Cancel safety: safe, it may be called again.
         """
-        self._check("BlockStore.unpin", cache)
-        namespaces = self._namespaces(cache, hash_tokens, tenant)
-        (keys,) = self._keys(hashes, namespaces).values()
-        with self._under_way():
-            await self._tiers.pin(keys, pinned=False)
+        return await self._carry_out(
+            "BlockStore.unpin", Verb(VerbKind.UNPIN), hashes, cache, hash_tokens, tenant
+        )
+
+    @yields_before_raising
+    async def retain(
+        self,
+        hashes: Hashes,
+        cache: PagedCache | None = None,
+        *,
+        priority: int,
+        ttl_s: float | None = None,
+        hash_tokens: HashTokens = None,
+        tenant: str = "",
+    ) -> Placement:
+        """Evict blocks after, or before, others of their size.
+
+        All blocks of a lower priority go first, in each tier that has the blocks now.
+        The priority ends with the close, also on a disk. Above 50, which is that of all
+        other blocks, it counts as pinned; see :meth:`pin`.
+
+        Args:
+            hashes: See :meth:`put`.
+            cache: See :meth:`locate`.
+            hash_tokens: See :meth:`put`.
+            tenant: The tenant that owns them.
+            priority: 0 to 100; 50 ends a retention.
+            ttl_s: Seconds after which the priority is the usual one again; None for
+                never.
+
+        Returns:
+            What became of each block.
+
+        Raises:
+            UsageError: The hashes, ``priority`` or ``ttl_s`` are invalid, or there is
+                no such tenant.
+            ClosedOK: The store is closed.
+
+        Cancel safety: safe, it may be called again.
+        """
+        verb = _retention_of(priority, ttl_s)
+        return await self._carry_out(
+            "BlockStore.retain", verb, hashes, cache, hash_tokens, tenant
+        )
+
+    @yields_before_raising
+    async def move(
+        self,
+        hashes: Hashes,
+        cache: PagedCache | None = None,
+        *,
+        to: str,
+        keep: bool = False,
+        hash_tokens: HashTokens = None,
+        tenant: str = "",
+    ) -> Placement:
+        """Move blocks to another store server, or to a node of this store's servers.
+
+        A node gets copies: gets go on to look where the name of a block places it. From
+        another server's address blocks are not looked for here any more: memory and
+        disks of this store let go of them, unless they are in use or pinned.
+
+        Args:
+            hashes: See :meth:`put`.
+            cache: See :meth:`locate`.
+            hash_tokens: See :meth:`put`.
+            tenant: The tenant that owns them.
+            to: The name or address of a node of a tier on many servers, or
+                ``kvwire://HOST:PORT`` with the options of a tier.
+            keep: Whether the blocks stay here as well.
+
+        Returns:
+            What became of each block.
+
+        Raises:
+            UsageError: The hashes or the address are invalid, or there is no such
+                tenant or node.
+            ClosedOK: The store is closed.
+
+        Cancel safety: running reads and writes are finished first; no block is
+            lost.
+        """
+        verb = Verb(VerbKind.MOVE, to, keep=keep)
+        target = await self._server_at(to)
+        try:
+            return await self._carry_out(
+                "BlockStore.move", verb, hashes, cache, hash_tokens, tenant, target
+            )
+        finally:
+            if target is not None:
+                await run_to_completion(target.close())
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """Return what each tenant has and does, by name; "" is for no tenant."""
@@ -188,6 +417,43 @@ class StoreManagement(AsyncWith):
         }
 
     # --- for the store ----------------------------------------------------------------
+
+    async def _carry_out(
+        self,
+        call: str,
+        verb: Verb,
+        hashes: Hashes,
+        cache: PagedCache | None,
+        hash_tokens: HashTokens,
+        tenant: str,
+        target: Tier | None = None,
+    ) -> Placement:
+        """Carry out a verb on the blocks of each group."""
+        self._check(call, cache, optional=True)
+        namespaces: dict[str, list[Namespace]] = {}
+        if cache is not None:
+            for name, one in self._namespaces(cache, hash_tokens, tenant).items():
+                namespaces[name] = [one]
+        else:
+            self._tiers.tenants.require(tenant)
+            for one in self._tiers.namespaces.values():
+                if one.tenant == tenant:
+                    namespaces.setdefault(one.group, []).append(one)
+        groups = tuple(namespaces) or ("",)
+        parts: dict[str, Placement] = {}
+        with self._under_way():
+            for name, listed in by_group(hashes, groups).items():
+                known = namespaces.get(name, [])
+                parts[name] = await carry_out(self._tiers, verb, known, listed, target)
+        return joined(parts)
+
+    async def _server_at(self, to: str) -> Tier | None:
+        """Open the store server of an address; None if it is the name of a node."""
+        if not isinstance(to, str):
+            raise wrong_type("to", to, "a text")
+        if not to.startswith("kvwire://"):
+            return None
+        return await open_tier(TierAddress.parse(to), self._tiers.tenants)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -267,6 +533,17 @@ class StoreManagement(AsyncWith):
         return {name: keys_of(some, namespaces[name]) for name, some in listed.items()}
 
 
-def leading(there: Bits) -> int:
-    """Return how many leading blocks are there."""
-    return there.size if there.all() else int(there.argmin())
+def _pin_of(ttl_s: float | None) -> Verb:
+    return Verb(VerbKind.PIN, ttl_s=_ttl_of(ttl_s))
+
+
+def _retention_of(priority: int, ttl_s: float | None) -> Verb:
+    number = plain(priority)
+    if type(number) is not int or not 0 <= number <= PRIORITY_MAX:
+        raise UsageError(f"priority={priority!r}: a number from 0 to {PRIORITY_MAX}")
+    return Verb(VerbKind.RETAIN, priority=number, ttl_s=_ttl_of(ttl_s))
+
+
+def _ttl_of(ttl_s: float | None) -> float:
+    """Return for how long something lasts; 0 for ever."""
+    return 0.0 if ttl_s is None else min(seconds_of("ttl_s", ttl_s), STORE_TTL_S_MAX)

@@ -41,7 +41,7 @@ from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS
 from kvwire.store.index import Index
-from kvwire.store.management import HashTokens, StoreManagement, leading
+from kvwire.store.management import HashTokens, StoreManagement
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import (
@@ -52,6 +52,7 @@ from kvwire.store.operations.group_request import (
     keys_of,
 )
 from kvwire.store.operations.put import PutOperation
+from kvwire.store.placement import leading
 from kvwire.store.request import StoreRequest
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import TURN_BYTES, Threads
@@ -97,6 +98,7 @@ class BlockStore(StoreManagement):
             through=write == "through",
             threads=self._threads,
             tenants=tenants,
+            name=self._name,
         )
         self._live: dict[asyncio.Future[Any], Operation] = {}
         self._calls = set()

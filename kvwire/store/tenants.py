@@ -29,7 +29,7 @@ from kvwire.store.limits import (
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _QUOTAS: Final = ("memory", "disk")
-_OPTIONS: Final = ("quota", *_QUOTAS, "ttl", "pinned", "key", "identity")
+_OPTIONS: Final = ("quota", *_QUOTAS, "ttl", "pinned", "moving", "key", "identity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,12 @@ class Tenant:
         quotas: The most bytes it may have, by the kind of tier; no entry means no
             bound.
         ttl_s: Seconds after which its blocks expire; 0 for never.
-        pinned_bytes: The most bytes it may pin in a tier; 0 for half of its quota, or a
-            quarter of the tier, whichever is less.
+        pinned_bytes: The most bytes it may pin or retain in a tier; 0 for half of its
+            quota, or a quarter of the tier, whichever is less.
         key_file: The key by which it authenticates to a server; "" for none.
         identity: The name in a certificate by which it authenticates; "" for none.
+        moving_bytes: The most bytes that prefetches, demotes and moves of it may move
+            at once; 0 for half of its quota of memory, or a quarter of memory.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Tenant:
     pinned_bytes: int = 0
     key_file: str = ""
     identity: str = ""
+    moving_bytes: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Tenant:
@@ -60,7 +63,7 @@ class Tenant:
 
         Args:
             text: ``NAME?quota=SIZE&memory=SIZE&disk=SIZE&ttl=SECONDS&pinned=SIZE`` and
-                for a server ``key=FILE`` or ``identity=NAME``.
+                ``moving=SIZE``, and for a server ``key=FILE`` or ``identity=NAME``.
         """
         if not isinstance(text, str):
             raise UsageError(f"tenant {text!r}: write 'acme?disk=100GiB&ttl=3600'")
@@ -85,7 +88,13 @@ class Tenant:
             address.size_option("pinned", 0),
             local_path(options.get("key", "")),
             options.get("identity", ""),
+            address.size_option("moving", 0),
         )
+
+
+def _most(size_bytes: int, quota: int) -> int:
+    """Return how much of a tier what is pinned, or moved at once, may take."""
+    return min(size_bytes // STORE_PINNED_SHARE, quota // 2)
 
 
 class Shares:
@@ -150,10 +159,16 @@ class Tenants:
                 f"BlockStore.open"
             )
 
+    def moving_bytes(self, number: int, memory_bytes: int) -> int:
+        """Return how many bytes verbs may move at once for a tenant."""
+        tenant = self.listed[number]
+        most = _most(memory_bytes, tenant.quotas.get("memory", STORE_TIER_BYTES_MAX))
+        return min(most, tenant.moving_bytes or most)
+
     def shares(self, kind: str, size_bytes: int) -> Shares:
         """Return the bounds of all tenants in a tier of a kind and size."""
         quotas = [one.quotas.get(kind, STORE_TIER_BYTES_MAX) for one in self.listed]
-        most = [min(size_bytes // STORE_PINNED_SHARE, quota // 2) for quota in quotas]
+        most = [_most(size_bytes, quota) for quota in quotas]
         pinned = [
             min(bound, one.pinned_bytes or bound)
             for bound, one in zip(most, self.listed, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any, Final
@@ -10,10 +10,18 @@ from typing import Any, Final
 import numpy as np
 
 from kvwire.aio import gather_all
+from kvwire.errors import UsageError, shown
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Index, IndexedSlots, Keys, Orders
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
+from kvwire.store.placement import (
+    BlockState,
+    Placement,
+    Placing,
+    Verb,
+    VerbKind,
+)
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import LANDED, REFUSED, Batch, BlockResults, Tier
@@ -22,6 +30,7 @@ from kvwire.store.tiers.memory import MemoryTier
 _digest = itemgetter(slice(DIGEST_BYTES))
 # Of a delete, beside others who go on putting what it deletes.
 _ROUNDS: Final = 8
+NOT_THERE: Final = "it is not in the store"
 UNSAID: Final = "it was not taken below, where by now all is well"
 """Of a tier that did not take all, and has taken what came after that."""
 
@@ -37,12 +46,16 @@ class TierStack:
         through: bool,
         threads: Threads,
         tenants: Tenants | None = None,
+        name: str = "memory",
     ) -> None:
+        self.name = name
         self.tenants: Tenants = tenants or Tenants()
         self.by_tenant: tuple[StoreCounters, ...] = tuple(
             StoreCounters() for _ in self.tenants.listed
         )
         self.counters: StoreCounters = StoreCounters()
+        # By the tenant's number: bytes that verbs are moving.
+        self.moving_bytes: Ids = np.zeros(len(self.tenants) + 1, np.int64)
         self.below: tuple[Tier, ...] = tuple(below)
         self.through: bool = through and bool(below)
         self.memory: MemoryTier = MemoryTier(
@@ -252,15 +265,77 @@ class TierStack:
                 break
         return len(known)
 
-    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """Protect blocks from eviction, or end that, in each tier that has them.
+    async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
+        """Locate, pin, unpin or retain blocks, in each tier that has them.
+
+        Returns:
+            The best that became of each block in any tier.
 
         Cancel safety: safe, it may be called again.
         """
-        kept = self.memory.index.pin_named(keys, pinned=pinned)
+        placing = Placing(keys.size, BlockState.MISSING, NOT_THERE)
+        if verb.kind is VerbKind.LOCATE:
+            here = self.memory.index.find(keys) >= 0
+            placing.held[self.name] = here
+            placing.rule(here, BlockState.DONE)
+        else:
+            placing.better(self.memory.index.apply(verb, keys))
         for tier in self.below:
-            kept |= await tier.pin(keys, pinned=pinned)
-        return kept
+            placing.better(await tier.apply(verb, namespace, keys))
+        return placing.end()
+
+    def named(self, place: str, *, demotes: bool = False) -> Tier | None:
+        """Return a tier by its address, or by the kind of its address.
+
+        Args:
+            place: The address, with or without its options; a kind such as "disk" if
+                there is one tier of it. "" for memory, or of a demote for the first
+                tier below that takes blocks.
+            demotes: Whether it must be below memory.
+
+        Returns:
+            None for memory, or if there is no tier below.
+
+        Raises:
+            UsageError: There is no such tier.
+        """
+        if not place and demotes:
+            tiers = self.keepers if self.through else self.below
+            return next(
+                (tier for tier in tiers if tier.taking), next(iter(tiers), None)
+            )
+        if not demotes and place in ("", "memory", self.name):
+            return None
+        for alike in (_same_address, _same_kind):
+            found = [tier for tier in self.below if alike(tier.name, place)]
+            if len(found) == 1:
+                return found[0]
+        names = ([] if demotes else [self.name]) + [tier.name for tier in self.below]
+        raise UsageError(f"tier={shown(place)}: there is {', '.join(names) or 'none'}")
+
+    def node(self, name: str) -> Tier:
+        """Return the tier of a node of many.
+
+        Raises:
+            UsageError: There is no such node, or it is not connected.
+        """
+        for tier in self.below:
+            node = tier.node(name)
+            if node is not None:
+                return node
+        raise UsageError(
+            f"to={shown(name)}: no node of this name is connected; for tiers of this "
+            f"store there are prefetch and demote"
+        )
+
+    def by_namespace(self, keys: Keys) -> Iterator[tuple[Bits, Namespace]]:
+        """Yield the known namespaces of some blocks, and which blocks are of each."""
+        digests = list(map(_digest, keys.tolist()))
+        for digest in set(digests):
+            if digest in self.namespaces:
+                # Not compared by NumPy, to which zeros at the end of bytes are nothing.
+                mine = np.fromiter(map(digest.__eq__, digests), np.bool_, keys.size)
+                yield mine, self.namespaces[digest]
 
     async def flush(self) -> None:
         """Return when all stored blocks would survive a power cut, if a tier can do so.
@@ -311,12 +386,7 @@ class TierStack:
         all_taken = True
         keys = named.keys[lacking]
         slots = named.slots[lacking]
-        digests = list(map(_digest, keys.tolist()))
-        # A batch is of one namespace.
-        for digest in set(digests):
-            namespace = self.namespaces[digest]
-            # Not compared by NumPy, to which zeros at the end of bytes are nothing.
-            mine = np.fromiter(map(digest.__eq__, digests), np.bool_, keys.size)
+        for mine, namespace in self.by_namespace(keys):
             orders = self.memory.index.orders(slots[mine])
             images = self.memory.images(slots[mine], namespace.image_bytes)
             born = self.memory.index.born(slots[mine])
@@ -326,6 +396,14 @@ class TierStack:
             all_taken &= all_of(taken)
         said = (f"{tier.name}: {tier.error or UNSAID}" for tier in takers)
         return "" if all_taken else "; ".join(said)
+
+
+def _same_address(name: str, place: str) -> bool:
+    return place in (name, name.partition("?")[0])
+
+
+def _same_kind(name: str, place: str) -> bool:
+    return name.partition(":")[0] == place
 
 
 async def _taken(takers: Iterable[Tier], namespace: Namespace, batch: Batch) -> Bits:

@@ -123,7 +123,7 @@ async def test_what_is_pinned_outlives_what_is_not(tmp_path: Path) -> None:
     cache = Filled(seed=1).cache
     async with BlockStore.open(tiers, tenants=["t"]) as store:
         await store.put(A, cache, range(4), tenant="t")
-        assert await store.pin(A, cache, tenant="t") == 4
+        assert (await store.pin(A, cache, tenant="t")).prefix == 4
         for number in range(20):
             await store.put(chain(8, f"{number}"), cache, range(8))
         assert await store.match(A, cache, tenant="t") == 4
@@ -134,7 +134,7 @@ async def test_what_is_pinned_outlives_what_is_not(tmp_path: Path) -> None:
             assert use.pinned_bytes == use.used_bytes == 4 * 4096
         # No more than a quarter of a tier.
         some = chain(8, "19") + chain(4, "18")
-        assert await store.pin(some, cache) < len(some)
+        assert (await store.pin(some, cache)).prefix < len(some)
         await store.unpin(some, cache)
     # What is pinned on a disk is pinned after a restart, and what is not is not.
     for left in (4, 0):
@@ -205,7 +205,7 @@ async def test_what_is_pinned_while_it_makes_room_stays() -> None:
         await until(lambda: tier.moving)
         index = inside.tiers(store).memory.index
         going = [h for h in hashes if index._state.pins[_slots(store, [h])].all()]
-        assert [await store.pin([one], cache) for one in going] == [1] * len(going)
+        assert all([(await store.pin([one], cache)).complete for one in going])
         go.set()
         await put
         assert all(_slots(store, going) >= 0)
@@ -220,7 +220,7 @@ async def test_what_one_tenant_has_pinned_lets_another_put(evict: str) -> None:
     async with store_on(memory=memory, tenants=tenants) as store:
         pinned, hashes = chain(8, "pinned"), chain(32)
         await store.put(pinned, cache, range(8), tenant="a")
-        assert await store.pin(pinned, cache, tenant="a") == 8
+        assert (await store.pin(pinned, cache, tenant="a")).prefix == 8
         for first in range(0, 32, 8):
             some = hashes[first : first + 8]
             assert (await store.put(some, cache, range(8), tenant="b")).complete
@@ -242,7 +242,7 @@ async def test_what_a_disk_cannot_note_is_not_pinned(tmp_path: Path) -> None:
         (tier,) = inside.tiers(store).below
         rows = tier._rows  # type: ignore[attr-defined]
         rows._db.execute("DROP TABLE pins")
-        assert await store.pin(A, cache) < 4
+        assert (await store.pin(A, cache)).prefix < 4
         assert "no such table" in store.report[tiers[1]]
 
 
@@ -312,7 +312,7 @@ async def test_what_is_pinned_in_memory_alone_goes_down_at_the_end(
     tiers, cache = ["memory:64KiB", f"disk:{tmp_path}?size=1MiB"], Filled(seed=1).cache
     async with BlockStore.open(tiers, write="back") as store:
         await store.put(A, cache, range(4))
-        assert await store.pin(A, cache) == 4
+        assert (await store.pin(A, cache)).prefix == 4
     async with BlockStore.open(tiers, write="back") as store:
         assert (await store.get(A, Filled().cache, range(4))).complete
 
@@ -324,9 +324,9 @@ async def test_a_size_of_which_all_is_pinned_takes_another_slab() -> None:
     async with BlockStore.open(["memory:256KiB?slab=32KiB"]) as store:
         await store.put(A, large.cache, range(4))
         await store.put(hashes, small.cache, range(56))
-        assert await store.pin(A, large.cache) == 4
+        assert (await store.pin(A, large.cache)).prefix == 4
         for one in hashes[::8]:
-            assert await store.pin([one], small.cache) == 1
+            assert (await store.pin([one], small.cache)).prefix == 1
         assert (await store.put(B, large.cache, range(4))).complete
         assert await store.match(A, large.cache) == 4
 

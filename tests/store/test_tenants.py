@@ -11,6 +11,7 @@ from kvwire import UsageError
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.store.index import NO_SLOT, Index, as_keys
 from kvwire.store.limits import STORE_TENANTS_MAX
+from kvwire.store.placement import Verb, VerbKind
 from kvwire.store.tenants import Shares, Tenant, Tenants
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 
@@ -231,5 +232,5 @@ def test_a_block_that_grows_too_old_while_it_is_pinned_is_not_pinned() -> None:
         return clock.now + 60 * (len(looked) > 1)
 
     index._now = later
-    assert index.pin_named(keys, pinned=True).tolist() == [True]
+    assert index.apply(Verb(VerbKind.PIN), keys).done.tolist() == [True]
     assert index._kept.tolist() == [True] + [False] * 7

@@ -25,6 +25,7 @@ from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Orders
 from kvwire.store.limits import STORE_BATCH_BYTES
 from kvwire.store.operations.group_request import BlockRequest
+from kvwire.store.placement import BlockState, Placement, Placing
 from kvwire.store.threads import TURN_BYTES
 from kvwire.store.tier_stack import TierStack
 
@@ -63,6 +64,8 @@ class Operation(ABC):
         self._quarantined = False
         self._requests = requests
         self._reasons: list[str] = [""]
+        # What each reason means for a verb.
+        self._states: list[BlockState] = [BlockState.DONE]
         self._codes: dict[BlockRequest, Codes] = {}
         # Of a get, the first tier below that has not been asked for each block.
         self._next: dict[BlockRequest, Ids] = {}
@@ -140,6 +143,14 @@ class Operation(ABC):
         here: Bits = self._codes[request] == _LANDED
         return here
 
+    def placement(self, request: BlockRequest) -> Placement:
+        """Return what became of a request's blocks, as a verb reports it."""
+        codes = self._codes[request]
+        placing = Placing(codes.size, BlockState.DONE)
+        for code, reason in enumerate(self._reasons[1:], 1):
+            placing.rule(codes == code, self._states[code], reason)
+        return placing.end()
+
     @property
     def age_s(self) -> float:
         """The seconds since the call."""
@@ -177,10 +188,17 @@ class Operation(ABC):
 
     # --- for the two directions -------------------------------------------------------
 
-    def lost(self, request: BlockRequest, positions: Ids, reason: str) -> None:
-        """Record that these blocks do not land, and why."""
+    def lost(
+        self,
+        request: BlockRequest,
+        positions: Ids,
+        reason: str,
+        state: BlockState = BlockState.DEFERRED,
+    ) -> None:
+        """Record that these blocks do not land, why, and what that means for a verb."""
         if reason not in self._reasons:
             self._reasons.append(reason)
+            self._states.append(state)
         self._codes[request][positions] = self._reasons.index(reason)
 
     def lacking(self, request: BlockRequest, reason: str) -> Ids:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from time import monotonic, time
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from kvwire.store.index import Keys, as_keys, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.group_request import BlockRequest
-from kvwire.store.tier_stack import TierStack
+from kvwire.store.placement import BlockState
+from kvwire.store.tier_stack import NOT_THERE, TierStack
 from kvwire.store.tiers.base import (
     LANDED,
     MISSING,
@@ -28,8 +29,11 @@ from kvwire.store.tiers.base import (
 )
 
 _ALL: Final = slice(None)
-NOT_THERE: Final = "it is not in the store"
 
+_STATES: Final = {
+    BlockResult.MISSING: BlockState.MISSING,
+    BlockResult.DAMAGED: BlockState.MISSING,
+}
 # Other namespaces that are looked into to say why nothing was found.
 _NAMESPACES_TRIED: Final = 16
 _NO_KEYS: Final = as_keys(())
@@ -40,6 +44,8 @@ class GetOperation(Operation):
 
     verb = "get"
     side = PlanSide.CONSUMER
+    reads_in_place: ClassVar[bool] = True
+    """Whether blocks of a server of this host need not be in memory here."""
 
     def __init__(
         self,
@@ -115,7 +121,7 @@ class GetOperation(Operation):
             memory.index.pin(keys[here], slots[here])
             await self._hand_out(request, positions[here], slots[here], None)
             return here
-        tier = self.tiers.mapped
+        tier = self.tiers.mapped if self.reads_in_place else None
         if tier is not None and tier.mapped is not None and tier not in self._changed:
             here = await self._read_in_place(request, positions, tier, tier.mapped)
             if any_of(here):
@@ -140,7 +146,7 @@ class GetOperation(Operation):
         number, orders = await self.tiers.source(keys[which], first)
         if number == len(self.tiers.below):
             fresh = asked[self._codes[request][asked] == 0]
-            self.lost(request, fresh, NOT_THERE)
+            self.lost(request, fresh, NOT_THERE, BlockState.MISSING)
             self.settled(asked.size)
             here[which] = True
             return here
@@ -186,7 +192,7 @@ class GetOperation(Operation):
                 fields = ", ".join(request.namespace.differing(other))
                 why = f"{NOT_THERE} for this cache; it is for one with another {fields}"
                 if any_of(there):
-                    self.lost(request, positions[there], why)
+                    self.lost(request, positions[there], why, BlockState.MISSING)
 
     def absent(self, request: BlockRequest) -> Bits:
         """Return which blocks of a request are in no tier."""
@@ -251,7 +257,7 @@ class GetOperation(Operation):
         named = request.namespace.tenant
         tenant = self.tiers.tenants.number(named) if named else 0
         if why := memory.too_large(nbytes, tenant):
-            self.lost(request, positions, why)
+            self.lost(request, positions, why, BlockState.REFUSED)
             return positions[:0], positions
         taken = await memory.take(nbytes, positions.size, tenant)
         keys = request.keys[positions]
@@ -342,7 +348,8 @@ class GetOperation(Operation):
         }
         for result, reason in reasons.items():
             if any_of(results == result):
-                self.lost(request, positions[results == result], reason)
+                state = _STATES.get(result, BlockState.DEFERRED)
+                self.lost(request, positions[results == result], reason, state)
 
 
 def _moved(keys: Keys, namespace: Namespace) -> Keys:

@@ -70,6 +70,19 @@ class ImageRequest(BlockRequest):
         return self._images if all_of_them else self._images.selected(positions)
 
 
+class NamedRequest(BlockRequest):
+    """Blocks that stay in the store: no memory of a caller is involved."""
+
+    __slots__ = ()
+
+    def __init__(self, namespace: Namespace, keys: Keys) -> None:
+        super().__init__(namespace, keys, 0)
+
+    def fragments(self, positions: Ids, order: int) -> Fragments:
+        """Raise: nobody copies them."""
+        raise AssertionError("blocks that stay in the store have no other memory")
+
+
 class GroupRequest(BlockRequest):
     """The blocks of one group in a put or a get. Immutable."""
 

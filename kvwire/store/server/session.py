@@ -51,6 +51,7 @@ from kvwire.store.namespace import Namespace, of_tenant
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import ImageRequest
 from kvwire.store.operations.put import NO_SLOTS, PutOperation
+from kvwire.store.placement import Verb, VerbKind
 from kvwire.store.server.messages import (
     TAG,
     VERSIONS,
@@ -466,9 +467,16 @@ class ClientSession:
                     deleted = await self._delete(request)
                     return StoreDone(request.number, deleted=deleted)
                 case Pin():
+                    # Of clients that are older than verbs.
                     keys = request.names.keys_of(self._tenant)
-                    pinned = await self._tiers.pin(keys, pinned=request.pinned)
-                    results = np.where(pinned, LANDED, MISSING)
+                    kind = VerbKind.PIN if request.pinned else VerbKind.UNPIN
+                    done = np.zeros(keys.size, np.bool_)
+                    for which, namespace in self._tiers.by_namespace(keys):
+                        part = await self._tiers.apply(
+                            Verb(kind), namespace, keys[which]
+                        )
+                        done[which] = part.done
+                    results = np.where(done, LANDED, MISSING)
                     return StoreDone.of(request.number, results)
         except (OSError, UsageError) as exc:
             return StoreDone(request.number, reason=sayable(error_text(exc)))

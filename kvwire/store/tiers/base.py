@@ -67,6 +67,13 @@ from kvwire.store.limits import (
     STORE_TOUCHES_MAX,
 )
 from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.placement import (
+    BlockState,
+    Placement,
+    Placing,
+    Verb,
+    VerbKind,
+)
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
@@ -192,7 +199,8 @@ class TenantUse(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         used_bytes: Bytes of its blocks.
         quota_bytes: The limit of ``used_bytes``; 0 if there is none of its own.
-        pinned_bytes: Bytes of its pinned blocks.
+        pinned_bytes: Bytes of its blocks that are pinned, or retained with more than
+            the usual priority.
         evicted_blocks: Blocks of it that were evicted, for its own or other blocks.
     """
 
@@ -216,9 +224,11 @@ class TenantStats(msgspec.Struct, kw_only=True):
 
 def uses_of(index: Index) -> tuple[TenantUse, ...]:
     """Return each tenant's use of an index's tier, by the tenant's number."""
+    index.end_late()
     quotas = index.shares.quota_bytes
     bounded = np.where(quotas == STORE_TIER_BYTES_MAX, 0, quotas)
-    columns = (index.used_bytes, bounded, index.kept_bytes, index.evicted_blocks)
+    pinned = index.kept_bytes + index.retained_bytes
+    columns = (index.used_bytes, bounded, pinned, index.evicted_blocks)
     return tuple(map(TenantUse, *(column.tolist() for column in columns)))
 
 
@@ -262,7 +272,7 @@ class Tier(ABC):
     """Keep blocks below memory. A subclass moves them there and back.
 
     This class finishes each write or read and counts its results. The defaults suit a
-    tier whose blocks another program keeps: uses are not reported, nothing is pinned,
+    tier whose blocks another program keeps: uses are not reported, verbs are refused,
     and durability after a write is that program's decision.
 
     Attributes:
@@ -274,6 +284,7 @@ class Tier(ABC):
         asks: Whether ``find`` and ``holds`` need a round trip at the moment.
         at_once_bytes: Images of up to this many bytes are copied in one turn of the
             loop, and not touched in any other.
+        owned: Whether this store alone has its blocks, and may give some of them up.
         lossy: The codec by which it keeps blocks, if that loses bits; or empty.
         mapped: Its blocks, if they can be read in place at the moment.
     """
@@ -282,6 +293,7 @@ class Tier(ABC):
     reason: str = ""
     asks: bool = False
     at_once_bytes: int = 0
+    owned: bool = False
     lossy: str = ""
     mapped: HostBlocks | None = None
 
@@ -414,15 +426,34 @@ class Tier(ABC):
         Cancel safety: safe, it may be called again.
         """
 
-    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """Pin blocks against eviction, or unpin them; each key is given once.
+    async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
+        """Carry out a verb on blocks of a namespace; each key is given once.
+
+        A tier gets only what concerns its own blocks. ``DEMOTE`` asks it to let go of
+        blocks that a tier below it has by now; it keeps those that are in use or
+        pinned.
 
         Returns:
-            Which are pinned now: those that are here, within their tenant's limit.
+            What became of each block. This class locates blocks, and refuses the rest.
 
         Cancel safety: safe, it may be called again.
         """
-        return np.zeros(keys.size, np.bool_)
+        here = await self.find(keys) != ABSENT
+        placing = Placing(keys.size)
+        if self.reason:
+            placing.rule(~here, BlockState.DEFERRED, f"{self.name}: {self.reason}")
+        if verb.kind is VerbKind.LOCATE:
+            placing.held[self.name] = here
+        if verb.kind in (VerbKind.LOCATE, VerbKind.PREFETCH):
+            placing.rule(here, BlockState.DONE)
+        else:
+            why = f"{self.name} cannot {verb.name} blocks"
+            placing.rule(here, BlockState.REFUSED, why)
+        return placing.end()
+
+    def node(self, name: str) -> Tier | None:
+        """Return the tier of one of its nodes; None if it has no node of this name."""
+        return None
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
         """Return each tenant's use by number; empty if tenants have no bounds."""

@@ -37,6 +37,13 @@ from kvwire.store.eviction import EVICTIONS
 from kvwire.store.images import Sums, image_sums, images_in, named_sums, views_of
 from kvwire.store.index import Index, Keys, Orders, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
+from kvwire.store.placement import (
+    BlockState,
+    Placement,
+    Placing,
+    Verb,
+    VerbKind,
+)
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import (
@@ -76,6 +83,7 @@ class DiskTier(CodedTier):
 
     durable = True
     slotted = True
+    owned = True
     at_once_bytes = _AT_ONCE_BYTES
 
     def __init__(
@@ -293,20 +301,16 @@ class DiskTier(CodedTier):
         coming = self._in_flight.of_namespace(digest)
         await self.delete(np.concatenate((coming, self.known(digest))))
 
-    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """Pin blocks, on the disk as well; if the disk fails, none is pinned."""
-        slots = self._index.find(keys)
-        kept = self._index.pin_named(keys, pinned=pinned)
-        told = kept if pinned else slots >= 0
-        write = partial(self._rows.pin, keys[told], slots[told], pinned=pinned)
-        try:
-            async with self._writing:
-                await self._threads.run(write)
-        except _ERRORS as exc:
-            self._failed("pinning", exc)
-            self._index.pin_named(keys, pinned=False)
-            kept[:] = False
-        return kept
+    async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
+        """See Tier. Pins are on the disk too; if that fails, nothing is pinned."""
+        match verb.kind:
+            case VerbKind.PIN | VerbKind.UNPIN:
+                return await self._pin(verb, keys)
+            case VerbKind.RETAIN:
+                return self._index.apply(verb, keys)
+            case VerbKind.DEMOTE:
+                return self._let_go(keys)
+        return await super().apply(verb, namespace, keys)
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
         return uses_of(self._index)
@@ -357,6 +361,39 @@ class DiskTier(CodedTier):
                 self._threads.close()
 
     # --- on the loop ------------------------------------------------------------------
+
+    async def _pin(self, verb: Verb, keys: Keys) -> Placement:
+        """Pin or unpin blocks, in the index on the disk as well."""
+        placement = self._index.apply(verb, keys)
+        done = placement.done
+        slots = self._index.find(keys[done])
+        ends = self._index.ends(slots) if verb.kind is VerbKind.PIN else None
+        try:
+            async with self._writing:
+                await self._threads.run(
+                    partial(self._rows.pin, keys[done], slots, ends)
+                )
+        except _ERRORS as exc:
+            self._failed("pinning", exc)
+            self._index.apply(Verb(VerbKind.UNPIN), keys)
+            placing = Placing(keys.size)
+            placing.rule(done, BlockState.DEFERRED, f"{self.name}: {self.error}")
+            return placing.end()
+        return placement
+
+    def _let_go(self, keys: Keys) -> Placement:
+        """Evict blocks now, unless they are in use or pinned."""
+        placing = Placing(keys.size)
+        slots = self._index.find(keys)
+        here = (slots >= 0).nonzero()[0]
+        named = keys[here], slots[here]
+        self._index.pin(*named)
+        gone = self._index.drop(*named, evicted=True)
+        placing.rule(here[gone], BlockState.DONE)
+        placing.rule(
+            here[~gone], BlockState.DEFERRED, f"{self.name}: it is in use or pinned"
+        )
+        return placing.end()
 
     async def _look(self, namespace: Namespace, keys: Keys) -> Bits:
         """Wait for running writes of these blocks; return which are held.
@@ -516,8 +553,10 @@ class DiskTier(CodedTier):
                 owners[mine],
                 born[mine],
             )
-        pinned = np.isin(rows.slots, self._rows.pins())
-        self._index.keep(rows.keys[pinned], rows.slots[pinned])
+        slots, ends = self._rows.pins()
+        for until in np.unique(ends).tolist():
+            pinned = np.isin(rows.slots, slots[ends == until])
+            self._index.keep(rows.keys[pinned], rows.slots[pinned], until)
         self._index.trim()
 
     def _owners(self, keys: Keys) -> Ids:

@@ -12,6 +12,7 @@ that were being overwritten, so each image is verified before it is trusted.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,7 @@ from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import NAME_CHARS_MAX
 from kvwire.store.images import Sums
-from kvwire.store.index import Keys, Orders, as_keys
+from kvwire.store.index import Keys, Orders, Times, as_keys
 from kvwire.store.limits import (
     STORE_HASH_BYTES_MAX,
     STORE_NAMESPACES_MAX,
@@ -59,8 +60,21 @@ _TABLES: Final = (
     "CREATE TABLE pins (slot INTEGER PRIMARY KEY, serial INTEGER NOT NULL)",
     f"PRAGMA user_version={FORMAT}",
 )
+# Made when a directory is opened: a kvwire that does not know it pins without an end.
+_ENDS: Final = """CREATE TABLE IF NOT EXISTS timed_pins (
+    slot INTEGER PRIMARY KEY, serial INTEGER NOT NULL, until REAL NOT NULL
+)"""
 _PIN: Final = """
     INSERT OR REPLACE INTO pins SELECT slot, serial FROM blocks WHERE slot=? AND key=?
+"""
+_PIN_UNTIL: Final = """
+    INSERT OR REPLACE INTO timed_pins SELECT slot, serial, ?3 FROM blocks
+    WHERE slot=?1 AND key=?2
+"""
+_PINS: Final = """
+    SELECT slot, 9e999 FROM pins NATURAL JOIN blocks
+    UNION ALL SELECT slot, until FROM timed_pins NATURAL JOIN blocks
+    WHERE typeof(until) = 'real'
 """
 # To SQLite, a text is more than any number: whoever is between two of them is one.
 _ROWS: Final = """
@@ -193,20 +207,25 @@ class DiskIndex:
                 ((some.start, some.stop) for some in slots),
             )
 
-    def pin(self, keys: Keys, slots: Ids, *, pinned: bool) -> None:
-        """Mark the rows of some blocks as pinned, or no longer pinned."""
+    def pin(self, keys: Keys, slots: Ids, ends: Times | None) -> None:
+        """Mark the rows of some blocks as pinned until their ends, or not if None."""
+        listed = slots.tolist()
         with self._transaction():
-            if pinned:
-                named = zip(slots.tolist(), keys.tolist(), strict=True)
-                self._db.executemany(_PIN, named)
-            else:
-                delete = "DELETE FROM pins WHERE slot=?"
-                self._db.executemany(delete, ((slot,) for slot in slots.tolist()))
+            for table in ("pins", "timed_pins"):
+                delete = f"DELETE FROM {table} WHERE slot=?"  # noqa: S608 - of two names
+                self._db.executemany(delete, ((slot,) for slot in listed))
+            if ends is not None:
+                named = list(zip(listed, keys.tolist(), ends.tolist(), strict=True))
+                for_ever = [row[:2] for row in named if row[2] == math.inf]
+                self._db.executemany(_PIN, for_ever)
+                timed = [row for row in named if row[2] < math.inf]
+                self._db.executemany(_PIN_UNTIL, timed)
 
-    def pins(self) -> Ids:
-        """Return the slots whose rows are pinned."""
-        found = self._db.execute("SELECT slot FROM pins NATURAL JOIN blocks")
-        return np.fromiter((slot for (slot,) in found), np.int64)
+    def pins(self) -> tuple[Ids, Times]:
+        """Return the slots whose rows are pinned, and until when."""
+        found = self._db.execute(_PINS).fetchall()
+        slots = np.fromiter((slot for slot, _ in found), np.int64, len(found))
+        return slots, np.fromiter((end for _, end in found), np.float64, len(found))
 
     def sync(self) -> None:
         """Return once all rows survive a power cut."""
@@ -233,6 +252,7 @@ class DiskIndex:
             self._db.execute(f"PRAGMA {setting}")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version == FORMAT:
+            self._db.execute(_ENDS)
             return
         if version or self._db.execute("SELECT 1 FROM sqlite_master").fetchall():
             raise UsageError(
@@ -240,7 +260,7 @@ class DiskIndex:
                 f"give another directory, or delete this one"
             )
         with self._transaction(synced=True):
-            for statement in _TABLES:
+            for statement in (*_TABLES, _ENDS):
                 self._db.execute(statement)
             self._db.execute("INSERT INTO tier VALUES (?, 1)", (slab_bytes,))
 

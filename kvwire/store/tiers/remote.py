@@ -20,7 +20,7 @@ import kvwire
 from kvwire.aio import run_to_completion, start_task
 from kvwire.config import Config
 from kvwire.errors import ConnectionLost, KVWireError, UsageError, error_text
-from kvwire.kv.blocks import Bits, Ids, any_of
+from kvwire.kv.blocks import Ids, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX
 from kvwire.memory.copy import copy
@@ -37,6 +37,13 @@ from kvwire.store.limits import (
     STORE_TOUCHES_S,
 )
 from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
+from kvwire.store.placement import (
+    BlockState,
+    Placement,
+    Placing,
+    Verb,
+    VerbKind,
+)
 from kvwire.store.server.client import ActiveConnection, StoreClient
 from kvwire.store.server.messages import (
     Delete,
@@ -179,15 +186,21 @@ class RemoteTier(Tier):
     async def delete_namespace(self, digest: bytes) -> None:
         await self._asked_for(Delete, None, digest)
 
-    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """Pin blocks; none is pinned if the server cannot be reached."""
-        kept = np.zeros(keys.size, np.bool_)
+    async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
+        """See Tier."""
+        pins = verb.kind is VerbKind.PIN and not verb.ttl_s
+        if not (pins or verb.kind is VerbKind.UNPIN):
+            return await super().apply(verb, namespace, keys)
+        placing = Placing(keys.size)
         for which in _by_width(keys):
-            with suppress(OSError):
-                done = await self._asked_for(Pin, Names.of(keys[which]), pinned)
-                if done.table.size == which.size:
-                    kept[which] = done.table == LANDED
-        return kept
+            try:
+                done = await self._asked_for(Pin, Names.of(keys[which]), pins)
+            except OSError as exc:
+                placing.rule(which, BlockState.DEFERRED, str(exc))
+                continue
+            if done.table.size == which.size:
+                placing.rule(which[done.table == LANDED], BlockState.DONE)
+        return placing.end()
 
     def namespaces(self) -> Iterable[Namespace]:
         active = self._client.active

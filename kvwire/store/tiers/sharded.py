@@ -32,7 +32,7 @@ from kvwire.aio import end_task, gather_all, run_to_completion, start_task
 from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
 from kvwire.directory.registry import open_directory
 from kvwire.errors import KVWireError, UsageError, error_text, without_password
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Ids
 from kvwire.store.address import TierAddress
 from kvwire.store.index import Keys, Orders
 from kvwire.store.limits import (
@@ -41,10 +41,13 @@ from kvwire.store.limits import (
     STORE_TIMEOUT_S_MAX,
 )
 from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.placement import BlockState, Placement, Placing, Verb
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 from kvwire.store.tiers.remote import OPTIONS, RemoteTier, client_config
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
+
+_ALL: Final = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +166,23 @@ class ShardedTier(Tier):
     async def delete_namespace(self, digest: bytes) -> None:
         await self._everywhere(lambda tier: tier.delete_namespace(digest))
 
-    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        kept = np.zeros(keys.size, np.bool_)
-        for done in await gather_all(
-            *(node.tier.pin(keys, pinned=pinned) for node in self._asked())
+    async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
+        """Ask every node: earlier nodes may have placed blocks there."""
+        placing = Placing(keys.size)
+        nodes = self._asked()
+        if self.reason:
+            placing.rule(_ALL, BlockState.DEFERRED, self.reason)
+        for part in await gather_all(
+            *(node.tier.apply(verb, namespace, keys) for node in nodes)
         ):
-            kept |= done
-        return kept
+            placing.better(part)
+        return placing.end()
+
+    def node(self, name: str) -> Tier | None:
+        for node in self._asked():
+            if name in (node.name, node.address):
+                return node.tier
+        return None
 
     def namespaces(self) -> Iterable[Namespace]:
         return [one for node in self._asked() for one in node.tier.namespaces()]

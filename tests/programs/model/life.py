@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 
 import kvwire.store.tiers.disk
+from kvwire.kv.blocks import Bits
 from kvwire.store.address import TierAddress
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import ABSENT
+from kvwire.store.placement import VerbKind
 from kvwire.store.store import BlockStore
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.disk import DiskTier
@@ -103,6 +105,8 @@ class Life:
         self.shadow = shadow
         self._tier: DiskTier | None = None
         self._store: BlockStore | None = None
+        # Blocks whose pins end by themselves.
+        self.timed: set[Block] = set()
 
     async def open(self) -> None:
         address = TierAddress.parse(f"disk:{self.directory}?{self.room.disk}")
@@ -190,18 +194,69 @@ class Life:
         await self._store.delete(hashes, cache.paged, tenant=tenant)
         self.shadow.deleted.update(blocks)
 
-    async def pin(self, blocks: Sequence[Block], *, pinned: bool) -> None:
-        """Pin blocks on the disk as far as that goes, or no more."""
+    async def apply(self, verb: VerbKind, blocks: Sequence[Block], ttl_s: int) -> None:
+        """Carry out a verb on blocks; what it reports has to be what is there."""
+        assert self._store is not None
         assert self._tier is not None
+        before, evicted = set(self.shadow.sure), self._evicted
+        unpinned = self.shadow.pinned - set(blocks)
+        if verb in (VerbKind.PIN, VerbKind.UNPIN):
+            # Until it has returned they may be pinned or not.
+            self.shadow.pinned = unpinned
+        call = getattr(self._store, verb.name.lower())
+        options: dict[str, object] = {}
+        if verb in (VerbKind.PIN, VerbKind.RETAIN):
+            options["ttl_s"] = ttl_s or None
+        if verb is VerbKind.RETAIN:
+            options["priority"] = 80
+        if verb is VerbKind.PREFETCH:
+            options["tier"] = "memory"
+        hashes, cache = [one.hash for one in blocks], Cache.empty(blocks[0].kind, 1)
+        tenant = tenant_of(blocks[0].kind)
+        told = await call(hashes, cache.paged, tenant=tenant, **options)
         keys = as_keys(block.key for block in blocks)
-        self.shadow.pinned.difference_update(blocks)
-        kept = await self._tier.pin(keys, pinned=pinned)
-        self.shadow.pinned.update(b for b, k in zip(blocks, kept, strict=True) if k)
+        memory, disk = inside.tiers(self._store).memory.index, self._tier._index
+        slots = memory.find(keys), disk.find(keys)
+        here, below = slots[0] >= 0, slots[1] >= 0
+        kept = [
+            (at >= 0) & index._kept[at]
+            for at, index in zip(slots, (memory, disk), strict=True)
+        ]
+        right = {
+            VerbKind.LOCATE: here | below,
+            VerbKind.PREFETCH: here,
+            VerbKind.DEMOTE: below & ~here,
+            VerbKind.PIN: kept[0] | kept[1],
+            VerbKind.UNPIN: ~(kept[0] | kept[1]),
+            VerbKind.RETAIN: here | below,
+        }[verb]
+        if (wrong := told.done & ~right).any():
+            raise Wrong(f"{verb.name}: done, and not so: {self._named(blocks, wrong)}")
+        if verb is VerbKind.LOCATE and list(map(list, told.held.values())) != [
+            list(here),
+            list(below),
+        ]:
+            raise Wrong("a block is located elsewhere than it is")
+        if verb is VerbKind.PIN:
+            sure = zip(blocks, kept[1], strict=True)
+            self.shadow.pinned |= {block for block, pinned in sure if pinned}
+            self.timed -= set(blocks)
+            self.timed |= set(blocks) if ttl_s else set()
+        self._check_present(before, evicted)
+        lost = self.shadow.sure & set(self._named(blocks, told.missing))
+        if len(lost) > self._evicted - evicted:
+            raise Wrong(f"{verb.name}: acknowledged, and missing: {sorted(lost)[:5]}")
+
+    @staticmethod
+    def _named(blocks: Sequence[Block], which: Bits) -> list[Block]:
+        return [block for block, one in zip(blocks, which, strict=True) if one]
 
     def age(self) -> None:
         """Let so much time pass that what a tenant has is too old."""
         late = {block for block in self.shadow.tried if tenant_of(block.kind) == "b"}
         CLOCK.ahead_s += TTL_S
+        # A pin with an end is over by now.
+        self.shadow.pinned -= self.timed
         self.shadow.forget(late)
         self.shadow.deleted |= late
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from kvwire.errors import UsageError
+from kvwire.store.placement import VerbKind
 from tests.programs.model.faults import ERRORS, POINTS, Plan, copied
 from tests.programs.model.kinds import Block
 from tests.programs.model.life import TTL_S, Life, Room, Shadow, Wrong
@@ -102,8 +103,10 @@ class Round:
         draw = self._draw.random()
         if self.life.room.tenants and self._draw.random() < 0.3:
             await self._with_event(self._manage)
-        elif draw < 0.6:
+        elif draw < 0.5:
             await self._with_event(self._put)
+        elif draw < 0.65:
+            await self._with_event(self._verb)
         elif draw < 0.9:
             await self._get()
         elif draw < 0.95 and "damage" in self._events:
@@ -154,7 +157,7 @@ class Round:
 
     async def _manage(self) -> None:
         """Delete, pin or unpin some blocks, or let them grow too old."""
-        what = self._draw.choice(("deleted", "pinned", "pinned", "unpinned", "aged"))
+        what = self._draw.choice(("deleted", "verbs", "verbs", "verbs", "aged"))
         self.counts[what] += 1
         if what == "aged":
             self.life.age()
@@ -162,7 +165,14 @@ class Round:
             with suppress(OSError):
                 await self.life.delete(self._blocks())
         else:
-            await self.life.pin(self._blocks(), pinned=what == "pinned")
+            await self._verb()
+
+    async def _verb(self) -> None:
+        """Move, protect or look for some blocks, as one of the verbs does."""
+        verbs = [verb for verb in VerbKind if verb is not VerbKind.MOVE]
+        verb = self._draw.choice(verbs)
+        self.counts[verb.name.lower()] += 1
+        await self.life.apply(verb, self._blocks(), self._draw.choice((0, TTL_S // 2)))
 
     async def _damage(self) -> None:
         if self.life.shadow.sure:

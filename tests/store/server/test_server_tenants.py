@@ -64,7 +64,7 @@ async def test_one_tenant_neither_finds_gets_deletes_nor_pins_anothers(
         assert set(got.missing.reasons) == {"it is not in the store"}
         await y.delete(A, have.cache)
         await y.delete_all(have.cache)
-        assert await y.pin(A, have.cache) == 0
+        assert (await y.pin(A, have.cache)).prefix == 0
         # The same hashes with other bytes are its own.
         assert (await y.put(A, other.cache, range(4))).complete
     for who, cache in (("x", have), ("y", other)):
@@ -72,7 +72,7 @@ async def test_one_tenant_neither_finds_gets_deletes_nor_pins_anothers(
             target = Filled()
             assert (await again.get(A, target.cache, range(4))).complete
             assert (target.tokens([0, 1, 2, 3]) == cache.tokens([0, 1, 2, 3])).all()
-            assert await again.pin(A, cache.cache) == 4
+            assert (await again.pin(A, cache.cache)).prefix == 4
             assert shop.store.tenant_stats()[who].tiers["memory:128KiB"].pinned_bytes
             await again.unpin(A, cache.cache)
             await again.delete(A[3:], cache.cache)

@@ -1,0 +1,268 @@
+"""The verbs of a store, and what became of each block that one of them named.
+
+A verb moves, protects or looks for blocks and copies no byte into a cache: see
+:class:`~kvwire.store.management.StoreManagement`, which has one method for each. All
+end with a :class:`Placement`. A verb never fails for some of its blocks: each block has
+a state of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.kv.blocks import Bits, Codes, Ids, all_of, any_of
+
+BlockStates: TypeAlias = npt.NDArray[np.uint8]
+
+
+class BlockState(enum.IntEnum):
+    """What became of a block that a verb named, the best first."""
+
+    DONE = 0
+    """It is as the verb wants it."""
+    CLIPPED = 1
+    """It is beyond what may be pinned, retained or moved."""
+    DEFERRED = 2
+    """It could not be done now; the same call may succeed later."""
+    REFUSED = 3
+    """Its tier or server cannot do that."""
+    MISSING = 4
+    """It is not in the store, or its bytes are damaged."""
+
+
+class VerbKind(enum.IntEnum):
+    """The verbs; numbers are on the wire."""
+
+    LOCATE = 0
+    PREFETCH = 1
+    DEMOTE = 2
+    PIN = 3
+    UNPIN = 4
+    RETAIN = 5
+    MOVE = 6
+
+
+PRIORITY: Final = 50
+"""The priority of a block that nobody retains."""
+PRIORITY_MAX: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb and its arguments.
+
+    Attributes:
+        kind: Which verb it is.
+        place: The tier of a prefetch or demote, or the node or server of a move; ""
+            for the one that suggests itself.
+        ttl_s: How many seconds a pin or retention lasts; 0 for no end.
+        priority: The priority of a retention.
+        keep: Whether a move leaves the blocks where they were as well.
+    """
+
+    kind: VerbKind
+    place: str = ""
+    ttl_s: float = 0.0
+    priority: int = PRIORITY
+    keep: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the verb's name, as users write it."""
+        return self.kind.name.lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What became of each block that a verb named, and which places have it.
+
+    Blocks are in the order of the call; those of a grouped cache are joined in the
+    order of its groups, see :meth:`of_group`.
+
+    Attributes:
+        states: The state of each block, a :class:`BlockState`.
+        held: Of a ``locate``: which blocks each tier, node or engine has, by its name.
+        reasons: The reasons why some blocks are not done, each once.
+        codes: For each block the position of its reason in ``reasons``, plus 1; 0 for
+            none.
+        groups: The blocks of each cache group.
+    """
+
+    states: BlockStates
+    held: Mapping[str, Bits] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+    codes: Codes
+    groups: Mapping[str, slice] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return self.states.size
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        return f"<Placement of {len(self)} blocks: {counts or 'none'}>"
+
+    @property
+    def done(self) -> Bits:
+        """Which blocks are as the verb wants them."""
+        them: Bits = self.states == BlockState.DONE
+        return them
+
+    @property
+    def clipped(self) -> Bits:
+        """Which blocks are beyond a tenant's bound."""
+        them: Bits = self.states == BlockState.CLIPPED
+        return them
+
+    @property
+    def deferred(self) -> Bits:
+        """Which blocks the same call may succeed for later."""
+        them: Bits = self.states == BlockState.DEFERRED
+        return them
+
+    @property
+    def refused(self) -> Bits:
+        """Which blocks are where this cannot be done."""
+        them: Bits = self.states == BlockState.REFUSED
+        return them
+
+    @property
+    def missing(self) -> Bits:
+        """Which blocks are not in the store."""
+        them: Bits = self.states == BlockState.MISSING
+        return them
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block is done."""
+        return not any_of(self.states)
+
+    @property
+    def prefix(self) -> int:
+        """The number of leading blocks that are done; of one group."""
+        return leading(self.done)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many blocks are in each state, by its name in small letters."""
+        counts = np.bincount(self.states, minlength=len(BlockState)).tolist()
+        return {one.name.lower(): counts[one] for one in BlockState if counts[one]}
+
+    def reason(self, position: int) -> str:
+        """Return why a block is not done, or ""."""
+        code = int(self.codes[position])
+        return self.reasons[code - 1] if code else ""
+
+    def of_group(self, name: str) -> Placement:
+        """Return the placement of one cache group's blocks."""
+        return self.selected(self.groups[name])
+
+    def selected(self, which: slice | Ids | Bits) -> Placement:
+        """Return the placement of some blocks, without groups."""
+        held = {name: bits[which] for name, bits in self.held.items()}
+        return Placement(
+            states=self.states[which],
+            held=held,
+            reasons=self.reasons,
+            codes=self.codes[which],
+        )
+
+
+class Placing:
+    """A placement that is being made: each block begins as ``state``, with a reason."""
+
+    def __init__(
+        self, count: int, state: BlockState = BlockState.MISSING, reason: str = ""
+    ) -> None:
+        self.states: BlockStates = np.full(count, state, np.uint8)
+        self.codes: Codes = np.zeros(count, np.uint16)
+        self.held: dict[str, Bits] = {}
+        self._reasons: dict[str, int] = {}
+        if reason and count:
+            self.codes[:] = self._code(reason)
+
+    def rule(
+        self, which: slice | Ids | Bits, state: BlockState, reason: str = ""
+    ) -> None:
+        """Set the state of some blocks, and the reason for it."""
+        self.states[which] = state
+        self.codes[which] = self._code(reason)
+
+    def better(self, other: Placement) -> None:
+        """Take the states of a placement of the same blocks where they are better."""
+        self._take(np.arange(self.states.size), other, other.states < self.states)
+
+    def worse(self, other: Placement) -> None:
+        """Take the states of a placement of the same blocks where they are worse."""
+        self._take(np.arange(self.states.size), other, other.states > self.states)
+
+    def place(self, which: slice | Ids, other: Placement) -> None:
+        """Take everything from a placement of some of the blocks."""
+        mine = np.arange(self.states.size)[which]
+        self._take(mine, other, np.ones(mine.size, np.bool_))
+
+    def end(self, groups: Mapping[str, slice] | None = None) -> Placement:
+        """Return the placement, with the reasons that blocks have."""
+        texts = ("", *self._reasons)
+        used, codes = np.unique(np.append(0, self.codes), return_inverse=True)
+        return Placement(
+            states=self.states,
+            held=self.held,
+            reasons=tuple(texts[code] for code in used[1:].tolist()),
+            codes=codes[1:].astype(np.uint16),
+            groups=groups or {},
+        )
+
+    def _take(self, mine: Ids, other: Placement, taken: Bits) -> None:
+        table = np.array([0, *map(self._code, other.reasons)], np.uint16)
+        self.states[mine[taken]] = other.states[taken]
+        self.codes[mine[taken]] = table[other.codes[taken]]
+        for name, bits in other.held.items():
+            held = self.held.setdefault(name, np.zeros(self.states.size, np.bool_))
+            held[mine[bits]] = True
+
+    def _code(self, reason: str) -> int:
+        if not reason:
+            return 0
+        return self._reasons.setdefault(reason, len(self._reasons) + 1)
+
+
+def leading(there: Bits) -> int:
+    """Return how many leading blocks are there."""
+    return there.size if there.all() else int(there.argmin())
+
+
+def all_placed(count: int, state: BlockState, reason: str = "") -> Placement:
+    """Return a placement in which each block has one state."""
+    return Placing(count, state, reason).end()
+
+
+def joined(parts: Mapping[str, Placement]) -> Placement:
+    """Return the placement of all groups of a call."""
+    placing = Placing(sum(map(len, parts.values())))
+    groups: dict[str, slice] = {}
+    first = 0
+    for name, part in parts.items():
+        groups[name] = slice(first, first + len(part))
+        placing.place(groups[name], part)
+        first += len(part)
+    return placing.end(groups)
+
+
+def of_shards(parts: Sequence[Placement]) -> Placement:
+    """Return the placement of blocks that have a part in each of several namespaces.
+
+    The worst state of a block's parts counts. A namespace that has none of the blocks
+    is another model's, and is left out.
+    """
+    mine = [part for part in parts if not all_of(part.missing)] or parts[:1]
+    placing = Placing(len(mine[0]), BlockState.DONE)
+    for part in mine:
+        placing.worse(part)
+    return placing.end()
