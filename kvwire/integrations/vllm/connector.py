@@ -25,7 +25,6 @@ from kvwire.integrations.vllm.identity import (
 from kvwire.integrations.vllm.plugin import register
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
-from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
 from kvwire.integrations.vllm.worker import WorkerSide
 from kvwire.limits import NAME_CHARS_MAX
 
@@ -150,7 +149,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         # vLLM calls this in the process of either side.
         side = self._worker if hasattr(self, "_worker") else self._scheduler
         observed = side.take_observed()
-        return KvwireStats(data=observed) if observed else None
+        return self._stats_class(data=observed) if observed else None
 
     # --- both -------------------------------------------------------------------------
 
@@ -164,22 +163,6 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings, _ = read_settings(extra, {})
         return settings.layout or None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        return KvwireStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> Any:
-        return KvwirePromMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues
-        )
 
 
 def _without_halves(settings: VllmSettings, parallel: Any) -> VllmSettings:

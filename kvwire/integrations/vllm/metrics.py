@@ -33,6 +33,12 @@ REASONS: Final = {
     "unpublished": "the other engine has no such prompt, or has it no longer",
     "missing": "blocks of it did not arrive",
 }
+# Observations of the store connector: per save, or per step for `behind_blocks`.
+STORE_FIELDS: Final = {
+    "save_s": "Seconds from the step that filled blocks until the store had them.",
+    "behind_blocks": "Blocks that are filled and not stored yet.",
+    "skipped_blocks": "Blocks of a request that were not saved: the store is slow.",
+}
 # Sizes and times double, from one small block and from the finest time a loop resolves.
 BUCKETS: Final = {
     "bytes": tuple(float(2**power) for power in range(16, 36, 2)),
@@ -41,28 +47,33 @@ BUCKETS: Final = {
 }
 
 
+def observe(into: Observed, name: str, value: float) -> None:
+    """Record one observation."""
+    into.setdefault(name, []).append(float(value))  # collected after each step
+
+
 def observe_sent(into: Observed, nbytes: Iterable[int]) -> None:
     """Record the bytes of each transfer of a prompt."""
     for one in nbytes:
-        _add(into, "sent_bytes", one)
+        observe(into, "sent_bytes", one)
 
 
 def observe_unmoved(into: Observed, reason: str) -> None:
     """Record a prompt whose KV did not move, or only in part; see :data:`REASONS`."""
-    _add(into, reason, 1)
+    observe(into, reason, 1)
 
 
 def observe_received(
     into: Observed, outcomes: Sequence[Outcome], missing: int, reason: str = ""
 ) -> None:
     """Record a prompt that was fetched, or why it was not."""
-    _add(into, "missing_blocks", missing)
+    observe(into, "missing_blocks", missing)
     if reason:
         observe_unmoved(into, reason)
     for outcome in outcomes:
-        _add(into, "received_bytes", outcome.nbytes)
-        _add(into, "wait_s", outcome.timings.queue_s)
-        _add(into, "wire_s", outcome.timings.wire_s)
+        observe(into, "received_bytes", outcome.nbytes)
+        observe(into, "wait_s", outcome.timings.queue_s)
+        observe(into, "wire_s", outcome.timings.wire_s)
 
 
 def added(
@@ -71,8 +82,7 @@ def added(
     """Join the observations of two workers, or of two steps."""
     return {
         name: [*first.get(name, ()), *second.get(name, ())]
-        for name in (*FIELDS, *REASONS)
-        if name in first or name in second
+        for name in first.keys() | second.keys()
     }
 
 
@@ -94,10 +104,20 @@ def summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
     return found | {name: count for name, count in unmoved.items() if count}
 
 
+def store_summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
+    """Return the store connector's figures for one line of a log."""
+    saved = observed.get("save_s", [])
+    found: dict[str, int | float] = {
+        "saves": len(saved),
+        "most blocks behind": int(max(observed.get("behind_blocks", []), default=0)),
+        "blocks not saved": int(sum(observed.get("skipped_blocks", []))),
+    }
+    if saved:
+        found["median save_s"] = round(statistics.median(saved), 4)
+        found["longest save_s"] = round(max(saved), 4)
+    return found
+
+
 def buckets(name: str) -> tuple[float, ...]:
     """Return the histogram buckets of a field."""
     return BUCKETS[name.rpartition("_")[2]]
-
-
-def _add(into: Observed, name: str, value: float) -> None:
-    into.setdefault(name, []).append(float(value))  # collected after each step

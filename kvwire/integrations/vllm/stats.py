@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import kvwire
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.metrics import (
     FIELDS,
     REASONS,
+    STORE_FIELDS,
     Observed,
     added,
     buckets,
+    store_summary,
     summary,
 )
 
@@ -29,7 +32,7 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
         self.data = {}
 
     def aggregate(self, other: KvwireStats) -> KvwireStats:
-        return KvwireStats(data=added(self.data, other.data))
+        return type(self)(data=added(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
         return summary(self.data)
@@ -38,11 +41,17 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
         return not any(self.data.values())
 
 
-class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[misc]
-    """The transfers' figures for Prometheus: ``vllm:kvwire_wire_s`` etc.
+class KvwireStoreStats(KvwireStats):
+    """Likewise, of the store connector."""
 
-    All of them exist from an engine's start, so a proxy sees that it has the connector.
-    """
+    def reduce(self) -> dict[str, int | float]:
+        return store_summary(self.data)
+
+
+class ConnectorHistograms(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[misc]
+    """A histogram for each of a connector's fields: ``vllm:kvwire_wire_s`` etc."""
+
+    _fields: ClassVar[Mapping[str, str]]
 
     def __init__(
         self,
@@ -55,7 +64,7 @@ class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[mi
         self._histograms: dict[int, dict[str, Any]] = {
             engine: {} for engine in per_engine_labelvalues
         }
-        for name, text in FIELDS.items():
+        for name, text in self._fields.items():
             histogram = metric_types[prometheus_client.Histogram](
                 name=f"vllm:kvwire_{name}",
                 documentation=text,
@@ -64,6 +73,30 @@ class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[mi
             )
             for engine, values in per_engine_labelvalues.items():
                 self._histograms[engine][name] = histogram.labels(*values)
+
+    def observe(self, transfer_stats_data: Observed, engine_idx: int = 0) -> None:
+        histograms = self._histograms[engine_idx]
+        for name in self._fields.keys() & transfer_stats_data.keys():
+            for value in transfer_stats_data[name]:
+                histograms[name].observe(value)
+
+
+class KvwirePromMetrics(ConnectorHistograms):
+    """The transfers' figures for Prometheus.
+
+    All of them exist from an engine's start, so a proxy sees that it has the connector.
+    """
+
+    _fields = FIELDS
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         unmoved = metric_types[prometheus_client.Counter](
             name="vllm:kvwire_unmoved_prompts",
             documentation="Prompts whose KV did not move, or only in part, by reason.",
@@ -84,9 +117,13 @@ class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[mi
             }
 
     def observe(self, transfer_stats_data: Observed, engine_idx: int = 0) -> None:
-        for name, values in transfer_stats_data.items():
-            if name in REASONS:
-                self._unmoved[engine_idx][name].inc(len(values))
-                continue
-            for value in values:
-                self._histograms[engine_idx][name].observe(value)
+        super().observe(transfer_stats_data, engine_idx)
+        for reason in REASONS.keys() & transfer_stats_data.keys():
+            count = len(transfer_stats_data[reason])
+            self._unmoved[engine_idx][reason].inc(count)
+
+
+class KvwireStorePromMetrics(ConnectorHistograms):
+    """The saves' figures for Prometheus."""
+
+    _fields = STORE_FIELDS

@@ -21,6 +21,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         write: When a save is complete: see :meth:`kvwire.BlockStore.open`.
         fingerprint: Names the weights, including a draft model's; "" for a name derived
             from the files' content.
+        save_hold_s: How long an ended request's blocks are held for a slow store.
         lookup_timeout_s: After this the store counts as lacking a prompt.
         untested_vllm: Start with a release of vLLM that kvwire was not tested with.
     """
@@ -28,6 +29,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     tiers: Annotated[tuple[str, ...], Meta(min_length=1)] = ("memory:1GiB",)
     write: Write = "through"
     fingerprint: str = ""
+    save_hold_s: Seconds = 2.0
     lookup_timeout_s: Seconds = 5.0
     untested_vllm: bool = False
 

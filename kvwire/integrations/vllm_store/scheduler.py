@@ -46,8 +46,12 @@ class StoreStep:
     """The metadata that the workers need for one step."""
 
     loads: list[NamedBlocks] = field(default_factory=list)  # blocks to load
-    # Blocks that are written when the step's forward pass is over.
+    # Blocks to save that earlier passes have written.
+    written: list[NamedBlocks] = field(default_factory=list)
+    # Blocks to save that are written when the step's forward pass is over.
     saves: list[NamedBlocks] = field(default_factory=list)
+    # Whether the store was cleared, so that blocks that still wait are not saved.
+    forgotten: bool = False
     # Requests whose blocks may be overwritten in this step.
     fenced: set[str] = field(default_factory=set)
     # Requests that have ended; workers report when their blocks have drained.
@@ -141,6 +145,7 @@ class StoreScheduler:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.ids = []
+                tracked.saved = 0  # a worker may not have begun to save some of them
                 tracked.busy = False
             step.fenced.add(request_id)
         step.idle = not output.num_scheduled_tokens
@@ -168,6 +173,7 @@ class StoreScheduler:
 
     def forgotten(self) -> None:
         """Stop saving running requests, since the store was just cleared."""
+        self._step.forgotten = True
         for tracked in self._requests.values():
             tracked.asked = None
             if tracked.ids:
@@ -215,20 +221,34 @@ class StoreScheduler:
     def _scheduled(self, step: StoreStep, one: ScheduledRequest) -> None:
         """Add the blocks that one request of a step completes."""
         tracked = self._requests[one.id]
+        size = self._block_tokens
         if one.new:
             tracked.ids = []
+        first = not tracked.ids
+        if first:
+            # What could not be loaded is computed now, and saved again.
+            tracked.saved = min(tracked.saved, one.computed // size)
         if one.tables is not None:
             tracked.ids += one.tables[0]
         # A pass may be scheduled before the tokens of the previous one are known.
         known = min(one.stop, len(tracked.request.all_token_ids))
-        full = min(known // self._block_tokens, len(tracked.ids))
+        full = min(known // size, len(tracked.ids))
         if full <= tracked.saved:
             return
         hashes = self._hashes(tracked, full)
         full = len(hashes)
         if full <= tracked.saved:
             return
-        part = slice(tracked.saved, full)
-        step.saves.append(NamedBlocks(one.id, hashes[part], tracked.ids[part]))
+        # Some are written already: their last token became known after its pass was
+        # scheduled. Not so at first: another request may compute what vLLM's cache
+        # gave to this one in this very pass.
+        written = tracked.saved if first else one.computed // size
+        early = min(max(tracked.saved, written), full)
+        for saves, part in (
+            (step.written, slice(tracked.saved, early)),
+            (step.saves, slice(early, full)),
+        ):
+            if part.start < part.stop:
+                saves.append(NamedBlocks(one.id, hashes[part], tracked.ids[part]))
         tracked.saved = full
         tracked.busy = True

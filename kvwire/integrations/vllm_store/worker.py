@@ -1,30 +1,35 @@
 """A worker's side: its store, and the blocks that go there and come back.
 
 Blocks are saved when a forward pass has written them, and loaded before a prompt is
-scheduled. No block is reported as free before the store has released it.
+scheduled. No block is reported as free before the store has released it. How far saves
+may be behind is decided in :mod:`kvwire.integrations.vllm_store.saving`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvwire import Communicator, PagedCache
 from kvwire.errors import KVWireError, error_text
 from kvwire.integrations.pages import Unsaved, open_store, require_room
 from kvwire.integrations.vllm.caches import CacheShape, layer_caches
+from kvwire.integrations.vllm.metrics import Observed
 from kvwire.integrations.vllm.worker import IDLE_WAIT_S
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import answer
+from kvwire.integrations.vllm_store.saving import SaveQueue, Saving
 from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
 from kvwire.store.store import access_to
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 T = TypeVar("T")
+# The part of the store's memory whose blocks may be under way to the tiers below.
+_UNDER_WAY: Final = 4
 
 
 class StoreWorker:
@@ -41,7 +46,10 @@ class StoreWorker:
         self._file = file
         tiers = settings.tiers_of(self._rank, shapes[0].ranks)
         self._engine, self._store = open_store("vllm-store", tiers, settings.write)
-        self._devices = access_to(self._store).devices
+        access = access_to(self._store)
+        self._devices = access.devices
+        self._memory_bytes = access.tiers.memory.counts.size_bytes
+        self._hold_s = settings.save_hold_s
         address = self._engine.listen("127.0.0.1:0")
         file.unlink(missing_ok=True)
         file.write_text(str(address))
@@ -50,10 +58,9 @@ class StoreWorker:
         )
         self._cache: PagedCache | None = None
         self._step = StoreStep()
-        self._saves: dict[str, list[Future[None]]] = {}
+        self._saves = SaveQueue(self._put, 1, self._hold_s)
         # By request, the ids of the blocks that were not loaded.
         self._loads: dict[str, Future[list[int]]] = {}
-        self._leaving: set[str] = set()
         self._errors: set[int] = set()
         self._unsaved = Unsaved()
         self._closed = False
@@ -62,18 +69,27 @@ class StoreWorker:
         """Register the caches of this worker."""
         self._cache = layer_caches(tensors, self._shapes).cache
         require_room(self._engine, self._store, self._cache)
+        groups = self._cache.groups.values()
+        block_bytes = sum(group.spec.block_bytes for group in groups)
+        most = max(1, self._memory_bytes // _UNDER_WAY // block_bytes)
+        self._saves = SaveQueue(self._put, most, self._hold_s)
         self._recorded()  # before vLLM captures graphs, since nothing may allocate then
         logger.info("rank %d: %r in %s", self._rank, self._store, self._cache)
 
     def fence(self, step: StoreStep) -> None:
         """Return when the store no longer touches blocks that a step may overwrite."""
         for request_id in step.fenced:
-            wait(self._saves.pop(request_id, ()))
+            self._saves.fence(request_id)
 
     def begin_step(self, step: StoreStep) -> None:
         """Begin a step whose metadata is known and whose KV is computed next."""
         self._step = step
-        self._leaving |= step.leaving
+        if step.forgotten:
+            self._saves.forget()
+        for request_id in step.leaving:
+            self._saves.leave(request_id)
+        if step.written:
+            self._saves.add(step.written)
 
     def start_loads(self) -> None:
         """Begin the loads of this step, without waiting."""
@@ -88,17 +104,14 @@ class StoreWorker:
         """Save the KV of the forward pass, which is over."""
         saves = self._step.saves
         self._step.saves = []
-        for named in saves:
-            self._saves.setdefault(named.request_id, []).append(self._put(named))
+        if saves:
+            self._saves.add(saves)
 
     def finished(self, _ended: Iterable[str] = ()) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks are free, and those that are loaded."""
         if self._step.idle:
-            self._wait_idle()
-        sent = {one for one in self._leaving if _over(self._saves.get(one, ()))}
-        self._leaving -= sent
-        for request_id in [one for one, saves in self._saves.items() if _over(saves)]:
-            del self._saves[request_id]
+            self._saves.wait_idle(self._loads.values(), IDLE_WAIT_S)
+        sent = self._saves.freed()
         received = {one for one, load in self._loads.items() if load.done()}
         for request_id in received:
             self._errors.update(self._loads.pop(request_id).result())
@@ -110,11 +123,19 @@ class StoreWorker:
         self._errors = set()
         return errors
 
+    def take_observed(self) -> Observed:
+        """Return the figures about saves since the last call."""
+        return self._saves.take_observed()
+
     def close(self) -> None:
-        """Close the store once running work is over. May be called repeatedly."""
+        """Close the store once running work is over. May be called repeatedly.
+
+        Saves that wait for their turn are begun for at most `save_hold_s`.
+        """
         if self._closed:
             return
         self._closed = True
+        self._saves.close()
         self._file.unlink(missing_ok=True)
         self._engine.start(lambda _: self._store.close()).result()
         self._engine.close()
@@ -183,30 +204,37 @@ class StoreWorker:
 
         return self._engine.start(run)
 
-    def _put(self, named: NamedBlocks) -> Future[None]:
-        """Begin to save blocks; the future is done when they are free."""
+    def _put(self, named: NamedBlocks) -> Saving:
+        """Begin to save blocks, behind this thread's queued work."""
         after = self._recorded()
         cache = self._cache
         assert cache is not None, "vLLM registers its caches first"
+        free: Future[None] = Future()
 
-        async def run(_: Communicator) -> None:
-            ids = self._of_groups(named.ids)
-            hashes = self._of_groups(named.hashes)
-            request = self._store.put(hashes, cache, ids, after=after)
-            await request.drained()
-            self._unsaved.note(request)
+        async def run(_: Communicator) -> list[int]:
+            lacking = list(range(len(named.ids)))
+            try:
+                ids = self._of_groups(named.ids)
+                hashes = self._of_groups(named.hashes)
+                request = self._store.put(hashes, cache, ids, after=after)
+                await request.drained()
+                free.set_result(None)
+                missing = (await request).missing
+                self._unsaved.note(request)
+                lost = set().union(
+                    *(missing.ids(name).tolist() for name in cache.groups)
+                )
+                lacking = [at for at in lacking if named.ids[at] in lost]
+            except Exception as exc:  # noqa: BLE001 - it would end vLLM's engine
+                logger.warning(
+                    "request %s: %d blocks were not saved: %s",
+                    named.request_id,
+                    len(lacking),
+                    error_text(exc),
+                )
+            finally:
+                if not free.done():
+                    free.set_result(None)
+            return lacking
 
-        return self._engine.start(run)
-
-    def _wait_idle(self) -> None:
-        """Give the interpreter to the copying thread until one operation is done."""
-        waiting: list[Future[Any]] = [*self._loads.values()]
-        for request_id in self._leaving:
-            waiting += self._saves.get(request_id, ())
-        waiting = [one for one in waiting if not one.done()]
-        if waiting:
-            wait(waiting, IDLE_WAIT_S, return_when=FIRST_COMPLETED)
-
-
-def _over(saves: Iterable[Future[None]]) -> bool:
-    return all(one.done() for one in saves)
+        return Saving(free, self._engine.start(run))

@@ -29,6 +29,7 @@ from tests.support.engines.proxies import (
     Decoder,
     Engines,
     Said,
+    StoppedDecoder,
     app,
     call,
     fleet_in_turns,
@@ -241,6 +242,29 @@ async def test_an_engine_that_dies_is_gone_on_for(
     seen = 3 if silent < 0 else 2
     assert [one["prompt"] for one in asked] == [[1, 2, 3, *whole()[:seen]]]
     assert "kv_transfer_params" not in asked[0]
+
+
+@KINDS
+async def test_an_engine_that_is_stopped_is_gone_on_for(kind: dict[str, Any]) -> None:
+    """It aborts its requests; their clients do not notice."""
+    first, second = StoppedDecoder(3), Decoder()
+    application, network = mover(d1=first, d2=second)
+    client = Client(application, **kind)
+    await client.read()
+    client.right()
+    asked = [body for host, body in network.asked if host == "d2"]
+    assert [one["prompt"] for one in asked] == [[1, 2, 3, *whole()[:3]]]
+    page = await call(application, "GET", "/metrics")
+    assert 'kvwire_proxy_moves_total{outcome="recovered"} 1.0' in page.text
+
+
+async def test_the_last_engine_that_is_stopped_says_so_to_its_client() -> None:
+    application, _ = mover(d1=StoppedDecoder(3), d2=refused)
+    client = Client(application)
+    await client.read()
+    assert client.done
+    (choice,) = client.events[-1]["choices"]
+    assert choice["finish_reason"] == "abort"
 
 
 async def test_a_source_that_dies_while_it_moves() -> None:

@@ -121,10 +121,42 @@ def test_answers_are_saved_once_their_tokens_are_known() -> None:
     later = Cached(["r"], [None], [11])
     assert side.step(Output({"r": 1}, scheduled_cached_reqs=later)).saves == []
     request._all_token_ids += [1, 2]
+    # An earlier pass has written it, so its save need not wait for this one.
     later = Cached(["r"], [([4],)], [12])
-    assert side.step(Output({"r": 1}, scheduled_cached_reqs=later)).saves == [
-        ("r", hashes_of(request)[2:3], [9])
-    ]
+    step = side.step(Output({"r": 1}, scheduled_cached_reqs=later))
+    assert step.written == [("r", hashes_of(request)[2:3], [9])]
+    assert step.saves == []
+
+
+def test_what_vllm_found_in_its_cache_is_saved_after_the_pass() -> None:
+    """Another request may compute it in the same pass, as vLLM shares its blocks."""
+    side, request, _ = matched(TOKENS, 0)
+    side.allocated(request, [[7, 8, 9]], 0)
+    step = side.step(first([7, 8, 9], 8, 2))
+    assert step.written == []
+    assert step.saves == [("r", hashes_of(request)[:2], [7, 8])]
+
+
+def test_what_was_not_loaded_is_saved_when_it_is_computed() -> None:
+    """vLLM goes back to the first block that was lost."""
+    side, request, _ = matched(TOKENS, 2)
+    side.allocated(request, [[7, 8, 9]], 8)
+    assert len(side.step(Output({})).loads) == 1
+    side.reported((), ["r"])
+    step = side.step(first([7, 8, 9], 4, 6))
+    assert step.saves == [("r", hashes_of(request)[1:2], [8])]
+
+
+def test_a_preempted_request_is_saved_from_its_beginning_again() -> None:
+    """A worker may not have begun to save its blocks before."""
+    side, request, _ = matched(TOKENS, 0)
+    side.allocated(request, [[7, 8, 9]], 0)
+    side.step(first([7, 8, 9], 0, 10))
+    side.step(Output({}, preempted_req_ids={"r"}))
+    again = Cached(["r"], [([3, 4, 5],)], [4])
+    step = side.step(Output({"r": 6}, scheduled_cached_reqs=again))
+    assert step.written == []
+    assert step.saves == [("r", hashes_of(request)[:2], [3, 4])]
 
 
 def test_blocks_are_freed_when_the_workers_say_so() -> None:
@@ -220,7 +252,10 @@ def test_what_was_computed_before_all_is_forgotten_does_not_come_back() -> None:
     side.step(first([7, 8, 9], 0, 4))
     side.forgotten()
     later = Cached(["r"], [None], [4])
-    assert not side.step(Output({"r": 6}, scheduled_cached_reqs=later)).saves
+    step = side.step(Output({"r": 6}, scheduled_cached_reqs=later))
+    assert step.forgotten
+    assert not step.saves
+    assert not side.step(Output({})).forgotten
     assert side.matched(waits, 0) == (None, False)  # the store is asked again
     store.asked[-1][1].set_result(0)
     assert side.matched(waits, 0) == (0, False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from tests.support.engines.fakes import (
     NAMES,
     SHAPE,
 )
+from tests.support.engines.store_server import StoreServer
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import eventually
 
@@ -91,7 +92,6 @@ def worker(folder: Path, **settings: Any) -> Iterator[Worker]:
 def test_another_worker_finds_what_one_has_saved(tmp_path: Path) -> None:
     with worker(tmp_path) as first:
         first.save()
-        assert len(first.side._saves["p"]) == 1
         assert first.freed()
     with worker(tmp_path) as second:
         second.load()
@@ -131,19 +131,108 @@ def test_a_fence_returns_when_the_store_has_let_go(tmp_path: Path) -> None:
         assert made.holds()
 
 
-def test_a_fence_waits_for_a_request_that_is_over_as_well(tmp_path: Path) -> None:
-    """Preempted as vLLM's cache was reset, and aborted before the next step."""
+def test_a_save_that_fails_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BackendUnavailable("the device does not work")
+
     with worker(tmp_path) as made:
-        save: Future[None] = Future()
-        made.side._saves["p"] = [save]
-        step = StoreStep(fenced={"p"}, leaving={"p"})
-        with ThreadPoolExecutor(1) as pool:
-            fence = pool.submit(made.side.fence, step)
-            waits = not wait([fence], 0.05).done
-            save.set_result(None)
-        assert waits
-        made.side.begin_step(step)
-        assert made.side.finished()[0] == {"p"}
+        with monkeypatch.context() as patched:
+            patched.setattr("kvwire.BlockStore.put", fail)
+            made.save()
+            assert made.freed()
+        made.load()
+        assert made.loaded()
+        assert made.side.take_errors() == set(INTO)
+
+
+def test_a_save_shows_how_long_it_took(tmp_path: Path) -> None:
+    with worker(tmp_path) as made:
+        made.save()
+        seen: dict[str, list[float]] = {}
+
+        def saved() -> bool:
+            made.side.finished()
+            for name, values in made.side.take_observed().items():
+                seen.setdefault(name, []).extend(values)
+            return "save_s" in seen
+
+        assert eventually(saved)
+        assert 0 < seen["save_s"][0] < 60
+        assert not made.side.take_observed()  # nothing is behind any more
+
+
+def many(request: str, steps: int = 20) -> list[NamedBlocks]:
+    """What steps of a request fill; memory of the test has room for few at once."""
+    size = 10 * BLOCK_TOKENS
+    return [
+        NamedBlocks(
+            request,
+            HashScheme(BLOCK_TOKENS).block_hashes(
+                list(range(step * size, (step + 1) * size)), salt=request.encode()
+            ),
+            list(range(10)),
+        )
+        for step in range(steps)
+    ]
+
+
+def test_a_server_that_stands_still_delays_no_step_and_holds_no_block(
+    tmp_path: Path,
+) -> None:
+    """When it goes on, what has waited with its request is saved."""
+    server = StoreServer(tmp_path)
+    tiers = ["memory:1MiB", f"kvwire://{server.address}?timeout=300"]
+    with worker(tmp_path, tiers=tiers, save_hold_s=0.2) as made:
+        server.pause()
+        try:
+            began = time.monotonic()
+            saves = many("runs") + many("ends") + many("preempted")
+            made.side.begin_step(StoreStep(saves=saves))
+            made.side.step_written()
+            made.side.fence(StoreStep(fenced={"preempted"}))
+            made.side.begin_step(StoreStep(leaving={"ends"}))
+            assert eventually(lambda: made.side.finished()[0] == {"ends"})
+            assert time.monotonic() - began < 60  # and not the tier's 300
+        finally:
+            server.pause(on=False)
+
+        def caught_up() -> bool:
+            made.side.finished()
+            return not made.side.take_observed()
+
+        assert eventually(caught_up)
+        with closing(Lookup([tmp_path / "a"], 60.0)) as lookup:
+            hashes = [one for named in many("runs") for one in named.hashes]
+            assert lookup.begin(hashes).result() == len(hashes)
+    with worker(tmp_path, tiers=tiers) as another:
+        ids = list(range(3))
+        wanted = NamedBlocks("d", many("runs")[-1].hashes[-3:], ids)
+        another.side.begin_step(StoreStep(loads=[wanted]))
+        another.side.start_loads()
+        assert another.loaded()
+        assert not another.side.take_errors()
+    server.kill()
+
+
+def test_what_a_server_missed_is_saved_when_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = StoreServer(tmp_path)
+    tiers = ["memory:1MiB", f"kvwire://{server.address}"]
+    with worker(tmp_path, tiers=tiers) as made:
+        server.kill()
+        made.save()
+        assert eventually(lambda: "blocks are not saved" in caplog.text)
+        server.restart()
+
+        def saved() -> bool:
+            made.side.finished()
+            return server.blocks() == len(HASHES)
+
+        assert eventually(saved)
+    server.kill()
 
 
 def test_layers_of_several_shapes_in_one_table(tmp_path: Path) -> None:

@@ -56,10 +56,18 @@ class Stream:
     chat: bool = False
     prompt: list[int] = field(default_factory=list)
 
-    def read(self, url: str, ids: list[int], at: int, then: Callable[[], None]) -> None:
+    def read(
+        self,
+        url: str,
+        ids: list[int],
+        at: int,
+        then: Callable[[], None],
+        tokens: int = TOKENS,
+        **more: Any,
+    ) -> None:
         """Read it all; do something, in a thread of its own, at a token."""
-        path, body = asking(ids, chat=self.chat)
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        path, body = asking(ids, tokens, chat=self.chat)
+        body |= {"stream": True, "stream_options": {"include_usage": True}, **more}
         doing = threading.Thread(target=then)
         with httpx.stream(
             "POST", url + path, json=body, timeout=ANSWERS_WITHIN_S

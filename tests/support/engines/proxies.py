@@ -419,6 +419,22 @@ class Decoder:
         yield f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode()
 
 
+class StoppedDecoder(Decoder):
+    """One that aborts its requests, as vLLM does at SIGTERM, behind so many tokens."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps, dies=True)
+
+    async def parts(self, body: dict[str, Any]) -> AsyncGenerator[bytes]:
+        try:
+            async for part in super().parts(body):
+                yield part
+        except aiohttp.ClientError:
+            text = {"delta": {"content": ""}} if "messages" in body else {"text": ""}
+            said = {"id": "cmpl", "choices": [{"finish_reason": "abort", **text}]}
+            yield f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode()
+
+
 class Client:
     def __init__(self, application: ProxyApp, **more: Any) -> None:
         self.parts = streamed(application, **{"max_tokens": COUNT} | more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
@@ -32,6 +33,12 @@ class StoreServer:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def pause(self, *, on: bool = True) -> None:
+        """Have it stand still, or go on."""
+        running = self._process.running
+        assert running is not None
+        running.send_signal(signal.SIGSTOP if on else signal.SIGCONT)
 
     def restart(self) -> None:
         """Kill it, and start it again on what is on its disk."""

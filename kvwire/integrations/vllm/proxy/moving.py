@@ -10,10 +10,11 @@
     hand over     the first part of that answer is here, and the engine is stopped
 
 Until the hand-over nothing is given up: if any step fails, the engine's stream is read
-on from where it stopped. When an engine dies, the target computes all tokens again. No
-token is lost or repeated, because the target's prompt is exactly the tokens that the
-client has, by their ids. That is why a chat continues as a completion, whose events are
-translated to those of a chat for the client.
+on from where it stopped. An engine may also die, or be stopped and abort its requests.
+Then the target computes all tokens again that its store lacks. No token is lost or
+repeated, because the target's prompt is exactly the tokens that the client has, by
+their ids. That is why a chat continues as a completion, whose events are translated to
+those of a chat for the client.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ _DONE: Final = frozenset(
     ("truncate_prompt_tokens", "truncation_side", "request_id", *_OF_CHATS)
 )
 _ENDED: Final = "it has ended"
+# The reason that vLLM gives for the end of an answer when it is stopped.
+_ABORT: Final = "abort"
 _PARSED: Final = "its engine parses the answer"
 _OF_ANSWER: Final = ("id", "object", "created", "model")
 # Fields of an answer's usage that are about the prompt's tokens.
@@ -256,6 +259,7 @@ class MovableStream:
 
     async def _relayed(self) -> AsyncGenerator[Event]:
         while True:
+            event = None
             try:
                 event = await self._next()
                 if event is None:
@@ -263,9 +267,13 @@ class MovableStream:
                 with reading(self._asked.decode):
                     passed = self._take(event)
             except EngineFailed as exc:
-                if self._over or not await self._recovered(exc):
+                if not self._over and await self._recovered(exc):
+                    continue
+                if event is None or not isinstance(exc, _Aborted):
                     raise
-                continue
+                # No other engine goes on, so the client gets this engine's end.
+                self._over = True
+                passed = self._take(event)
             for one in passed:
                 yield one
             if passed and self._order is not None and not self._over:
@@ -300,8 +308,11 @@ class MovableStream:
         if "error" in said:
             why = f"it reports {said['error']}"[:_QUOTED_CHARS]
             raise EngineFailed(self._asked.decode, why)
-        complete = not said.get("choices")
-        for choice in said.get("choices", ()):
+        choices = said.get("choices", ())
+        if not self._over and any(c.get("finish_reason") == _ABORT for c in choices):
+            raise _Aborted(self._asked.decode, "it was stopped")
+        complete = not choices
+        for choice in choices:
             self._take_ids(said, choice)
             self._over = self._over or choice.get("finish_reason") is not None
             complete = self._translate(choice) or complete or self._over
@@ -454,6 +465,10 @@ class MovableStream:
         self._over = True
         if self._order is not None and not self._order[1].done():
             self._order[1].set_result(_ENDED)
+
+
+class _Aborted(EngineFailed):
+    """Report an engine that ends its answers because it was asked to stop."""
 
 
 async def _written(events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:

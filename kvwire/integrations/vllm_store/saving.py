@@ -1,0 +1,262 @@
+"""A worker's saves: blocks on their way to the store, with a bound on its backlog.
+
+::
+
+    waiting     its request keeps the block anyway, so this costs nothing
+    under way   the store copies the block to its memory, then to the tiers below; at
+                most a quarter of that memory is under way, so that a copy never waits
+                for room, whatever a tier below does
+    again       a tier below failed to take it; it is put once more while its request
+                runs, after a pause. A stored chain without it would end there
+    skipped     its request was preempted, or ended `hold_s` ago; the log names it
+
+So a slow store delays no step and no other request: a preempted request's blocks are
+free after a copy, and an ended one's after `hold_s` at most.
+
+Everything here runs on the worker's thread; futures come from the store's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from kvwire.integrations.vllm.metrics import Observed, observe
+from kvwire.integrations.vllm_store.scheduler import NamedBlocks
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+# Before blocks are put again; doubled each time, since a server may stay away.
+_PAUSE_S: Final = 1.0
+_PAUSE_S_MAX: Final = 30.0
+
+
+class Saving(NamedTuple):
+    """A put of the store."""
+
+    free: Future[None]  # done when nothing reads the blocks any more
+    over: Future[list[int]]  # positions of the blocks that the store lacks
+
+
+Put = Callable[[NamedBlocks], Saving]
+"""Begins to save blocks that are written."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """What is saved of one request."""
+
+    id: str
+    waiting: deque[tuple[NamedBlocks, float]] = field(default_factory=deque)
+    again: list[NamedBlocks] = field(default_factory=list)
+    reading: list[Future[None]] = field(default_factory=list)
+    until: float = 0.0  # when it is skipped; 0 while it runs
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing reads its blocks, or is going to."""
+        return not self.waiting and all(one.done() for one in self.reading)
+
+
+@dataclass(slots=True, eq=False)
+class _Under:
+    """Blocks under way."""
+
+    request: _Request
+    named: NamedBlocks
+    filled: float  # when their step was over
+    saving: Saving
+
+
+class SaveQueue:
+    """Save blocks as they fill.
+
+    Args:
+        put: See :data:`Put`.
+        blocks_max: How many blocks are under way at once.
+        hold_s: How long an ended request's blocks wait for their turn.
+    """
+
+    def __init__(self, put: Put, blocks_max: int, hold_s: float) -> None:
+        self._put = put
+        self._blocks_max = blocks_max
+        self._hold_s = hold_s
+        self._requests: dict[str, _Request] = {}
+        self._waiting: dict[_Request, None] = {}  # those with waiting blocks, in order
+        self._under: list[_Under] = []
+        self._leaving: dict[_Request, None] = {}
+        self._failing: dict[_Request, None] = {}  # those with blocks to put again
+        self._again_at = 0.0
+        self._pause_s = _PAUSE_S
+        self._observed: Observed = {}
+
+    @property
+    def behind(self) -> int:
+        """How many blocks are filled and not stored."""
+        waiting = sum(
+            len(named.ids) for one in self._waiting for named, _ in one.waiting
+        )
+        again = sum(len(named.ids) for one in self._failing for named in one.again)
+        return waiting + again + self._blocks_under
+
+    def add(self, saves: Iterable[NamedBlocks]) -> None:
+        """Save blocks that are written, as far as others leave room for them."""
+        now = time.monotonic()
+        for named in saves:
+            one = self._requests.get(named.request_id)
+            if one is None:
+                one = self._requests[named.request_id] = _Request(named.request_id)
+            one.waiting.append((named, now))
+            self._waiting[one] = None
+        self._begin(now)
+
+    def fence(self, request_id: str) -> None:
+        """Return when nothing reads a preempted request's blocks any more."""
+        one = self._requests.get(request_id)
+        if one is not None:
+            self._skip(one, "its request was preempted")
+            wait(one.reading)
+            if one not in self._leaving:
+                del self._requests[request_id]
+
+    def leave(self, request_id: str) -> None:
+        """Note that a request has ended: its blocks are held for saving alone now."""
+        one = self._requests.setdefault(request_id, _Request(request_id))
+        # They are in the store's memory, from where a tier takes them when it can.
+        one.again = []
+        self._failing.pop(one, None)
+        one.until = time.monotonic() + self._hold_s
+        self._leaving[one] = None
+
+    def freed(self) -> set[str]:
+        """Return the ended requests whose blocks are free, each once."""
+        now = time.monotonic()
+        if self._under:
+            self._collect(now)
+        if self._waiting or self._failing:
+            self._begin(now)
+        freed: set[str] = set()
+        for one in [*self._leaving]:
+            if now >= one.until and one.waiting:
+                self._skip(one, f"the store is {self.behind} blocks behind")
+            if one.is_free:
+                del self._leaving[one], self._requests[one.id]
+                freed.add(one.id)
+        return freed
+
+    def forget(self) -> None:
+        """Drop what is not under way, since the store was cleared of such blocks."""
+        for one in [*self._waiting, *self._failing]:
+            one.waiting.clear()
+            one.again.clear()
+        self._waiting.clear()
+        self._failing.clear()
+
+    def wait_idle(self, others: Iterable[Future[Any]], timeout_s: float) -> None:
+        """Give the interpreter to the store until something is over."""
+        waiting: list[Future[Any]] = [
+            *others,
+            *(f for one in self._leaving for f in one.reading),
+        ]
+        if any(one.waiting for one in self._leaving):
+            waiting += [one.saving.over for one in self._under]
+        waiting = [one for one in waiting if not one.done()]
+        if waiting:
+            wait(waiting, timeout_s, return_when=FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """Save what waits, for at most as long as an ended request is held."""
+        until = time.monotonic() + self._hold_s
+        while self._waiting and (left := until - time.monotonic()) > 0:
+            self._begin(time.monotonic())
+            overs = [one.saving.over for one in self._under]
+            wait(overs, left, return_when=FIRST_COMPLETED)
+            self._collect(time.monotonic())
+        for one in [*self._waiting]:
+            self._skip(one, f"the store is {self.behind} blocks behind")
+        wait([one.saving.free for one in self._under])
+
+    def take_observed(self) -> Observed:
+        """Return the observations since the last call; see `metrics.STORE_FIELDS`."""
+        if self._waiting or self._under or self._failing:
+            observe(self._observed, "behind_blocks", self.behind)
+        observed = self._observed
+        self._observed = {}
+        return observed
+
+    # --- inside -----------------------------------------------------------------------
+
+    @property
+    def _blocks_under(self) -> int:
+        return sum(len(one.named.ids) for one in self._under)
+
+    def _begin(self, now: float) -> None:
+        """Begin to save as many blocks as may be under way."""
+        room = self._blocks_max - self._blocks_under
+        if self._failing and now >= self._again_at:
+            for one in [*self._failing]:
+                one.waiting.extendleft((named, now) for named in reversed(one.again))
+                one.again = []
+                self._waiting[one] = None
+            self._failing.clear()
+        while self._waiting and room > 0:
+            one = next(iter(self._waiting))
+            del self._waiting[one]
+            named, filled = one.waiting.popleft()
+            if len(named.ids) > room:
+                one.waiting.appendleft((_part(named, slice(room, None)), filled))
+                named = _part(named, slice(room))
+            if one.waiting:
+                self._waiting[one] = None  # after all others
+            room -= len(named.ids)
+            saving = self._put(named)
+            one.reading.append(saving.free)
+            self._under.append(_Under(one, named, filled, saving))
+
+    def _collect(self, now: float) -> None:
+        """Take the results of puts that are over."""
+        over = [one for one in self._under if one.saving.over.done()]
+        if not over:
+            return
+        self._under = [one for one in self._under if one not in over]
+        for one in over:
+            request = one.request
+            request.reading = [f for f in request.reading if not f.done()]
+            lacking = one.saving.over.result()
+            if not lacking:
+                self._pause_s = _PAUSE_S
+                observe(self._observed, "save_s", now - one.filled)
+            elif self._requests.get(request.id) is request and not request.until:
+                named = one.named
+                if not self._failing:
+                    self._again_at = now + self._pause_s
+                    self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
+                self._failing[request] = None
+                hashes = [named.hashes[at] for at in lacking]
+                ids = [named.ids[at] for at in lacking]
+                request.again.append(NamedBlocks(request.id, hashes, ids))
+            else:
+                observe(self._observed, "skipped_blocks", len(lacking))
+
+    def _skip(self, one: _Request, why: str) -> None:
+        """Give up what waits of a request."""
+        again = sum(len(named.ids) for named in one.again)
+        skipped = again + sum(len(named.ids) for named, _ in one.waiting)
+        one.waiting.clear()
+        one.again = []
+        self._waiting.pop(one, None)
+        self._failing.pop(one, None)
+        if skipped:
+            observe(self._observed, "skipped_blocks", skipped)
+            logger.warning(
+                "request %s: %d blocks are not saved: %s", one.id, skipped, why
+            )
+
+
+def _part(named: NamedBlocks, part: slice) -> NamedBlocks:
+    return NamedBlocks(named.request_id, named.hashes[part], named.ids[part])
