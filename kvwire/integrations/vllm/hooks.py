@@ -74,9 +74,9 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
     process.
     """
 
-    #: How vLLM collects what a worker observes, and shows it to Prometheus.
-    stats: ClassVar[type[KvwireStats]] = KvwireStats
-    prom_metrics: ClassVar[type[ConnectorHistograms]] = KvwirePromMetrics
+    # How vLLM collects what a worker observes, and shows it to Prometheus.
+    _stats_class: ClassVar[type[KvwireStats]] = KvwireStats
+    _prom_class: ClassVar[type[ConnectorHistograms]] = KvwirePromMetrics
 
     _scheduler: S
     _worker: W
@@ -155,11 +155,11 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
     def get_kv_connector_stats(self) -> Any:
         # vLLM also calls this in a process that has only a scheduler.
         observed = self._worker.take_observed() if hasattr(self, "_worker") else None
-        return self.stats(data=observed) if observed else None
+        return self._stats_class(data=observed) if observed else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        return cls.stats(data=data or {})
+        return cls._stats_class(data=data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -169,7 +169,7 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        return cls.prom_metrics(
+        return cls._prom_class(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
 

