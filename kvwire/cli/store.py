@@ -7,6 +7,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -25,6 +26,7 @@ from kvwire.store.tiers.base import TenantUse
 from kvwire.types import in_bytes, read_bytes
 
 app: App = App(name="store")
+app.command("kvwire.cli.replay:replay", name="replay")
 
 _TIER_COLUMNS: Final = ("blocks", "used", "of", "read", "written", "evicted", "failed")
 _TENANT_COLUMNS: Final = ("used", "of", "pinned", "evicted", "hits", "misses")
@@ -46,6 +48,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     directory: str = "",
     label: list[str] | None = None,
     advertise: str = "",
+    record: str = "",
 ) -> None:
     """Serve a store to other processes, which open it as the tier kvwire://HOST:PORT.
 
@@ -72,6 +75,8 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         label: A label for selectors: --label pool=a, several times. The label `node`
             names a node whose address changes.
         advertise: The host, or HOST:PORT, that others dial.
+        record: Record which blocks are asked for, in a new file of this directory:
+            --record 'traces?size=1GiB'; `kvwire store replay` reads it.
     """
     settings: dict[str, Any] = {"config": config, "read_only": read_only}
     if psk_file is not None:
@@ -84,7 +89,8 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     elif label or advertise:
         raise UsageError("--label and --advertise are for a --directory")
     tenants = tenant or []
-    _run(_serve(listen, tier, write, metrics, tenants, settings), listen)
+    opening = kvwire.BlockStore.open(tier, write=write, tenants=tenants, record=record)
+    _run(_serve(listen, tier, opening, metrics, settings), listen)
 
 
 @app.command
@@ -178,9 +184,8 @@ def _run(work: Any, address: str) -> Any:
 async def _serve(
     listen: str,
     tiers: list[str],
-    write: Literal["through", "back"],
+    opening: AbstractAsyncContextManager[kvwire.BlockStore],
     metrics: str,
-    tenants: list[str],
     settings: dict[str, Any],
 ) -> None:
     stop = asyncio.Event()
@@ -188,7 +193,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with (
-        kvwire.BlockStore.open(tiers, write=write, tenants=tenants) as store,
+        opening as store,
         kvwire.StoreServer(store, listen, **settings) as server,
     ):
         # Not wrapped: scripts read the port from it.

@@ -108,6 +108,7 @@ class Index:
         used_bytes: Bytes of the slots of each tenant.
         kept_bytes: Bytes of each tenant's kept slots.
         retained_bytes: Bytes of each tenant's slots of more than the usual priority.
+        now: Returns the time in seconds, by which blocks expire.
         unnamed: Collects the slots that have lost their names; None to collect none.
         shared: Tells other processes of this host which slot has which block; None if
             there is none.
@@ -121,7 +122,6 @@ class Index:
         "_lane",
         "_looked_at",
         "_newest",
-        "_now",
         "_orders",
         "_owner",
         "_protected",
@@ -134,6 +134,7 @@ class Index:
         "evicted_blocks",
         "kept_bytes",
         "retained_bytes",
+        "now",
         "shared",
         "shares",
         "slabs",
@@ -176,7 +177,7 @@ class Index:
         self._used_at = np.zeros(slabs.slots, np.int64)
         self._newest = np.zeros(len(slabs), np.int64)
         self._clock = 0
-        self._now = clock
+        self.now: Callable[[], float] = clock
         self._looked_at = 0.0
 
     def __len__(self) -> int:
@@ -272,7 +273,7 @@ class Index:
         """Give taken slots their keys. They stay pinned by their users."""
         if orders is not None:
             self._orders[slots] = orders
-        self._born[slots] = self._now() if born is None else born
+        self._born[slots] = self.now() if born is None else born
         self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
         if self.shared is not None:
             self.shared.add(keys, slots, self._orders[slots])
@@ -540,7 +541,7 @@ class Index:
     def end_late(self) -> None:
         """End the pins and retentions whose time is over."""
         if self._protected.next < math.inf and self._protected.next <= (
-            now := self._now()
+            now := self.now()
         ):
             for kind, keys, slots in self._protected.late(now):
                 (self.unkeep if kind == KEPT else self._unretain)(keys, slots)
@@ -562,7 +563,7 @@ class Index:
         placing = Placing(keys.size)
         here = (slots >= 0).nonzero()[0]
         named = IndexedSlots(keys[here], slots[here])
-        until = self._now() + verb.ttl_s if verb.ttl_s else math.inf
+        until = self.now() + verb.ttl_s if verb.ttl_s else math.inf
         done = np.ones(here.size, np.bool_)
         match verb.kind:
             case VerbKind.PIN:
@@ -648,12 +649,12 @@ class Index:
         """Return which slots hold a block past its tenant's time to live."""
         born = self._born[slots]
         ttl_s = self.shares.ttl_s[self._owner[slots]]
-        late: Bits = (born > 0) & (ttl_s > 0) & (born + ttl_s <= self._now())
+        late: Bits = (born > 0) & (ttl_s > 0) & (born + ttl_s <= self.now())
         return late
 
     def _delete_late(self) -> bool:
         """Delete expired blocks, at most once a second; return whether any were."""
-        now = self._now()
+        now = self.now()
         if abs(now - self._looked_at) < _LOOKS_APART_S:
             return False
         self._looked_at = now

@@ -94,6 +94,10 @@ STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
 # Blocks that are read in place are reported so long after the first of them: a server
 # with room for the puts of some seconds evicts none of them before.
 STORE_TOUCHES_S: Final = 0.2
+# Of all recordings in one directory: 10 bytes for each block that is asked for.
+STORE_RECORD_BYTES: Final = 1 * GIB
+# Matches whose get has not been recorded: an engine has so many prompts waiting.
+STORE_RECORD_CHAINS: Final = 256
 # Pauses between two looks whether a server's memory is mapped, the first and the last.
 STORE_LOOK_S: Final = 0.01
 STORE_LOOK_S_MAX: Final = 10.0

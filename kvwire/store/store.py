@@ -53,6 +53,7 @@ from kvwire.store.operations.group_request import (
 )
 from kvwire.store.operations.put import PutOperation
 from kvwire.store.placement import leading
+from kvwire.store.recorder import Recorder
 from kvwire.store.request import StoreRequest
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import TURN_BYTES, Threads
@@ -83,6 +84,7 @@ class BlockStore(StoreManagement):
         below: Sequence[Tier],
         write: Write,
         tenants: Tenants | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         memory.require("slab", "evict", "populate")
         nbytes = memory.size(memory.place)
@@ -100,6 +102,7 @@ class BlockStore(StoreManagement):
             tenants=tenants,
             name=self._name,
         )
+        self._tiers.recorder = recorder
         self._live: dict[asyncio.Future[Any], Operation] = {}
         self._calls = set()
         # Closes the servers of this store.
@@ -120,6 +123,7 @@ class BlockStore(StoreManagement):
         *,
         write: Write = "through",
         tenants: Sequence[str] = (),
+        record: str = "",
     ) -> OpeningStore:
         """Open a store: ``await`` it, or use it as ``async with``.
 
@@ -130,12 +134,15 @@ class BlockStore(StoreManagement):
                 them; they are written below when memory needs the room, or at the end.
             tenants: The tenants that share it, such as ``"acme?disk=100GiB&ttl=3600"``;
                 see :class:`kvwire.store.tenants.Tenant`.
+            record: Where to record which blocks the store is asked for, such as
+                ``"traces?size=1GiB"``: a file in this directory, for ``kvwire store
+                replay``. It stops when the directory has that size. Empty for nowhere.
 
         Raises:
             UsageError: A tier or tenant cannot be parsed, or cannot be used.
             BackendUnavailable: The library for a tier or its codec is missing.
         """
-        return OpeningStore(tiers, write, tenants)
+        return OpeningStore(tiers, write, tenants, record)
 
     def __repr__(self) -> str:
         state = (
@@ -208,6 +215,8 @@ class BlockStore(StoreManagement):
             if name in namespaces:
                 keys = keys_of(listed, namespaces[name])
                 found[name] = leading(await self._tiers.find(keys))
+                if (recorder := self._tiers.recorder) is not None:
+                    recorder.matched(keys, found[name], namespaces[name])
         return found if isinstance(hashes, Mapping) else next(iter(found.values()))
 
     @yields_before_raising
@@ -417,6 +426,8 @@ class BlockStore(StoreManagement):
         while self._open:
             # A tier releases its resources even if its close is cancelled.
             await self._open.pop(0).close()
+        if self._tiers.recorder is not None:
+            self._tiers.recorder.close()
         # First: a thread has what it has copied until it is through with it.
         self._threads.close()
         self._tiers.memory.close()
@@ -578,8 +589,13 @@ class OpeningStore(Opening):
     _opens = BlockStore
 
     def __init__(
-        self, tiers: Sequence[str], write: Write, tenants: Sequence[str]
+        self,
+        tiers: Sequence[str],
+        write: Write,
+        tenants: Sequence[str],
+        record: str = "",
     ) -> None:
+        self._record = record
         self._tenants = Tenants(tenants)
         if write not in ("through", "back"):
             hint = nearest(write, ("through", "back"))
@@ -631,7 +647,10 @@ class OpeningStore(Opening):
             memory = self._tiers[0]
             populate = memory.choice("populate", ("yes", "no"), "no") == "yes"
             try:
-                store = BlockStore(memory, below, self._write, self._tenants)
+                recorder = Recorder(self._record) if self._record else None
+                if recorder is not None:
+                    opened.callback(recorder.close)
+                store = BlockStore(memory, below, self._write, self._tenants, recorder)
             except MemoryError as exc:
                 raise UsageError(
                     f"tier {memory.text!r}: this machine has no room for it: {exc}"

@@ -22,6 +22,7 @@ from kvwire.store.placement import (
     Verb,
     VerbKind,
 )
+from kvwire.store.recorder import Recorder
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import LANDED, REFUSED, Batch, BlockResults, Tier
@@ -47,8 +48,10 @@ class TierStack:
         threads: Threads,
         tenants: Tenants | None = None,
         name: str = "memory",
+        memory: type[MemoryTier] = MemoryTier,
     ) -> None:
         self.name = name
+        self.recorder: Recorder | None = None
         self.tenants: Tenants = tenants or Tenants()
         self.by_tenant: tuple[StoreCounters, ...] = tuple(
             StoreCounters() for _ in self.tenants.listed
@@ -58,7 +61,7 @@ class TierStack:
         self.moving_bytes: Ids = np.zeros(len(self.tenants) + 1, np.int64)
         self.below: tuple[Tier, ...] = tuple(below)
         self.through: bool = through and bool(below)
-        self.memory: MemoryTier = MemoryTier(
+        self.memory: MemoryTier = memory(
             index, self._demote if below else None, ahead=not through
         )
         self.threads = threads
@@ -140,6 +143,8 @@ class TierStack:
         count = int(keys.size)
         for counters in self.counters_of(namespace):
             counters.get_ended(nbytes, there=count, blocks=count)
+        if self.recorder is not None:
+            self.recorder.called("get", keys, namespace)
 
     def counters_of(self, namespace: Namespace) -> tuple[StoreCounters, ...]:
         """Return the counters for a call in some namespace."""
@@ -178,8 +183,9 @@ class TierStack:
             if tier.asks and not ask:
                 continue
             found = await tier.holds(keys)
-            tier.touch(keys[found])
-            kept |= found
+            if any_of(found):
+                tier.touch(keys[found])
+                kept |= found
         return kept
 
     @property
@@ -227,6 +233,8 @@ class TierStack:
         if tier.asks:
             return await tier.write(namespace, batch) if tier.taking else results
         held = await tier.holds(batch.keys)
+        if not any_of(held):
+            return await tier.write(namespace, batch) if tier.taking else results
         tier.touch(batch.keys[held])
         results[held] = LANDED
         if tier.taking and not all_of(held):
@@ -239,6 +247,8 @@ class TierStack:
 
         Cancel safety: safe, it may be called again.
         """
+        if self.recorder is not None:
+            self.recorder.named("delete", keys, self.namespaces)
         for _ in range(_ROUNDS if self.below else 1):
             await self.memory.delete(keys)
             await gather_all(*(tier.delete(keys) for tier in self.below))

@@ -272,9 +272,9 @@ async def test_a_quota_and_an_age_hold_in_each_tier_and_after_a_restart(
         assert await store.match(hashes[:4], cache, tenant="t") == 4
     async with BlockStore.open(tiers, tenants=tenants) as store:
         index = inside.tiers(store).memory.index
-        index._now = lambda: time.time() + 3601
+        index.now = lambda: time.time() + 3601
         (tier,) = inside.tiers(store).below
-        tier._index._now = index._now  # type: ignore[attr-defined]
+        tier._index.now = index.now  # type: ignore[attr-defined]
         assert await store.match(hashes[:4], cache, tenant="t") == 0
         assert await store.match(hashes, cache) == 24
 
@@ -295,7 +295,7 @@ async def test_what_has_no_name_any_more_is_deleted_on_the_disk_as_well(
         if how == "too old":
             (tier,) = inside.tiers(store).below
             for index in (inside.tiers(store).memory.index, tier._index):  # type: ignore[attr-defined]
-                index._now = lambda: time.time() + 3601
+                index.now = lambda: time.time() + 3601
             assert await store.match(hashes, cache, tenant="t") == 0
         if how != "beyond a quota":
             await store.delete_all(tenant="t")
@@ -342,7 +342,7 @@ async def test_what_was_put_by_a_clock_that_ran_ahead_grows_old_as_well(
     async with BlockStore.open(tiers, tenants=["t?ttl=3600"]) as store:
         assert await store.match(A, cache, tenant="t") == 4
         (tier,) = inside.tiers(store).below
-        tier._index._now = lambda: time.time() + 3601  # type: ignore[attr-defined]
+        tier._index.now = lambda: time.time() + 3601  # type: ignore[attr-defined]
         assert await store.match(A, cache, tenant="t") == 0
 
 

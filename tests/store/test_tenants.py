@@ -231,6 +231,6 @@ def test_a_block_that_grows_too_old_while_it_is_pinned_is_not_pinned() -> None:
         looked.append(clock.now)
         return clock.now + 60 * (len(looked) > 1)
 
-    index._now = later
+    index.now = later
     assert index.apply(Verb(VerbKind.PIN), keys).done.tolist() == [True]
     assert index._kept.tolist() == [True] + [False] * 7

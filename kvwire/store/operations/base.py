@@ -40,6 +40,7 @@ class Operation(ABC):
     Attributes:
         verb: The name of the call.
         side: The side of a transfer that the caller's cache would be.
+        batch_bytes: The most that is moved before anything else has its turn.
         blocks: The number of blocks.
         nbytes: The bytes of their images.
         is_small: Whether these are few enough to be copied in one turn of the loop.
@@ -50,6 +51,7 @@ class Operation(ABC):
 
     verb: ClassVar[str]
     side: ClassVar[PlanSide]
+    batch_bytes: ClassVar[int] = STORE_BATCH_BYTES
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Operation(ABC):
         Cancel safety: a running copy is finished first.
         """
         try:
-            if self.nbytes <= STORE_BATCH_BYTES:
+            if self.nbytes <= self.batch_bytes:
                 for request in self._requests:
                     await self._move(request, np.arange(request.keys.size))
             else:
@@ -121,6 +123,9 @@ class Operation(ABC):
             landed_bytes += count * request.namespace.image_bytes
         for counters in self.tiers.counters_of(self._requests[0].namespace):
             self.count(counters, landed_bytes, landed)
+        if (recorder := self.tiers.recorder) is not None:
+            for request in self._requests:
+                recorder.called(self.verb, request.keys, request.namespace)
         return None if self.asked is None else self._outcome(*self.asked)
 
     def _outcome(
@@ -282,7 +287,7 @@ class Operation(ABC):
         batches: list[tuple[BlockRequest, Ids]] = []
         for request in self._requests:
             size = request.keys.size
-            step = max(1, STORE_BATCH_BYTES // request.namespace.image_bytes)
+            step = max(1, self.batch_bytes // request.namespace.image_bytes)
             if size <= step:
                 batches.append((request, np.arange(size)))
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from time import monotonic, time
+from time import monotonic
 from typing import ClassVar, Final
 
 import numpy as np
@@ -277,7 +277,9 @@ class GetOperation(Operation):
             if keys.size:
                 found = orders != UNKNOWN
                 born = (
-                    np.full(keys.size, time()) if memory.index.shares.expire else None
+                    np.full(keys.size, memory.index.now())
+                    if memory.index.shares.expire
+                    else None
                 )
                 images = memory.images(taken, nbytes)
                 batch = Batch(keys, orders, images, born=born)

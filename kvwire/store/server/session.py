@@ -204,9 +204,7 @@ class ClientSession:
             case Find():
                 return self._find(request)
             case Touch():
-                self._tiers.touch(request.names.keys_of(self._tenant))
-                self._read_bytes += request.read_bytes
-                self._tiers.read_in_place(request.read_blocks, request.read_bytes)
+                self._touch(request)
                 return None
             case Stats():
                 report = self._served.report(request.number, self._tenant)
@@ -215,6 +213,16 @@ class ClientSession:
                 return self._do(request)
             case StoreHello():
                 raise UsageError("it says hello twice")
+
+    def _touch(self, request: Touch) -> None:
+        """Note uses of blocks, some of which were read in place."""
+        keys = request.names.keys_of(self._tenant)
+        self._tiers.touch(keys)
+        self._read_bytes += request.read_bytes
+        self._tiers.read_in_place(request.read_blocks, request.read_bytes)
+        if (recorder := self._tiers.recorder) is not None:
+            verb = "get" if request.read_blocks else "touch"
+            recorder.named(verb, keys, self._tiers.namespaces)
 
     async def _finish(self, answer: Awaitable[object]) -> None:
         """Wait until a request is answered, or drop the client if it cannot be."""

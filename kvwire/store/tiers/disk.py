@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from kvwire.errors import UsageError, with_remedy
-from kvwire.kv.blocks import Bits, Ids, any_of
+from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
 from kvwire.store.address import TierAddress
@@ -64,6 +64,7 @@ from kvwire.store.tiers.disk_index import DiskRows
 from kvwire.store.tiers.memory import InFlightFills
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
 
+_ABSENT: Final = np.uint8(ABSENT)
 _SYNCS: Final = ("flush", "put")
 _SERIALS_PER_S: Final = 1_000_000
 # Of a write that has no room for all, beside others who go on reading and writing.
@@ -133,13 +134,7 @@ class DiskTier(CodedTier):
 
         Cancel safety: the directory is unlocked and closed again.
         """
-        address.require("size", "slab", "sync", "evict", "codec")
-        if not address.place or "size" not in address.options:
-            raise UsageError(f"tier {address.text!r}: write disk:DIRECTORY?size=100GiB")
-        nbytes = address.size(address.options["size"])
-        slab_bytes = address.slab_bytes(nbytes)
-        sync = address.choice("sync", _SYNCS, "flush")
-        evict = address.choice("evict", EVICTIONS, "lru")
+        nbytes, slab_bytes, sync, evict = cls._asked(address)
         place = Path(address.place)
         threads = Threads()
         opened: list[TierDirectory] = []
@@ -166,11 +161,23 @@ class DiskTier(CodedTier):
         finally:
             threads.close()
 
+    @staticmethod
+    def _asked(address: TierAddress) -> tuple[int, int, str, str]:
+        """Return the size, a slab's size, when it is synced, and the eviction."""
+        address.require("size", "slab", "sync", "evict", "codec")
+        if not address.place or "size" not in address.options:
+            raise UsageError(f"tier {address.text!r}: write disk:DIRECTORY?size=100GiB")
+        nbytes = address.size(address.options["size"])
+        return (
+            nbytes,
+            address.slab_bytes(nbytes),
+            address.choice("sync", _SYNCS, "flush"),
+            address.choice("evict", EVICTIONS, "lru"),
+        )
+
     async def find(self, keys: Keys) -> Orders:
         slots = self._index.find(keys)
-        found = np.full(keys.size, ABSENT, np.uint8)
-        found[slots >= 0] = self._index.orders(slots[slots >= 0])
-        return found
+        return np.where(slots >= 0, self._index.orders(slots), _ABSENT)
 
     async def holds(self, keys: Keys) -> Bits:
         """Return which blocks are here, as written or verified by this process."""
@@ -179,8 +186,14 @@ class DiskTier(CodedTier):
         return held
 
     def touch(self, keys: Keys) -> None:
+        if not keys.size:
+            return
         slots = self._index.find(keys)
-        self._index.touch(keys[slots >= 0], slots[slots >= 0])
+        here = slots >= 0
+        if all_of(here):
+            self._index.touch(keys, slots)
+        elif any_of(here):
+            self._index.touch(keys[here], slots[here])
 
     def too_large(self, namespace: Namespace) -> str:
         # The size of an encoded block is known only after encoding.
@@ -234,14 +247,16 @@ class DiskTier(CodedTier):
             return results, ()
         # Not evicted for the others.
         mine = self._index.find(names)
-        self._index.pin(names, mine)
+        if mine.size:
+            self._index.pin(names, mine)
         slots = self._room(nbytes, lacking.size, tenant)
-        self._index.unpin(names, mine)
+        if mine.size:
+            self._index.unpin(names, mine)
         users = () if slots.size == lacking.size else tuple(self._users)
-        first, rest = np.split(lacking, [slots.size])
-        results[rest] = REFUSED
+        first = lacking[: slots.size]
+        results[lacking[slots.size :]] = REFUSED
         if first.size:
-            part = batch.selected(first)
+            part = batch if first.size == results.size else batch.selected(first)
             results[first] = done = await self._write_to(slots, namespace, part)
             if any_of(done == FAILED):
                 return results, ()
@@ -434,7 +449,8 @@ class DiskTier(CodedTier):
                 break
             more = self._index.take(nbytes, count - slots.size, tenant)
             slots = np.concatenate((slots, more))
-        return np.sort(slots)
+        slots.sort()
+        return slots
 
     async def _write_to(
         self, slots: Ids, namespace: Namespace, batch: Batch

@@ -52,6 +52,8 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 
 Demote = Callable[[IndexedSlots], Awaitable[str]]
 """Gives blocks to the tiers below that lack them; why some of them were not taken."""
+_Bytes = npt.NDArray[np.uint8]
+_IS_LINUX: Final = sys.platform == "linux"
 
 
 class MemoryTier:
@@ -71,7 +73,7 @@ class MemoryTier:
         self.below: Bits = np.zeros(slabs.slots, np.bool_)
         # By slot: whether a tier below was to have the block, and none has taken it.
         self.untaken: Bits = np.zeros(slabs.slots, np.bool_)
-        self._arena, self._bytes = _allocate(self.counts.size_bytes)
+        self._arena, self._bytes = self._allocate(self.counts.size_bytes)
         # Of the type of what it is added to; see `images`.
         self._base = np.int64(self._bytes.ctypes.data)
         self._shared: SharedMemory | None = None
@@ -324,6 +326,15 @@ class MemoryTier:
 
     # --- inside -----------------------------------------------------------------------
 
+    @staticmethod
+    def _allocate(nbytes: int) -> tuple[Arena | None, _Bytes]:
+        """Allocate memory that processes of this host can map, if possible."""
+        if not _IS_LINUX:
+            return None, np.zeros(nbytes, np.uint8)
+        arena = Arena(nbytes, name="kvwire-store")
+        memory: npt.NDArray[Any] = arena.buffer(nbytes)
+        return arena, memory
+
     async def _evict(
         self,
         nbytes: int,
@@ -385,9 +396,6 @@ class MemoryTier:
             self._changed = None
 
 
-_Bytes = npt.NDArray[np.uint8]
-
-
 class SharedMemory:
     """The memory of a store, its index and its generations, which others may map.
 
@@ -415,18 +423,6 @@ class SharedMemory:
         self.images = np.empty(0, np.uint8)
         self.words = np.empty(0, np.uint64)
         self._arena.close()
-
-
-_IS_LINUX: Final = sys.platform == "linux"
-
-
-def _allocate(nbytes: int) -> tuple[Arena | None, _Bytes]:
-    """Allocate memory that processes of this host can map, if possible."""
-    if not _IS_LINUX:
-        return None, np.zeros(nbytes, np.uint8)
-    arena = Arena(nbytes, name="kvwire-store")
-    memory: npt.NDArray[Any] = arena.buffer(nbytes)
-    return arena, memory
 
 
 class InFlightFills:

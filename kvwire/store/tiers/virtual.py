@@ -1,0 +1,134 @@
+"""Tiers without bytes, for a replay: they decide as the real ones, and copy nothing.
+
+Which block has room, which one goes for it, what is written below and what is brought
+up again is decided by the classes that a store has. Only what moves images is replaced,
+and threads, since there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Final, TypeVar, cast
+
+import numpy as np
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Ids
+from kvwire.kv.fragments import Fragments
+from kvwire.memory.arena import Arena
+from kvwire.store.address import TierAddress
+from kvwire.store.images import rows
+from kvwire.store.namespace import Namespace
+from kvwire.store.tenants import Tenants
+from kvwire.store.threads import Threads
+from kvwire.store.tiers.base import LANDED, Batch, BlockResults
+from kvwire.store.tiers.directory import TierDirectory
+from kvwire.store.tiers.disk import DiskTier
+from kvwire.store.tiers.disk_index import DiskRows
+from kvwire.store.tiers.memory import MemoryTier
+
+T = TypeVar("T")
+
+
+class VirtualMemory(MemoryTier):
+    """A memory tier whose slots have no memory.
+
+    Attributes:
+        written_bytes: Bytes of the images that puts would have copied here.
+    """
+
+    written_bytes = 0
+
+    def images(self, slots: Ids, nbytes: int) -> Fragments:
+        """Return fragments of the right number and length, at no address."""
+        return _images(slots.size, nbytes)
+
+    @staticmethod
+    def _allocate(nbytes: int) -> tuple[Arena | None, np.ndarray[Any, Any]]:
+        return None, np.empty(0, np.uint8)
+
+
+# Nobody looks at the addresses, so those of one size are all alike.
+@lru_cache(4096)
+def _images(count: int, nbytes: int) -> Fragments:
+    lengths, starts = rows(count, nbytes)
+    return Fragments(lengths, lengths, owner=None, writable=False, starts=starts)
+
+
+class VirtualThreads(Threads):
+    """Calls everything at once, in the caller's turn."""
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call a function, and return its result.
+
+        Cancel safety: nothing is awaited.
+        """
+        return function()
+
+
+class VirtualDisk(DiskTier):
+    """A disk tier whose slots are in no file.
+
+    Attributes:
+        read_bytes: Bytes of the images that were read.
+        written_bytes: Bytes of the images that were written.
+    """
+
+    # What is copied in one turn gets no task of its own.
+    at_once_bytes = sys.maxsize
+
+    def __init__(
+        self, address: TierAddress, tenants: Tenants, now: Callable[[], float]
+    ) -> None:
+        nbytes, slab_bytes, _, evict = self._asked(address)
+        if "codec" in address.options:
+            raise UsageError(
+                f"tier {address.text!r}: codec= is not replayed: a trace does not have "
+                f"the content, on which the length depends"
+            )
+        nowhere = cast("TierDirectory", _Nowhere(nbytes // slab_bytes, slab_bytes))
+        super().__init__(address, nowhere, tenants, evict)
+        self._threads = VirtualThreads()
+        self._index.now = now
+        self.read_bytes = 0
+        self.written_bytes = 0
+
+    def _write_slots(self, namespace: Namespace, batch: Batch, slots: Ids) -> None:
+        self._nbytes[slots] = namespace.image_bytes
+        self.written_bytes += batch.images.nbytes
+
+    def _read_slots(
+        self, batch: Batch, slots: Ids, *, at_once: bool = False
+    ) -> BlockResults:
+        if batch.sizes is not None:
+            batch.sizes[:] = self._nbytes[slots]
+        self.read_bytes += batch.images.nbytes
+        return np.full(slots.size, LANDED, np.uint8)
+
+
+class _NoRows:
+    """The part of :class:`DiskIndex` that a disk tier without a file calls."""
+
+    namespaces: Final[dict[bytes, Namespace]] = {}
+
+    def __init__(self, slab_bytes: int) -> None:
+        self.slab_bytes = slab_bytes
+
+    def rows(self) -> Iterator[DiskRows]:
+        return iter(())
+
+    def erase(self, slots: Iterable[range]) -> None:
+        """Do nothing."""
+
+
+class _Nowhere:
+    """The part of :class:`TierDirectory` that a disk tier without a file calls."""
+
+    file = None
+    synced = False
+
+    def __init__(self, slabs: int, slab_bytes: int) -> None:
+        self.slabs = slabs
+        self.index = _NoRows(slab_bytes)
