@@ -167,8 +167,9 @@ def _draw(report: ReplayReport, path: Path) -> None:
     figure = Figure(figsize=(9.6, 7.2), layout="constrained")
     rates, used, evicted = figure.subplots(3, sharex=True)
     names = [tier.name for tier in report.tiers]
-    points = report.timeline
-    times = [point.time_s for point in points]
+    # Each value is drawn up to the end of its part, so the first one is there twice.
+    points = report.timeline[:1] + report.timeline
+    times = [0.0, *(point.time_s for point in report.timeline)][: len(points)]
     colours = [_COLOURS[at % len(_COLOURS)] for at in range(len(names))]
     shares = [
         [100 * p.hit_blocks[at] / max(1, p.asked_blocks) for p in points]

@@ -31,12 +31,17 @@ class PageStore:
     """Keep pages under keys; callable from any thread."""
 
     def __init__(
-        self, tiers: Sequence[str], *, write: Write = "through", name: str = ""
+        self,
+        tiers: Sequence[str],
+        *,
+        write: Write = "through",
+        name: str = "",
+        record: str = "",
     ) -> None:
         self._name = name
         self._closed = False
         self._unsaved = Unsaved()
-        self._engine, self._store = open_store("pages", tiers, write)
+        self._engine, self._store = open_store("pages", tiers, write, record)
 
     def __repr__(self) -> str:
         return f"<PageStore {self._store!r}>"
@@ -129,12 +134,12 @@ class Unsaved:
 
 
 def open_store(
-    name: str, tiers: Sequence[str], write: Write
+    name: str, tiers: Sequence[str], write: Write, record: str = ""
 ) -> tuple[Engine, BlockStore]:
     """Open a store on an engine of its own, which is closed if opening fails."""
 
     async def opened(_: Communicator) -> BlockStore:
-        return await BlockStore.open(tiers, write=write)
+        return await BlockStore.open(tiers, write=write, record=record)
 
     engine = Engine(Config(name=name))
     try:

@@ -73,7 +73,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         self._weights = extra.get("fingerprint") or _weights(storage_config.model_name)
         self._pools: dict[str, _Pool] = {}
         model = f"sglang {storage_config.model_name}"
-        how = {"write": extra["write"]} if "write" in extra else {}
+        how = {key: extra[key] for key in ("write", "record") if key in extra}
         self._store: PageStore | None = PageStore(extra["tiers"], name=model, **how)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:

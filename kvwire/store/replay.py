@@ -34,10 +34,11 @@ from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.operations.put import PutOperation
 from kvwire.store.tenants import Tenants
+from kvwire.store.threads import Threads
 from kvwire.store.tier_stack import TierStack
 from kvwire.store.tiers.base import TierStats
 from kvwire.store.tiers.slabs import Slabs
-from kvwire.store.tiers.virtual import VirtualDisk, VirtualMemory, VirtualThreads
+from kvwire.store.tiers.virtual import VirtualClock, VirtualDisk, VirtualMemory
 from kvwire.store.trace import TraceLine, TraceOp
 
 # Of the timeline: when there are more, parts of the time are made twice as long.
@@ -165,12 +166,13 @@ class Replay:
         evict = memory.choice("evict", EVICTIONS, "lru")
         known = Tenants(tenants)
         shares = known.shares("memory", nbytes)
+        self._clock = VirtualClock()
         self._disks = [VirtualDisk(one, known, self._clock) for one in below]
         self._tiers = TierStack(
             Index(Slabs(nbytes // slab, slab), evict, shares, self._clock),
             self._disks,
             through=write == "through",
-            threads=VirtualThreads(),
+            threads=Threads(inline=True),
             tenants=known,
             memory=VirtualMemory,
         )
@@ -187,10 +189,6 @@ class Replay:
         self._hits = 0
         self._timeline = _Timeline(len(self._names))
 
-    def _clock(self) -> float:
-        # A block that was born at 0 would never expire.
-        return 1.0 + self._now_s
-
     async def play(self, line: TraceLine) -> None:
         """Carry out one line.
 
@@ -201,6 +199,7 @@ class Replay:
         """
         time_s = line.timestamp / self._ticks_per_s
         self._now_s = max(self._now_s, time_s)
+        self._clock.now_s = VirtualClock.now_s + self._now_s
         if time_s >= self._timeline.end_s:
             self._timeline.advance(time_s, self._asked, self._sums())
         namespace = self._namespace(line)

@@ -20,9 +20,14 @@ TURN_BYTES: Final = 1 * MIB
 
 
 class Threads:
-    """Run the work of one store on a few threads, started when first needed."""
+    """Run the work of one store on a few threads, started when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        inline: Call everything in the caller's turn instead, for work that is brief.
+    """
+
+    def __init__(self, *, inline: bool = False) -> None:
+        self._inline = inline
         self.devices: DeviceCopies = DeviceCopies()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvwire-store")
 
@@ -32,6 +37,8 @@ class Threads:
         Cancel safety: the function is finished first, since a copying thread cannot be
         stopped; then the cancellation is raised.
         """
+        if self._inline:
+            return function()
         loop = asyncio.get_running_loop()
         return await run_to_completion(loop.run_in_executor(self._pool, function))
 

@@ -23,6 +23,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             from the files' content.
         save_hold_s: How long an ended request's blocks are held for a slow store.
         lookup_timeout_s: After this the store counts as lacking a prompt.
+        record: Where to record which blocks are asked for: see there; "" for nowhere.
         untested_vllm: Start with a release of vLLM that kvwire was not tested with.
     """
 
@@ -31,6 +32,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     save_hold_s: Seconds = 2.0
     lookup_timeout_s: Seconds = 5.0
+    record: str = ""
     untested_vllm: bool = False
 
     def __post_init__(self) -> None:

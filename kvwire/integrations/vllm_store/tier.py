@@ -52,7 +52,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
     # Jobs are over in their own time; a look once per step finds them.
     tolerates_off_thread_polling: ClassVar[bool] = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - each is a key of the tier
         self,
         offloading_spec: Any,
         primary_kv_view: memoryview,
@@ -60,6 +60,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         tiers: Sequence[str],
         write: Write = "through",
         name: str = "",
+        record: str = "",
         backpressure_detector: Any = None,
         untested_vllm: bool = False,
     ) -> None:
@@ -72,7 +73,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
             "kvwire_tiers": " ".join(map(without_password, tiers)),
             "kvwire_write": write,
         }
-        self._store = PageStore(tiers, write=write, name=name)
+        self._store = PageStore(tiers, write=write, name=name, record=record)
         self._pages = self._store.pages(primary_kv_view)
         try:
             self._store.require_room(self._pages)

@@ -8,9 +8,9 @@ and threads, since there is nothing to wait for.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -28,8 +28,6 @@ from kvwire.store.tiers.directory import TierDirectory
 from kvwire.store.tiers.disk import DiskTier
 from kvwire.store.tiers.disk_index import DiskRows
 from kvwire.store.tiers.memory import MemoryTier
-
-T = TypeVar("T")
 
 
 class VirtualMemory(MemoryTier):
@@ -57,15 +55,18 @@ def _images(count: int, nbytes: int) -> Fragments:
     return Fragments(lengths, lengths, owner=None, writable=False, starts=starts)
 
 
-class VirtualThreads(Threads):
-    """Calls everything at once, in the caller's turn."""
+class VirtualClock:
+    """The time of a replay.
 
-    async def run(self, function: Callable[[], T]) -> T:
-        """Call a function, and return its result.
+    Attributes:
+        now_s: The time, in seconds. It is above 0: what was born at 0 never expires.
+    """
 
-        Cancel safety: nothing is awaited.
-        """
-        return function()
+    now_s = 1.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now_s
 
 
 class VirtualDisk(DiskTier):
@@ -80,7 +81,7 @@ class VirtualDisk(DiskTier):
     at_once_bytes = sys.maxsize
 
     def __init__(
-        self, address: TierAddress, tenants: Tenants, now: Callable[[], float]
+        self, address: TierAddress, tenants: Tenants, clock: VirtualClock
     ) -> None:
         nbytes, slab_bytes, _, evict = self._asked(address)
         if "codec" in address.options:
@@ -90,8 +91,8 @@ class VirtualDisk(DiskTier):
             )
         nowhere = cast("TierDirectory", _Nowhere(nbytes // slab_bytes, slab_bytes))
         super().__init__(address, nowhere, tenants, evict)
-        self._threads = VirtualThreads()
-        self._index.now = now
+        self._threads = Threads(inline=True)
+        self._index.now = clock
         self.read_bytes = 0
         self.written_bytes = 0
 

@@ -117,7 +117,7 @@ class Life:
         memory = f"memory:{self.room.memory}"
         self._store = store_on(self._tier, memory=memory, tenants=tenants)
         for index in (self._tier._index, inside.tiers(self._store).memory.index):
-            index._now = CLOCK
+            index.now = CLOCK
         self._check_present(set(self.shadow.sure), 0)
 
     @property
