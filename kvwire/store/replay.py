@@ -27,12 +27,12 @@ from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS
 from kvwire.store.index import Index, Keys, Orders
 from kvwire.store.limits import STORE_NAMESPACES_MAX
-from kvwire.store.management import leading
 from kvwire.store.namespace import DIGEST_BYTES, Namespace
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.operations.put import PutOperation
+from kvwire.store.placement import leading
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tier_stack import TierStack

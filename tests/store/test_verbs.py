@@ -179,7 +179,7 @@ async def test_a_pin_ends_by_itself(tmp_path: Path) -> None:
             tier = inside.tiers(store).below[0]
             assert isinstance(tier, DiskTier)
             for index in (inside.tiers(store).memory.index, tier._index):
-                index._now = lambda: now[0]
+                index.now = lambda: now[0]
             await store.put(A, CACHE, range(4))
             assert (await store.pin(A, CACHE, ttl_s=100)).complete
             # A second pin that would end before changes nothing.
@@ -226,7 +226,7 @@ async def test_what_is_retained_goes_last_and_what_is_worth_less_first(
 async def test_a_retention_ends_by_itself() -> None:
     async with BlockStore.open(["memory:64KiB"]) as store:
         index, now = inside.tiers(store).memory.index, [1e9]
-        index._now = lambda: now[0]
+        index.now = lambda: now[0]
         await store.put(A, CACHE, range(4))
         assert (await store.retain(A, CACHE, priority=80, ttl_s=10)).complete
         assert index.retained_bytes.sum() == 4 * 4096
