@@ -140,6 +140,17 @@ def test_ends_of_a_step_that_failed_elsewhere_come_with_the_next() -> None:
     assert (said.finished_recving, said.invalid_block_ids) == ({"r"}, {3})
 
 
+def test_results_name_requests_that_lack_blocks_of_several_groups() -> None:
+    with worker() as made:
+        results = made.get_transfer_results(())
+        assert not results.finished_sending
+        assert not results.finished_recving
+        assert not results.failed_recving
+        made._worker._failed = {"r"}
+        assert made.get_transfer_results(()).failed_recving == {"r"}
+        assert not made.get_transfer_results(()).failed_recving
+
+
 def _ran(output: Any) -> Any:
     return ModelRunnerOutput.with_kv_conn_output_only(output)
 

@@ -21,12 +21,15 @@ import msgspec
 import pytest
 
 import kvwire
+from kvwire.cli.doctor.command import UNWELL
+from kvwire.cli.main import main
 from tests.support.engines.models import make_model
 from tests.support.engines.pairs import Pair, running
 from tests.support.engines.relay import BLOCK_TOKENS, Relay
 from tests.support.engines.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
+    Front,
     Process,
     before,
     complete,
@@ -44,7 +47,7 @@ LEASE_S = 3.0
 
 
 class Found(Pair):
-    proxy: Process
+    proxy: Front
     events: str
 
     def both(
@@ -104,6 +107,31 @@ def pair(
     made.proxy, made.events = front(folder, *before((prefill, decode))), replay
     with running(prefill, made.decode, made.proxy):
         yield made
+
+
+def test_prompts_that_are_computed_twice_are_noticed(
+    pair: Found, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A proxy that has prefill's address wrong says so within ten requests."""
+    prefill, decode = before((pair.prefill, pair.decode))
+    url = prefill.partition("=http")[2].partition("=")[0]
+    wrong = front(tmp_path, f"--prefill=http{url}=127.0.0.1:9", decode)
+    with running(wrong):
+        for number in range(10):
+            ids = prompt(40, seed=700 + number)
+            assert tokens_of(complete(wrong.url, ids)) == pair.local(ids)
+        assert eventually(lambda: wrong.engines("computes_twice") == {pair.decode.url})
+        assert main(["doctor", "--vllm", wrong.url]) == UNWELL
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "there is no connection to the other engine" in shown
+    # Behind a proxy that has it right, they are shared, as the engine itself says too.
+    for number in range(10):
+        pair.both(prompt(40, seed=800 + number))
+    assert pair.decode.metric("vllm:kvwire_unmoved_prompts_total") >= 3
+    assert eventually(lambda: not pair.proxy.engines("computes_twice"))
+    assert main(["doctor", "--vllm", pair.proxy.url]) == 0
+    assert main(["doctor", "--vllm", pair.prefill.url]) == 0
+    assert "KvwireConnector of kvwire" in capsys.readouterr().out
 
 
 def test_the_model_tells_prompts_apart(pair: Found) -> None:

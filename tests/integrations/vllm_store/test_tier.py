@@ -12,7 +12,8 @@ import mmap
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,28 @@ def test_chunks_are_kept_and_come_back(tier: Any, memory: Any) -> None:
     assert (memory[[0, 7]] == kept).all()
     assert not tier.has_pending_work()
     assert not list(tier.get_finished_jobs())
+
+
+def test_calls_come_from_any_thread(tier: Any, memory: Any) -> None:
+    """One at a time, as vLLM 0.33 calls tiers under its manager's lock."""
+
+    def elsewhere(call: Callable[..., Any], *arguments: Any) -> Any:
+        with ThreadPoolExecutor(1) as another:
+            return another.submit(call, *arguments).result()
+
+    elsewhere(tier.submit_store, job(1, KEYS[:2], [3, 5], load=False))
+    elsewhere(tier.drain_jobs)
+    (result,) = elsewhere(lambda: list(tier.get_finished_jobs()))
+    assert (result.job_id, result.success) == (1, True)
+    kept = memory[[3, 5]].copy()
+    memory[:] = 0
+    assert eventually(lambda: elsewhere(tier.lookup, KEYS[1], ASKS) is LookupResult.HIT)
+    elsewhere(tier.submit_load, job(2, KEYS[:2], [0, 7], load=True))
+    elsewhere(tier.drain_jobs)
+    (result,) = elsewhere(lambda: list(tier.get_finished_jobs()))
+    assert (result.job_id, result.success) == (2, True)
+    assert (memory[[0, 7]] == kept).all()
+    elsewhere(tier.on_request_finished, ASKS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memfd_create is Linux's")

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import httpx
 
-from tests.support.engines.serving import Engine, asked
+from tests.support.engines.serving import Engine, Process, asked
 
 DECODE_STEPS: Final = 8
 # One for all: making one takes 40 ms, which belong to no connector. vLLM closes what is
@@ -81,7 +81,7 @@ def _decode(engine: Engine, ids: list[int], params: Any) -> list[float]:
     return [at for at, _ in streamed(engine, completion(ids, DECODE_STEPS, params))]
 
 
-def streamed(engine: Engine, body: dict[str, Any]) -> list[tuple[float, str]]:
+def streamed(engine: Process, body: dict[str, Any]) -> list[tuple[float, str]]:
     """Ask for tokens as they are made: when each part came, and its JSON."""
     body = body | {"stream": True}
     with CLIENT.stream("POST", f"{engine.url}/v1/completions", json=body) as said:
