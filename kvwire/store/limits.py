@@ -37,6 +37,12 @@ STORE_TTL_S_MAX: Final = 10 * 365 * 24 * 3600.0
 # Blocks that one request names: 64 KiB blocks fill a berth with 256, and what is looked
 # up for a prompt of 64 thousand tokens at 16 a block still fits.
 STORE_KEYS_MAX: Final = 4096
+# Of the answer to a verb: a few reasons for each tier, a tier's name for each of them,
+# and the nodes of one tier of many.
+STORE_REASONS_MAX: Final = 64
+STORE_PLACES_MAX: Final = 64
+# A verb may move a quarter of a server's memory, at the rate of a disk.
+STORE_VERB_TIMEOUT_S: Final = 120.0
 # With keys of 80 bytes each, a description, numbers, and images:
 STORE_REQUEST_BYTES_MAX: Final = 512 * KIB
 # Up to here images are in the request or the answer itself. Not less than what goes at

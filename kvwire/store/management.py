@@ -112,8 +112,7 @@ class StoreManagement(AsyncWith):
             deleted that is put later; it may be called again.
         """
         self._check("BlockStore.delete_all", cache, optional=True)
-        self._tiers.tenants.require(tenant)
-        known = [s for s in self._tiers.namespaces.values() if s.tenant == tenant]
+        known = self._tiers.of_tenant(tenant)
         if cache is not None:
             known = list(self._namespaces(cache, hash_tokens, tenant).values())
         deleted = 0
@@ -435,10 +434,8 @@ class StoreManagement(AsyncWith):
             for name, one in self._namespaces(cache, hash_tokens, tenant).items():
                 namespaces[name] = [one]
         else:
-            self._tiers.tenants.require(tenant)
-            for one in self._tiers.namespaces.values():
-                if one.tenant == tenant:
-                    namespaces.setdefault(one.group, []).append(one)
+            for one in self._tiers.of_tenant(tenant):
+                namespaces.setdefault(one.group, []).append(one)
         groups = tuple(namespaces) or ("",)
         parts: dict[str, Placement] = {}
         with self._under_way():

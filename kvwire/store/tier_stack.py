@@ -338,6 +338,15 @@ class TierStack:
             f"store there are prefetch and demote"
         )
 
+    def of_tenant(self, tenant: str) -> list[Namespace]:
+        """Return the known namespaces of a tenant.
+
+        Raises:
+            UsageError: There is no such tenant.
+        """
+        self.tenants.require(tenant)
+        return [one for one in self.namespaces.values() if one.tenant == tenant]
+
     def by_namespace(self, keys: Keys) -> Iterator[tuple[Bits, Namespace]]:
         """Yield the known namespaces of some blocks, and which blocks are of each."""
         digests = list(map(_digest, keys.tolist()))

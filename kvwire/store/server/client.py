@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -32,22 +32,29 @@ from kvwire.errors import (
     error_text,
 )
 from kvwire.store.host_blocks import HostBlocks
+from kvwire.store.index import as_keys
 from kvwire.store.limits import (
     STORE_GRACE_S,
     STORE_REDIAL_S,
     STORE_REDIAL_S_MAX,
     STORE_REQUEST_BYTES_MAX,
     STORE_TIMEOUT_S,
+    STORE_VERB_TIMEOUT_S,
 )
+from kvwire.store.namespace import DIGEST_BYTES
+from kvwire.store.placement import Placement, Verb
 from kvwire.store.server.host_windows import HostWindows
 from kvwire.store.server.messages import (
     TAG,
     VERSIONS,
     AnswerT,
+    Apply,
     ClientMessage,
     Delete,
+    Names,
     NumberedReply,
     NumberedRequest,
+    Placed,
     Stats,
     StatsReport,
     StoreDone,
@@ -80,6 +87,20 @@ async def delete_all(address: str, config: Config, tenant: str) -> int:
         if done.reason:
             raise KVWireError(f"{address}: {done.reason}")
         return done.deleted
+
+
+async def apply_verb(
+    address: str, config: Config, verb: Verb, hashes: Sequence[bytes], tenant: str = ""
+) -> Placement:
+    """Let a server carry out a verb on the blocks of some hashes.
+
+    The server looks in all namespaces of the tenant that it knows of.
+
+    Cancel safety: safe, the server may go on.
+    """
+    async with _connected(address, config) as active:
+        names = Names.of(as_keys(map(bytes(DIGEST_BYTES).__add__, hashes)))
+        return await active.apply(verb, names, place=verb.place, tenant=tenant)
 
 
 @asynccontextmanager
@@ -135,8 +156,13 @@ class ActiveConnection:
         """
         await self.connection.send(TAG, encode(request), deadline=self._within)
 
-    async def call(self, request: NumberedRequest, kind: type[AnswerT]) -> AnswerT:
-        """Send a request, and wait for its answer.
+    async def call(
+        self,
+        request: NumberedRequest,
+        kind: type[AnswerT],
+        timeout_s: float | None = None,
+    ) -> AnswerT:
+        """Send a request, and wait for its answer, by default as long as for any.
 
         Cancel safety: safe, the answer is dropped when it arrives.
         """
@@ -144,13 +170,13 @@ class ActiveConnection:
             loop = asyncio.get_running_loop()
             answer = loop.create_future()
             self._answers[request.number] = answer  # bounded by the server's requests
-            limit_s = self._timeout_s + STORE_GRACE_S
-            late = loop.call_later(limit_s, _expire, answer)
+            timeout_s = timeout_s or self._timeout_s
+            late = loop.call_later(timeout_s + STORE_GRACE_S, _expire, answer)
             try:
                 await self.connection.send(TAG, encode(request), deadline=self._within)
                 found = await answer
             except TimeoutError:
-                error = DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
+                error = DeadlineExceeded(f"no answer within {timeout_s:g} s")
                 self.connection.abort(str(error))
                 raise error from None
             except KVWireError:
@@ -166,6 +192,26 @@ class ActiveConnection:
             self.connection.abort(f"{type(found).__name__} is no answer to that")
             raise ConnectionLost("the server has answered something else")
         return found
+
+    async def apply(self, verb: Verb, names: Names, **fields: Any) -> Placement:
+        """Let the server carry out a verb.
+
+        Raises:
+            KVWireError: It did not, or is too old to know verbs; or the connection has
+                ended.
+
+        Cancel safety: safe, the server may go on.
+        """
+        if not self.welcome.verbs:
+            raise UsageError(f"it is an older server, which cannot {verb.name} blocks")
+        request = Apply.of(next(self.numbers), verb, names, **fields)
+        placed = await self.call(request, Placed, STORE_VERB_TIMEOUT_S)
+        if placed.reason:
+            raise UsageError(placed.reason)
+        if len(placed.states) != len(names):
+            self.connection.abort(f"{len(placed.states)} states of {len(names)} blocks")
+            raise ConnectionLost("the server has answered for other blocks")
+        return placed.placement
 
     async def listen(self) -> None:
         """Receive answers until the connection ends; then fail the waiting requests.

@@ -19,6 +19,7 @@ Get        Done                     large images follow: only those of landed bl
 Flush      Done
 Delete     Done
 Pin        Done                     results say which blocks are pinned now
+Apply      Placed                   what a verb has made of each block
 Stats      Report
 =========  =======================  ==================================================
 
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Annotated, Final, Self, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -49,10 +50,13 @@ from kvwire.store.limits import (
     STORE_INLINE_BYTES,
     STORE_KEYS_MAX,
     STORE_NAMESPACES_TOLD,
+    STORE_PLACES_MAX,
+    STORE_REASONS_MAX,
     STORE_REQUESTS_MAX,
     STORE_SLAB_BYTES_MAX,
     STORE_TENANTS_MAX,
     STORE_TIMEOUT_S_MAX,
+    STORE_TTL_S_MAX,
 )
 from kvwire.store.namespace import (
     ABSENT,
@@ -61,6 +65,14 @@ from kvwire.store.namespace import (
     UNKNOWN,
     Namespace,
     of_tenant,
+)
+from kvwire.store.placement import (
+    PRIORITY,
+    PRIORITY_MAX,
+    BlockState,
+    Placement,
+    Verb,
+    VerbKind,
 )
 from kvwire.store.tiers.base import BlockResult, BlockResults, TenantUse, TierStats
 from kvwire.wire.control import DECODE_ERRORS
@@ -259,6 +271,48 @@ class Pin(NumberedRequest, array_like=True, frozen=True, gc=False, tag=9):
     pinned: bool
 
 
+class Apply(NumberedRequest, array_like=True, frozen=True, gc=False, tag=10):
+    """Requests a verb for these blocks.
+
+    Attributes:
+        verb: Which one, a :class:`~kvwire.store.placement.VerbKind`.
+        names: Their keys.
+        namespace: Their namespace. None for every namespace of the tenant that the
+            server knows; then the keys' digests mean nothing.
+        place: The server's tier, or the node of a move; "" for the usual one.
+        ttl_ms: How long a pin or retention lasts; 0 for ever.
+        priority: The priority of a retention.
+        tenant: The tenant, if the operator asks; "" for the client's own.
+    """
+
+    verb: Annotated[int, Meta(ge=0, le=int(max(VerbKind)))]
+    names: Names
+    namespace: NamespaceText | None = None
+    place: _Text = ""
+    ttl_ms: Annotated[int, Meta(ge=0, le=int(STORE_TTL_S_MAX * 1000))] = 0
+    priority: Annotated[int, Meta(ge=0, le=PRIORITY_MAX)] = PRIORITY
+    tenant: _Text = ""
+
+    @classmethod
+    def of(cls, number: int, verb: Verb, names: Names, **fields: Any) -> Self:
+        """Make the request of a verb."""
+        milliseconds = max(1, round(verb.ttl_s * 1000)) if verb.ttl_s else 0
+        return cls(
+            number,
+            int(verb.kind),
+            names,
+            ttl_ms=milliseconds,
+            priority=verb.priority,
+            **fields,
+        )
+
+    @property
+    def asked(self) -> Verb:
+        """Return the verb."""
+        ttl_s = self.ttl_ms / 1000
+        return Verb(VerbKind(self.verb), self.place, ttl_s, self.priority)
+
+
 # --- from the server ------------------------------------------------------------------
 
 
@@ -280,6 +334,7 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
         slab_bytes: Bytes of a slab of its memory, which clients of its host may read in
             place; 0 if they may not.
         alone: Whether it has blocks in memory only.
+        verbs: Whether it knows :class:`Apply`.
     """
 
     version: _Number
@@ -293,6 +348,7 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
     ] = ()
     slab_bytes: Annotated[int, Meta(ge=0, le=STORE_SLAB_BYTES_MAX)] = 0
     alone: bool = False
+    verbs: bool = False
 
 
 class NumberedReply(ServerMessage, array_like=True, frozen=True, gc=False):
@@ -352,6 +408,61 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
         return np.frombuffer(self.results, np.uint8)
 
 
+class Placed(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
+    """Gives what became of each block that a verb named.
+
+    Attributes:
+        states: The state of each block, a byte each.
+        codes: For each block the position of its reason, plus 1; 0 for none.
+        reasons: The reasons.
+        held: Of a locate, the names of places, and for each a byte for each block: 1
+            if it has the block.
+        reason: Why nothing was done at all; empty if something was.
+    """
+
+    states: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
+    codes: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
+    reasons: Annotated[tuple[_Reason, ...], Meta(max_length=STORE_REASONS_MAX)] = ()
+    held: Annotated[
+        tuple[tuple[_Text, Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)]], ...],
+        Meta(max_length=STORE_PLACES_MAX),
+    ] = ()
+    reason: _Reason = ""
+
+    def __post_init__(self) -> None:
+        if max(self.states, default=0) > max(BlockState):
+            raise ValueError("an unknown block state")
+        if max(self.codes, default=0) > len(self.reasons):
+            raise ValueError("a reason that there is not")
+        lengths = {len(self.states), len(self.codes), *(len(b) for _, b in self.held)}
+        if len(lengths) > 1:
+            raise ValueError("lists of several lengths")
+
+    @classmethod
+    def of(cls, number: int, placement: Placement) -> Self:
+        """Make the reply, with texts cut to the lengths that they may have."""
+        codes = placement.codes.copy()
+        codes[codes > STORE_REASONS_MAX] = 0
+        held = list(placement.held.items())[:STORE_PLACES_MAX]
+        return cls(
+            number,
+            placement.states.tobytes(),
+            codes.astype(np.uint8).tobytes(),
+            tuple(map(sayable, placement.reasons[:STORE_REASONS_MAX])),
+            tuple((sayable(name)[:NAME_CHARS_MAX], b.tobytes()) for name, b in held),
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """Return what became of the blocks."""
+        return Placement(
+            states=np.frombuffer(self.states, np.uint8),
+            held={name: np.frombuffer(b, np.uint8) > 0 for name, b in self.held},
+            reasons=self.reasons,
+            codes=np.frombuffer(self.codes, np.uint8).astype(np.uint16),
+        )
+
+
 class TierRow(StoreMessage, array_like=True, frozen=True, gc=False):
     """Describes one tier of a server."""
 
@@ -394,8 +505,10 @@ class StatsReport(NumberedReply, array_like=True, frozen=True, gc=False, tag=4):
     ] = ()
 
 
-AnyRequest = StoreHello | Find | Touch | Put | Get | Flush | Stats | Delete | Pin
-AnyReply = Welcome | Found | StoreDone | StatsReport
+AnyRequest = (
+    StoreHello | Find | Touch | Put | Get | Flush | Stats | Delete | Pin | Apply
+)
+AnyReply = Welcome | Found | StoreDone | StatsReport | Placed
 AnswerT = TypeVar("AnswerT", bound=NumberedReply)
 
 encode: Final[Callable[[ClientMessage | ServerMessage], bytes]] = (

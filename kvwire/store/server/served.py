@@ -106,6 +106,7 @@ class ServedStore:
             namespaces=tuple(texts),
             slab_bytes=self.slab_bytes,
             alone=not tiers.below,
+            verbs=True,
         )
 
     def report(self, number: int, tenant: str) -> StatsReport:

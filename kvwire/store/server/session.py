@@ -47,15 +47,23 @@ from kvwire.store.limits import (
     STORE_REQUESTS_MAX,
     STORE_TIMEOUT_S,
 )
-from kvwire.store.namespace import Namespace, of_tenant
+from kvwire.store.namespace import DIGEST_BYTES, Namespace, of_tenant
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import ImageRequest
 from kvwire.store.operations.put import NO_SLOTS, PutOperation
-from kvwire.store.placement import Verb, VerbKind
+from kvwire.store.operations.verbs import carry_out
+from kvwire.store.placement import (
+    BlockState,
+    Placement,
+    Verb,
+    VerbKind,
+    all_placed,
+)
 from kvwire.store.server.messages import (
     TAG,
     VERSIONS,
     AnyRequest,
+    Apply,
     ClientRow,
     Delete,
     Find,
@@ -63,6 +71,7 @@ from kvwire.store.server.messages import (
     Found,
     Get,
     Pin,
+    Placed,
     Put,
     ServerMessage,
     Stats,
@@ -93,6 +102,8 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 
 _PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
 _READ_ONLY: Final = "this server is read-only"
+# Verbs of which its store has afterwards what it had before.
+_READING: Final = (VerbKind.LOCATE, VerbKind.PREFETCH)
 
 
 class ClientSession:
@@ -209,7 +220,7 @@ class ClientSession:
             case Stats():
                 report = self._served.report(request.number, self._tenant)
                 return self._send(report)
-            case Flush() | Delete() | Pin():
+            case Flush() | Delete() | Pin() | Apply():
                 return self._do(request)
             case StoreHello():
                 raise UsageError("it says hello twice")
@@ -458,8 +469,11 @@ class ClientSession:
         finally:
             await drain_or_abort(sent, self._connection)
 
-    async def _do(self, request: Flush | Delete | Pin) -> None:
-        await self._send(await self._done(request))
+    async def _do(self, request: Flush | Delete | Pin | Apply) -> None:
+        if isinstance(request, Apply):
+            await self._send(await self._placed(request))
+        else:
+            await self._send(await self._done(request))
 
     async def _done(self, request: Flush | Delete | Pin) -> StoreDone:
         """Execute a request; the answer has the reason if it failed."""
@@ -490,6 +504,30 @@ class ClientSession:
             return StoreDone(request.number, reason=sayable(error_text(exc)))
         return StoreDone(request.number)
 
+    async def _placed(self, request: Apply) -> Placed:
+        """Carry out a verb; the answer has the reason if nothing was done at all."""
+        try:
+            return Placed.of(request.number, await self._placement(request))
+        except (OSError, UsageError) as exc:
+            return Placed(request.number, reason=sayable(error_text(exc)))
+
+    async def _placement(self, request: Apply) -> Placement:
+        verb = request.asked
+        tenant = self._tenant or request.tenant
+        hashes = [key[DIGEST_BYTES:] for key in request.names.keys_of("").tolist()]
+        if self._served.read_only and verb.kind not in _READING:
+            return all_placed(len(hashes), BlockState.REFUSED, _READ_ONLY)
+        text = request.namespace
+        named = request.tenant if text is None else text.tenant
+        if self._tenant and named not in ("", self._tenant):
+            raise UsageError(_not_another(self._tenant, named))
+        namespaces = (
+            self._tiers.of_tenant(tenant)
+            if text is None
+            else [namespace_told(text, self._tenant)]
+        )
+        return await carry_out(self._tiers, verb, namespaces, hashes)
+
     async def _delete(self, request: Delete) -> int:
         """Delete blocks; return their number, or 0 if the request named them."""
         if request.names is not None:
@@ -510,10 +548,7 @@ class ClientSession:
         asked = namespace = namespace_told(request.namespace)
         if self._tenant:
             if asked.tenant:
-                return asked, (
-                    f"it is tenant {self._tenant}, and cannot act for "
-                    f"{shown(asked.tenant)}"
-                )
+                return asked, _not_another(self._tenant, asked.tenant)
             namespace = namespace_told(request.namespace, self._tenant)
         if not request.names.all_in(asked):
             return namespace, "a key is of another namespace than the request"
@@ -548,6 +583,10 @@ def _going_on(
                 waits_for = coroutine.send(None)
     except StopIteration:
         return
+
+
+def _not_another(tenant: str, other: str) -> str:
+    return f"it is tenant {tenant}, and cannot act for {shown(other)}"
 
 
 def _deadline(request: TransferMessage) -> timedelta:

@@ -187,10 +187,41 @@ class RemoteTier(Tier):
         await self._asked_for(Delete, None, digest)
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
-        """See Tier."""
+        """See Tier. A prefetch brings blocks into the server's own memory."""
+        active = self._client.active
+        if active is not None and not active.welcome.verbs:
+            return await self._apply_before_verbs(verb, namespace, keys)
+        placing = Placing(keys.size)
+        text = text_of(namespace)
+        for which in _by_width(keys):
+            names = Names.of(keys[which])
+            try:
+                told = await self._client.now().apply(verb, names, namespace=text)
+            except UsageError as exc:
+                placing.rule(which, BlockState.REFUSED, f"{self.name}: {exc}")
+            except KVWireError as exc:
+                why = f"{self.name}: {error_text(exc)}"
+                placing.rule(which, BlockState.DEFERRED, why)
+            else:
+                placing.place(which, told)
+        held = {f"{self.name} {name}": bits for name, bits in placing.held.items()}
+        placing.held = held
+        return placing.end()
+
+    async def _apply_before_verbs(
+        self, verb: Verb, namespace: Namespace, keys: Keys
+    ) -> Placement:
+        """Pin, unpin and locate blocks at a server of before there were verbs."""
         pins = verb.kind is VerbKind.PIN and not verb.ttl_s
         if not (pins or verb.kind is VerbKind.UNPIN):
-            return await super().apply(verb, namespace, keys)
+            told = await super().apply(verb, namespace, keys)
+            placing = Placing(keys.size)
+            placing.place(slice(None), told)
+            why = f"{self.name} is an older server, which cannot {verb.name} blocks"
+            if verb.ttl_s:
+                why += " for a time"
+            placing.rule(told.refused, BlockState.REFUSED, why)
+            return placing.end()
         placing = Placing(keys.size)
         for which in _by_width(keys):
             try:
