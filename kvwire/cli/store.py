@@ -17,6 +17,7 @@ from rich.console import Console
 
 import kvwire
 from kvwire import Config, KVWireError, UsageError
+from kvwire.cli import store_verbs
 from kvwire.directory import Selector
 from kvwire.errors import without_password
 from kvwire.store.limits import STORE_BERTH_BYTES
@@ -27,6 +28,7 @@ from kvwire.types import in_bytes, read_bytes
 
 app: App = App(name="store")
 app.command("kvwire.cli.replay:replay", name="replay")
+store_verbs.add_to(app)
 
 _TIER_COLUMNS: Final = ("blocks", "used", "of", "read", "written", "evicted", "failed")
 _TENANT_COLUMNS: Final = ("used", "of", "pinned", "evicted", "hits", "misses")

@@ -10,19 +10,16 @@ from kvwire.aio import (
     AsyncWith,
     LoopThread,
     run_to_completion,
-    seconds_of,
     yields_before_raising,
 )
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.store.address import TierAddress
 from kvwire.store.index import Keys
-from kvwire.store.limits import STORE_TTL_S_MAX
 from kvwire.store.namespace import Namespace, namespace_of
 from kvwire.store.operations.group_request import Hashes, by_group, keys_of
 from kvwire.store.operations.verbs import carry_out
 from kvwire.store.placement import (
-    PRIORITY_MAX,
     Placement,
     Verb,
     VerbKind,
@@ -31,7 +28,6 @@ from kvwire.store.placement import (
 from kvwire.store.tier_stack import TierStack
 from kvwire.store.tiers.base import TenantStats, Tier, uses_of
 from kvwire.store.tiers.registry import open_tier
-from kvwire.types import plain
 
 HashTokens = int | Mapping[str, int] | None
 
@@ -279,7 +275,7 @@ class StoreManagement(AsyncWith):
         Cancel safety: safe, it may be called again.
         """
         return await self._carry_out(
-            "BlockStore.pin", _pin_of(ttl_s), hashes, cache, hash_tokens, tenant
+            "BlockStore.pin", Verb.pin(ttl_s), hashes, cache, hash_tokens, tenant
         )
 
     @yields_before_raising
@@ -348,7 +344,7 @@ class StoreManagement(AsyncWith):
 
         Cancel safety: safe, it may be called again.
         """
-        verb = _retention_of(priority, ttl_s)
+        verb = Verb.retain(priority, ttl_s)
         return await self._carry_out(
             "BlockStore.retain", verb, hashes, cache, hash_tokens, tenant
         )
@@ -528,19 +524,3 @@ class StoreManagement(AsyncWith):
         """Return the keys of some hashes, by group."""
         listed = by_group(hashes, tuple(namespaces))
         return {name: keys_of(some, namespaces[name]) for name, some in listed.items()}
-
-
-def _pin_of(ttl_s: float | None) -> Verb:
-    return Verb(VerbKind.PIN, ttl_s=_ttl_of(ttl_s))
-
-
-def _retention_of(priority: int, ttl_s: float | None) -> Verb:
-    number = plain(priority)
-    if type(number) is not int or not 0 <= number <= PRIORITY_MAX:
-        raise UsageError(f"priority={priority!r}: a number from 0 to {PRIORITY_MAX}")
-    return Verb(VerbKind.RETAIN, priority=number, ttl_s=_ttl_of(ttl_s))
-
-
-def _ttl_of(ttl_s: float | None) -> float:
-    """Return for how long something lasts; 0 for ever."""
-    return 0.0 if ttl_s is None else min(seconds_of("ttl_s", ttl_s), STORE_TTL_S_MAX)

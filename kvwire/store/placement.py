@@ -11,12 +11,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.aio import seconds_of
+from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Codes, Ids, all_of, any_of
+from kvwire.store.limits import STORE_TTL_S_MAX
+from kvwire.types import plain
 
 BlockStates: TypeAlias = npt.NDArray[np.uint8]
 
@@ -72,10 +76,23 @@ class Verb:
     priority: int = PRIORITY
     keep: bool = False
 
-    @property
-    def name(self) -> str:
-        """Return the verb's name, as users write it."""
-        return self.kind.name.lower()
+    @classmethod
+    def pin(cls, ttl_s: float | None) -> Self:
+        """Return a pin, which ends after some seconds; None for never."""
+        return cls(VerbKind.PIN, ttl_s=_ttl_of(ttl_s))
+
+    @classmethod
+    def retain(cls, priority: int, ttl_s: float | None) -> Self:
+        """Return a retention, which ends after some seconds; None for never."""
+        number = plain(priority)
+        if type(number) is not int or not 0 <= number <= PRIORITY_MAX:
+            raise UsageError(f"priority={priority!r}: a number, 0 to {PRIORITY_MAX}")
+        return cls(VerbKind.RETAIN, priority=number, ttl_s=_ttl_of(ttl_s))
+
+
+def _ttl_of(ttl_s: float | None) -> float:
+    """Return for how long something lasts; 0 for ever."""
+    return 0.0 if ttl_s is None else min(seconds_of("ttl_s", ttl_s), STORE_TTL_S_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +163,7 @@ class Placement:
     @property
     def prefix(self) -> int:
         """The number of leading blocks that are done; of one group."""
-        return leading(self.done)
+        return leading(self.states == BlockState.DONE)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -54,11 +54,11 @@ from kvwire.store.server.messages import (
     Names,
     NumberedReply,
     NumberedRequest,
-    Placed,
     Stats,
     StatsReport,
     StoreDone,
     StoreHello,
+    VerbDone,
     Welcome,
     decode_reply,
     encode,
@@ -203,9 +203,11 @@ class ActiveConnection:
         Cancel safety: safe, the server may go on.
         """
         if not self.welcome.verbs:
-            raise UsageError(f"it is an older server, which cannot {verb.name} blocks")
+            raise UsageError(
+                f"it is an older server, which cannot {verb.kind.name.lower()} blocks"
+            )
         request = Apply.of(next(self.numbers), verb, names, **fields)
-        placed = await self.call(request, Placed, STORE_VERB_TIMEOUT_S)
+        placed = await self.call(request, VerbDone, STORE_VERB_TIMEOUT_S)
         if placed.reason:
             raise UsageError(placed.reason)
         if len(placed.states) != len(names):

@@ -19,7 +19,7 @@ Get        Done                     large images follow: only those of landed bl
 Flush      Done
 Delete     Done
 Pin        Done                     results say which blocks are pinned now
-Apply      Placed                   what a verb has made of each block
+Apply      VerbDone                   what a verb has made of each block
 Stats      Report
 =========  =======================  ==================================================
 
@@ -408,7 +408,7 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
         return np.frombuffer(self.results, np.uint8)
 
 
-class Placed(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
+class VerbDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
     """Gives what became of each block that a verb named.
 
     Attributes:
@@ -508,7 +508,7 @@ class StatsReport(NumberedReply, array_like=True, frozen=True, gc=False, tag=4):
 AnyRequest = (
     StoreHello | Find | Touch | Put | Get | Flush | Stats | Delete | Pin | Apply
 )
-AnyReply = Welcome | Found | StoreDone | StatsReport | Placed
+AnyReply = Welcome | Found | StoreDone | StatsReport | VerbDone
 AnswerT = TypeVar("AnswerT", bound=NumberedReply)
 
 encode: Final[Callable[[ClientMessage | ServerMessage], bytes]] = (

@@ -71,7 +71,6 @@ from kvwire.store.server.messages import (
     Found,
     Get,
     Pin,
-    Placed,
     Put,
     ServerMessage,
     Stats,
@@ -79,6 +78,7 @@ from kvwire.store.server.messages import (
     StoreHello,
     Touch,
     TransferMessage,
+    VerbDone,
     decode_request,
     encode,
     namespace_told,
@@ -504,12 +504,12 @@ class ClientSession:
             return StoreDone(request.number, reason=sayable(error_text(exc)))
         return StoreDone(request.number)
 
-    async def _placed(self, request: Apply) -> Placed:
+    async def _placed(self, request: Apply) -> VerbDone:
         """Carry out a verb; the answer has the reason if nothing was done at all."""
         try:
-            return Placed.of(request.number, await self._placement(request))
+            return VerbDone.of(request.number, await self._placement(request))
         except (OSError, UsageError) as exc:
-            return Placed(request.number, reason=sayable(error_text(exc)))
+            return VerbDone(request.number, reason=sayable(error_text(exc)))
 
     async def _placement(self, request: Apply) -> Placement:
         verb = request.asked

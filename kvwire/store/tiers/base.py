@@ -447,7 +447,7 @@ class Tier(ABC):
         if verb.kind in (VerbKind.LOCATE, VerbKind.PREFETCH):
             placing.rule(here, BlockState.DONE)
         else:
-            why = f"{self.name} cannot {verb.name} blocks"
+            why = f"{self.name} cannot {verb.kind.name.lower()} blocks"
             placing.rule(here, BlockState.REFUSED, why)
         return placing.end()
 

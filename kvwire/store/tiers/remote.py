@@ -217,7 +217,8 @@ class RemoteTier(Tier):
             told = await super().apply(verb, namespace, keys)
             placing = Placing(keys.size)
             placing.place(slice(None), told)
-            why = f"{self.name} is an older server, which cannot {verb.name} blocks"
+            what = verb.kind.name.lower()
+            why = f"{self.name} is an older server, which cannot {what} blocks"
             if verb.ttl_s:
                 why += " for a time"
             placing.rule(told.refused, BlockState.REFUSED, why)

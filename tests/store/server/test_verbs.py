@@ -12,7 +12,7 @@ from kvwire.config import Config
 from kvwire.security.keys import write_key_file
 from kvwire.store.placement import BlockState, Verb, VerbKind
 from kvwire.store.server.client import apply_verb
-from kvwire.store.server.messages import Placed, Welcome, decode_reply, encode
+from kvwire.store.server.messages import VerbDone, Welcome, decode_reply, encode
 from kvwire.store.server.served import ServedStore
 from tests.store.server.test_server import where
 from tests.support.caches import Filled, chain
@@ -113,7 +113,7 @@ async def test_a_tenant_acts_for_itself_and_the_operator_for_each(
         assert told.complete
         told = await apply_verb(address, config("x"), Verb(VerbKind.PIN, ttl_s=5), A)
         assert told.counts == {"done": 2, "clipped": 2}
-        with pytest.raises(UsageError, match="it is tenant y, and cannot act for .x."):
+        with pytest.raises(UsageError, match=r"it is tenant y, and cannot act for 'x'"):
             await apply_verb(address, config("y"), LOCATE, A, "x")
         with pytest.raises(UsageError, match="there is x, y"):
             await apply_verb(address, config("all"), LOCATE, A, "z")
@@ -179,11 +179,11 @@ def test_an_answer_that_contradicts_itself_is_none(reply: tuple[object, ...]) ->
 
 
 def test_an_answer_has_what_it_was_made_of() -> None:
-    reply = Placed(1, bytes([0, 4]), bytes([0, 1]), ("why",), (("n", bytes([1, 0])),))
+    reply = VerbDone(1, bytes([0, 4]), bytes([0, 1]), ("why",), (("n", bytes([1, 0])),))
     told = decode_reply(encode(reply))
-    assert isinstance(told, Placed)
+    assert isinstance(told, VerbDone)
     placement = told.placement
     assert placement.states.tolist() == [BlockState.DONE, BlockState.MISSING]
     assert placement.reason(1) == "why"
     assert placement.held["n"].tolist() == [True, False]
-    assert Placed.of(1, placement) == reply
+    assert VerbDone.of(1, placement) == reply

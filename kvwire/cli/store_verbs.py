@@ -1,0 +1,254 @@
+"""``kvwire store locate`` and the other verbs: move and protect a server's blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+import kvwire
+from kvwire import BlockState, Config, KVWireError, Placement, UsageError
+from kvwire.store.order import VerbOrder, described
+from kvwire.store.server.client import apply_verb
+
+NOT_DONE: Final = 1
+"""The exit status if a block is not done."""
+# For moves to another server, which go through this process.
+_PASSAGE: Final = "memory:256MiB"
+_NUMBERS: Final = re.compile(r"[\s,\[\]]+")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions:
+    """Which blocks a verb is for, and how the answer is printed.
+
+    Attributes:
+        tokens: A file with the token ids of a prompt, in place of hashes: a JSON list,
+            or numbers with spaces between them; - for standard input.
+        block_tokens: How many tokens one hash stands for; for --tokens.
+        scheme: Who hashes tokens: kvwire's HashScheme, or vllm with sha256_cbor.
+        seed: The seed of the scheme; of vLLM the engines' PYTHONHASHSEED.
+        tenant: The tenant's name; needs the operator's key.
+        psk_file: The key that the server requires.
+        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        json: Print JSON instead.
+    """
+
+    tokens: str = ""
+    block_tokens: int = 0
+    scheme: Literal["kvwire", "vllm"] = "kvwire"
+    seed: str = ""
+    tenant: str = ""
+    psk_file: Path | None = None
+    config: Path | None = None
+    json: bool = False
+
+    def order(self, hashes: tuple[str, ...], **arguments: Any) -> VerbOrder:
+        """Return the order for these blocks."""
+        tokens = _tokens(self.tokens) if self.tokens else []
+        return VerbOrder(
+            hashes=list(hashes),
+            tokens=tokens,
+            block_tokens=self.block_tokens,
+            scheme=self.scheme,
+            seed=self.seed,
+            tenant=self.tenant,
+            **arguments,
+        )
+
+    @property
+    def wanted(self) -> Config:
+        """The configuration of the client."""
+        key: dict[str, Any] = {}
+        if self.psk_file is not None:
+            key = {"trust": "psk", "psk_file": str(self.psk_file)}
+        return Config.load(self.config, **key)
+
+
+_BLOCKS: Final = BlockOptions()
+_Ttl = Annotated[float | None, Parameter(name="--ttl-s")]
+
+
+def locate(address: str, /, *hashes: str, blocks: BlockOptions = _BLOCKS) -> int:
+    """Show which tiers of a served store have some blocks.
+
+    The exit status is 1 if one is nowhere. Blocks are looked for in all kinds of caches
+    that the server knows of.
+
+    Args:
+        address: The server's address.
+        hashes: The hashes, in hexadecimal digits, in the order of the chain.
+        blocks: More about the blocks.
+    """
+    return _carry_out("locate", address, blocks, blocks.order(hashes))
+
+
+def prefetch(
+    address: str, /, *hashes: str, tier: str = "", blocks: BlockOptions = _BLOCKS
+) -> int:
+    """Bring blocks up into a tier of a served store, by default its memory.
+
+    Args:
+        address: The server's address.
+        hashes: The hashes, in hexadecimal digits, in the order of the chain.
+        tier: The tier's address, or its kind if there is one of it.
+        blocks: More about the blocks.
+    """
+    return _carry_out("prefetch", address, blocks, blocks.order(hashes, tier=tier))
+
+
+def demote(
+    address: str, /, *hashes: str, tier: str = "", blocks: BlockOptions = _BLOCKS
+) -> int:
+    """Let a served store let go of blocks in memory, once a tier below has them.
+
+    Args:
+        address: The server's address.
+        hashes: The hashes, in hexadecimal digits, in the order of the chain.
+        tier: The tier's address, or its kind; by default the first below memory.
+        blocks: More about the blocks.
+    """
+    return _carry_out("demote", address, blocks, blocks.order(hashes, tier=tier))
+
+
+def pin(
+    address: str, /, *hashes: str, ttl_s: _Ttl = None, blocks: BlockOptions = _BLOCKS
+) -> int:
+    """Protect blocks of a served store from eviction.
+
+    Args:
+        address: The server's address.
+        hashes: The hashes, in hexadecimal digits, in the order of the chain.
+        ttl_s: After how many seconds that ends by itself; never without it.
+        blocks: More about the blocks.
+    """
+    return _carry_out("pin", address, blocks, blocks.order(hashes, ttl_s=ttl_s))
+
+
+def unpin(address: str, /, *hashes: str, blocks: BlockOptions = _BLOCKS) -> int:
+    """Allow blocks of a served store to be evicted again.
+
+    Args:
+        address: The server's address.
+        hashes: The hashes, in hexadecimal digits, in the order of the chain.
+        blocks: More about the blocks.
+    """
+    return _carry_out("unpin", address, blocks, blocks.order(hashes))
+
+
+def retain(
+    address: str,
+    /,
+    *hashes: str,
+    priority: int,
+    ttl_s: _Ttl = None,
+    blocks: BlockOptions = _BLOCKS,
+) -> int:
+    """Let a served store evict blocks after, or before, others.
+
+    Args:
+        address: The server's address.
+        hashes: The hashes, in hexadecimal digits, in the order of the chain.
+        priority: 0 to 100; 50 is that of all other blocks.
+        ttl_s: After how many seconds that ends by itself; never without it.
+        blocks: More about the blocks.
+    """
+    order = blocks.order(hashes, priority=priority, ttl_s=ttl_s)
+    return _carry_out("retain", address, blocks, order)
+
+
+def move(address: str, /, *hashes: str, to: str, blocks: BlockOptions = _BLOCKS) -> int:
+    """Copy blocks of a served store to another server, or to a node.
+
+    Args:
+        address: The server's address.
+        hashes: The hashes, in hexadecimal digits, in the order of the chain.
+        to: Another server, kvwire://HOST:PORT with the options of a tier; the blocks go
+            through this process. Or the name of a node of a tier of the server.
+        blocks: More about the blocks.
+    """
+    return _carry_out("move", address, blocks, blocks.order(hashes, to=to))
+
+
+def add_to(app: App) -> None:
+    """Make the verbs commands of `kvwire store`."""
+    for verb in (locate, prefetch, demote, pin, unpin, retain, move):
+        app.command(verb)
+
+
+def _carry_out(name: str, address: str, blocks: BlockOptions, order: VerbOrder) -> int:
+    where = address.removeprefix("kvwire://")
+    verb = order.verb(name)
+    hashes = order.named()
+    if order.to.startswith("kvwire://"):
+        work = _moved(where, blocks, order, hashes)
+    else:
+        work = apply_verb(where, blocks.wanted, verb, hashes, order.tenant)
+    try:
+        placement = asyncio.run(work)
+    except OSError as exc:
+        if isinstance(exc, KVWireError):
+            raise  # it names the address
+        raise KVWireError(f"{address}: {exc.strerror or exc}") from None
+    if blocks.json:
+        document = msgspec.json.encode(described(placement))
+        sys.stdout.buffer.write(msgspec.json.format(document) + b"\n")
+    else:
+        _show(placement)
+    return 0 if placement.complete else NOT_DONE
+
+
+async def _moved(
+    where: str, blocks: BlockOptions, order: VerbOrder, hashes: list[bytes]
+) -> Placement:
+    """Move blocks from one server to another by way of this process."""
+    if blocks.config is not None:
+        raise UsageError("--config: a move to another server takes --psk-file")
+    key = "" if blocks.psk_file is None else f"?psk_file={blocks.psk_file}"
+    tenants = [order.tenant] if order.tenant else []
+    tiers = [_PASSAGE, f"kvwire://{where}{key}"]
+    async with kvwire.BlockStore.open(tiers, tenants=tenants) as store:
+        return await store.move(hashes, to=order.to, keep=True, tenant=order.tenant)
+
+
+def _tokens(file: str) -> list[int]:
+    text = sys.stdin.read() if file == "-" else Path(file).read_text()
+    try:
+        return [int(one) for one in _NUMBERS.split(text) if one]
+    except ValueError as exc:
+        raise UsageError(f"--tokens {file}: token ids are numbers: {exc}") from None
+
+
+def _show(placement: Placement) -> None:
+    """Print a row for each run of blocks that became the same."""
+    table = Table("blocks", "state", "", box=None, pad_edge=False)
+    for first, last in _runs(placement):
+        held = [name for name, bits in placement.held.items() if bits[first]]
+        numbers = f"{first}" if first == last else f"{first}-{last}"
+        state = BlockState(placement.states[first]).name.lower()
+        table.add_row(numbers, state, placement.reason(first) or ", ".join(held))
+    # Not cut where a screen ends: an address has to be whole.
+    console = Console(width=400, highlight=False, markup=False)
+    console.print(table)
+    print(", ".join(f"{count} {name}" for name, count in placement.counts.items()))
+
+
+def _runs(placement: Placement) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last block of each run."""
+    columns = [placement.states, placement.codes, *placement.held.values()]
+    table = np.array(columns, np.int64)
+    borders = np.flatnonzero((table[:, 1:] != table[:, :-1]).any(axis=0)) + 1
+    firsts = [0, *borders.tolist()]
+    lasts = [one - 1 for one in firsts[1:]] + [len(placement) - 1]
+    yield from zip(firsts, lasts, strict=True)
