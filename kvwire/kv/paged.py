@@ -9,7 +9,7 @@ have the same neighbours in memory, however their tensors are cut and named.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvwire import limits
 from kvwire.errors import UsageError, is_name, wrong_type
 from kvwire.kv.blocks import DEFAULT_GROUP, BlockLists, Blocks, block_lists
+from kvwire.kv.inferred import SpecFields, inferred
 from kvwire.kv.layout import AXES, Axis, Layout, choose_dims, overlapping, read_axes
 from kvwire.kv.spec import KVSpec
 from kvwire.kv.tensors import TensorView, tensor_view
@@ -53,6 +54,36 @@ class PagedCache:
 
     def __init__(self, spec: KVSpec, tensors: object, layout: Layout = "NHD") -> None:
         self._hold({DEFAULT_GROUP: CacheGroup(DEFAULT_GROUP, spec, tensors, layout)})
+
+    @classmethod
+    def of(
+        cls,
+        tensors: object,
+        layout: Layout = "NHD",
+        *,
+        block_tokens: int | None = None,
+        **fields: Unpack[SpecFields],
+    ) -> PagedCache:
+        """Describe a cache whose spec follows from the shape of its tensors.
+
+        Args:
+            tensors: For each layer a tensor, or a pair of keys and values, in a list or
+                in a mapping in the order of layers, as vLLM has it. Shapes are (blocks,
+                2, tokens, heads, dim) or (2, blocks, tokens, heads, dim), without the 2
+                for a pair, and (blocks, tokens, dim) for MLA. Or a ``StaticCache`` of
+                transformers for one sequence, whose tokens are cut into blocks.
+            layout: "HND" has heads before tokens; or an axis order, for other shapes.
+            block_tokens: For a cache of transformers: the tokens of a block.
+            fields: Fields of :class:`~kvwire.KVSpec` that tensors do not show:
+                ``fingerprint``, ``shard``, ``first_layer``, ...; and ``dtype`` for
+                elements that are stored as raw integers.
+
+        Raises:
+            UsageError: A shape has two readings or none, so that the axes have to be
+                named; or as for the class.
+        """
+        spec, entries, order = inferred(tensors, layout, block_tokens, fields)
+        return cls(spec, entries, order)
 
     @classmethod
     def grouped(

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", reason=f"transformers: {_WHY}
 
 from kvwire import (  # noqa: E402 - after the skip
     Outcome,
+    PagedCache,
     PrefillRequest,
     plan_prefill,
 )
@@ -226,3 +227,21 @@ def test_a_pool_is_of_no_graph(model: Any, pool: TensorPool) -> None:
     """It would keep the activations of every call made without torch.no_grad."""
     assert model(prompt(20), cache=PagedSequence(pool, [1, 0])).logits.requires_grad
     assert not any(tensor.requires_grad for tensor in pool.tensors)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
+def test_a_static_cache_in_blocks(model: Any) -> None:
+    """Its tokens are cut into blocks in place; other caches are refused by name."""
+    static = transformers.StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(UsageError, match="allocated by the first forward pass"):
+        PagedCache.of(static, block_tokens=BLOCK_TOKENS)
+    model(prompt(40), past_key_values=static)
+    cache = PagedCache.of(static, block_tokens=BLOCK_TOKENS)
+    assert (cache.num_blocks, cache.spec.kv_heads, cache.spec.head_dim) == (4, 2, 16)
+    assert cache.spec.dtype == "float32"
+    address = static.layers[1].keys.data_ptr()
+    assert int(cache.groups["kv"].bases[1, 0]) == address
+    with pytest.raises(UsageError, match="pass block_tokens="):
+        PagedCache.of(static)
+    with pytest.raises(UsageError, match="need one sequence with a multiple"):
+        PagedCache.of(static, block_tokens=BLOCK_TOKENS + 1)
