@@ -467,6 +467,9 @@ class Frontend:
             if process.returncode is None:
                 process.kill()
         await self._tasks.__aexit__(kind, error, trace)
+        # A loop that ends before its child processes complains.
+        for process in self._processes:
+            await process.wait()
 
 
 async def run(options: argparse.Namespace) -> Frontend:

@@ -43,7 +43,8 @@ def inferred(
     """
     entries: Any
     if hasattr(tensors, "layers"):
-        entries, layout = _of_transformers(tensors, block_tokens), _PAGED_ROW
+        entries = _of_transformers(tensors, block_tokens)
+        layout = _PAGED_ROW
     else:
         entries = list(tensors.values()) if isinstance(tensors, Mapping) else tensors
         if block_tokens is not None:

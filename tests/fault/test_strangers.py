@@ -176,10 +176,9 @@ async def test_a_stranger_pins_little_memory(
         assert each * PENDING_HANDSHAKES_MAX <= 32 * MIB
 
 
-async def test_pending_handshakes_are_bounded_and_the_oldest_give_way(
-    pair: Pair,
-) -> None:
+async def test_pending_handshakes_are_bounded_and_the_oldest_give_way() -> None:
     async with (
+        kvwire.open() as near,
         kvwire.open(handshake_timeout_s=60) as far,
         Crowd(await far.listen("127.0.0.1:0")) as crowd,
     ):
@@ -187,7 +186,7 @@ async def test_pending_handshakes_are_bounded_and_the_oldest_give_way(
         await until(lambda: len(inside.opening(far)) == PENDING_HANDSHAKES_MAX)
         address = Address("tcp", *crowd._target)
         for _ in range(20):
-            connection = await pair.near.connect(address)
+            connection = await near.connect(address)
             await connection.close()
         await crowd.grow(50)
         await until(lambda: len(inside.opening(far)) == PENDING_HANDSHAKES_MAX)

@@ -235,7 +235,7 @@ def test_a_static_cache_in_blocks(model: Any) -> None:
     static = transformers.StaticCache(config=model.config, max_cache_len=64)
     with pytest.raises(UsageError, match="allocated by the first forward pass"):
         PagedCache.of(static, block_tokens=BLOCK_TOKENS)
-    model(prompt(40), past_key_values=static)
+    model(prompt(40), cache=static)
     cache = PagedCache.of(static, block_tokens=BLOCK_TOKENS)
     assert (cache.num_blocks, cache.spec.kv_heads, cache.spec.head_dim) == (4, 2, 16)
     assert cache.spec.dtype == "float32"
