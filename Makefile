@@ -38,7 +38,7 @@ CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),example
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed lock news wheel clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
+.PHONY: test test-all check format cover mutants fuzz reference docs typed lock news dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -110,8 +110,16 @@ lock:
 news: $(STAMP)-dev
 	@$(BIN)/towncrier build --draft --version next
 
-wheel: $(STAMP)-dev
-	$(BIN)/python -m build --no-isolation --wheel
+# What a release uploads, as far as this machine can build it: the sources, a wheel of
+# Python alone, and one with compiled copies for this kind of machine.
+DIST ?= dist
+dist: $(STAMP)-release
+	.ci/dist $(DIST)
+
+# The last of these as a release builds it, and tried on the oldest and the newest Python:
+# in a container of manylinux, or on a Mac.
+wheels: $(STAMP)-release
+	$(BIN)/python -m cibuildwheel --output-dir $(DIST)
 
 # A real transformer: prefill in one process, decode in another. ARGS="--help" for more.
 demo: $(DEMO_STAMP)

@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sysconfig
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,13 @@ class CustomBuildHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile it; a failure is told, and leaves a wheel of Python alone."""
-        library = Path(self.root, _LIBRARY)
-        library.unlink(missing_ok=True)  # somebody may run with it
+        if version == "editable":
+            library = Path(self.root, _LIBRARY)
+            library.unlink(missing_ok=True)  # somebody may run with it
+        else:
+            # Not into the tree, which may be installed itself, for another machine.
+            self._folder = tempfile.TemporaryDirectory()
+            library = Path(self._folder.name, "_copy.so")
         # As Python was compiled; a compiler that is named in CC comes first.
         named = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
         source = Path(self.root, _SOURCE)
@@ -56,6 +62,11 @@ class CustomBuildHook(BuildHookInterface[Any]):
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
+
+    def finalize(self, version: str, _: dict[str, Any], __: str) -> None:
+        """Remove what the wheel has a copy of."""
+        if version != "editable":
+            self._folder.cleanup()
 
 
 def _architectures() -> list[str]:
