@@ -38,7 +38,7 @@ CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),example
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed lock news dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -102,6 +102,10 @@ typed: $(STAMP)-typed
 docs: $(STAMP)-docs
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 
+# Workflows, Dockerfile and chart, by the tools of their field.
+manifests: $(STAMP)-manifests
+	$(BIN)/python -m pytest --quiet -m "" tests/deploy
+
 # The newest versions of all that tests and tools need, as every clone then has them.
 lock:
 	.ci/lock
@@ -109,6 +113,10 @@ lock:
 # The changes that no release has yet, as the page that a release makes of them.
 news: $(STAMP)-dev
 	@$(BIN)/towncrier build --draft --version next
+
+# What CHANGELOG.md says of the release of TAG; an error if the tree is not that release.
+notes:
+	@.ci/notes "$(TAG)"
 
 # What a release uploads, as far as this machine can build it: the sources, a wheel of
 # Python alone, and one with compiled copies for this kind of machine.
