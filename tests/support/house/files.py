@@ -29,8 +29,6 @@ def dead_links(source: Source) -> Iterator[Finding]:
     for number, line in enumerate(source.lines, 1):
         for target in _LINK.findall(line):
             folder = posixpath.dirname(source.path)
-            if source.path.startswith("changes/+"):  # a part of CHANGELOG.md to be
-                folder = ""
             path = posixpath.normpath(posixpath.join(folder, target))
             if "://" not in target and not _exists(path):
                 yield Finding(source.path, number, target, "leads nowhere")
@@ -59,14 +57,12 @@ CHECKS = (
         find=each(dead_links),
         bad=[
             ("README.md", "See [this](docs/no-such-page.md)."),
-            ("changes/+a.added.md", "[page](../docs/index.md)"),
             ("docs/topics/a.md", "![picture](img/no-such-picture.svg)"),
             ("docs/topics/a.md", "Up [one too few](../README.md#start)."),
         ],
         good=[
             ("README.md", "[a](LICENSE), [b](https://a.org/b) and [c](#below)"),
             ("docs/topics/a.md", "[code](../../kvwire/limits.py#L10)"),
-            ("changes/+a.added.md", "[page](docs/index.md)"),
         ],
     ),
 )
