@@ -211,6 +211,9 @@ class RemoteWindow:
             buffers.on_drained(lent[-1], again)
         elif read.under_way is not None and not read.under_way.done():
             read.under_way.add_done_callback(lambda _: again())
+        elif not read.over:
+            # It has no buffer yet: it is not sent, or comes in a frame with others.
+            request._watchers += (call,)
         elif not read.is_stuck:
             call()
 

@@ -50,6 +50,21 @@ async def test_a_cancelled_get_is_forgotten_by_the_owner() -> None:
         await window.close()
 
 
+@pytest.mark.parametrize("transport", ["tcp", "local"])
+@pytest.mark.parametrize("nbytes", [4096, 128 * 1024, 32 * MIB])
+async def test_nobody_awaits_a_get(transport: str, nbytes: int) -> None:
+    """Its memory is not released before it is over: in one frame, chunks or turns."""
+    memory = content(nbytes)
+    async with connected("tcp", prefer=(transport,)) as pair:
+        window = pair.far.expose("bytes", memory, block_bytes=4096)
+        remote = await pair.left.window("bytes")
+        into = bytearray(nbytes)
+        request = remote.get(window.offer(range(nbytes // 4096)), into=into)
+        await request.released()
+        assert request.done()
+        assert into == memory
+
+
 async def test_reads_of_one_frame_of_which_one_is_stale() -> None:
     """The others land: nothing was wrong with them."""
     source = Filled(seed=1)
