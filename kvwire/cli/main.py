@@ -54,6 +54,11 @@ app.command(
     ),
 )
 app.command(
+    "kvwire.cli.certify:app",
+    name="certify",
+    help="Check from outside that a transport keeps its hands off memory it gave back.",
+)
+app.command(
     "kvwire.cli.config:app",
     name="config",
     help="Show every value of the configuration, and where it came from.",

@@ -18,7 +18,8 @@ CEILINGS: Final = {
     # `kvwire doctor --vllm` judges engines as the proxy does, and both by findings of a
     # backend's kind: cli -> integrations -> backend.
     "floors": 13,
-    "arrows": 156,
+    # cli -> testing: `kvwire certify` is the kit of kvwire.testing.
+    "arrows": 157,
     "rings": 1,
     "files of the biggest ring": 2,
     "forwarders": 184,

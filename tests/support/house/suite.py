@@ -59,12 +59,13 @@ CHECKS = (
         name="tests do not sleep",
         over=_TESTS,
         # Programs that people run: a benchmark pauses between its measurements, and a
-        # soak between its faults. A slow network is slow.
+        # soak between its faults. A slow network is slow, and planted mistakes take time.
         beyond=(
             "tests/programs/bench/",
             "tests/programs/soak/",
             "tests/programs/torture/",
             "tests/support/proxy.py",
+            "tests/testing/certify/plants.py",
         ),
         find=check.each(sleeps),
         bad=[

@@ -1,0 +1,123 @@
+"""``kvwire certify``: check the memory safety of any transport, from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from cyclopts import App, Parameter
+from cyclopts.types import PositiveFloat, PositiveInt
+from rich.table import Table
+
+from kvwire import KVWireError, UsageError
+from kvwire.cli.console import console, show
+from kvwire.testing.certify import report
+from kvwire.testing.certify.player import Played
+from kvwire.testing.certify.runner import (
+    LIMIT_S,
+    Breach,
+    Certificate,
+    certify,
+    play_again,
+)
+from kvwire.testing.certify.transport import TARGETS, load
+
+BROKEN: Final = 1
+
+app: App = App(name="certify")
+
+
+@app.default
+def command(  # noqa: PLR0913 - each is an option of the command
+    target: str = "",
+    /,
+    *,
+    schedules: PositiveInt = 200,
+    seed: int = 1,
+    seconds: PositiveFloat | None = None,
+    limit_s: Annotated[PositiveFloat, Parameter(name="--limit")] = LIMIT_S,
+    times: PositiveInt = 3,
+    into: Path = Path(),
+    html: Path | None = None,
+    junit: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Cancel, time out, kill and reconnect a transport, and judge every byte.
+
+    The exit status is 1 if a promise was broken. The smallest schedule that breaks it
+    is written to a file, which runs again: kvwire certify FILE.json.
+
+    Args:
+        target: A transport that comes with kvwire, such as toy; an adapter of yours, as
+            file.py:Class or module:Class; or the file of a breach. Without it, the
+            transports that come with kvwire, and what is installed of them.
+        schedules: How many schedules to play.
+        seed: The seed of the first one; the others follow.
+        seconds: Stop after this time; smaller schedules are looked for after that.
+        limit_s: Seconds after which something that has not ended hangs.
+        times: How often to play the smallest schedule of each breach again.
+        into: The folder for the files of breaches.
+        html: Write the page as HTML here as well.
+        junit: Write a test case for each promise here, for CI.
+        json: Print JSON instead.
+    """
+    if not target:
+        _list()
+        return 0
+    if target.endswith(".json"):
+        breach = _read(Path(target))
+        found = asyncio.run(play_again(breach, times=times, limit_s=limit_s))
+    else:
+        work = certify(
+            target,
+            seeds=range(seed, seed + schedules),
+            seconds=seconds,
+            limit_s=limit_s,
+            times=times,
+            progress=_progress,
+        )
+        found = asyncio.run(work)
+        for breach in found.breaches:
+            path = into / report.file_name(breach)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(breach)) + b"\n")
+            print(f"run it again: kvwire certify {path}", file=sys.stderr)
+    _show(found, json=json)
+    if html is not None:
+        html.write_text(report.html(found), encoding="utf-8")
+    if junit is not None:
+        junit.write_bytes(report.junit(found))
+    return BROKEN if found.breaches else 0
+
+
+def _show(found: Certificate, *, json: bool) -> None:
+    if json:
+        document = msgspec.json.format(msgspec.json.encode(found))
+        sys.stdout.buffer.write(document + b"\n")
+    else:
+        show(report.page(found), console())
+
+
+def _progress(seed: int, played: Played) -> None:
+    if played.rule:
+        print(f"seed {seed}: {played.rule}: {played.text}", file=sys.stderr)
+
+
+def _read(path: Path) -> Breach:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Breach)
+    except msgspec.MsgspecError as exc:
+        raise UsageError(f"certify: {path} is no file of a breach: {exc}") from None
+
+
+def _list() -> None:
+    table = Table("target", "version", box=None, pad_edge=False)
+    for target in TARGETS:
+        try:
+            version = load(target).version
+        except (KVWireError, ImportError, OSError) as exc:
+            version = f"cannot run here: {exc}"
+        table.add_row(target, version)
+    show(table, console())

@@ -1,0 +1,12 @@
+"""kvwire certify: the proofs of kvwire, turned on any transport.
+
+Write an adapter, a subclass of :class:`End` with about a dozen lines, and run
+``kvwire certify file.py:Class`` or call :func:`certify`. Schedules are made from seeds.
+They cancel, time out, kill, reconnect and withdraw while bytes are under way, and one
+oracle judges every byte of both memories: :mod:`kvwire.testing.oracle`.
+"""
+
+from kvwire.testing.certify.runner import Breach, Certificate, certify
+from kvwire.testing.certify.transport import End
+
+__all__ = ["Breach", "Certificate", "End", "certify"]

@@ -1,0 +1,45 @@
+"""The processes of a run: ``python -m kvwire.testing.certify left`` and ``right``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from kvwire.testing.certify.player import left_end
+from kvwire.testing.certify.processes import MessageSocket, right_end
+
+ENDS: Final[dict[str, Callable[..., Coroutine[Any, Any, None]]]] = {
+    "left": left_end,
+    "right": right_end,
+}
+
+
+def main() -> None:
+    """Be one end, as the command line says.
+
+    Nothing is tidied at the end: a transport may have left threads that never end.
+    """
+    role, descriptor, *arguments = sys.argv[1:]
+
+    async def run() -> None:
+        await ENDS[role](
+            MessageSocket(socket.socket(fileno=int(descriptor))), *arguments
+        )
+
+    status = 1
+    try:
+        asyncio.run(run())
+        status = 0
+    except BaseException:  # noqa: BLE001 - it is the last line of a process
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

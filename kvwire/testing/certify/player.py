@@ -1,0 +1,496 @@
+"""Plays schedules: the left end, and the judgement of all that both ends do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, NoReturn, TypeVar
+
+import msgspec
+
+from kvwire.aio import start_task
+from kvwire.testing.certify.processes import (
+    READY,
+    Gone,
+    MessageSocket,
+    Order,
+    Process,
+    Usage,
+    memories,
+    part,
+    usage,
+)
+from kvwire.testing.certify.schedule import IDLE_S, WRITERS, Schedule, Step
+from kvwire.testing.certify.transport import End, load
+from kvwire.testing.oracle import WatchedMemory, Words, Wrong, landed
+
+T = TypeVar("T")
+
+# How long memory is watched behind the last step, for writes that come late.
+_SETTLE_S: Final = 0.02
+# Polling takes a whole core, or wakes all the time. On a machine with other work it
+# gets only a part of what it wants, and each wake waits.
+_RAN: Final = 0.05
+_WANTED: Final = 0.7
+_SLEEPS_HZ: Final = 100
+_ROUNDS: Final = 3
+_LEAK_BYTES: Final = 1 << 20
+
+
+class Played(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What has come of a schedule, or the number of the step that begins.
+
+    Attributes:
+        step: The step under way; -1 at the end.
+        rule: The broken promise, a key of ``RULES``; "" if all was kept.
+        text: What went wrong.
+        operations: How many gets and puts have landed.
+    """
+
+    step: int
+    rule: str = ""
+    text: str = ""
+    operations: int = 0
+
+
+class Broken(Exception):
+    """A promise is broken, and the schedule is over."""
+
+    def __init__(self, wrong: Wrong) -> None:
+        super().__init__(wrong.text)
+        self.wrong = wrong
+
+
+@dataclass(eq=False, slots=True)
+class Reference:
+    """A reference of the right end.
+
+    Attributes:
+        data: What the transport calls it.
+        slots: The right end's slots.
+        content: What the slots held when it was made, or at its end; None if unknown.
+        live: Whether it was not withdrawn, and its process and connection live.
+        users: How many operations use it now.
+        puts: How many of them write.
+    """
+
+    data: bytes
+    slots: range
+    content: Words | None
+    live: bool = True
+    users: int = 0
+    puts: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class StartedStep:
+    """A get or a put under way.
+
+    Attributes:
+        step: Which one.
+        reference: What it uses.
+        own: The left end's slots.
+        expected: What a get has to bring, or a put has to leave.
+        blank: What the destination held before.
+        trouble: How often something had happened to the peer when it began.
+        task: Ends with what the transport returns.
+    """
+
+    step: Step
+    reference: Reference
+    own: range
+    expected: Words
+    blank: Words
+    trouble: int
+    task: asyncio.Task[bool]
+
+
+class Player:
+    """Plays one schedule.
+
+    Args:
+        target: What is certified.
+        right: The process of the right end, which runs.
+        path: The file with both memories.
+        limit_s: How long anything may take.
+        channel: Where the beginning of each step is reported.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        right: Process,
+        path: str,
+        limit_s: float,
+        channel: MessageSocket,
+    ) -> None:
+        self._target = target
+        self._right_process = right
+        self._memories = memories(path)
+        self._limit_s = limit_s
+        self._channel = channel
+
+    async def play(self, schedule: Schedule) -> Played:
+        """Play a schedule.
+
+        Cancel safety: is not cancelled.
+        """
+        self._schedule = schedule
+        self._views = {name: part(m, schedule) for name, m in self._memories.items()}
+        words = {
+            name: m[: len(self._views[name]) // 8] for name, m in self._memories.items()
+        }
+        self._left = WatchedMemory(WRITERS["left"], words["left"], schedule.slots)
+        self._right = WatchedMemory(WRITERS["right"], words["right"], schedule.slots)
+        self._references: dict[int, Reference] = {}
+        self._operations: list[StartedStep] = []
+        self._trouble = 0
+        self._stopped: asyncio.TimerHandle | None = None
+        self._going = asyncio.Event()
+        self._going.set()
+        self._landed = 0
+        self._doing = "open"
+        number = -1
+        try:
+            await self._open()
+            for number, step in enumerate(schedule.steps):
+                await self._channel.send(Played(number))
+                self._doing = str(step)
+                await self._step(step)
+                self._watch()
+            self._doing = "the end"
+            await self._all()
+            await self._settle()
+            await self._close()
+            await self._settle()
+        except Broken as exc:
+            return Played(number, exc.wrong.rule, exc.wrong.text, self._landed)
+        return Played(-1, operations=self._landed)
+
+    async def _step(self, step: Step) -> None:
+        match step.verb:
+            case "offer":
+                await self._offer(step)
+            case "withdraw":
+                await self._withdraw(step.reference)
+            case "get" | "put":
+                await self._operate(step)
+            case "stop":
+                self._stop(step.after_s)
+            case "kill":
+                await self._kill()
+            case "reconnect":
+                await self._close()
+                await self._open()
+            case "pause":
+                await asyncio.sleep(step.after_s)
+            case "idle":
+                await self._idle()
+            case "cycle":
+                await self._cycle(step.count)
+
+    # --- both ends --------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        self._end: End = load(self._target)
+        order = Order("open", self._schedule)
+        right = await self._ask(order)
+        left = await self._within(self._end.open(self._views["left"]), "open")
+        both = (
+            self._within(self._end.connect(right), "connect"),
+            self._ask(Order("connect", data=left)),
+        )
+        await asyncio.gather(*both)
+
+    async def _close(self, *, dead: bool = False) -> None:
+        """Close both ends with what is under way, and use all memory again."""
+        self._trouble += 1
+        await self._within(self._end.close(), "close")
+        if not dead:
+            await self._ask(Order("close"))
+        await self._all("the peer's death" if dead else "its connection was closed")
+        for reference in self._references.values():
+            reference.live = False
+        since = "the process died" if dead else "the connection was closed"
+        self._right.write(range(self._schedule.slots), since)
+
+    async def _kill(self) -> None:
+        self._trouble += 1
+        if self._stopped is not None:
+            self._stopped.cancel()
+            self._stopped = None
+            self._going.set()
+        await self._right_process.kill()
+        await self._all("the peer's death")
+        await self._close(dead=True)
+        await self._right_process.start()
+        await self._open()
+
+    def _stop(self, seconds: float) -> None:
+        if self._stopped is None:
+            self._trouble += 1
+            self._going.clear()
+            self._right_process.signal(signal.SIGSTOP)
+            loop = asyncio.get_running_loop()
+            self._stopped = loop.call_later(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        self._trouble += 1
+        self._stopped = None
+        self._going.set()
+        self._right_process.signal(signal.SIGCONT)
+
+    # --- the right end ----------------------------------------------------------------
+
+    async def _offer(self, step: Step) -> None:
+        slots = range(step.slot, step.slot + step.count)
+        taken = {s for r in self._references.values() if r.live for s in r.slots}
+        if step.reference in self._references or taken & set(slots):
+            return
+        size = self._schedule.slot_bytes
+        self._right.write(slots)
+        order = Order("offer", start=slots.start * size, stop=slots.stop * size)
+        reference = Reference(await self._ask(order), slots, self._right.content(slots))
+        self._references[step.reference] = reference
+
+    async def _withdraw(self, number: int) -> None:
+        reference = self._references.get(number)
+        if reference is None or not reference.live:
+            return
+        reference.content = self._right.content(reference.slots)
+        await self._ask(Order("withdraw", data=reference.data))
+        reference.live = False
+        self._right.write(reference.slots, "its reference was withdrawn")
+
+    async def _ask(self, order: Order) -> bytes:
+        return (await self._within(self._right_process.ask(order), order.verb)).data
+
+    # --- the left end -----------------------------------------------------------------
+
+    async def _operate(self, step: Step) -> None:
+        operation = self._begin(step)
+        if operation is None:
+            return
+        self._operations.append(operation)
+        if step.way == "behind":
+            await asyncio.sleep(0)
+            return
+        if step.way == "cancel":
+            await asyncio.sleep(step.after_s)
+            operation.task.cancel()
+        await self._finish(operation)
+
+    def _begin(self, step: Step) -> StartedStep | None:
+        """Begin a get or a put, if there is what it needs and nothing else uses it."""
+        reference = self._references.get(step.reference)
+        if reference is None or not type(self._end).can(step.verb):
+            return None
+        own = range(step.slot, step.slot + len(reference.slots))
+        busy = {slot for operation in self._operations for slot in operation.own}
+        if own.stop > self._schedule.slots or busy & set(own):
+            return None
+        live = reference.live
+        content = self._right.content(reference.slots) if live else reference.content
+        writes = step.verb == "put"
+        if content is None or reference.puts or (writes and reference.users):
+            return None
+        self._left.write(own)
+        blank = self._left.content(own)
+        assert blank is not None
+        view = self._left.view(own)
+        timeout_s = step.after_s if step.way == "timeout" else None
+        reference.users += 1
+        if writes:
+            reference.puts += 1
+            if live:
+                self._right.allow(reference.slots, blank)
+            work = self._end.put(reference.data, view, timeout_s)
+            expected = blank
+            blank = content
+        else:
+            self._left.lend(own)
+            work = self._end.get(reference.data, view, timeout_s)
+            expected = content
+        return StartedStep(
+            step=step,
+            reference=reference,
+            own=own,
+            expected=expected,
+            blank=blank,
+            trouble=self._trouble,
+            task=start_task(work),
+        )
+
+    async def _finish(self, operation: StartedStep, ended: str = "") -> None:
+        """Wait for the end of an operation, and judge it."""
+        step = operation.step
+        done, _ = await asyncio.wait([operation.task], timeout=self._limit_s)
+        if not done:
+            self._hang(f"{step.verb} ({ended or step.way})")
+        self._operations.remove(operation)
+        reference = operation.reference
+        reference.users -= 1
+        reference.puts -= step.verb == "put"
+        failed = "it was cancelled"
+        if not operation.task.cancelled():
+            error = operation.task.exception()
+            if error is None and operation.task.result():
+                self._succeeded(operation)
+                return
+            failed = "it failed" if error else "it brought nothing"
+            calm = operation.trouble == self._trouble and step.way in {"wait", "behind"}
+            if calm and reference.live:
+                text = f"{step}: "
+                if error is None:
+                    raise Broken(Wrong("lost", f"{text}what is offered was not there"))
+                raise Broken(Wrong("failed", f"{text}{type(error).__name__}: {error}"))
+        if step.way == "timeout":
+            failed = "its time-out"
+        since = f"the end of a {step.verb}: {ended or failed}"
+        self._left.write(operation.own, since)
+
+    def _succeeded(self, operation: StartedStep) -> None:
+        self._landed += 1
+        reference = operation.reference
+        if operation.step.verb == "get":
+            found = self._left.found(operation.own)
+            wrong = landed(
+                found,
+                operation.expected,
+                operation.blank,
+                self._right,
+                reference.slots,
+            )
+            self._left.set(operation.own, operation.expected)
+        elif reference.live:
+            found = self._right.found(reference.slots)
+            wrong = landed(
+                found, operation.expected, operation.blank, self._left, operation.own
+            )
+            self._right.set(reference.slots, operation.expected)
+            if wrong is not None and (found == operation.blank).all():
+                wrong = Wrong("lost", "a put was acknowledged, and nothing was written")
+        elif operation.trouble == self._trouble and operation.step.way != "behind":
+            wrong = Wrong(
+                "stale", "a put by a reference that had ended was acknowledged"
+            )
+        else:
+            wrong = None  # it may have been in time
+        if wrong is not None:
+            raise Broken(Wrong(wrong.rule, f"{operation.step}: {wrong.text}"))
+
+    async def _all(self, ended: str = "") -> None:
+        for operation in list(self._operations):
+            await self._finish(operation, ended)
+
+    # --- what stays -------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        for side in (self._left, self._right):
+            wrong = side.watch()
+            if wrong is not None:
+                raise Broken(wrong)
+
+    async def _settle(self) -> None:
+        """Watch for a while, once the peer goes on."""
+        await self._going.wait()
+        await asyncio.sleep(_SETTLE_S)
+        self._watch()
+
+    async def _usages(self, *, tidy: bool = False) -> dict[str, Usage]:
+        asked = self._right_process.ask(Order("usage", tidy=tidy))
+        right = (await self._within(asked, "usage")).usage
+        assert right is not None
+        return {"left": usage(tidy=tidy), "right": right}
+
+    async def _idle(self) -> None:
+        await self._all()
+        await self._settle()
+        seen = [await self._usages()]
+        for _ in range(_ROUNDS):
+            await asyncio.sleep(IDLE_S)
+            seen.append(await self._usages())
+        for name in ("left", "right"):
+            each = [one[name] for one in seen]
+            ran_s = min(b.ran_s - a.ran_s for a, b in pairwise(each))
+            wanted_s = min(b.wanted_s - a.wanted_s for a, b in pairwise(each))
+            sleeps = min(b.sleeps - a.sleeps for a, b in pairwise(each))
+            polls = ran_s > _RAN * IDLE_S and wanted_s > _WANTED * IDLE_S
+            if polls or sleeps > _SLEEPS_HZ * IDLE_S:
+                text = (
+                    f"in {IDLE_S} s without work the {name} process wanted a core for "
+                    f"{wanted_s:.2f} s, and woke {sleeps} times"
+                )
+                raise Broken(Wrong("busy-idle", text))
+
+    async def _cycle(self, count: int) -> None:
+        """Connect many times, and look whether each round leaves more behind."""
+        seen: list[dict[str, Usage]] = []
+        for _ in range(_ROUNDS):
+            for number in range(count):
+                await self._close()
+                await self._open()
+                one = Step("offer", -1 - number - count * len(seen), 0, 1)
+                await self._offer(one)
+                await self._operate(Step("get", one.reference, 0))
+                await self._operate(Step("put", one.reference, 1))
+                self._references.clear()  # what is left is the transport's
+            seen.append(await self._usages(tidy=True))
+        for name in ("left", "right"):
+            for what, least in (
+                ("memory", max(_LEAK_BYTES, count * self._schedule.slot_bytes // 2)),
+                ("descriptor", count // 2),
+                ("thread", count // 2),
+            ):
+                counts = [getattr(each[name], what) for each in seen]
+                grown = [b - a for a, b in pairwise(counts)]
+                if min(grown) >= least:
+                    text = (
+                        f"{what} of the {name} process after {count} connections each"
+                    )
+                    raise Broken(Wrong(f"leak-{what}", f"{text}: {counts}"))
+
+    # --- time -------------------------------------------------------------------------
+
+    async def _within(self, work: Awaitable[T], what: str) -> T:
+        """Wait for something that has to end and must not fail."""
+        task = asyncio.ensure_future(work)
+        done, _ = await asyncio.wait([task], timeout=self._limit_s)
+        if not done:
+            self._hang(what)
+        try:
+            return task.result()
+        except Gone as exc:
+            raise Broken(Wrong("crash", f"{self._doing}: {exc}")) from exc
+        except Exception as exc:
+            text = f"{self._doing}: {what}: {type(exc).__name__}: {exc}"
+            raise Broken(Wrong("failed", text)) from exc
+
+    def _hang(self, what: str) -> NoReturn:
+        text = f"{what} has not ended within {self._limit_s:g} s"
+        raise Broken(Wrong("hang", f"{self._doing}: {text}"))
+
+
+async def left_end(channel: MessageSocket, target: str, path: str, limit: str) -> None:
+    """Play schedules one after the other, until one fails or there are no more.
+
+    Cancel safety: is not cancelled.
+    """
+    load(target)
+    right = Process("right", target, path)
+    await right.start()
+    await channel.send(READY)
+    try:
+        player = Player(target, right, path, float(limit), channel)
+        while line := await channel.receive():
+            played = await player.play(msgspec.json.decode(line, type=Schedule))
+            await channel.send(played)
+            if played.rule:
+                return
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            await right.kill()

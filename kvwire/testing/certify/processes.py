@@ -1,0 +1,287 @@
+"""The processes of a run: the right end, which may be stopped and killed, and messages.
+
+Both ends map one file. The left process writes and judges the memory of both, and the
+right one only hands its part to the transport. So a dead process's memory can be looked
+at, and nothing that a broken transport does can change what is expected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import mmap
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.testing.certify.schedule import Schedule
+from kvwire.testing.certify.transport import load
+
+MEMORY_BYTES: Final = 16 << 20
+_LINE_BYTES_MAX: Final = 1 << 20
+# Libraries of hundreds of MB are imported from a cold disk.
+_START_S: Final = 120.0
+READY: Final = "ready"
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a process has of the system.
+
+    Attributes:
+        memory: Bytes of its own.
+        descriptor: How many are open.
+        thread: How many there are.
+        ran_s: How long its threads ran.
+        wanted_s: How long they ran, or waited for a core.
+        sleeps: How often they waited for something else.
+    """
+
+    memory: int
+    descriptor: int
+    thread: int
+    ran_s: float
+    wanted_s: float
+    sleeps: int
+
+
+class Order(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the right end is to do, with the arguments of its method."""
+
+    verb: str
+    schedule: Schedule | None = None
+    start: int = 0
+    stop: int = 0
+    data: bytes = b""
+    tidy: bool = False
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What has come of an order; ``failed`` is the error's text."""
+
+    data: bytes = b""
+    usage: Usage | None = None
+    failed: str = ""
+
+
+def usage(*, tidy: bool) -> Usage:
+    """Look at this process; if tidy, without what only waits to be collected."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if tidy:
+        gc.collect()
+    if tidy and trim is not None:
+        trim(0)
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    rows = dict(line.split(":", 1) for line in status.splitlines())
+    ran_s = 0.0
+    wanted_s = 0.0
+    sleeps = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            ran, waited, _ = (thread / "schedstat").read_text().split()
+            ran_s += int(ran) / 1e9
+            wanted_s += (int(ran) + int(waited)) / 1e9
+            state = (thread / "status").read_text()
+            sleeps += int(state.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return Usage(
+        memory=int(rows["RssAnon"].split()[0]) << 10,
+        descriptor=len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - only a count
+        thread=int(rows["Threads"]),
+        ran_s=ran_s,
+        wanted_s=wanted_s,
+        sleeps=sleeps,
+    )
+
+
+def memories(path: str) -> dict[str, npt.NDArray[np.uint64]]:
+    """Map the memories of both ends."""
+    with Path(path).open("r+b") as file:
+        whole = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint64)
+    left, right = np.split(whole, 2)
+    return {"left": left, "right": right}
+
+
+def part(memory: npt.NDArray[np.uint64], schedule: Schedule) -> memoryview:
+    """Return the bytes of a memory that a schedule uses."""
+    return memory.view(np.uint8)[: schedule.slots * schedule.slot_bytes].data
+
+
+class MessageSocket:
+    """Messages to another process and from it, one JSON document in a line."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def send(self, message: object) -> None:
+        """Send a message.
+
+        Cancel safety: safe, it is sent.
+        """
+        await self._streams()
+        assert self._writer is not None
+        self._writer.write(msgspec.json.encode(message) + b"\n")
+        await self._writer.drain()
+
+    async def receive(self) -> bytes:
+        """Return the next message; nothing once the other process is gone.
+
+        Cancel safety: a message that has come in part is lost.
+        """
+        await self._streams()
+        assert self._reader is not None
+        try:
+            line = await self._reader.readline()
+        except ConnectionError:
+            return b""
+        return line if line.endswith(b"\n") else b""
+
+    def close(self) -> None:
+        """End it."""
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._sock.close()
+
+    async def _streams(self) -> None:
+        if self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection(
+                sock=self._sock, limit=_LINE_BYTES_MAX
+            )
+
+
+class Gone(Exception):
+    """The process has ended by itself."""
+
+
+class Process:
+    """A process of ours at the other end of a channel.
+
+    Args:
+        role: Which end it is.
+        arguments: What that end gets.
+        log: The descriptor for its output; None for this process's.
+    """
+
+    def __init__(self, role: str, *arguments: str, log: int | None = None) -> None:
+        self._command = (sys.executable, "-m", "kvwire.testing.certify", role)
+        self._arguments = arguments
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self.channel: MessageSocket | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start it, and wait until it has imported what it needs.
+
+        Raises:
+            Gone: It has ended instead.
+
+        Cancel safety: not safe, it may stay.
+        """
+        mine, its = socket.socketpair()
+        with its:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(its.fileno()),
+                *self._arguments,
+                pass_fds=[its.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+            )
+        self.channel = MessageSocket(mine)
+        async with asyncio.timeout(_START_S):
+            if not await self.channel.receive():
+                raise Gone(f"a process has not started: {await self.ended()}")
+
+    async def ask(self, message: Order) -> Reply:
+        """Have it do something.
+
+        Raises:
+            Gone: It has ended.
+            RuntimeError: It has failed.
+
+        Cancel safety: not safe, the answer comes to whatever is asked next.
+        """
+        assert self.channel is not None
+        await self.channel.send(message)
+        line = await self.channel.receive()
+        if not line:
+            raise Gone(f"the right process has ended: {await self.ended()}")
+        answer = msgspec.json.decode(line, type=Reply)
+        if answer.failed:
+            raise RuntimeError(f"the right end: {answer.failed}")
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def ended(self) -> str:
+        """Wait until it has ended; how.
+
+        Cancel safety: safe.
+        """
+        assert self._process is not None
+        code = await self._process.wait()
+        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
+    async def kill(self) -> None:
+        """Kill it.
+
+        Cancel safety: safe, it is killed.
+        """
+        if self._process is not None:
+            self.signal(signal.SIGKILL)
+            await self._process.wait()
+        if self.channel is not None:
+            self.channel.close()
+
+
+async def right_end(channel: MessageSocket, target: str, path: str) -> None:
+    """Be the right end, until the left process is gone.
+
+    Cancel safety: is not cancelled.
+    """
+    memory = memories(path)["right"]
+    end = load(target)
+    await channel.send(READY)
+    while line := await channel.receive():
+        order = msgspec.json.decode(line, type=Order)
+        answer = Reply()
+        try:
+            if order.schedule is not None:
+                end = load(target)
+                view = part(memory, order.schedule)
+            if order.verb == "usage":
+                answer = Reply(usage=usage(tidy=order.tidy))
+            else:
+                arguments: dict[str, tuple[Any, ...]] = {
+                    "open": (view,),
+                    "connect": (order.data,),
+                    "offer": (view[order.start : order.stop],),
+                    "withdraw": (order.data,),
+                    "close": (),
+                }
+                done = await getattr(end, order.verb)(*arguments[order.verb])
+                answer = Reply(data=done or b"")
+        except Exception as exc:  # noqa: BLE001 - a transport may raise anything
+            answer = Reply(failed=f"{type(exc).__name__}: {exc}")
+        await channel.send(answer)

@@ -1,0 +1,301 @@
+"""Runs schedules on a target, each in processes that may die, and makes breaches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import IO, Final, Self
+
+import msgspec
+
+from kvwire.errors import UsageError
+from kvwire.testing.certify.player import Played
+from kvwire.testing.certify.processes import MEMORY_BYTES, Process
+from kvwire.testing.certify.schedule import Schedule, make, shrink
+from kvwire.testing.certify.transport import load
+
+LIMIT_S: Final = 10.0
+"""How long anything may take, by default."""
+# A loop that is blocked cannot report that it is; then its process is ended.
+_BLOCKED_S: Final = 5.0
+_LOG_LINES: Final = 5
+# A schedule that depends on time is played this often before a step of it is needed.
+_TRIES: Final = 2
+_SHRINK_S: Final = 60.0
+
+
+class Breach(msgspec.Struct, frozen=True):
+    """A broken promise, with a schedule that shows it; a file that runs again.
+
+    Attributes:
+        target: What broke it.
+        version: The version of that.
+        rule: The promise, a key of ``kvwire.testing.oracle.RULES``.
+        text: What went wrong.
+        seeds: Seeds whose schedules broke it.
+        schedule: The smallest that was found.
+        again: How often it broke the promise when it was played again.
+        times: How often it was played again.
+    """
+
+    target: str
+    version: str
+    rule: str
+    text: str
+    seeds: tuple[int, ...]
+    schedule: Schedule
+    again: int = 0
+    times: int = 0
+
+
+class Certificate(msgspec.Struct, frozen=True):
+    """What has come of a run.
+
+    Attributes:
+        target: What was run.
+        version: The version of that.
+        schedules: How many were played.
+        operations: How many gets and puts have landed in them.
+        seconds: How long it took.
+        breaches: One for each promise that was broken.
+    """
+
+    target: str
+    version: str
+    schedules: int
+    operations: int
+    seconds: float
+    breaches: tuple[Breach, ...]
+
+
+class Stage:
+    """Plays schedules on one target; its processes are made anew after each breach.
+
+    Args:
+        target: What is certified.
+        limit_s: How long anything may take.
+    """
+
+    def __init__(self, target: str, limit_s: float = LIMIT_S) -> None:
+        self.target = target
+        self._limit_s = limit_s
+        self._left: Process | None = None
+        self._memory: IO[bytes] | None = None
+        self._log: IO[bytes] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Make the memory of both ends.
+
+        Cancel safety: safe.
+        """
+        self._memory = tempfile.NamedTemporaryFile(prefix="kvwire-certify-")  # noqa: SIM115
+        self._memory.truncate(2 * MEMORY_BYTES)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - both are closed below
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End all processes.
+
+        Cancel safety: safe.
+        """
+        await self._end()
+        for file in (self._memory, self._log):
+            if file is not None:
+                file.close()
+
+    async def play(self, schedule: Schedule) -> Played:
+        """Play a schedule, and judge the end of its processes as well.
+
+        Cancel safety: safe, its processes are ended with the stage.
+        """
+        assert self._memory is not None
+        assert self._log is not None
+        if self._left is None:
+            self._left = Process(
+                "left",
+                self.target,
+                self._memory.name,
+                str(self._limit_s),
+                log=self._log.fileno(),
+            )
+            self._log.truncate(0)
+            await self._left.start()
+        channel = self._left.channel
+        assert channel is not None
+        await channel.send(schedule)
+        step = -1
+        while True:
+            try:
+                async with asyncio.timeout(self._limit_s + _BLOCKED_S):
+                    line = await channel.receive()
+            except TimeoutError:
+                played = Played(step, "hang", f"{self._at(schedule, step)}: blocked")
+            else:
+                if line:
+                    played = msgspec.json.decode(line, type=Played)
+                    step = played.step
+                    if not played.rule and step >= 0:
+                        continue
+                else:
+                    how = f"the left process has ended: {await self._left.ended()}"
+                    text = f"{self._at(schedule, step)}: {how}{self._last_words()}"
+                    played = Played(step, "crash", text)
+            if played.rule:
+                await self._end()
+            return played
+
+    def _at(self, schedule: Schedule, step: int) -> str:
+        return str(schedule.steps[step]) if step >= 0 else "open"
+
+    def _last_words(self) -> str:
+        """Return the last lines that the processes have printed."""
+        assert self._log is not None
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        return "".join(f"\n    {line}" for line in lines[-_LOG_LINES:])
+
+    async def _end(self) -> None:
+        if self._left is not None:
+            await self._left.kill()
+            self._left = None
+
+
+async def certify(
+    target: str,
+    *,
+    seeds: Iterable[int] = range(1, 201),
+    seconds: float | None = None,
+    limit_s: float = LIMIT_S,
+    times: int = 3,
+    progress: Callable[[int, Played], None] | None = None,
+) -> Certificate:
+    """Play schedules on a target, and report which promises it breaks.
+
+    Args:
+        target: What is certified; see :func:`~kvwire.testing.certify.transport.load`.
+        seeds: Of the schedules.
+        seconds: After how long to play no more of them; None for all.
+        limit_s: How long anything may take before it is a hang.
+        times: How often the smallest schedule of each breach is played again.
+        progress: Called with each seed, and what has come of it.
+
+    Raises:
+        UsageError: There is no such target.
+        ImportError: Its library is not installed.
+
+    Cancel safety: safe, all processes are ended.
+    """
+    end = load(target)
+    if not (type(end).can("get") or type(end).can("put")):
+        raise UsageError(f"certify: {target} has neither get nor put")
+    began = time.monotonic()
+    broken: dict[str, list[tuple[Schedule, Played]]] = {}
+    schedules = 0
+    operations = 0
+    async with Stage(target, limit_s) as stage:
+        for seed in seeds:
+            if seconds is not None and time.monotonic() - began > seconds:
+                break
+            schedule = make(seed)
+            played = await stage.play(schedule)
+            schedules += 1
+            operations += played.operations
+            if played.rule:
+                broken.setdefault(kind(played), []).append((schedule, played))
+            if progress is not None:
+                progress(seed, played)
+        breaches = [
+            await _breach(stage, end.version, shown, times) for shown in broken.values()
+        ]
+    spent = time.monotonic() - began
+    return Certificate(
+        target, end.version, schedules, operations, spent, tuple(breaches)
+    )
+
+
+def kind(failure: Played | Breach) -> str:
+    """Name the kind of a failure: its rule, and for a late write what it came after."""
+    if failure.rule != "late-write":
+        return failure.rule
+    after = failure.text.partition(" changed after ")[2]
+    return f"{failure.rule} {after.partition(': life')[0]}"
+
+
+async def _breach(
+    stage: Stage, version: str, shown: list[tuple[Schedule, Played]], times: int
+) -> Breach:
+    """Make the first of some failures small, and play it again."""
+    schedule, played = shown[0]
+    wanted = kind(played)
+    smaller = shrink(schedule)
+    until = time.monotonic() + _SHRINK_S
+    with contextlib.suppress(StopIteration):
+        fewer = next(smaller)
+        while time.monotonic() < until:
+            failed = await _failed(stage, fewer, wanted)
+            if failed is not None:
+                schedule, played = fewer, failed
+            fewer = smaller.send(failed is not None)
+    again = await _repeated(stage, schedule, wanted, times)
+    return Breach(
+        target=stage.target,
+        version=version,
+        rule=played.rule,
+        text=played.text,
+        seeds=tuple(each.seed for each, _ in shown),
+        schedule=schedule,
+        again=again,
+        times=times,
+    )
+
+
+async def _failed(stage: Stage, schedule: Schedule, wanted: str) -> Played | None:
+    """Play a schedule until it fails in one way, a few times at most."""
+    for _ in range(_TRIES):
+        played = await stage.play(schedule)
+        if played.rule and kind(played) == wanted:
+            return played
+    return None
+
+
+async def play_again(
+    breach: Breach, *, times: int = 3, limit_s: float = LIMIT_S
+) -> Certificate:
+    """Play the schedule of a breach several times.
+
+    Returns:
+        The breach again, with how often its promise was broken now; no breach if it
+        never was.
+
+    Raises:
+        UsageError: There is no such target.
+        ImportError: Its library is not installed.
+
+    Cancel safety: safe, all processes are ended.
+    """
+    version = load(breach.target).version
+    began = time.monotonic()
+    async with Stage(breach.target, limit_s) as stage:
+        again = await _repeated(stage, breach.schedule, kind(breach), times)
+    found = msgspec.structs.replace(breach, version=version, again=again, times=times)
+    spent = time.monotonic() - began
+    breaches = (found,) if again else ()
+    return Certificate(breach.target, version, times, 0, spent, breaches)
+
+
+async def _repeated(stage: Stage, schedule: Schedule, wanted: str, times: int) -> int:
+    """Play a schedule several times; return how often it failed in one way."""
+    count = 0
+    for _ in range(times):
+        played = await stage.play(schedule)
+        count += bool(played.rule) and kind(played) == wanted
+    return count

@@ -1,0 +1,252 @@
+"""Schedules: what happens to a transport, as plain data made from a seed.
+
+A schedule is a list of steps. A step that makes no sense where it stands, such as the
+withdrawal of a reference that was never made, is passed over. So any part of a failing
+schedule is a schedule too, and :func:`shrink` finds a small one that still fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from itertools import chain
+from typing import Final, Literal
+
+import msgspec
+
+Verb = Literal[
+    "offer",
+    "withdraw",
+    "get",
+    "put",
+    "stop",
+    "kill",
+    "reconnect",
+    "pause",
+    "idle",
+    "cycle",
+]
+Way = Literal["wait", "cancel", "timeout", "behind"]
+
+WRITERS: Final = {"left": 1, "right": 2}
+IDLE_S: Final = 0.3
+# Slots and their size: small messages, those of one frame, and those that fill buffers
+# of sockets, so that an operation can be met in the middle.
+_SHAPES: Final = (
+    (8, 4 << 10),
+    (8, 64 << 10),
+    (8, 512 << 10),
+    (4, 4 << 20),
+    (4, 4 << 20),
+)
+_PAUSES_S: Final = (0.0, 0.0, 0.0002, 0.001, 0.005)
+_STOPS_S: Final = (0.003, 0.01, 0.03)
+
+
+class Step(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One step.
+
+    Attributes:
+        verb: ``offer`` and ``withdraw`` are the right end's, ``get`` and ``put`` the
+            left one's. ``stop`` stops the right process for a while, and ``kill`` kills
+            it. ``reconnect`` closes both ends and opens new ones. ``idle`` does nothing
+            and looks at the CPU, ``cycle`` connects many times and looks at what stays.
+        reference: The number of the reference that it makes or uses.
+        slot: The first of its slots: the right end's of an offer, else the left one's.
+        count: How many slots an offer has.
+        way: How an operation ends: by itself, or it goes on behind the next steps.
+        after_s: When it is cancelled or timed out, or how long a stop or pause lasts.
+    """
+
+    verb: Verb
+    reference: int = 0
+    slot: int = 0
+    count: int = 1
+    way: Way = "wait"
+    after_s: float = 0.0
+
+    def __str__(self) -> str:
+        """Write it for people."""
+        seconds = f" after {self.after_s * 1e3:g} ms" if self.after_s else ""
+        way = "" if self.way == "wait" else f", {self.way}{seconds}"
+        match self.verb:
+            case "offer":
+                return f"offer {self.count} slots from {self.slot} as #{self.reference}"
+            case "withdraw":
+                return f"withdraw #{self.reference} and use its memory again"
+            case "get" | "put":
+                to = "into" if self.verb == "get" else "from"
+                return f"{self.verb} #{self.reference} {to} slot {self.slot}{way}"
+            case "stop":
+                return f"stop the peer for {self.after_s * 1e3:g} ms"
+            case "pause":
+                return f"wait {self.after_s * 1e3:g} ms"
+            case _:
+                return self.verb
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """Steps, and the memory of both ends.
+
+    Attributes:
+        seed: What it was made from.
+        slots: Into how many slots each memory is cut.
+        slot_bytes: The size of each.
+        steps: In their order.
+    """
+
+    seed: int
+    slots: int
+    slot_bytes: int
+    steps: tuple[Step, ...]
+
+
+def make(seed: int) -> Schedule:
+    """Make the schedule of a seed: 16 seeds in a row have every theme."""
+    draw = random.Random(seed)  # noqa: S311 - a seed is meant to repeat
+    theme = _THEMES[seed % len(_THEMES)]
+    slots, slot_bytes = draw.choice(_SHAPES[-2:] if theme is _cycles else _SHAPES)
+    lists = []
+    for number in range(1 if theme in (_cycles, _idles) else draw.randint(1, 3)):
+        count = draw.randint(1, 2)
+        place = draw.randrange(slots - count + 1)
+        own = draw.randrange(slots - count + 1)
+        offer = Step("offer", number * 2, place, count)
+        lists.append([offer, *theme(draw, offer, own)])
+    return Schedule(seed, slots, slot_bytes, tuple(_mixed(draw, lists)))
+
+
+def _mixed(draw: random.Random, lists: list[list[Step]]) -> list[Step]:
+    """Merge lists, each in its own order."""
+    turns = list(chain.from_iterable([n] * len(some) for n, some in enumerate(lists)))
+    draw.shuffle(turns)
+    each = [iter(some) for some in lists]
+    return [next(each[n]) for n in turns]
+
+
+# --- themes: what follows an offer ----------------------------------------------------
+
+
+def _verb(draw: random.Random) -> Literal["get", "put"]:
+    return draw.choice(("get", "put"))
+
+
+def _stop(draw: random.Random) -> list[Step]:
+    """Perhaps stop the peer, so that what follows is met in the middle."""
+    return [Step("stop", after_s=draw.choice(_STOPS_S))] if draw.random() < 0.6 else []
+
+
+def _again(draw: random.Random, offer: Step, own: int) -> list[Step]:
+    """Use the memory and its reference once more."""
+    number = offer.reference
+    fresh = msgspec.structs.replace(offer, reference=number + 1)
+    return [
+        Step("withdraw", number),
+        fresh,
+        Step("get", number + 1, own),
+        Step("get", number, own),
+    ]
+
+
+def _plain(draw: random.Random, offer: Step, own: int) -> list[Step]:
+    verbs = [Step(_verb(draw), offer.reference, own) for _ in range(3)]
+    return [*verbs, *_again(draw, offer, own)]
+
+
+def _ended(draw: random.Random, offer: Step, own: int, way: Way) -> list[Step]:
+    after_s = draw.choice(_PAUSES_S) if way == "cancel" else draw.choice(_PAUSES_S[2:])
+    step = Step(_verb(draw), offer.reference, own, way=way, after_s=after_s)
+    more = [Step("get", offer.reference, own)] if draw.random() < 0.5 else []
+    return [*_stop(draw), step, *more, *_again(draw, offer, own)]
+
+
+def _cancels(draw: random.Random, offer: Step, own: int) -> list[Step]:
+    return _ended(draw, offer, own, "cancel")
+
+
+def _timeouts(draw: random.Random, offer: Step, own: int) -> list[Step]:
+    return _ended(draw, offer, own, "timeout")
+
+
+def _deaths(draw: random.Random, offer: Step, own: int) -> list[Step]:
+    step = Step(_verb(draw), offer.reference, own, way="behind")
+    new = msgspec.structs.replace(offer, reference=offer.reference + 1)
+    get = Step("get", new.reference, own)
+    return [
+        *_stop(draw),
+        step,
+        Step("kill"),
+        Step("get", offer.reference, own),
+        new,
+        get,
+    ]
+
+
+def _reconnects(draw: random.Random, offer: Step, own: int) -> list[Step]:
+    step = Step(_verb(draw), offer.reference, own, way="behind")
+    new = msgspec.structs.replace(offer, reference=offer.reference + 1)
+    get = Step("get", new.reference, own)
+    return [*_stop(draw), step, Step("reconnect"), new, get]
+
+
+def _torn(draw: random.Random, offer: Step, own: int) -> list[Step]:
+    step = Step(_verb(draw), offer.reference, own, way="behind")
+    pause = draw.choice(_PAUSES_S)
+    return [
+        *_stop(draw),
+        step,
+        Step("pause", after_s=pause),
+        *_again(draw, offer, own),
+    ]
+
+
+def _idles(draw: random.Random, offer: Step, own: int) -> list[Step]:
+    return [Step("get", offer.reference, own), Step("idle")]
+
+
+def _cycles(draw: random.Random, offer: Step, own: int) -> list[Step]:
+    return [Step("cycle", count=6)]
+
+
+_THEMES: Final = (
+    _plain,
+    _cancels,
+    _timeouts,
+    _torn,
+    _deaths,
+    _cancels,
+    _torn,
+    _plain,
+    _reconnects,
+    _cancels,
+    _timeouts,
+    _torn,
+    _idles,
+    _cycles,
+    _torn,
+    _plain,
+)
+
+
+# --- smaller --------------------------------------------------------------------------
+
+
+def shrink(schedule: Schedule) -> Generator[Schedule, bool, None]:
+    """Leave steps out as long as the rest fails in the same way.
+
+    Args:
+        schedule: One that fails.
+
+    Yields:
+        A smaller schedule, and wants to be sent whether it fails in the same way.
+    """
+    steps = schedule.steps
+    size = max(1, len(steps) // 2)
+    while size:
+        for start in range(0, len(steps), size):
+            fewer = steps[:start] + steps[start + size :]
+            if (yield msgspec.structs.replace(schedule, steps=fewer)):
+                steps = fewer
+                break
+        else:
+            size //= 2

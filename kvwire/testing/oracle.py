@@ -1,0 +1,216 @@
+"""The oracle: every word of memory names its writer, its life and its place.
+
+A *life* is the time between two writes of one piece of memory. A word of 64 bits has
+the number of the process that wrote it, the number of the life, and the word's place in
+the memory of that process. So any word, wherever it is found, says where it came from.
+A hole, a torn block, another request's bytes and a late write are different words, and
+never by luck the right ones.
+
+:class:`WatchedMemory` is the memory of one process. It knows for each slot what may be
+in it now, and :meth:`WatchedMemory.watch` compares all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+WORD_BYTES: Final = 8
+_LIFE_BITS: Final = 28
+_PLACE_BITS: Final = 32
+# An odd number has an inverse modulo 2**64, so that a word can be read back; and each
+# byte of a word depends on writer, life and place.
+_MIX: Final = 0x9E37_79B9_7F4A_7C15
+_UNMIX: Final = pow(_MIX, -1, 1 << 64)
+
+
+class Origin(NamedTuple):
+    """Where a word came from: who wrote it, in which life, at which place."""
+
+    writer: int
+    life: int
+    place: int
+
+
+def stamp(writer: int, life: int, places: npt.NDArray[np.integer]) -> Words:
+    """Return the words that a writer writes at some places in one life."""
+    name = writer << _LIFE_BITS | life % (1 << _LIFE_BITS)
+    words = places.astype(np.uint64) | np.uint64(name << _PLACE_BITS)
+    return words * np.uint64(_MIX)
+
+
+def origin(word: int) -> Origin:
+    """Return where a word came from; nonsense for a word that no stamp has made."""
+    name = word * _UNMIX % (1 << 64)
+    life = name >> _PLACE_BITS
+    return Origin(
+        life >> _LIFE_BITS, life % (1 << _LIFE_BITS), name % (1 << _PLACE_BITS)
+    )
+
+
+class Wrong(NamedTuple):
+    """Words that are not what they have to be.
+
+    Attributes:
+        rule: The broken promise, a key of :data:`RULES`.
+        text: What is wrong: where, how much, and whose bytes are there.
+    """
+
+    rule: str
+    text: str
+
+
+RULES: Final = {
+    "late-write": "Memory is not written once the operation on it is over.",
+    "late-read": "A put that has failed sends nothing that its source held later.",
+    "stale": "A reference that has ended is not answered with the next contents.",
+    "torn": "What has landed is of one life, and not of two.",
+    "hole": "What has landed has no bytes that were never written.",
+    "misplaced": "What has landed has each byte in its place.",
+    "foreign": "What has landed has no bytes of other memory, and no changed ones.",
+    "lost": "What was acknowledged is there.",
+    "failed": "An operation works where nothing is wrong.",
+    "hang": "Everything ends.",
+    "crash": "No process dies by itself.",
+    "busy-idle": "A process that has nothing to do uses no CPU.",
+    "leak-memory": "Connections that are closed leave no memory behind.",
+    "leak-descriptor": "Connections that are closed leave no descriptors behind.",
+    "leak-thread": "Connections that are closed leave no threads behind.",
+}
+
+
+class WatchedMemory:
+    """The memory of one process in slots of equal size, and what may be in each.
+
+    Args:
+        writer: The number of the process, below 16.
+        words: Its memory.
+        slots: Into how many slots it is cut.
+    """
+
+    def __init__(self, writer: int, words: Words, slots: int) -> None:
+        self.writer = writer
+        self.life = 0
+        self.words = words.reshape(slots, -1)
+        self._places = np.arange(words.size, dtype=np.uint64).reshape(slots, -1)
+        # One array for each thing that may be in a slot's words; none while it is lent.
+        self._allowed: list[list[Words]] = [[] for _ in range(slots)]
+        self._since = ["it was made"] * slots
+        for slot in range(slots):
+            self.write([slot])
+
+    def write(self, slots: Sequence[int], since: str = "it was written") -> None:
+        """Begin a new life of some slots, as the memory's owner does.
+
+        Args:
+            slots: Which.
+            since: What ended their life before, for the text of a late write.
+        """
+        self.life += 1
+        for slot in slots:
+            self.words[slot] = fresh = stamp(self.writer, self.life, self._places[slot])
+            self._allowed[slot] = [fresh]
+            self._since[slot] = since
+
+    def content(self, slots: Sequence[int]) -> Words | None:
+        """Return what has to be in some slots; None if that is not known."""
+        known = [self._allowed[slot] for slot in slots]
+        if any(len(some) != 1 for some in known):
+            return None
+        return np.concatenate([some[0] for some in known])
+
+    def lend(self, slots: Sequence[int]) -> None:
+        """Let anything be written to some slots, until they are written or set."""
+        for slot in slots:
+            self._allowed[slot] = []
+
+    def allow(self, slots: Sequence[int], words: Words) -> None:
+        """Let these words be in some slots as well, each in its place."""
+        for slot, row in zip(slots, words.reshape(len(slots), -1), strict=True):
+            self._allowed[slot].append(row)
+
+    def set(self, slots: Sequence[int], words: Words) -> None:
+        """From now on these words have to be in some slots."""
+        for slot, row in zip(slots, words.reshape(len(slots), -1), strict=True):
+            self._allowed[slot] = [row]
+
+    def view(self, slots: Sequence[int]) -> memoryview:
+        """Return the bytes of adjacent slots."""
+        return self.words[slots[0] : slots[-1] + 1].reshape(-1).view(np.uint8).data
+
+    def found(self, slots: Sequence[int]) -> Words:
+        """Return what is in some slots now."""
+        return self.words[list(slots)].reshape(-1)
+
+    def wrote(self, words: Words, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Return which of some words it has written to these slots in some life."""
+        names = words * np.uint64(_UNMIX) - self._places[list(slots)].reshape(-1)
+        lives = (names >> np.uint64(_PLACE_BITS)) - np.uint64(self.writer << _LIFE_BITS)
+        clean = names % np.uint64(1 << _PLACE_BITS) == 0
+        known = clean & (lives > 0) & (lives <= np.uint64(self.life))
+        return np.asarray(known, np.bool_)
+
+    def watch(self) -> Wrong | None:
+        """Compare every slot with what may be in it."""
+        for slot, allowed in enumerate(self._allowed):
+            if not allowed:
+                continue
+            bad = self.words[slot] != allowed[0]
+            for other in allowed[1:]:
+                bad &= self.words[slot] != other
+            if bad.any():
+                return self._late(slot, bad, len(allowed) > 1)
+        return None
+
+    def _late(self, slot: int, bad: npt.NDArray[np.bool_], mixed: bool) -> Wrong:
+        where = np.flatnonzero(bad)
+        word = int(self.words[slot][where[0]])
+        text = f"{where.size * WORD_BYTES} bytes of slot {slot} of side {self.writer}"
+        if mixed:
+            text = f"{text} hold {described(word)}, which no put was to send"
+            return Wrong("late-read", text)
+        text = f"{text} changed after {self._since[slot]}: {described(word)}"
+        return Wrong("late-write", text)
+
+
+def landed(
+    found: Words,
+    expected: Words,
+    blank: Words,
+    source: WatchedMemory,
+    slots: Sequence[int],
+) -> Wrong | None:
+    """Judge words that a transport has reported as landed.
+
+    Args:
+        found: What is in the destination.
+        expected: What the source held when it was offered.
+        blank: What the destination held before.
+        source: The side that the bytes came from.
+        slots: Where there.
+    """
+    bad = np.flatnonzero(found != expected)
+    if not bad.size:
+        return None
+    share = f"{bad.size * WORD_BYTES} of {found.size * WORD_BYTES} bytes that landed"
+    if (found[bad] == blank[bad]).all():
+        return Wrong("hole", f"{share} were never written")
+    first = int(found[bad[0]])
+    wanted = int(expected[bad[0]])
+    text = f"{share} are wrong, first {described(first)} for {described(wanted)}"
+    if source.wrote(found, slots)[bad].all():
+        return Wrong("stale" if bad.size == found.size else "torn", text)
+    if np.isin(found[bad], expected).all():
+        return Wrong("misplaced", text)
+    return Wrong("foreign", text)
+
+
+def described(word: int) -> str:
+    """Say where a word came from."""
+    writer, life, place = origin(word)
+    return f"life {life} of side {writer} at word {place}"

@@ -1,0 +1,70 @@
+"""Every kind of planted mistake is found, and nothing where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvwire.testing.certify.runner import Stage, certify, play_again
+from kvwire.testing.certify.schedule import make
+from tests.support.depth import sample
+
+# What hangs is known to hang after this; a machine with other work needs some of it.
+LIMIT_S = 5.0
+PLANTS = Path(__file__).with_name("plants.py")
+# What it has to be found as, and seeds of which one finds it.
+FOUND = {
+    "WritesAfterCancel": ("late-write", range(1, 49)),
+    "WritesAfterTimeout": ("late-write", range(1, 49)),
+    "WritesAfterDeath": ("late-write", range(4, 90, 16)),
+    "WritesAfterClose": ("late-write", range(8, 90, 16)),
+    "WritesAfterWithdrawal": ("late-write", range(1, 49)),
+    "ReadsAfterCancel": ("late-read", range(1, 97)),
+    "Stale": ("stale", range(1, 17)),
+    "Torn": ("torn", range(1, 97)),
+    "Hole": ("hole", range(1, 17)),
+    "Misplaced": ("misplaced", range(1, 17)),
+    "Damaged": ("foreign", range(1, 17)),
+    "Lost": ("lost", range(1, 17)),
+    "Forgets": ("lost", range(1, 17)),
+    "Fails": ("failed", range(1, 17)),
+    "Hangs": ("hang", range(1, 17)),
+    "Blocks": ("hang", range(1, 17)),
+    "Crashes": ("crash", range(1, 17)),
+    "CrashesThere": ("crash", range(1, 17)),
+    "PollsWhileIdle": ("busy-idle", range(12, 13)),
+    "KeepsMemory": ("leak-memory", range(13, 14)),
+    "KeepsDescriptors": ("leak-descriptor", range(13, 14)),
+    "KeepsThreads": ("leak-thread", range(13, 14)),
+}
+
+
+@pytest.mark.parametrize("plant", FOUND)
+async def test_a_planted_mistake_is_found(plant: str) -> None:
+    rule, seeds = FOUND[plant]
+    async with Stage(f"{PLANTS}:{plant}", LIMIT_S) as stage:
+        for seed in seeds:
+            played = await stage.play(make(seed))
+            if played.rule == rule:
+                break
+    assert played.rule == rule, "no seed has found it"
+
+
+async def test_a_breach_is_made_small_and_plays_again() -> None:
+    found = await certify(f"{PLANTS}:Hole", seeds=[9], times=1)
+    (breach,) = found.breaches
+    assert breach.seeds == (9,)
+    assert [step.verb for step in breach.schedule.steps] == ["offer", "get"]
+    assert (breach.again, breach.times) == (1, 1)
+    assert (await play_again(breach, times=2)).breaches[0].again == 2
+    healthy = msgspec.structs.replace(breach, target="toy")
+    assert not (await play_again(healthy, times=1)).breaches
+
+
+@pytest.mark.parametrize("theme", range(16))
+async def test_no_false_alarm(theme: int) -> None:
+    found = await certify("toy", seeds=sample(range(theme, 1000, 16), 62))
+    assert found.breaches == ()
+    assert found.schedules
