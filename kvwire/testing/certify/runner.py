@@ -243,7 +243,8 @@ async def _breach(
         while time.monotonic() < until:
             failed = await _failed(stage, fewer, wanted)
             if failed is not None:
-                schedule, played = fewer, failed
+                schedule = fewer
+                played = failed
             fewer = smaller.send(failed is not None)
     again = await _repeated(stage, schedule, wanted, times)
     return Breach(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator
+from functools import partial
 from itertools import chain
 from typing import Final, Literal
 
@@ -160,14 +161,6 @@ def _ended(draw: random.Random, offer: Step, own: int, way: Way) -> list[Step]:
     return [*_stop(draw), step, *more, *_again(draw, offer, own)]
 
 
-def _cancels(draw: random.Random, offer: Step, own: int) -> list[Step]:
-    return _ended(draw, offer, own, "cancel")
-
-
-def _timeouts(draw: random.Random, offer: Step, own: int) -> list[Step]:
-    return _ended(draw, offer, own, "timeout")
-
-
 def _deaths(draw: random.Random, offer: Step, own: int) -> list[Step]:
     step = Step(_verb(draw), offer.reference, own, way="behind")
     new = msgspec.structs.replace(offer, reference=offer.reference + 1)
@@ -208,6 +201,8 @@ def _cycles(draw: random.Random, offer: Step, own: int) -> list[Step]:
     return [Step("cycle", count=6)]
 
 
+_cancels = partial(_ended, way="cancel")
+_timeouts = partial(_ended, way="timeout")
 _THEMES: Final = (
     _plain,
     _cancels,

@@ -59,7 +59,7 @@ CHECKS = (
         name="tests do not sleep",
         over=_TESTS,
         # Programs that people run: a benchmark pauses between its measurements, and a
-        # soak between its faults. A slow network is slow, and planted mistakes take time.
+        # soak between its faults. A slow network is slow, planted mistakes take time.
         beyond=(
             "tests/programs/bench/",
             "tests/programs/soak/",

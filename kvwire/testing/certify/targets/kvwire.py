@@ -6,13 +6,15 @@ The variant is a transport: ``kvwire:tcp``, ``kvwire:local``, ``kvwire:ucx``.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import msgspec
 
 import kvwire
 from kvwire.memory.copy import address_of
 from kvwire.testing.certify.transport import End
+
+T = TypeVar("T")
 
 _BLOCK_BYTES: Final = 4096
 
@@ -62,8 +64,8 @@ class KvwireEnd(End):
         self, reference: bytes, into: memoryview, timeout_s: float | None
     ) -> bool:
         ticket = msgspec.msgpack.decode(reference, type=KvwireReference).ticket
-        outcome = await self.ended(self.remote.get(ticket, into, deadline=timeout_s))
-        return outcome.complete
+        request = self.remote.get(ticket, into, deadline=timeout_s)
+        return (await ended(request)).complete
 
     async def put(
         self, reference: bytes, data: memoryview, timeout_s: float | None
@@ -71,14 +73,7 @@ class KvwireEnd(End):
         raw = msgspec.msgpack.decode(reference, type=KvwireReference).grant
         grant = kvwire.Grant.from_bytes(raw)
         request = self.outgoing.put(data, grant, deadline=timeout_s)
-        return await self.ended(request) == len(data)
-
-    async def ended(self, request: kvwire.Request[Any]) -> Any:
-        """Wait for an end, and for the memory, as the API wants it."""
-        try:
-            return await request
-        finally:
-            await request.released()
+        return await ended(request) == len(data)
 
     async def close(self) -> None:
         self.comm.abort()
@@ -86,6 +81,14 @@ class KvwireEnd(End):
             await region.close()
         await self.window.close()
         await self.comm.close()
+
+
+async def ended(request: kvwire.Request[T]) -> T:
+    """Wait for the end of a request, and until its memory is free."""
+    try:
+        return await request
+    finally:
+        await request.released()
 
 
 TARGET = KvwireEnd

@@ -20,6 +20,7 @@ from kvwire.testing.certify.transport import End
 from kvwire_ucx import binding, library
 
 _REFERENCE: Final = struct.Struct("<QQ")
+_Post = Callable[..., "int | None"]
 # Steps of progress in one turn of the loop, which has other things to do as well.
 _STEPS: Final = 16
 _LOADED: Final = library.load()
@@ -28,15 +29,17 @@ _UCP: Final = _LOADED.ucp
 _DONE: Final[dict[int, Callable[[int], None]]] = {}
 
 
-@binding.SendCallback
-def _ended(request: int, status: int, number: int | None) -> None:
+def _on_end(request: int, status: int, number: int | None) -> None:
     _UCP.request_free(request)
     _DONE.pop(number or 0)(status)
 
 
-@binding.ErrorCallback
-def _peer_failed(argument: int, endpoint: int, status: int) -> None:
-    """Its operations have ended with that status."""
+def _on_failure(argument: int, endpoint: int, status: int) -> None:
+    """Do nothing: the endpoint's operations end with that status."""
+
+
+_ENDED: Final = binding.SendCallback(_on_end)
+_FAILED: Final = binding.ErrorCallback(_on_failure)
 
 
 def _check(status: int, what: str) -> None:
@@ -89,18 +92,18 @@ class _Worker:
         if _UCP.worker_arm(self.handle) == binding.ERR_BUSY:
             self.loop.call_soon(self.progress)
 
-    async def ended(self, post: Callable[[Any], int | None], flags: int = 0) -> int:
+    async def ended(self, post: _Post, flags: int = 0) -> int:
         """Post something, and wait for its status, also if this is cancelled."""
         self.number += 1
-        done = self.loop.create_future()
+        done: asyncio.Future[int] = self.loop.create_future()
         _DONE[self.number] = functools.partial(_resolve, done)
         params = binding.RequestParams(
             op_attr_mask=binding.OP_CALLBACK | binding.OP_USER_DATA | binding.OP_FLAGS,
             flags=flags,
-            callback=ctypes.cast(_ended, ctypes.c_void_p),
+            callback=ctypes.cast(_ENDED, ctypes.c_void_p),
             user_data=self.number,
         )
-        status, request = binding.split(post(ctypes.byref(params)))
+        status, request = binding.request_of(post(ctypes.byref(params)))
         if not request:
             del _DONE[self.number]
             return status
@@ -113,7 +116,7 @@ class _Worker:
                 cancelled = exc
         if cancelled is not None:
             raise cancelled
-        return int(done.result())
+        return done.result()
 
 
 def _resolve(done: asyncio.Future[int], status: int) -> None:
@@ -121,9 +124,8 @@ def _resolve(done: asyncio.Future[int], status: int) -> None:
         done.set_result(status)
 
 
-@functools.cache
-def _worker() -> _Worker:
-    return _Worker()
+# Made at the first use; then UCX has it for the life of the process.
+_the_worker = functools.cache(_Worker)
 
 
 class UcxEnd(End):
@@ -132,7 +134,7 @@ class UcxEnd(End):
     version = str(_LOADED.version)
 
     async def open(self, memory: memoryview) -> bytes:
-        self.worker = _worker()
+        self.worker = _the_worker()
         self.handles: dict[bytes, ctypes.c_void_p] = {}
         return self.worker.address
 
@@ -143,7 +145,7 @@ class UcxEnd(End):
             | binding.EP_ERR_HANDLER,
             address=peer,
             err_mode=binding.ERR_MODE_PEER,
-            err_callback=ctypes.cast(_peer_failed, ctypes.c_void_p),
+            err_callback=ctypes.cast(_FAILED, ctypes.c_void_p),
         )
         # The address has zeros in it, and ctypes keeps only a pointer to it.
         self.peer = ctypes.create_string_buffer(peer, len(peer))
@@ -190,7 +192,7 @@ class UcxEnd(End):
 
     async def moved(
         self,
-        call: Callable[..., int | None],
+        call: _Post,
         reference: bytes,
         memory: memoryview,
         timeout_s: float | None,
