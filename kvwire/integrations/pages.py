@@ -14,8 +14,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvwire import BlockStore, Communicator, Engine, KVSpec, PagedCache, StoreRequest
+from kvwire import (
+    BlockStore,
+    Communicator,
+    Engine,
+    KVSpec,
+    PagedCache,
+    Placement,
+    StoreRequest,
+)
 from kvwire.config import Config
+from kvwire.integrations.hints import Hint, HintLog
 from kvwire.kv.blocks import DEFAULT_GROUP, BlockIds, among
 from kvwire.kv.layout import AxisOrder
 from kvwire.kv.tensors import check_array
@@ -41,6 +50,7 @@ class PageStore:
         self._name = name
         self._closed = False
         self._unsaved = Unsaved()
+        self._hints = HintLog()
         self._engine, self._store = open_store("pages", tiers, write, record)
 
     def __repr__(self) -> str:
@@ -92,6 +102,13 @@ class PageStore:
         """
         get = self._store.get
         return self._engine.start(lambda _: self._landed(get, keys, pages, ids))
+
+    def carry_out(
+        self, request_id: str, hint: Hint, keys: Sequence[bytes], pages: PagedCache
+    ) -> Future[Placement | None]:
+        """Carry out a hint of a request on stored pages, and log what became of it."""
+        of = request_id, hint, self._store, keys, pages
+        return self._engine.start(lambda _: self._hints.carry_out(*of))
 
     def delete_all(self, pages: PagedCache) -> Future[int]:
         """Delete every page of this length, in all tiers; the future has the count."""

@@ -149,6 +149,10 @@ class SaveQueue:
                 freed.add(one.id)
         return freed
 
+    def under_way(self, request_id: str) -> list[Future[list[int]]]:
+        """Return what ends when the blocks of a freed request are saved."""
+        return [one.saving.over for one in self._under if one.request.id == request_id]
+
     def forget(self) -> None:
         """Drop what is not under way, since the store was cleared of such blocks."""
         for one in [*self._waiting, *self._failing]:

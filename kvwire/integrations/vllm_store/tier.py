@@ -12,13 +12,16 @@ longer touches vLLM's memory.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from kvwire.errors import UsageError, without_password
 from kvwire.extras import needed_by
+from kvwire.integrations.hints import Hint, HintLog, hints_of
 from kvwire.integrations.pages import PageStore
 from kvwire.integrations.vllm.release import check_release
 from kvwire.integrations.weights import weights_name
@@ -33,6 +36,22 @@ with needed_by("KvwireTier", command="pip install 'vllm<0.34'"):
 _OLDEST: Final = (0, 31)
 
 
+@dataclass(slots=True)
+class _Hinted:
+    """A request with hints, which are carried out when it has ended and is saved."""
+
+    hints: tuple[Hint, ...]
+    ends: dict[bytes, int] = field(default_factory=dict)  # by key, its last token's end
+    jobs: set[int] = field(default_factory=set)  # stores of it that are under way
+    ended: bool = False
+
+    def keys_of(self, hint: Hint) -> list[bytes]:
+        """Return the keys of the chunks that a hint is for, in token order."""
+        last = math.inf if hint.end is None else hint.end
+        mine = ((end, key) for key, end in self.ends.items())
+        return [key for end, key in sorted(mine) if hint.start < end <= last]
+
+
 class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
     """Keep chunks of vLLM's primary tier in a store.
 
@@ -42,6 +61,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         tier_type: The name that vLLM uses.
         tiers: As for :meth:`kvwire.BlockStore.open`.
         write: Likewise.
+        record: Likewise.
         name: Separates models and layouts; engines that share a store give the same
             name. By default it is made of weights, layout and ranks.
         backpressure_detector: vLLM's own.
@@ -80,11 +100,14 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         except BaseException:
             self._store.close()
             raise
+        self._hinted: dict[str, _Hinted] = {}
+        self._log = HintLog()
         self._jobs: dict[int, tuple[Any, Future[list[bool]]]] = {}
         # The lookups that requests wait for, by request and key.
         self._asked: dict[str, dict[bytes, Future[list[bool]]]] = {}
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
+        self._note(req_context, [key])
         asked = self._asked.setdefault(req_context.req_id, {})
         if key not in asked:
             asked[key] = self._store.present([key], self._pages)
@@ -94,6 +117,9 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         return LookupResult.HIT if there else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
+        hinted = self._note(job_metadata.req_context, job_metadata.keys)
+        if hinted is not None:
+            hinted.jobs.add(job_metadata.job_id)
         self._begin(job_metadata, self._store.put)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -101,16 +127,27 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
     def get_finished_jobs(self) -> Iterable[Any]:
         over = [number for number, (_, moved) in self._jobs.items() if moved.done()]
+        for number in over:
+            self._saved(self._jobs[number][0])
         return [_result(*self._jobs.pop(number), self._pages.spec) for number in over]
 
     def has_pending_work(self) -> bool:
         return bool(self._jobs)
 
     def on_new_request(self, req_context: Any) -> Any:
+        # The context has the two fields of a request that matter here.
+        hints = hints_of(req_context)
+        self._log.refused(req_context.req_id, hints.refused)
+        if hints.actions:
+            self._hinted[req_context.req_id] = _Hinted(hints.actions)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         self._asked.pop(req_context.req_id, None)
+        hinted = self._hinted.get(req_context.req_id)
+        if hinted is not None:
+            hinted.ended = True
+            self._carry_out()
 
     def drain_jobs(self) -> None:
         """Return when nothing touches vLLM's memory."""
@@ -125,6 +162,31 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
     def shutdown(self) -> None:
         self._store.close()
+
+    def _note(self, req_context: Any, keys: Iterable[Any]) -> _Hinted | None:
+        """Note where keys of a request with hints end in its tokens."""
+        hinted = self._hinted.get(req_context.req_id)
+        if hinted is not None:
+            for key in keys:
+                end = req_context.get_offload_key_position(key)
+                if end is not None:
+                    hinted.ends[bytes(key)] = end
+        return hinted
+
+    def _saved(self, job: Any) -> None:
+        """Carry out the hints of an ended request once its last store is over."""
+        hinted = self._hinted.get(job.req_context.req_id)
+        if hinted is not None:
+            hinted.jobs.discard(job.job_id)
+            self._carry_out()
+
+    def _carry_out(self) -> None:
+        for request_id, hinted in [*self._hinted.items()]:
+            if hinted.ended and not hinted.jobs:
+                del self._hinted[request_id]
+                for hint in hinted.hints:
+                    if keys := hinted.keys_of(hint):
+                        self._store.carry_out(request_id, hint, keys, self._pages)
 
     def _begin(self, job: Any, move: Any) -> None:
         keys = [bytes(key) for key in job.keys]

@@ -263,3 +263,69 @@ def test_what_was_computed_before_all_is_forgotten_does_not_come_back() -> None:
     new = Output({"w": 10}, [New("w", ([1, 2, 3],), 0)])
     assert side.step(new).saves == [("w", hashes_of(waits)[:2], [1, 2])]
     assert side.finished(runs)
+
+
+def hinted(*kinds: str) -> dict[str, Any]:
+    payloads: dict[str, dict[str, Any]] = {
+        "kv.pin": {"ttl_s": 60, "end": 8},
+        "kv.prefetch": {"start": 4},
+        "kv.evict": {},
+    }
+    actions = [
+        {
+            "action_id": "a",
+            "action_type": kind,
+            "action_version": "0.1",
+            "payload": payloads[kind],
+        }
+        for kind in kinds
+    ]
+    return {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+
+
+def test_hints_go_to_the_workers_at_arrival_or_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = Store()
+    side = StoreScheduler(BLOCK_TOKENS, store.ask)
+    request = Request("r", TOKENS)
+    request.kv_transfer_params = {
+        "kv_hints": hinted("kv.pin", "kv.evict", "kv.prefetch")
+    }
+    side.begun(request)
+    assert "refused: kv_hints: actions[1]: action_type='kv.evict'" in caplog.text
+    (early,) = side.step(Output({})).hinted
+    assert early.hint.name == "kv.prefetch a"
+    assert early.hashes == hashes_of(request)[1:2]
+    side.allocated(request, [[7, 8, 9]], 0)
+    assert side.step(first([7, 8, 9], 0, 10)).hinted == []
+    assert side.finished(request)
+    assert side.waiting
+    step = side.step(Output({}))
+    (late,) = step.hinted
+    assert late.hint.name == "kv.pin a"
+    assert late.hashes == hashes_of(request)[:2]
+    assert step.leaving == {"r"}
+
+
+def test_hints_of_a_request_that_saves_nothing_need_a_step_too() -> None:
+    side, request, _ = matched(TOKENS, 2)
+    assert not side.waiting
+    request.kv_transfer_params = {"kv_hints": hinted("kv.pin")}
+    side.finished(request)
+    side.begun(request)
+    assert not side.finished(request)
+    assert side.waiting
+    assert len(side.step(Output({})).hinted) == 1
+    assert not side.waiting
+
+
+def test_hints_for_kv_that_tokens_do_not_name_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    side = StoreScheduler(BLOCK_TOKENS, Store().ask)
+    request = Request("r", TOKENS, prompt_embeds=object())
+    request.kv_transfer_params = {"kv_hints": hinted("kv.pin")}
+    side.begun(request)
+    assert "kv.pin a: its tokens do not name its KV" in caplog.text
+    assert side.step(Output({})).hinted == []

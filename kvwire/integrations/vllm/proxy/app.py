@@ -27,6 +27,7 @@ import msgspec
 from kvwire.aio import end_task, start_task
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
+from kvwire.integrations.hints import HINTS_FIELD, read_hints
 from kvwire.integrations.vllm.proxy import asgi
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
 from kvwire.integrations.vllm.proxy.checking import SharingCheck
@@ -98,6 +99,9 @@ _KEPT_HEADERS: Final = (
 _OF_PAGES: Final = "access-control-"
 # A field whose value is larger than this is forwarded as it came, without re-encoding.
 _LARGE_BYTES: Final = 64 * KIB
+# The answer's header that says which hints of a request were not taken, and why.
+_REFUSED_HINTS: Final = "x-kvwire-hints-refused"
+_REFUSED_CHARS: Final = 1024
 # How many values of PROXY_BODY_VALUES_MAX each object and each list counts as.
 _CONTAINER_VALUES: Final = 8
 _LENGTH_DIGITS: Final = 18
@@ -116,6 +120,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     migrate: bool = False,
     client: EngineClient | None = None,
     ending: Ending | None = None,
+    hints: bool = False,
 ) -> ProxyApp:
     """Return the proxy as an application."""
     client = client or EngineClient()
@@ -135,7 +140,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     registry = CollectorRegistry()
     registry.register(ProxyCollector(state))
     ending = ending or Ending()
-    front = _Front(dispatcher, state, operator_key, moves, registry, ending)
+    front = _Front(dispatcher, state, operator_key, moves, registry, ending, hints)
 
     @asynccontextmanager
     async def run() -> AsyncIterator[None]:
@@ -235,6 +240,8 @@ class _Front:
     moves: Moves | None
     registry: CollectorRegistry
     ending: Ending
+    # Whether engines get clients' KV hints.
+    hints: bool = False
     # Held while a large body is decoded.
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -271,8 +278,25 @@ class _Front:
         headers = _passed_on(asked)
         since = self.state.fleet.clock()
         request = ClientRequest(asked.path, body, headers, since, large=large)
+        refused = self._take_hints(request)
         async with self.ending.limits():
-            return self._relayed(await self._asked(request, stack), stack)
+            answer = self._relayed(await self._asked(request, stack), stack)
+        return HttpAnswer(answer.status, {**answer.headers, **refused}, answer.body)
+
+    def _take_hints(self, request: ClientRequest) -> dict[str, str]:
+        """Move hints out of a body; return a header with those that are refused."""
+        envelope = request.body.pop(HINTS_FIELD, None)
+        request.large = {k: v for k, v in request.large.items() if k != HINTS_FIELD}
+        if envelope is None:
+            return {}
+        hints = read_hints(envelope)
+        reasons = hints.refused
+        if not self.hints:
+            reasons = (f"{HINTS_FIELD}: the proxy was started without --kv-hints",)
+        elif hints.actions:
+            request.hints = envelope
+        said = "; ".join(reasons).encode("ascii", "backslashreplace").decode()
+        return {_REFUSED_HINTS: said[:_REFUSED_CHARS]} if said else {}
 
     @asynccontextmanager
     async def _alone(self, content: bytes) -> AsyncIterator[None]:

@@ -80,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         operator_key=operator_key,
         migrate=options.migrate,
         ending=ending,
+        hints=options.kv_hints,
     )
     where = options.host, options.port
     connections = min(connections, there // 2)
@@ -137,6 +138,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="streams of /v1/completions can go on at another engine: POST /migrate, "
         "POST /drain, and when an engine dies",
+    )
+    parser.add_argument(
+        "--kv-hints",
+        action="store_true",
+        help="pass the field kv_hints of clients' requests to the engines' store",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

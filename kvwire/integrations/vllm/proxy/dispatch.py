@@ -36,6 +36,7 @@ from typing import Any, Final
 import msgspec
 
 from kvwire.aio import end_task
+from kvwire.integrations.hints import HINTS_FIELD
 from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.metadata import answer as kv_params
 from kvwire.integrations.vllm.proxy.admission import RetryBudget
@@ -94,6 +95,7 @@ class ClientRequest:
     waits_for: str = "its turn"  # the next thing to happen
     engines: tuple[str, ...] = ()  # URLs of its engines
     decode: VllmEngine | None = None  # the engine that answers
+    hints: Any = None  # KV hints for the engine that answers; None without any
 
     def sent(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a body for an engine, its large fields as the client sent them."""
@@ -321,6 +323,9 @@ class Dispatcher:
         asked.waits_for = "the first token"
         attempt.enter_context(engine.at_work())
         path = asked.path + asked.query
+        if asked.hints is not None:
+            params = body.get("kv_transfer_params") or {}
+            body = body | {"kv_transfer_params": params | {HINTS_FIELD: asked.hints}}
         sent = asked.sent(body) if asked.content is None else asked.content
         said = await attempt.enter_async_context(
             self._client.ask(engine, path, asked.headers, sent, asked.method)
