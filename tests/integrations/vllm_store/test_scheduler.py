@@ -310,14 +310,14 @@ def test_hints_go_to_the_workers_at_arrival_or_at_the_end(
 
 def test_hints_of_a_request_that_saves_nothing_need_a_step_too() -> None:
     side, request, _ = matched(TOKENS, 2)
-    assert not side.waiting
+    before = side.waiting
     request.kv_transfer_params = {"kv_hints": hinted("kv.pin")}
     side.finished(request)
     side.begun(request)
     assert not side.finished(request)
-    assert side.waiting
+    with_hints = side.waiting
     assert len(side.step(Output({})).hinted) == 1
-    assert not side.waiting
+    assert (before, with_hints, side.waiting) == (False, True, False)
 
 
 def test_hints_for_kv_that_tokens_do_not_name_are_refused(
