@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from kvwire.config import Config
 from kvwire.extras import needed_by
-from kvwire.integrations.vllm.announce import Announcer
-from kvwire.integrations.vllm.caches import cache_shapes
+from kvwire.integrations.vllm.announce import Announcer, http_url
+from kvwire.integrations.vllm.caches import CacheShape, cache_shapes
 from kvwire.integrations.vllm.config import CHUNK, LAYER, VllmSettings, read_settings
+from kvwire.integrations.vllm.holes import HoleFills, Reports, added
 from kvwire.integrations.vllm.hooks import ConnectorHooks
 from kvwire.integrations.vllm.identity import (
     block_order,
@@ -22,6 +23,7 @@ from kvwire.integrations.vllm.identity import (
     model_name,
     model_weights,
 )
+from kvwire.integrations.vllm.own_server import OwnServer
 from kvwire.integrations.vllm.plugin import register
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
@@ -43,6 +45,16 @@ class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # v
     serial: bytes = b""  # empty if it has no window
 
 
+@dataclasses.dataclass
+class ArrivedPrompts(base.KVConnectorWorkerMetadata):  # type: ignore[misc]  # likewise
+    """Carry the workers' reports of arrivals to vLLM's scheduler."""
+
+    reports: Reports
+
+    def aggregate(self, other: ArrivedPrompts) -> ArrivedPrompts:
+        return ArrivedPrompts(added(self.reports, other.reports))
+
+
 class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHMA):  # type: ignore[misc]  # likewise
     """Move KV between two engines of vLLM; see docs/howto/vllm.md."""
 
@@ -62,7 +74,10 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         if role == base.KVConnectorRole.SCHEDULER:
             self._tables = tuple(sorted({shape.table for shape in shapes}))
             self._scheduler = SchedulerSide(
-                settings, shapes, References.of(config, settings.peers)
+                settings,
+                shapes,
+                References.of(config, settings.peers),
+                holes=_hole_fills(settings, shapes, vllm_config),
             )
             return
         named = {
@@ -82,7 +97,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
         announcer: Announcer | None = None
-        if settings.http and not before:
+        if settings.http and config.directory and not before:
             url = settings.http
             role = settings.role
             model = model_name(vllm_config, settings.fingerprint)
@@ -108,6 +123,10 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     def update_connector_output(self, connector_output: Any) -> None:
         if drained := connector_output.finished_sending:
             self._scheduler.drained(drained)
+        if arrived := connector_output.kv_connector_worker_meta:
+            self._scheduler.arrived(arrived.reports)
+        if received := connector_output.finished_recving:
+            self._scheduler.received(received)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return every group, since blocks of each group are fetched."""
@@ -127,6 +146,11 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             {rank: said.serial for rank, said in metadata.items()},
         )
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if hasattr(self, "_scheduler"):
+            self._scheduler.close()
+
     # --- worker -----------------------------------------------------------------------
 
     def save_kv_layer(
@@ -144,6 +168,10 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             finished_recving=received,
             failed_recving=self._worker.take_failed(),
         )
+
+    def build_connector_worker_meta(self) -> ArrivedPrompts | None:
+        reports = self._worker.take_reports()
+        return ArrivedPrompts(reports) if reports else None
 
     def get_kv_connector_stats(self) -> Any:
         # vLLM calls this in the process of either side.
@@ -163,6 +191,31 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings, _ = read_settings(extra, {})
         return settings.layout or None
+
+
+def _hole_fills(
+    settings: VllmSettings, shapes: Sequence[CacheShape], vllm_config: Any
+) -> HoleFills | None:
+    """Return what has holes computed; None if this engine cannot."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    tables = {shape.table for shape in shapes}
+    if (
+        not settings.http
+        or len(tables) > 1
+        or any(shape.partial for shape in shapes)
+        # A server may give its requests to any of several engines.
+        or getattr(parallel, "data_parallel_size", 1) > 1
+    ):
+        return None
+    first = shapes[0]
+    server = OwnServer(http_url(settings.http), model.served_model_name)
+    return HoleFills(
+        server.post,
+        table=str(first.table),
+        block_tokens=first.block_tokens,
+        ranks=first.ranks * first.stage[1],
+    )
 
 
 def _without_halves(settings: VllmSettings, parallel: Any) -> VllmSettings:

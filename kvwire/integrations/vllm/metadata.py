@@ -116,6 +116,15 @@ class LoadPrompt(PromptTransfer):
     sealed: bytes = b""
     # Decode reads it by a ticket, and frees it by a message; else it is pulled.
     ticketed: bool = False
+    # Blocks that do not arrive are for the scheduler's side first; see `holes`.
+    fillable: bool = False
+
+
+class BlockCopy(NamedTuple):
+    """Blocks of an engine's only table, to copy into other blocks."""
+
+    source: list[int]
+    into: list[int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,6 +139,11 @@ class WorkerStep:
     loads: list[LoadPrompt] = field(default_factory=list)
     # By table: blocks that are offered no more, and may be overwritten in this step.
     withdrawn: Blocks = field(default_factory=dict)
+    # Blocks to copy within the caches, before this step computes and after it.
+    lent: list[BlockCopy] = field(default_factory=list)
+    filled: list[BlockCopy] = field(default_factory=list)
+    # Prompts whose holes need no more waiting: the blocks that are missing still.
+    settled: dict[str, list[int]] = field(default_factory=dict)
     # Preempted requests, whose blocks may be overwritten in this step.
     fenced: set[str] = field(default_factory=set)
     idle: bool = False  # the step computes nothing; it only collects arrivals

@@ -85,6 +85,11 @@ class PromptEnd(Generic[P]):
         """Whether it is over while a link may still touch its blocks."""
         return any(part.done() and not part.is_drained for part in self._parts)
 
+    @property
+    def aborted(self) -> bool:
+        """Whether it is not wanted any more."""
+        return bool(self._reason)
+
     def abort(self, reason: str) -> bool:
         """Abort without waiting; return whether a link may have touched its blocks.
 

@@ -9,6 +9,7 @@
                           drained or preempted --> its blocks are withdrawn
     a prompt to fetch     matched --> blocks allocated --> Load --> vLLM waits for it
                           over before it was scheduled --> Load(declined)
+                          arrived with holes --> see `holes`
 
 Nothing here waits or moves a byte. vLLM's objects are read, never written, with two
 exceptions. The ``do_remote_prefill`` of a request is cleared once it is acted on,
@@ -35,6 +36,7 @@ from kvwire.errors import UsageError
 from kvwire.integrations.vllm import tickets
 from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.integrations.vllm.config import REQUEST, VllmSettings
+from kvwire.integrations.vllm.holes import HOLE, HoleFills, Reports
 from kvwire.integrations.vllm.identity import identity_of, tokens_say_all
 from kvwire.integrations.vllm.metadata import (
     Blocks,
@@ -94,6 +96,7 @@ class SchedulerSide:
         shapes: Sequence[CacheShape],
         references: References,
         salt: bytes = b"",
+        holes: HoleFills | None = None,
     ) -> None:
         self._settings = settings
         self._references = references
@@ -103,6 +106,7 @@ class SchedulerSide:
         self._tables = {str(shape.table): shape for shape in shapes}
         self._partial = any(shape.partial for shape in shapes)
         self._salt = salt
+        self._holes = holes  # None: all behind the first missing block is computed
         self._addresses: tuple[str, ...] = ()
         self._prompts: dict[str, _Prompt] = {}
         self._loads: list[LoadPrompt] = []
@@ -157,6 +161,8 @@ class SchedulerSide:
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many more tokens another engine has, or will have."""
+        if self._holes is not None and (hole := _hole(request)):
+            return self._holes.matched(request, hole, num_computed_tokens), False
         if not self._wanted(request).loads:
             return 0, False
         # The request is about the prompt's own tokens, so the whole prompt is computed
@@ -174,12 +180,18 @@ class SchedulerSide:
         self, request: Any, tables: Sequence[Sequence[int]], external: int
     ) -> None:
         """Record the blocks that a request got."""
+        if self._holes is not None and (hole := _hole(request)):
+            self._holes.allocated(request, hole, tables[0] if tables else (), external)
+            return
         wanted = self._wanted(request)
         if wanted.sends and request.request_id not in self._prompts:
             self._prompts[request.request_id] = self._new_prompt(request, wanted)
         if wanted.loads:
             request.kv_transfer_params["do_remote_prefill"] = False
-            self._loads.append(self._new_load(request, wanted, tables, external))
+            load = self._new_load(request, wanted, tables, external)
+            self._loads.append(load)
+            if self._holes is not None:
+                self._holes.watch(request, load)
 
     def step(self, output: Any) -> WorkerStep:
         """Return the metadata for the workers in a scheduled step."""
@@ -196,7 +208,19 @@ class SchedulerSide:
         self._loads = []
         step.withdrawn = self._withdrawn
         self._withdrawn = {}
+        if self._holes is not None:
+            self._holes.step(step, output)
         return step
+
+    def arrived(self, reports: Reports) -> None:
+        """Take the workers' reports of prompts that arrived, for their holes."""
+        if self._holes is not None:
+            self._holes.arrived(reports)
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """Take the names of requests whose wait for KV is over."""
+        if self._holes is not None:
+            self._holes.received(request_ids)
 
     def drained(self, request_ids: Iterable[str]) -> None:
         """Withdraw the blocks of requests that vLLM frees now."""
@@ -209,6 +233,8 @@ class SchedulerSide:
         Return whether its blocks are freed later, and the ``kv_transfer_params`` for
         clients.
         """
+        if self._holes is not None:
+            self._holes.finished(request)
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None and (wanted := self._wanted(request, over=True)).loads:
             # It was never scheduled, so the engine that computed it must not wait for
@@ -238,6 +264,11 @@ class SchedulerSide:
         observed = self._observed
         self._observed = {}
         return observed
+
+    def close(self) -> None:
+        """End what this side has begun."""
+        if self._holes is not None:
+            self._holes.close()
 
     # --- inside -----------------------------------------------------------------------
 
@@ -444,6 +475,13 @@ class SchedulerSide:
         prompt.tables = []
         prompt.named = {}
         prompt.written = 0
+
+
+def _hole(request: Any) -> str:
+    """Return the key of the hole that a request is for; "" if it is for none."""
+    params = request.kv_transfer_params
+    found = params.get(HOLE) if isinstance(params, dict) else None
+    return found if isinstance(found, str) else ""
 
 
 def _priority(request: Any) -> int:

@@ -23,7 +23,9 @@ from kvwire.integrations.vllm.announce import Announcer
 from kvwire.integrations.vllm.caches import CacheShape, LayerCaches, layer_caches
 from kvwire.integrations.vllm.config import LAYER, VllmSettings
 from kvwire.integrations.vllm.device import CacheDevice
+from kvwire.integrations.vllm.holes import Reports
 from kvwire.integrations.vllm.metadata import (
+    BlockCopy,
     ComputedTokens,
     LoadPrompt,
     SendPrompt,
@@ -82,6 +84,7 @@ class WorkerSide:
             self._engine.start(lambda _: warn_of_unknown_name(said))
         # Set when vLLM registers its caches.
         self._caches: LayerCaches
+        self._tensors: list[Any] = []  # each layer's, by blocks
         self._specs: dict[str, KVSpec] = {}  # by cache group
         self._own: OwnRank
         self._device = CacheDevice(self._engine, None)
@@ -98,6 +101,11 @@ class WorkerSide:
         self._errors: set[int] = set()
         # Requests that lack blocks, for engines with several block tables.
         self._failed: set[str] = set()
+        # Prompts that arrived with holes, until they are settled; and what the scheduler
+        # is not told of yet.
+        self._landed: set[str] = set()
+        self._reports: Reports = {}
+        self._workers = shapes[0].ranks * shapes[0].stage[1]
         # Requests whose blocks were reported as permanently lost.
         self._quarantined: set[str] = set()
         self._observed: Observed = {}
@@ -109,6 +117,8 @@ class WorkerSide:
         caches = layer_caches(tensors, self._shapes)
         self._device = CacheDevice(self._engine, caches.cache.device)
         self._caches = caches
+        if not any(shape.state for shape in self._shapes):
+            self._tensors = [tensors[name] for name in caches.layers]
         if caches.cache.device is None and not self._settings.codec:
             self._window = self._engine.start(self._expose).result()
             self.serial = self._window.serial
@@ -172,7 +182,13 @@ class WorkerSide:
             )
 
     def start_loads(self) -> None:
-        """Begin the fetches of this step, without waiting."""
+        """Begin the fetches of this step, without waiting.
+
+        If the step computes a hole, it is called before the forward pass.
+        """
+        if self._step.lent:
+            self._copy(self._step.lent)
+            self._step.lent = []
         loads = self._step.loads
         self._step.loads = []
         # Kernels of requests that used the blocks before may still be queued.
@@ -193,6 +209,9 @@ class WorkerSide:
         """Mark the layers that no hook has marked, since the forward pass is over."""
         if not self._forward_pass.over:
             self._forward_pass.rest()
+        if self._step.filled:
+            self._copy(self._step.filled)
+            self._step.filled = []
 
     def finished(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks have drained, and the fetched ones."""
@@ -210,7 +229,10 @@ class WorkerSide:
             self._leaving.discard(request_id)
             departure = self._departures.pop(request_id)
             observe_sent(self._observed, departure.done.result())
-        return sent | unsent, self._received() if self._arrivals else set()
+        received = self._received() if self._arrivals else set()
+        if self._landed:
+            received |= self._settled(over)
+        return sent | unsent, received
 
     def take_errors(self) -> set[int]:
         """Return the blocks that did not arrive, each once."""
@@ -223,6 +245,12 @@ class WorkerSide:
         failed = self._failed
         self._failed = set()
         return failed
+
+    def take_reports(self) -> Reports:
+        """Return the reports of prompts that arrived, each once."""
+        reports = self._reports
+        self._reports = {}
+        return reports
 
     def take_observed(self) -> Observed:
         """Return the observations for metrics since the last call."""
@@ -307,11 +335,34 @@ class WorkerSide:
         received = {r for r, arrival in self._arrivals.items() if arrival.done.done()}
         for request_id in received:
             self._note_missing(request_id, self._arrivals.pop(request_id))
-        return received
+        return received - self._landed
+
+    def _settled(self, over: Iterable[str]) -> set[str]:
+        """Return the prompts whose holes are waited for no longer."""
+        settled = self._landed.intersection(self._step.settled)
+        for request_id in settled:
+            self._errors.update(self._step.settled[request_id])
+        settled |= self._landed.intersection(over)
+        self._landed -= settled
+        return settled
+
+    def _copy(self, copies: Iterable[BlockCopy]) -> None:
+        for source, into in copies:
+            for tensor in self._tensors:
+                tensor[into] = tensor[source]
 
     def _note_missing(self, request_id: str, arrival: PromptReceive) -> None:
         arrived = arrival.done.result()
         missing = sum(ids.size for ids in arrived.missing.values())
+        if arrival.load.fillable and not arrival.aborted:
+            # Without missing blocks, other workers' reports are waited for all the same.
+            ids = np.unique(np.concatenate([*arrived.missing.values()])).tolist()
+            if ids or self._workers > 1:
+                self._reports[request_id] = 1, ids
+            if ids:
+                self._landed.add(request_id)
+                observe_received(self._observed, arrived.outcomes, missing)
+                return
         # With several block tables, vLLM cannot tell which table's block has failed.
         if missing and len(set(self._tables.values())) > 1:
             self._failed.add(request_id)

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -29,12 +29,14 @@ from tests.support.engines.relay import BLOCK_TOKENS, Relay
 from tests.support.engines.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
+    Engine,
     Front,
     Process,
     before,
     complete,
     engine,
     front,
+    metric_of,
     prompt,
     tokens_of,
 )
@@ -95,11 +97,13 @@ def pair(
         "--otlp-traces-endpoint",
         f"http://127.0.0.1:{collector.server_port}/v1/traces",
     )
-    prefill = engine(model, folder, "prefill", 0, transfer, *traces)
+    long = ("--max-model-len", "8192")
+    prefill = engine(model, folder, "prefill", 0, transfer, *traces, *long)
     replay, endpoint = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     said = {"enable_kv_cache_events": True, "endpoint": endpoint}
     events = ("--kv-events-config", json.dumps({**said, "replay_endpoint": replay}))
-    decode = engine(model, folder, "decode", 1, transfer, *events, *traces)
+    more = (*events, *traces, *long)
+    decode = engine(model, folder, "decode", 1, transfer, *more, own=True)
     for one in (prefill, decode):
         one.environment["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
         one.environment["OTEL_BSP_SCHEDULE_DELAY"] = "200"
@@ -309,23 +313,32 @@ LOST_OF = 8
 AFFECTED = re.compile(r"request\(s\) rescheduled \((\d+) tokens affected\)")
 
 
-def affected(pair: Found) -> int:
-    found = AFFECTED.findall(pair.decode.log.read_text(errors="replace"))
+def affected(one: Engine) -> int:
+    """Tokens that an engine has computed in the place of what did not arrive."""
+    found = AFFECTED.findall(one.log.read_text(errors="replace"))
     return sum(map(int, found))
 
 
-async def decoded(pair: Found, ids: list[int], landed: list[int]) -> list[int]:
+def computed(one: Engine) -> float:
+    """Tokens that an engine has computed; vLLM's counter is without those above."""
+    source = 'source="local_compute"'
+    prompts = metric_of(one.metrics(), "vllm:prompt_tokens_by_source_total", source)
+    return prompts + affected(one)
+
+
+async def decoded(
+    ids: list[int], lost: Collection[int], prefill: Engine, decode: Engine
+) -> list[int]:
     """What decode makes of a prompt of which somebody between offers some blocks."""
-    name = secrets.token_hex(8)
+    name, blocks = secrets.token_hex(8), len(ids) // BLOCK_TOKENS
+    landed = [block for block in range(blocks) if block not in lost]
     sends = {"do_remote_decode": True, "transfer_id": name}
-    await asyncio.to_thread(pair.prefill.generate, ids, 1, kv_transfer_params=sends)
+    await asyncio.to_thread(prefill.generate, ids, 1, kv_transfer_params=sends)
     async with kvwire.open(require=["tcp"]) as comm:
-        relay = Relay(comm, await comm.listen("127.0.0.1:0"), blocks=LOST_OF)
-        await relay.take(pair.prefill, name)
+        relay = Relay(comm, await comm.listen("127.0.0.1:0"), blocks=blocks)
+        await relay.take(prefill, name)
         loads, out = relay.offer(landed)
-        answer = await asyncio.to_thread(
-            pair.decode.generate, ids, kv_transfer_params=loads
-        )
+        answer = await asyncio.to_thread(decode.generate, ids, kv_transfer_params=loads)
         assert len((await out).landed) == len(landed)
     return tokens_of(answer)
 
@@ -349,14 +362,39 @@ async def decoded(pair: Found, ids: list[int], landed: list[int]) -> list[int]:
 def test_only_what_lies_behind_the_first_hole_is_computed(
     pair: Found, lost: list[int], again: int
 ) -> None:
-    """vLLM itself counts what it computes again."""
+    """By an engine that does not know its own URL. vLLM itself counts."""
     seed = 100 + sum(2**block for block in lost)
     ids = prompt(LOST_OF * BLOCK_TOKENS, seed)
+    want = tokens_of(pair.decode.generate(ids, cache_salt="local"))
+    before = affected(pair.prefill)
+    assert asyncio.run(decoded(ids, lost, pair.decode, pair.prefill)) == want
+    assert affected(pair.prefill) - before == again * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("blocks", "lost", "again"),
+    [
+        (8, [0], 1),
+        (8, [3], 1),
+        (8, [3, 7], 2),
+        # A single block behind a hole is no reason for a request more.
+        (8, [1, 2, 5, 6], 5),
+        (63, [20], 1),
+        (63, [20, 40], 2),
+        (63, [10, 11, 12, 25, 40, 41, 55], 7),
+    ],
+    ids=str,
+)
+def test_only_holes_are_computed(
+    pair: Found, blocks: int, lost: list[int], again: int
+) -> None:
+    """By an engine that can ask itself; 63 blocks have 8,064 tokens."""
+    ids = prompt(blocks * BLOCK_TOKENS, 400 + sum(lost))
     want = pair.local(ids)
-    before = affected(pair)
-    landed = [block for block in range(LOST_OF) if block not in lost]
-    assert asyncio.run(decoded(pair, ids, landed)) == want
-    assert affected(pair) - before == again * BLOCK_TOKENS
+    before = computed(pair.decode)
+    assert asyncio.run(decoded(ids, lost, pair.prefill, pair.decode)) == want
+    assert computed(pair.decode) - before == again * BLOCK_TOKENS
+    assert eventually(lambda: pair.idle)
 
 
 def test_a_prefill_engine_that_is_killed(pair: Found, tmp_path: Path) -> None:

@@ -113,13 +113,17 @@ def engine(
     beside: Sequence[dict[str, Any]] = (),
     policy: str = "recompute",
     alone: dict[str, Any] | None = None,
+    own: bool = False,
 ) -> Engine:
-    """An engine with KvwireConnector and those beside it, or with another one alone."""
+    """An engine with KvwireConnector and those beside it, or with another one alone.
+
+    With ``own`` it knows its own URL.
+    """
     kv_port = free_port()
     workers = ranks * stages
     listen = [f"127.0.0.1:{kv_port + worker}" for worker in range(workers)]
     log, url = folder / f"{name}.log", f"http://127.0.0.1:{free_port()}"
-    if "directory" in transfer:
+    if own or "directory" in transfer:
         transfer = {"http": url, **transfer}
     config = alone or kvwire_config(listen[0], transfer)
     if beside:

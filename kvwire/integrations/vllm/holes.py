@@ -1,0 +1,303 @@
+"""Holes: blocks that did not arrive, with blocks behind them that did.
+
+KV behind a hole is right, since prefill computed it with the whole prompt before it.
+But vLLM has one number of computed tokens for each request: it truncates that number at
+the first missing block, computes everything behind, and asks a connector only while the
+number is 0. No request can compute a hole and then skip what has landed.
+
+Another request can, one that ends where the hole does. So this engine asks its own HTTP
+server for the beginning of the prompt, up to the end of a hole, and one token::
+
+    landed with holes --> the request still waits for KV, and holds all its blocks
+      its next hole   --> POST: the tokens up to the hole's end
+        matched       --> what lies before the hole counts as computed
+        allocated     --> lent: those blocks are copied, before the step computes
+        computed      --> filled: the hole's blocks are copied back, after the step
+      no hole is left, or nobody computes one --> settled: it has what it has
+
+Both copies are made by the step that computes the hole, in blocks that two requests
+hold meanwhile, so nothing is kept for a later step. If the request ends, the one for
+its hole is cancelled; if that one ends or does not come to compute, the request goes on
+at once, and vLLM computes what is behind the first block that is missing still.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Final, Protocol
+
+from kvwire.integrations.vllm.identity import identity_of, tokens_say_all
+from kvwire.integrations.vllm.metadata import (
+    BlockCopy,
+    LoadPrompt,
+    WorkerStep,
+    scheduled_requests,
+)
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+HOLE: Final = "kvwire_hole"
+"""The key in ``kv_transfer_params`` by which a request is for a hole."""
+# A request more costs about as much as a GPU takes for so many tokens. With fewer of
+# them between two holes, or behind the last, they are computed again.
+WORTH_TOKENS: Final = 256
+# How long a request for a hole may be without a step of its own. Blocks of the request
+# with the hole are held meanwhile, perhaps those that it would need itself.
+WAIT_S: Final = 2.0
+# Holes that are computed at once; each takes blocks for the prompt up to its end.
+_AT_ONCE: Final = 8
+
+Reports = dict[str, tuple[int, list[int]]]
+"""By request: how many ranks report its arrival, and the blocks that are missing."""
+
+
+class SentRequest(Protocol):
+    """A request to this engine's HTTP server."""
+
+    over: bool  # it has been answered, or has failed
+
+    def cancel(self) -> None:
+        """End it, so that vLLM aborts it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Filler:
+    """A request for the tokens up to the end of a hole."""
+
+    prompt: _Prompt
+    hole: range  # of blocks
+    sent: SentRequest
+    until: float  # a step of its own has to come before
+    request_id: str = ""  # vLLM's name of it; "" until it is scheduled
+    blocks: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A request whose KV comes from another engine."""
+
+    request: Any
+    blocks: list[int]
+    ranks: int = 0  # ranks that have reported
+    missing: set[int] = field(default_factory=set)
+    holes: deque[range] = field(default_factory=deque)
+    filler: str = ""  # the key of the request for its present hole
+
+
+class HoleFills:
+    """Have the holes of prompts computed, on the scheduler's side.
+
+    Args:
+        post: Sends the body of a completion to this engine's HTTP server.
+        table: The name of the engine's only block table.
+        block_tokens: The tokens of a block.
+        ranks: How many workers the engine has.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[dict[str, Any]], SentRequest],
+        *,
+        table: str,
+        block_tokens: int,
+        ranks: int,
+    ) -> None:
+        self._post = post
+        self._table = table
+        self._block_tokens = block_tokens
+        self._gap = -(-WORTH_TOKENS // block_tokens)
+        self._ranks = ranks
+        self._prompts: dict[str, _Prompt] = {}
+        # Those that have landed with missing blocks; a few at most.
+        self._waiting: dict[str, _Prompt] = {}
+        self._fillers: dict[str, _Filler] = {}  # by the key in their parameters
+        self._scheduled: dict[str, _Filler] = {}  # by vLLM's name
+        self._lent: list[BlockCopy] = []
+
+    def watch(self, request: Any, load: LoadPrompt) -> None:
+        """Have the workers report the prompt's missing blocks here first."""
+        if load.declined or not tokens_say_all(request):
+            return
+        if getattr(request, "mm_features", None):
+            return  # tokens alone are not that prompt
+        load.fillable = True
+        blocks = load.blocks[self._table]
+        self._prompts[request.request_id] = _Prompt(request, blocks)
+
+    def arrived(self, reports: Mapping[str, tuple[int, Sequence[int]]]) -> None:
+        """Take the workers' reports of arrivals."""
+        for request_id, (ranks, missing) in reports.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is None:
+                continue  # it has ended, and the workers know that or will
+            prompt.ranks += ranks
+            prompt.missing.update(missing)
+            if prompt.ranks < self._ranks:
+                continue
+            if not prompt.missing:
+                del self._prompts[request_id]
+                continue
+            places = [
+                place
+                for place, block in enumerate(prompt.blocks)
+                if block in prompt.missing
+            ]
+            prompt.holes.extend(holes_in(places, len(prompt.blocks), self._gap))
+            self._waiting[request_id] = prompt
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that wait for KV no longer."""
+        for request_id in request_ids:
+            self._prompts.pop(request_id, None)
+
+    def matched(self, request: Any, key: str, computed: int) -> int:
+        """Return how many more tokens before its hole a request has."""
+        filler = self._filler(request, key)
+        if filler is None or getattr(request, "skip_reading_prefix_cache", False):
+            return 0
+        return max(0, filler.hole.start * self._block_tokens - computed)
+
+    def allocated(
+        self, request: Any, key: str, blocks: Sequence[int], external: int
+    ) -> None:
+        """Lend a request the blocks before its hole."""
+        filler = self._filler(request, key)
+        if filler is None:
+            return
+        filler.request_id = request.request_id
+        self._scheduled[request.request_id] = filler
+        stop = filler.hole.start
+        start = stop - external // self._block_tokens
+        if start < stop:
+            source = filler.prompt.blocks[start:stop]
+            self._lent.append(BlockCopy(source, list(blocks[start:stop])))
+
+    def step(self, step: WorkerStep, output: Any) -> None:
+        """Add to a step what is lent, filled and settled in it."""
+        step.lent = self._lent
+        self._lent = []
+        for request_id in step.fenced:
+            if (preempted := self._scheduled.get(request_id)) is not None:
+                preempted.blocks = []
+        for one in scheduled_requests(output, self._scheduled):
+            filler = self._scheduled[one.id]
+            if one.tables is not None:
+                filler.blocks.extend(one.tables[0])
+            filler.until = monotonic() + WAIT_S
+            if one.stop >= filler.hole.stop * self._block_tokens:
+                self._fill(step, filler)
+        for request_id, prompt in list(self._waiting.items()):
+            filler_now = self._fillers.get(prompt.filler)
+            if filler_now is None and self._next(prompt):
+                continue
+            if filler_now is None or _lost(filler_now):
+                step.settled[request_id] = sorted(prompt.missing)
+                self._end(request_id)
+
+    def finished(self, request: Any) -> None:
+        """End what a request has to do with holes."""
+        self._end(request.request_id)
+        filler = self._scheduled.pop(request.request_id, None)
+        if filler is not None:
+            filler.ended = True
+
+    def close(self) -> None:
+        """Cancel what was sent."""
+        for filler in self._fillers.values():
+            filler.sent.cancel()
+
+    def _filler(self, request: Any, key: str) -> _Filler | None:
+        """Return what a request is for, if its tokens are those that were asked for."""
+        filler = self._fillers.get(key)
+        if filler is None or filler.request_id not in ("", request.request_id):
+            return None
+        whole = filler.prompt.request
+        stop = filler.hole.stop * self._block_tokens
+        same = list(request.prompt_token_ids or ()) == whole.prompt_token_ids[:stop]
+        return filler if same and identity_of(request) == identity_of(whole) else None
+
+    def _next(self, prompt: _Prompt) -> bool:
+        """Ask for a prompt's next hole; return False if there is none to ask for."""
+        if not prompt.holes or len(self._fillers) >= _AT_ONCE:
+            return False
+        hole = prompt.holes.popleft()
+        key = secrets.token_hex(16)
+        request = prompt.request
+        body = {
+            "prompt": list(request.prompt_token_ids[: hole.stop * self._block_tokens]),
+            "max_tokens": 1,
+            "priority": getattr(request, "priority", 0),
+            "kv_transfer_params": {HOLE: key},
+        }
+        if (adapter := getattr(request, "lora_request", None)) is not None:
+            body["model"] = adapter.lora_name
+        if salt := getattr(request, "cache_salt", None):
+            body["cache_salt"] = salt
+        sent = self._post(body)
+        self._fillers[key] = _Filler(prompt, hole, sent, monotonic() + WAIT_S)
+        prompt.filler = key
+        return True
+
+    def _fill(self, step: WorkerStep, filler: _Filler) -> None:
+        part = slice(filler.hole.start, filler.hole.stop)
+        prompt = filler.prompt
+        blocks = prompt.blocks[part]
+        step.filled.append(BlockCopy(filler.blocks[part], blocks))
+        prompt.missing.difference_update(blocks)
+        self._scheduled.pop(filler.request_id)
+        self._fillers.pop(prompt.filler)
+        logger.info(
+            "request %s: computed the hole of blocks %d to %d of %d by itself",
+            prompt.request.request_id,
+            filler.hole.start,
+            filler.hole.stop - 1,
+            len(prompt.blocks),
+        )
+
+    def _end(self, request_id: str) -> None:
+        self._prompts.pop(request_id, None)
+        prompt = self._waiting.pop(request_id, None)
+        filler = self._fillers.pop(prompt.filler, None) if prompt else None
+        if filler is not None:
+            filler.sent.cancel()
+            self._scheduled.pop(filler.request_id, None)
+
+
+def holes_in(missing: Iterable[int], count: int, gap: int) -> list[range]:
+    """Return the runs of missing blocks that have landed ones behind them.
+
+    Args:
+        missing: Places of the missing blocks, ascending.
+        count: How many blocks there are.
+        gap: With fewer landed blocks between two runs, they are one; with fewer behind
+            the last run, it is none.
+    """
+    runs: list[range] = []
+    for place in missing:
+        if runs and place - runs[-1].stop < gap:
+            runs[-1] = range(runs[-1].start, place + 1)
+        else:
+            runs.append(range(place, place + 1))
+    if runs and count - runs[-1].stop < gap:
+        runs.pop()
+    return runs
+
+
+def added(first: Reports, second: Reports) -> Reports:
+    """Join the reports of two workers."""
+    joined = dict(first)
+    for request_id, (ranks, missing) in second.items():
+        others, known = joined.get(request_id, (0, []))
+        joined[request_id] = ranks + others, [*known, *missing]
+    return joined
+
+
+def _lost(filler: _Filler) -> bool:
+    """Return whether nobody computes the hole."""
+    return filler.ended or filler.sent.over or monotonic() > filler.until

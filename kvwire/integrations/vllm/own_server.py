@@ -1,0 +1,102 @@
+"""Requests of an engine to its own HTTP server.
+
+They are few, so each has a thread, which ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+# The time limit for connecting; the answer takes as long as it takes.
+_CONNECT_S: Final = 1.0
+
+
+class OwnServer:
+    """Send completions to the server of this engine.
+
+    Args:
+        url: Its URL, as :func:`~kvwire.integrations.vllm.announce.http_url` returns it.
+        model: The name under which it serves the model.
+    """
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url = url
+        self._model = model
+        self._refused = False
+
+    def post(self, body: Mapping[str, Any]) -> OwnRequest:
+        """Send a completion, without waiting."""
+        said = {"model": self._model, **body}
+        return OwnRequest(self, self._url, json.dumps(said).encode())
+
+    def refused(self, why: str) -> None:
+        """Log that the server does not answer, once."""
+        if not self._refused:
+            self._refused = True
+            logger.warning(
+                "%s does not compute holes of prompts (%s): everything behind a hole "
+                'is computed; is this the URL of this engine ("http" in '
+                "kv_connector_extra_config), and VLLM_API_KEY its key?",
+                self._url,
+                why,
+            )
+
+
+class OwnRequest:
+    """One completion under way."""
+
+    def __init__(self, server: OwnServer, url: str, body: bytes) -> None:
+        self.over: bool = False  # it has been answered, or has failed
+        self._server = server
+        self._body = body
+        self._cancelled = False
+        parts = urlsplit(url)
+        kind = http.client.HTTPConnection
+        if parts.scheme == "https":
+            kind = http.client.HTTPSConnection
+        assert parts.hostname is not None
+        self._connection = kind(parts.hostname, parts.port, timeout=_CONNECT_S)
+        threading.Thread(target=self._run, name="kvwire-hole", daemon=True).start()
+
+    def cancel(self) -> None:
+        """End it, so that vLLM aborts it."""
+        self._cancelled = True
+        self._shut()
+
+    def _run(self) -> None:
+        headers = {"content-type": "application/json", "connection": "close"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["authorization"] = f"Bearer {key}"
+        connection = self._connection
+        try:
+            connection.connect()
+            connection.sock.settimeout(None)
+            if self._cancelled:
+                return
+            connection.request("POST", "/v1/completions", self._body, headers)
+            answer = connection.getresponse()
+            said = answer.read()
+            if answer.status != http.HTTPStatus.OK and not self._cancelled:
+                self._server.refused(f"HTTP {answer.status}: {said[:200]!r}")
+        except (OSError, http.client.HTTPException) as exc:
+            if not self._cancelled:
+                self._server.refused(str(exc))
+        finally:
+            self.over = True
+            connection.close()
+
+    def _shut(self) -> None:
+        # The thread waits for an answer, or closes the connection meanwhile.
+        with contextlib.suppress(OSError, AttributeError):
+            self._connection.sock.shutdown(socket.SHUT_RDWR)
