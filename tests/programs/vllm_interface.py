@@ -37,6 +37,7 @@ CLASSES: Final = {
         "SupportsHMA",
         "KVConnectorMetadata",
         "KVConnectorHandshakeMetadata",
+        "KVConnectorWorkerMetadata",
         "KVConnectorTransferResults",
         "KVConnectorRole",
     ),

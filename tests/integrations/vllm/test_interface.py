@@ -70,7 +70,6 @@ _CONNECTOR_LEFT = {
     "get_finished_count": "None: every rank reports each request",
     "get_kv_connector_kv_cache_events": "vLLM publishes its own blocks' events",
     "take_events": "likewise",
-    "build_connector_worker_meta": "workers report requests and blocks, nothing more",
     "bind_gpu_block_pool": "block ids from vLLM's calls suffice",
     "bind_kv_cache_manager": "likewise",
     "get_external_cache_hit_sources": "only the label of a metric",
@@ -88,6 +87,7 @@ LEFT: dict[str, dict[str, str]] = {
     },
     "KvwireStoreConnector": _CONNECTOR_LEFT
     | {
+        "build_connector_worker_meta": "workers report requests and blocks, no more",
         "get_handshake_metadata": "ranks are found by a file on their host",
         "set_xfer_handshake_metadata": "likewise",
         "set_xfer_handshake_metadata_pp_aware": "likewise",
@@ -124,7 +124,10 @@ USED = {
     "OffloadingParallelConfig": ("tp_size", "pp_size", "pcp_size", "dcp_size"),
     "OffloadingGroupConfig": ("tokens_per_block",),
     "ReqContext": ("req_id",),
-    "KVConnectorOutput": ("finished_sending", "finished_recving"),
+    "KVConnectorOutput": (
+        *("finished_sending", "finished_recving", "kv_connector_worker_meta"),
+    ),
+    "KVConnectorWorkerMetadata": ("aggregate",),
     "KVConnectorTransferResults": (
         *("finished_sending", "finished_recving", "failed_recving"),
     ),
