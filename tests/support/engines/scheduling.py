@@ -160,7 +160,9 @@ class Rig:
         self._lost: dict[str, Collection[int]] = {}
         self.answers: dict[str, list[int]] = {}
         self.computed = 0  # tokens of prompts, in steps that ran
-        self.asked = 0
+        self.asked = 0  # requests to its own server
+        # Tokens of the next of these, in the place of what is asked.
+        self.swap_next: list[int] | None = None
 
     # --- what a test does -------------------------------------------------------------
 
@@ -190,8 +192,17 @@ class Rig:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def preempt(self) -> None:
-        """Preempt what runs, as vLLM does if it resets its prefix cache."""
-        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        """Preempt what runs, as vLLM does before it resets its prefix cache."""
+        with contextlib.suppress(RuntimeError):  # others wait for KV: no reset
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def hang_up(self) -> None:
+        """Answer what was asked of the own server and is not known any more."""
+        for name in self._own.keys() - self.scheduler.requests.keys():
+            self._own.pop(name).done.set()
+
+    def close_server(self) -> None:
+        self._server.socket.close()
 
     def step(self) -> None:
         self._serve()
@@ -235,7 +246,9 @@ class Rig:
                 name = f"own-{self.asked}"
                 self._own[name] = asked
                 body = asked.body
-                self.add(name, body["prompt"], 1, **body["kv_transfer_params"])
+                tokens = self.swap_next or body["prompt"]
+                self.swap_next = None
+                self.add(name, tokens, 1, **body["kv_transfer_params"])
         for name, asked in [*self._own.items()]:
             if asked.gone:
                 self.abort(name)
@@ -276,6 +289,7 @@ class Rig:
             one = self._running[name]
             if name in cached.resumed_req_ids:
                 one.blocks = []
+                one.tokens = list(cached.all_token_ids[name])
             one.blocks += blocks[0] if blocks else []
         before = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

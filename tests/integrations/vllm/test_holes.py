@@ -1,0 +1,239 @@
+"""Holes of a prompt that arrived in part: what a worker does, and what is asked for."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.integrations.vllm.holes import added, holes_in
+from kvwire.integrations.vllm.metadata import BlockCopy, WorkerStep
+from kvwire.integrations.vllm.own_server import OwnServer
+from tests.support.engines import steps
+from tests.support.engines.fakes import Worker
+from tests.support.engines.steps import INTO, ask, engines, fetch, give_first
+from tests.support.servers import free_port
+from tests.support.waiting import eventually
+
+NOTHING: tuple[set[str], set[str]] = (set(), set())
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(41, 50), st.integers(1, 8))
+def test_holes_cover_what_is_missing_before_what_landed(
+    missing: set[int], count: int, gap: int
+) -> None:
+    holes = holes_in(sorted(missing), count, gap)
+    filled = {place for hole in holes for place in hole}
+    for place in missing - filled:
+        # It belongs to the end, behind which hardly anything has landed.
+        behind = [one for one in range(place, count) if one not in missing]
+        assert all(
+            sum(one > other for one in behind if one < after) < gap
+            for other in missing - filled
+            for after in [min((m for m in missing if m > other), default=count)]
+        )
+    for hole in holes:
+        assert {hole.start, hole.stop - 1} <= missing
+        landed = 0
+        for place in hole:
+            landed = 0 if place in missing else landed + 1
+            assert landed < gap
+    starts = [hole.start for hole in holes[1:]]
+    ends = [hole.stop for hole in holes]
+    assert all(start - stop >= gap for stop, start in zip(ends, starts, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("missing", "holes"),
+    [
+        ([], []),
+        ([3], [(3, 4)]),
+        ([3, 4], [(3, 5)]),
+        ([3, 5], [(3, 6)]),  # one block between is not worth it
+        ([3, 6], [(3, 4), (6, 7)]),
+        ([3, 9], [(3, 4)]),  # the end is the request's own
+        ([3, 8], [(3, 4)]),
+        ([*range(10)], []),
+    ],
+    ids=str,
+)
+def test_which_holes(missing: list[int], holes: list[tuple[int, int]]) -> None:
+    assert holes_in(missing, 10, 2) == [range(*hole) for hole in holes]
+
+
+def test_reports_of_two_ranks() -> None:
+    first = {"a": (1, [3]), "b": (1, [])}
+    assert added(first, {"b": (1, [7]), "c": (1, [])}) == {
+        "a": (1, [3]),
+        "b": (2, [7]),
+        "c": (1, []),
+    }
+
+
+@contextmanager
+def half() -> Iterator[Worker]:
+    """A worker whose prompt's first block may have landed, and no other will."""
+    with engines((1, 1), (1, 1)) as ((p,), (d,)):
+        ask(d, p, fillable=True)
+        give_first(p, d)
+        p.side.finished(("p",))
+        yield d
+
+
+def landed(worker: Worker) -> bool:
+    assert worker.side.finished(()) == NOTHING
+    reports = worker.side.take_reports()
+    return "d" in reports and {*INTO[1:]} <= {*reports["d"][1]}
+
+
+def test_missing_blocks_are_the_schedulers_first() -> None:
+    with half() as d:
+        assert eventually(lambda: landed(d))
+        assert d.side.take_errors() == set()
+        d.side.begin_step(WorkerStep(settled={"d": INTO[2:]}))
+        assert d.side.finished(()) == (set(), {"d"})
+        assert d.side.take_errors() == set(INTO[2:])
+        # Once.
+        assert d.side.finished(()) == NOTHING
+        assert d.side.take_reports() == {}
+
+
+def test_a_request_that_ends_while_its_holes_are_computed() -> None:
+    """vLLM keeps its blocks until they are reported, which they are at once."""
+    with half() as d:
+        assert eventually(lambda: landed(d))
+        assert d.side.finished(("d",)) == (set(), {"d"})
+        assert d.side.take_errors() == set()
+
+
+def test_a_request_that_ends_before_anything_is_reported() -> None:
+    """Nobody would settle it."""
+    with engines((1, 1), (1, 1)) as ((p,), (d,)):
+        ask(d, p, fillable=True)
+        give_first(p, d)
+        received = d.side.finished(("d",))
+        assert received == (set(), {"d"}) or eventually(lambda: steps.received(d))
+        assert d.side.take_reports() == {}
+        p.side.finished(("p",))
+
+
+def test_blocks_are_copied_around_the_pass_that_computes_a_hole() -> None:
+    with engines((1, 1)) as ((worker,),):
+        for name in worker.tensors:
+            worker.write(name, [1, 2])
+        step = WorkerStep(
+            lent=[BlockCopy([1, 2], [7, 8])], filled=[BlockCopy([8, 9], [2, 3])]
+        )
+        fetch(worker, step)
+        assert worker.holds([7, 8])
+        for tensor in worker.tensors.values():
+            assert (tensor[3] != tensor[8]).all()
+        for name in worker.tensors:
+            worker.write(name, [7, 8, 9])
+        worker.side.step_written()
+        assert worker.holds([7, 8, 9])
+        assert worker.holds([1, 2, 3])
+        # Each copy once, however often the hooks are called.
+        for name in worker.tensors:
+            worker.tensors[name][8] = 0
+        fetch(worker, WorkerStep())
+        worker.side.step_written()
+        assert worker.holds([1, 2, 3])
+
+
+class Server(HTTPServer):
+    def __init__(self, status: int = 200) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.status = status
+        self.said: list[Any] = []
+        self.free = threading.Event()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        said = (self.path, self.headers.get("authorization"), body)
+        self.server.said.append(said)
+        self.server.free.wait(10)
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Write no line for each request."""
+
+
+@contextmanager
+def serving(status: int = 200) -> Iterator[Server]:
+    with Server(status) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.free.set()
+        server.shutdown()
+        thread.join()
+
+
+def url_of(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def test_a_completion_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with serving() as server:
+        sent = OwnServer(url_of(server), "m").post({"prompt": [5, 6], "max_tokens": 1})
+        assert eventually(lambda: server.said)
+        assert not sent.over
+        server.free.set()
+        assert eventually(lambda: sent.over)
+        body = {"model": "m", "prompt": [5, 6], "max_tokens": 1}
+        assert server.said == [("/v1/completions", "Bearer secret", body)]
+
+
+def test_an_adapter_has_its_own_name() -> None:
+    with serving() as server:
+        server.free.set()
+        sent = OwnServer(url_of(server), "m").post({"model": "adapter"})
+        assert eventually(lambda: sent.over)
+        assert server.said[0][2] == {"model": "adapter"}
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+def test_a_server_that_refuses_is_named_once(
+    status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(status) as server:
+        server.free.set()
+        own = OwnServer(url_of(server), "m")
+        for _ in range(2):
+            sent = own.post({})
+            assert eventually(lambda sent=sent: sent.over)
+        assert len(caplog.messages) == 1
+        assert f"HTTP {status}" in caplog.text
+        assert '"http"' in caplog.text
+
+
+def test_a_server_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    sent = OwnServer(f"http://127.0.0.1:{free_port()}", "m").post({})
+    assert eventually(lambda: sent.over)
+    assert "refused" in caplog.text
+
+
+def test_what_is_cancelled_is_over_and_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The server sees that its client is gone."""
+    with serving() as server:
+        sent = OwnServer(url_of(server), "m").post({})
+        assert eventually(lambda: server.said)
+        sent.cancel()
+        assert eventually(lambda: sent.over)
+        assert caplog.messages == []
