@@ -61,8 +61,10 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
             waits at prefill.
         fence_s: How long a preemption waits for links to release its blocks before the
             links are dropped; transfers of other requests then resume.
-        http: The URL at which others reach this engine's HTTP server. If set, the
-            engine announces itself in the ``directory`` of kvwire's configuration.
+        http: The URL at which this engine's HTTP server is reached, by others and by
+            itself. If set, the engine announces itself in the ``directory`` of kvwire's
+            configuration, if there is one, and computes of a prompt that arrived in
+            part only the holes, by requests to itself.
         role: The announced role: ``"prefill"``, ``"decode"`` or ``"both"``; "" for the
             one that follows from vLLM's ``kv_role``.
         untested_vllm: Start with a release of vLLM that kvwire was not tested with.

@@ -58,6 +58,8 @@ class ArrivedPrompts(base.KVConnectorWorkerMetadata):  # type: ignore[misc]  # l
 class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHMA):  # type: ignore[misc]  # likewise
     """Move KV between two engines of vLLM; see docs/howto/vllm.md."""
 
+    _holes: HoleFills | None = None
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -73,11 +75,12 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         )
         if role == base.KVConnectorRole.SCHEDULER:
             self._tables = tuple(sorted({shape.table for shape in shapes}))
+            self._holes = _hole_fills(settings, shapes, vllm_config)
             self._scheduler = SchedulerSide(
                 settings,
                 shapes,
                 References.of(config, settings.peers),
-                holes=_hole_fills(settings, shapes, vllm_config),
+                holes=self._holes,
             )
             return
         named = {
@@ -123,10 +126,12 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     def update_connector_output(self, connector_output: Any) -> None:
         if drained := connector_output.finished_sending:
             self._scheduler.drained(drained)
+        if self._holes is None:
+            return
         if arrived := connector_output.kv_connector_worker_meta:
-            self._scheduler.arrived(arrived.reports)
+            self._holes.arrived(arrived.reports)
         if received := connector_output.finished_recving:
-            self._scheduler.received(received)
+            self._holes.received(received)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return every group, since blocks of each group are fetched."""
@@ -148,8 +153,8 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
 
     def shutdown(self) -> None:
         super().shutdown()
-        if hasattr(self, "_scheduler"):
-            self._scheduler.close()
+        if self._holes is not None:
+            self._holes.close()
 
     # --- worker -----------------------------------------------------------------------
 
@@ -211,7 +216,7 @@ def _hole_fills(
     first = shapes[0]
     server = OwnServer(http_url(settings.http), model.served_model_name)
     return HoleFills(
-        server.post,
+        server,
         table=str(first.table),
         block_tokens=first.block_tokens,
         ranks=first.ranks * first.stage[1],

@@ -26,10 +26,10 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvwire.integrations.vllm.identity import identity_of, tokens_say_all
 from kvwire.integrations.vllm.metadata import (
@@ -38,6 +38,7 @@ from kvwire.integrations.vllm.metadata import (
     WorkerStep,
     scheduled_requests,
 )
+from kvwire.integrations.vllm.own_server import OwnRequest, OwnServer
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -56,22 +57,13 @@ Reports = dict[str, tuple[int, list[int]]]
 """By request: how many ranks report its arrival, and the blocks that are missing."""
 
 
-class SentRequest(Protocol):
-    """A request to this engine's HTTP server."""
-
-    over: bool  # it has been answered, or has failed
-
-    def cancel(self) -> None:
-        """End it, so that vLLM aborts it."""
-
-
 @dataclass(slots=True, eq=False)
 class _Filler:
     """A request for the tokens up to the end of a hole."""
 
     prompt: _Prompt
     hole: range  # of blocks
-    sent: SentRequest
+    sent: OwnRequest
     until: float  # a step of its own has to come before
     request_id: str = ""  # vLLM's name of it; "" until it is scheduled
     blocks: list[int] = field(default_factory=list)
@@ -94,7 +86,7 @@ class HoleFills:
     """Have the holes of prompts computed, on the scheduler's side.
 
     Args:
-        post: Sends the body of a completion to this engine's HTTP server.
+        server: This engine's HTTP server.
         table: The name of the engine's only block table.
         block_tokens: The tokens of a block.
         ranks: How many workers the engine has.
@@ -102,13 +94,13 @@ class HoleFills:
 
     def __init__(
         self,
-        post: Callable[[dict[str, Any]], SentRequest],
+        server: OwnServer,
         *,
         table: str,
         block_tokens: int,
         ranks: int,
     ) -> None:
-        self._post = post
+        self._server = server
         self._table = table
         self._block_tokens = block_tokens
         self._gap = -(-WORTH_TOKENS // block_tokens)
@@ -239,7 +231,7 @@ class HoleFills:
             body["model"] = adapter.lora_name
         if salt := getattr(request, "cache_salt", None):
             body["cache_salt"] = salt
-        sent = self._post(body)
+        sent = self._server.post(body)
         self._fillers[key] = _Filler(prompt, hole, sent, monotonic() + WAIT_S)
         prompt.filler = key
         return True

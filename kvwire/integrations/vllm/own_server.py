@@ -62,7 +62,7 @@ class OwnRequest:
         self._body = body
         self._cancelled = False
         parts = urlsplit(url)
-        kind = http.client.HTTPConnection
+        kind: type[http.client.HTTPConnection] = http.client.HTTPConnection
         if parts.scheme == "https":
             kind = http.client.HTTPSConnection
         assert parts.hostname is not None

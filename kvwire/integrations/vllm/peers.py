@@ -78,17 +78,12 @@ class PromptEnd(Generic[P]):
         self._lock = threading.Lock()
         self._parts: Sequence[P] = ()
         self._begun = False
-        self._reason = ""
+        self.reason = ""  # why it was aborted
 
     @property
     def quarantined(self) -> bool:
         """Whether it is over while a link may still touch its blocks."""
         return any(part.done() and not part.is_drained for part in self._parts)
-
-    @property
-    def aborted(self) -> bool:
-        """Whether it is not wanted any more."""
-        return bool(self._reason)
 
     def abort(self, reason: str) -> bool:
         """Abort without waiting; return whether a link may have touched its blocks.
@@ -96,7 +91,7 @@ class PromptEnd(Generic[P]):
         If so, the blocks are free when ``done`` is set; if not, they are free now.
         """
         with self._lock:
-            self._reason = reason
+            self.reason = reason
             begun = self._begun
         if begun:
             self._engine.start(self._abort)
@@ -115,4 +110,4 @@ class PromptEnd(Generic[P]):
 
     async def _abort(self, communicator: Communicator) -> None:
         for part in self._parts:
-            part.abort(self._reason or "not wanted any more")
+            part.abort(self.reason or "not wanted any more")

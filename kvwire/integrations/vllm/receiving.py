@@ -98,19 +98,19 @@ class PromptReceive(PromptEnd[Incoming]):
                 return await self._read(communicator)
             await self._begin(communicator, parts)
         except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001 - it would end vLLM's engine
-            said = self._reason or error_text(exc)
+            said = self.reason or error_text(exc)
             logger.warning("transfer %s was not begun: %s", self._route.id, said)
             for part in parts:
                 part.abort("what another rank has was not asked for")
             self._parts = parts
             for part in parts:
                 await part.drained()
-            reason = "" if self._reason or load.declined else _why(exc)
+            reason = "" if self.reason or load.declined else _why(exc)
             return self._result(load.blocks, reason=reason)
         with self._lock:
             self._parts = parts
             self._begun = True
-        if self._reason or load.declined:
+        if self.reason or load.declined:
             await self._abort(communicator)
         impatience = asyncio.get_running_loop().call_later(
             _PUBLISHED_WITHIN_S, self._end_unmet
@@ -137,7 +137,7 @@ class PromptReceive(PromptEnd[Incoming]):
             self._why_missing(outcomes),
         )
         reasons = [reason for o in outcomes for reason in o.missing.reasons]
-        for name, ids in {} if self._reason else result.missing.items():
+        for name, ids in {} if self.reason else result.missing.items():
             if ids.size:
                 logger.warning(
                     "transfer %s: %d of %d blocks of %r did not arrive: %s",
@@ -167,7 +167,7 @@ class PromptReceive(PromptEnd[Incoming]):
         return ReceiveResult(missing, outcomes, reason)
 
     def _why_missing(self, outcomes: Sequence[Outcome]) -> str:
-        if self._reason or self.load.declined or all(one.complete for one in outcomes):
+        if self.reason or self.load.declined or all(one.complete for one in outcomes):
             return ""
         met = not self._parts or any(part.met for part in self._parts)
         return "missing" if met else "unpublished"
@@ -200,8 +200,8 @@ class PromptReceive(PromptEnd[Incoming]):
         windows = [await self._peers.window(link) for link in links]
         with self._lock:
             self._begun = True
-        if self._reason:
-            raise RequestCancelled(self._reason)
+        if self.reason:
+            raise RequestCancelled(self.reason)
         self._reads = []
         try:
             self._begin_reads(windows)

@@ -36,7 +36,7 @@ from kvwire.errors import UsageError
 from kvwire.integrations.vllm import tickets
 from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.integrations.vllm.config import REQUEST, VllmSettings
-from kvwire.integrations.vllm.holes import HOLE, HoleFills, Reports
+from kvwire.integrations.vllm.holes import HOLE, HoleFills
 from kvwire.integrations.vllm.identity import identity_of, tokens_say_all
 from kvwire.integrations.vllm.metadata import (
     Blocks,
@@ -212,16 +212,6 @@ class SchedulerSide:
             self._holes.step(step, output)
         return step
 
-    def arrived(self, reports: Reports) -> None:
-        """Take the workers' reports of prompts that arrived, for their holes."""
-        if self._holes is not None:
-            self._holes.arrived(reports)
-
-    def received(self, request_ids: Iterable[str]) -> None:
-        """Take the names of requests whose wait for KV is over."""
-        if self._holes is not None:
-            self._holes.received(request_ids)
-
     def drained(self, request_ids: Iterable[str]) -> None:
         """Withdraw the blocks of requests that vLLM frees now."""
         for request_id in request_ids:
@@ -264,11 +254,6 @@ class SchedulerSide:
         observed = self._observed
         self._observed = {}
         return observed
-
-    def close(self) -> None:
-        """End what this side has begun."""
-        if self._holes is not None:
-            self._holes.close()
 
     # --- inside -----------------------------------------------------------------------
 

@@ -96,9 +96,9 @@ class PromptSend(PromptEnd[Outgoing]):
             self._early = None
             self._parts = [out]
             self._begun = True
-            for call in [] if self._reason else early:
+            for call in [] if self.reason else early:
                 call(out)
-        if self._reason:
+        if self.reason:
             # It was begun only to report the abort; in the same turn, so no block was
             # touched.
             await self._abort(communicator)

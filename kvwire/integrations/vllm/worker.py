@@ -101,8 +101,8 @@ class WorkerSide:
         self._errors: set[int] = set()
         # Requests that lack blocks, for engines with several block tables.
         self._failed: set[str] = set()
-        # Prompts that arrived with holes, until they are settled; and what the scheduler
-        # is not told of yet.
+        # Prompts that arrived with holes, until they are settled, and the reports of
+        # arrivals that the scheduler does not have yet.
         self._landed: set[str] = set()
         self._reports: Reports = {}
         self._workers = shapes[0].ranks * shapes[0].stage[1]
@@ -354,21 +354,19 @@ class WorkerSide:
     def _note_missing(self, request_id: str, arrival: PromptReceive) -> None:
         arrived = arrival.done.result()
         missing = sum(ids.size for ids in arrived.missing.values())
-        if arrival.load.fillable and not arrival.aborted:
-            # Without missing blocks, other workers' reports are waited for all the same.
-            ids = np.unique(np.concatenate([*arrived.missing.values()])).tolist()
-            if ids or self._workers > 1:
-                self._reports[request_id] = 1, ids
-            if ids:
-                self._landed.add(request_id)
-                observe_received(self._observed, arrived.outcomes, missing)
-                return
-        # With several block tables, vLLM cannot tell which table's block has failed.
-        if missing and len(set(self._tables.values())) > 1:
-            self._failed.add(request_id)
-        elif missing:
-            self._errors.update(*(ids.tolist() for ids in arrived.missing.values()))
         observe_received(self._observed, arrived.outcomes, missing, arrived.reason)
+        lost = set[int]().union(*(ids.tolist() for ids in arrived.missing.values()))
+        if arrival.load.fillable and not arrival.reason:
+            if lost:
+                self._landed.add(request_id)
+            # The scheduler waits for the reports of all workers.
+            if lost or self._workers > 1:
+                self._reports[request_id] = 1, sorted(lost)
+        # With several block tables, vLLM cannot tell which table's block has failed.
+        elif lost and len(set(self._tables.values())) > 1:
+            self._failed.add(request_id)
+        else:
+            self._errors |= lost
 
     def _wait_idle(self) -> None:
         """Give the interpreter to the moving thread until one transfer is done."""

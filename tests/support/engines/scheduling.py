@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, while it is imported
     import torch
@@ -293,7 +294,7 @@ class Rig:
             one.blocks += blocks[0] if blocks else []
         before = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        sampled = {}
+        sampled: dict[str, list[int]] = {}
         for name, count in output.num_scheduled_tokens.items():
             one, start = self._running[name], before[name]
             stop = start + count
