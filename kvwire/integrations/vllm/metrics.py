@@ -58,18 +58,13 @@ def observe_sent(into: Observed, nbytes: Iterable[int]) -> None:
         observe(into, "sent_bytes", one)
 
 
-def observe_unmoved(into: Observed, reason: str) -> None:
-    """Record a prompt whose KV did not move, or only in part; see :data:`REASONS`."""
-    observe(into, reason, 1)
-
-
 def observe_received(
     into: Observed, outcomes: Sequence[Outcome], missing: int, reason: str = ""
 ) -> None:
     """Record a prompt that was fetched, or why it was not."""
     observe(into, "missing_blocks", missing)
     if reason:
-        observe_unmoved(into, reason)
+        observe(into, reason, 1)
     for outcome in outcomes:
         observe(into, "received_bytes", outcome.nbytes)
         observe(into, "wait_s", outcome.timings.queue_s)

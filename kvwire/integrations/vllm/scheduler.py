@@ -49,7 +49,7 @@ from kvwire.integrations.vllm.metadata import (
     answer,
     scheduled_requests,
 )
-from kvwire.integrations.vllm.metrics import Observed, observe_unmoved
+from kvwire.integrations.vllm.metrics import Observed, observe
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.tickets import TICKET_BLOCKS_MAX, OfferedBlocks
 from kvwire.integrations.vllm.topology import check_ranks
@@ -153,7 +153,7 @@ class SchedulerSide:
                 request.request_id,
             )
             request.kv_transfer_params["do_remote_decode"] = False
-            observe_unmoved(self._observed, "refused")
+            observe(self._observed, "refused", 1)
             return
         request.prompt_token_ids = list(known[:-1])
         del request._all_token_ids[-1:]  # noqa: SLF001 - vLLM has no call for it
@@ -282,7 +282,7 @@ class SchedulerSide:
             # A client's mistake costs only that client a prefill here.
             logger.warning("request %s: %s", request.request_id, exc)
             if over:
-                observe_unmoved(self._observed, "refused")
+                observe(self._observed, "refused", 1)
             return TransferParams()
         return wanted
 

@@ -88,7 +88,12 @@ async def test_a_proxy_before_an_engine_that_is_down(
         (FakeVllm("kv_consumer"), {"unequal": 3}, UNWELL, "releases of kvwire"),
         (FakeVllm("kv_producer"), {}, 0, "kv_producer; prompts sent: 7"),
         (FakeVllm(connector=False), {}, UNWELL, "it has no KvwireConnector"),
-        (FakeVllm(connector=False, more=f"{OF_VLLM}vllm:nixl_x 1\n"), {}, 1, "nixl"),
+        (
+            FakeVllm(connector=False, more=f"{OF_VLLM}vllm:nixl_x 1\n"),
+            {},
+            1,
+            "NixlConnector",
+        ),
         (FakeVllm(connector=False, more="x 1\n"), {}, 0, "--disable-log-stats"),
     ],
 )

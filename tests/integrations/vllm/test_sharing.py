@@ -98,6 +98,7 @@ class FakeVllm:
 
 NIXL = {"remote_engine_id": "e", "remote_block_ids": [1], "do_remote_prefill": True}
 NIXL_METRICS = f"{OF_VLLM}vllm:nixl_bytes_transferred_count{{{LABELS}}} 3.0\n"
+STORE_METRICS = f"{OF_VLLM}vllm:kvwire_save_s_count{{{LABELS}}} 5.0\n"
 EXTERNAL = (
     f'{OF_VLLM}vllm:prompt_tokens_by_source_total{{{LABELS},source="'
     'external_kv_transfer"} 99.0\n'
@@ -204,9 +205,9 @@ SIBLINGS: dict[str, tuple[FakeVllm, FakeVllm, str, dict[str, tuple[str, str, str
             "d1": ("versions", "warn", "one release"),
         },
     ),
-    "only a store's connector, which has no metrics": (
-        FakeVllm(connector=False),
-        FakeVllm(connector=False, more=EXTERNAL),
+    "only a store's connector": (
+        FakeVllm(connector=False, more=STORE_METRICS),
+        FakeVllm(connector=False, more=f"{EXTERNAL}{STORE_METRICS}"),
         AT_ONCE,
         {
             "p1": ("connector", "missing", "KvwireConnector"),
@@ -379,7 +380,7 @@ def test_what_metrics_show() -> None:
         is_vllm=True,
         version=kvwire.__version__,
         kv_role="kv_consumer",
-        others=("nixl",),
+        others=("NixlConnector",),
         sent=7,
         results={MOVED: 5, "unreachable": 2, "refused": 1},
         external=99,

@@ -42,7 +42,13 @@ _LINES: Final = re.compile(
     r"vllm:prompt_tokens_by_source_total)[^\n]*$",
     re.MULTILINE,
 )
-_OTHERS: Final = re.compile(r"^vllm:(nixl|mooncake|moriio|lmcache)_", re.MULTILINE)
+# Other connectors, by how names of their metrics begin.
+_OTHERS: Final = {
+    "\nvllm:nixl_": "NixlConnector",
+    "\nvllm:mooncake_": "MooncakeConnector",
+    "\nvllm:moriio_": "MoRIIOConnector",
+}
+_STORE: Final = {"\nvllm:kvwire_save_s": "KvwireStoreConnector"}
 
 _REMEDIES: Final = {
     "refused": "the engine's log names the field: the proxy needs the engines' "
@@ -78,6 +84,7 @@ class EngineReading:
     version: str = ""  # kvwire's release; "" without the connector
     kv_role: str = ""  # as vLLM was started
     others: tuple[str, ...] = ()  # other connectors that have metrics there
+    stores: tuple[str, ...] = ()  # likewise those that share KV by a store alone
     sent: int = 0  # prompts that it has sent
     # Prompts that it wanted, since its start, by what became of them.
     results: Mapping[str, int] = field(default_factory=dict)
@@ -99,11 +106,16 @@ def read_metrics(text: str) -> EngineReading:
         is_vllm="\nvllm:" in f"\n{text}",
         version=labels.get("version", ""),
         kv_role=labels.get("kv_role", ""),
-        others=tuple(sorted(set(_OTHERS.findall(text)))),
+        others=_named(_OTHERS, text),
+        stores=_named(_STORE, text),
         sent=sums["vllm:kvwire_sent_bytes_count"],
         results=unmoved | {MOVED: sums[_WHOLE]},
         external=sums["external_kv_transfer"],
     )
+
+
+def _named(marks: Mapping[str, str], text: str) -> tuple[str, ...]:
+    return tuple(name for mark, name in marks.items() if mark in f"\n{text}")
 
 
 @dataclass(slots=True)
@@ -167,7 +179,8 @@ def judge(shared: SharedPrompts, role: str, *, in_sequence: bool) -> Iterator[Fi
     elif reading is not None and not reading.version:
         if in_sequence and (reading.others or reading.external):
             return  # what another connector, or a store, does with prompts
-        other = f", but {' and '.join(reading.others)}" if reading.others else ""
+        names = (*reading.others, *reading.stores)
+        other = f", but {' and '.join(names)}" if names else ""
         yield Finding(
             name="connector",
             state="missing",
