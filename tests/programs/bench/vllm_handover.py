@@ -112,10 +112,10 @@ def _measure(
         return prompt(length, next(seeds))
 
     for turn in turns:
-        for number, length in enumerate(vllm_servers.FIRST):
-            sample = turn.ask(ids(turn, length))
-            if not number:
-                found.add(turn.name, FIRST_REQUEST, sample)
+        first, *more = vllm_servers.FIRST
+        found.add(turn.name, FIRST_REQUEST, turn.ask(ids(turn, first)))
+        for length in more:
+            turn.ask(ids(turn, length))
     for length, repeats in counts(options.lengths):
         for _ in range(repeats):
             for turn in turns:

@@ -230,11 +230,12 @@ def table(rounds: Sequence[Round]) -> str:
 
 
 def draw(rounds: Sequence[Round], path: Path) -> None:
-    """Draw a panel for each figure, and a group of three bars for each cell."""
+    """Draw a panel for each figure, and a group of three points for each cell."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     cells = list(dict.fromkeys(one.cell for one in rounds))
     panels = {
@@ -247,13 +248,15 @@ def draw(rounds: Sequence[Round], path: Path) -> None:
     for axis, (name, title) in zip(axes.flat, panels.items(), strict=True):
         for place, way in enumerate(WAYS):
             heights = [of(rounds, way, cell)[name] for cell in cells]
-            xs = [number + (place - 1) * 0.27 for number in range(len(cells))]
-            axis.bar(xs, heights, 0.25, color=_COLOURS[way], label=way)
+            xs = [number + (place - 1) * 0.2 for number in range(len(cells))]
+            axis.plot(xs, heights, "o", color=_COLOURS[way], label=way)
         axis.set_title(title, fontsize=10)
         axis.set_xticks(range(len(cells)), cells, rotation=30, fontsize=8)
-        axis.grid(axis="y", alpha=0.3)
-        if name != "tokens/s":
-            axis.set_yscale("log")
+        axis.set_yscale("log")
+        axis.grid(axis="y", which="both", alpha=0.3)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+        axis.tick_params(which="both", labelsize=8)
     axes[0][0].legend(fontsize=8)
     figure.supxlabel(
         "tokens of the prompt : of the answer x requests at once", fontsize=9
