@@ -23,6 +23,7 @@ from kvwire.errors import without_password
 from kvwire.store.limits import STORE_BERTH_BYTES
 from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import StatsReport, TenantRow, TierRow
+from kvwire.store.server.orders import StoreOrders
 from kvwire.store.tiers.base import TenantUse
 from kvwire.types import in_bytes, read_bytes
 
@@ -68,7 +69,8 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         write: When a put is complete: "through", when a disk has it, or "back", when
             memory has it.
         metrics: Answer GET of /metrics (Prometheus) and /health here, to anybody who
-            can reach it; such as 127.0.0.1:9400. Needs the extra `metrics`.
+            can reach it, and POST of /kv/pin and other verbs to those who have a key;
+            such as 127.0.0.1:9400. Needs the extra `metrics`.
         tenant: A tenant's name, quotas and key: --tenant
             'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key', several times.
             A client with the key of --psk-file is the operator.
@@ -206,7 +208,9 @@ async def _serve(
                 from kvwire.observe.http import MetricsServer  # noqa: PLC0415 - an extra
 
                 monitored = stack.enter_context(
-                    MetricsServer(store, metrics, server.communicator)
+                    MetricsServer(
+                        store, metrics, server.communicator, StoreOrders(server)
+                    )
                 )
                 also = f"; metrics at {monitored.url}"
             shown = map(without_password, tiers)

@@ -1,4 +1,4 @@
-"""HTTP for a served store: ``/metrics`` and ``/health``.
+"""HTTP for a served store: ``/metrics``, ``/health``, and verbs.
 
 A thread of its own answers, so that a blocked event loop cannot delay it: ``/health``
 asks the loop for a turn, and answers 503 if it gets none.
@@ -15,10 +15,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 from kvwire import BlockStore, Communicator, ListenError
 from kvwire.backend import keep_from_children
@@ -48,11 +48,14 @@ class MetricsServer:
     Args:
         store: The store.
         communicator: The communicator of the store's server, to include its numbers.
+        orders: Answers every POST; ``StoreOrders(server)`` of
+            ``kvwire.store.server.orders`` carries out verbs.
         address: The address to listen on; ``"host:0"`` takes any free port. Anybody who
             reaches it can read names and addresses of tiers and clients, and numbers.
 
     Attributes:
         url: The URL of ``/metrics``, with the real port.
+        orders: Answers POST; None if nothing does.
 
     Raises:
         ListenError: It cannot listen there.
@@ -64,10 +67,12 @@ class MetricsServer:
         store: BlockStore,
         address: str | Address,
         communicator: Communicator | None = None,
+        orders: Orders | None = None,
     ) -> None:
         where = Address.parse(address)
         self._store = store
         self._loop = asyncio.get_running_loop()
+        self.orders: Orders | None = orders
         self._registry = CollectorRegistry()
         self._registry.register(StoreCollector(store))
         if communicator is not None:
@@ -120,6 +125,17 @@ class MetricsServer:
             return None
 
 
+class Orders(Protocol):
+    """Carries out the orders that come by POST, with bodies up to a length."""
+
+    bytes_max: int
+
+    def answer(
+        self, path: str, headers: Mapping[str, str], client: str, body: bytes
+    ) -> tuple[HTTPStatus, dict[str, Any]]:
+        """Return the status and the answer for JSON; on a thread."""
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -137,7 +153,7 @@ class _Server(ThreadingHTTPServer):
         self.owner = owner
         self._places = threading.BoundedSemaphore(_ASKERS_MAX)
         # The time each connection was accepted. bounded: _ASKERS_MAX
-        self._since: dict[socket.socket, float] = {}
+        self.since: dict[socket.socket, float] = {}
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Reserve a place; if there is none, the connection is closed."""
@@ -145,11 +161,11 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start the thread of a connection."""
-        self._since[request] = time.monotonic()
+        self.since[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except BaseException:
-            del self._since[request]
+            del self.since[request]
             self._places.release()  # the system cannot start a thread
             raise
 
@@ -162,13 +178,13 @@ class _Server(ThreadingHTTPServer):
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
-        self._since.pop(request, None)
+        self.since.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
         """End slow connections: each piece may arrive in time, but never the last."""
         now = time.monotonic()
-        for request, since in list(self._since.items()):
+        for request, since in list(self.since.items()):
             if now - since > _SILENT_S:
                 with contextlib.suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
@@ -186,7 +202,31 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        status, kind, body = self.server.owner.answer(self.path.partition("?")[0])
+        self._answer(*self.server.owner.answer(self.path.partition("?")[0]))
+
+    def do_POST(self) -> None:
+        """Carry out one order."""
+        orders = self.server.owner.orders
+        status = HTTPStatus.NOT_FOUND
+        told: dict[str, Any] = {"error": "no orders are taken here"}
+        length = self.headers.get("content-length", "")
+        if orders is not None and not length.isdecimal():
+            status = HTTPStatus.LENGTH_REQUIRED
+            told = {"error": "send a content-length"}
+        elif orders is not None and float(length) > orders.bytes_max:
+            status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+            told = {"error": f"the body has more than {orders.bytes_max} bytes"}
+        elif orders is not None:
+            body = self.rfile.read(int(length))
+            # From here on it is not the client who is slow.
+            self.server.since.pop(self.connection, None)
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            path = self.path.partition("?")[0]
+            status, told = orders.answer(path, headers, self.client_address[0], body)
+        content = json.dumps(told).encode() + b"\n"
+        self._answer(status, "application/json", content)
+
+    def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

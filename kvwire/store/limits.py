@@ -37,6 +37,8 @@ STORE_TTL_S_MAX: Final = 10 * 365 * 24 * 3600.0
 # Blocks that one request names: 64 KiB blocks fill a berth with 256, and what is looked
 # up for a prompt of 64 thousand tokens at 16 a block still fits.
 STORE_KEYS_MAX: Final = 4096
+# The body of a verb by HTTP: 4,096 hashes, or the tokens of half a million.
+STORE_ORDER_BYTES_MAX: Final = 4 * MIB
 # Of the answer to a verb: a few reasons for each tier, a tier's name for each of them,
 # and the nodes of one tier of many.
 STORE_REASONS_MAX: Final = 64

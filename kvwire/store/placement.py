@@ -52,6 +52,9 @@ class VerbKind(enum.IntEnum):
     MOVE = 6
 
 
+READING: Final = (VerbKind.LOCATE, VerbKind.PREFETCH)
+"""Verbs after which a store has what it had before."""
+
 PRIORITY: Final = 50
 """The priority of a block that nobody retains."""
 PRIORITY_MAX: Final = 100

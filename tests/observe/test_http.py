@@ -9,6 +9,8 @@ import socket
 import urllib.error
 import urllib.request
 from http import HTTPStatus
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,6 +18,9 @@ import pytest
 from kvwire import BlockStore, ListenError, StoreServer
 from kvwire.observe import http as observe_http
 from kvwire.observe.http import MetricsServer
+from kvwire.security.keys import write_key_file
+from kvwire.store.server.orders import StoreOrders
+from tests.support.caches import Filled, chain
 
 
 def fetched(server: MetricsServer, path: str) -> tuple[int, str]:
@@ -143,3 +148,101 @@ async def test_an_address_in_use_is_named() -> None:
         async with BlockStore.open(["memory:1MiB"]) as store:
             with pytest.raises(ListenError, match=where):
                 MetricsServer(store, where)
+
+
+# --- verbs ----------------------------------------------------------------------------
+
+A = chain(4, "a")
+CACHE = Filled(seed=1).cache
+
+
+def ordered(
+    server: MetricsServer, path: str, order: object, key: str = "", **headers: str
+) -> tuple[int, Any]:
+    """Order a verb; return the status and the decoded answer."""
+    sent = {"Content-Type": "application/json", **headers}
+    if key:
+        sent["Authorization"] = f"Bearer {key}"
+    body = order if isinstance(order, bytes) else json.dumps(order).encode()
+    where = server.url.removesuffix("/metrics") + path
+    request = urllib.request.Request(where, body, sent)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code, json.loads(exc.read())
+
+
+async def test_verbs_are_carried_out_for_those_who_have_a_key(tmp_path: Path) -> None:
+    keys = {}
+    for who in ("x", "y", "all"):
+        write_key_file(tmp_path / who)
+        keys[who] = (tmp_path / who).read_text().strip()
+    tenants = [f"{who}?key={tmp_path}/{who}" for who in ("x", "y")]
+    hashes = [one.hex() for one in A]
+    async with (
+        BlockStore.open(["memory:1MiB"], tenants=tenants) as store,
+        StoreServer(store, "127.0.0.1:0", psk_file=str(tmp_path / "all")) as served,
+    ):
+        await store.put(A, CACHE, range(4), tenant="x")
+        with MetricsServer(
+            store, "127.0.0.1:0", served.communicator, StoreOrders(served)
+        ) as server:
+
+            async def order(*arguments: Any, **more: str) -> tuple[int, Any]:
+                return await asyncio.to_thread(ordered, server, *arguments, **more)
+
+            status, told = await order(
+                "/kv/pin", {"hashes": hashes, "ttl_s": 60}, keys["x"]
+            )
+            assert (status, told["counts"]) == (200, {"done": 4})
+            use = store.tenant_stats()["x"].tiers["memory:1MiB"]
+            assert use.pinned_bytes == 4 * 4096
+            wanted: dict[str, object] = {"hashes": hashes}
+            abroad = {**wanted, "to": "kvwire://h:1"}
+            status, told = await order("/kv/locate", wanted, keys["y"])
+            assert (status, told["blocks"]) == (200, ["missing"] * 4)
+            wanted["tenant"] = "x"
+            status, told = await order("/kv/locate", wanted, keys["all"])
+            assert (status, told["held"]) == (200, {"memory:1MiB": [True] * 4})
+            assert told["prefix"] == 4
+            for path, asked, key, code, why in (
+                ("/kv/locate", wanted, keys["y"], 403, "cannot act for 'x'"),
+                ("/kv/locate", wanted, "", 401, "authorization"),
+                ("/kv/locate", wanted, "ab" * 32, 401, "authorization"),
+                ("/kv/locate", wanted, "x", 401, "authorization"),
+                ("/kv/lock", wanted, keys["x"], 404, "/kv/locate"),
+                ("/kv/pin", {"hash": "ab"}, keys["x"], 400, "unknown field"),
+                ("/kv/pin", b"{", keys["x"], 400, "not JSON"),
+                ("/kv/pin", {"hashes": ["x"]}, keys["x"], 400, "hashes"),
+                ("/kv/move", {**wanted, "to": "n"}, keys["x"], 400, "no node"),
+                ("/kv/move", abroad, keys["x"], 400, "no node"),
+            ):
+                status, told = await order(path, asked, key)
+                assert (status, why in told["error"]) == (code, True), (path, told)
+            plain = {"Content-Type": "text/plain"}
+            status, told = await order("/kv/pin", wanted, keys["x"], **plain)
+            assert status == 415
+            large = {"Content-Length": str(5 << 20)}
+            status, told = await order("/kv/pin", wanted, keys["x"], **large)
+            assert status == 413
+
+
+async def test_without_keys_this_host_orders_and_a_reader_is_only_read() -> None:
+    wanted = {"hashes": [one.hex() for one in A]}
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0", read_only=True) as served,
+    ):
+        await store.put(A, CACHE, range(4))
+        with MetricsServer(
+            store, "127.0.0.1:0", served.communicator, StoreOrders(served)
+        ) as server:
+            status, _ = await asyncio.to_thread(ordered, server, "/kv/locate", wanted)
+            assert status == 200
+            status, told = await asyncio.to_thread(ordered, server, "/kv/pin", wanted)
+            assert (status, told["error"]) == (403, "this server is read-only")
+        with MetricsServer(store, "127.0.0.1:0") as server:
+            status, told = await asyncio.to_thread(ordered, server, "/kv/pin", wanted)
+            assert (status, told["error"]) == (404, "no orders are taken here")

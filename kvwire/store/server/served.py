@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvwire.errors import sayable
 from kvwire.limits import NAME_CHARS_MAX
@@ -48,6 +48,7 @@ class ServedStore:
         berth_bytes: The most bytes of blocks that one of them moves.
         proofs: Tenants by their proof: the id of a key, or an identity.
         name: The server's name, once it listens.
+        orders: The verbs under way that came by HTTP.
         clients: The connected clients, each with the task that serves it.
         dropped: The number of clients that were disconnected for breaking a rule.
         lent_bytes: Bytes of the slots that are pinned while clients move them.
@@ -63,6 +64,7 @@ class ServedStore:
     proofs: Mapping[bytes | str, str]
     name: str = ""
     clients: dict[_Client, asyncio.Task[None]] = field(default_factory=dict)
+    orders: set[asyncio.Task[Any]] = field(default_factory=set)
     dropped: int = 0
     lent_bytes: int = 0
     memory: ClientMemory = field(init=False)

@@ -228,8 +228,8 @@ class StoreServer:
         while self._windows:
             # Its memory may be freed once nothing of it is left here.
             await self._windows.pop().close()
-        if self._served.clients:
-            await asyncio.wait(tuple(self._served.clients.values()))
+        while under_way := (*self._served.clients.values(), *self._served.orders):
+            await asyncio.wait(under_way)
         self._served.access.servers.discard(self.close)
         self._stopped.set()
 
@@ -261,6 +261,11 @@ class StoreServer:
 
     def _gone(self, client: ClientSession, _: asyncio.Task[None]) -> None:
         del self._served.clients[client]
+
+
+def served_by(server: StoreServer) -> ServedStore:
+    """Return what all sessions of a server share, for other code of this room."""
+    return server._served  # noqa: SLF001 - of this file
 
 
 def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:

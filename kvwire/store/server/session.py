@@ -53,6 +53,7 @@ from kvwire.store.operations.group_request import ImageRequest
 from kvwire.store.operations.put import NO_SLOTS, PutOperation
 from kvwire.store.operations.verbs import carry_out
 from kvwire.store.placement import (
+    READING,
     BlockState,
     Placement,
     Verb,
@@ -102,8 +103,6 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 
 _PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
 _READ_ONLY: Final = "this server is read-only"
-# Verbs of which its store has afterwards what it had before.
-_READING: Final = (VerbKind.LOCATE, VerbKind.PREFETCH)
 
 
 class ClientSession:
@@ -515,17 +514,15 @@ class ClientSession:
         verb = request.asked
         tenant = self._tenant or request.tenant
         hashes = [key[DIGEST_BYTES:] for key in request.names.keys_of("").tolist()]
-        if self._served.read_only and verb.kind not in _READING:
+        if self._served.read_only and verb.kind not in READING:
             return all_placed(len(hashes), BlockState.REFUSED, _READ_ONLY)
         text = request.namespace
         named = request.tenant if text is None else text.tenant
         if self._tenant and named not in ("", self._tenant):
             raise UsageError(_not_another(self._tenant, named))
-        namespaces = (
-            self._tiers.of_tenant(tenant)
-            if text is None
-            else [namespace_told(text, self._tenant)]
-        )
+        namespaces = self._tiers.of_tenant(tenant)
+        if text is not None:
+            namespaces = [namespace_told(text, self._tenant)]
         return await carry_out(self._tiers, verb, namespaces, hashes)
 
     async def _delete(self, request: Delete) -> int:

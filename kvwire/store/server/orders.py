@@ -1,0 +1,147 @@
+"""Verbs that come by HTTP: ``POST /kv/pin``, with a key in ``Authorization``.
+
+Somebody else transports HTTP, on threads, such as
+:class:`kvwire.observe.http.MetricsServer`; here are who may ask, and what is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Mapping
+from concurrent.futures import CancelledError
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+
+from kvwire.errors import KVWireError, UsageError, error_text
+from kvwire.security.keys import read_key_file
+from kvwire.store.limits import STORE_ORDER_BYTES_MAX, STORE_VERB_TIMEOUT_S
+from kvwire.store.operations.verbs import carry_out
+from kvwire.store.order import VERBS, VerbOrder, described
+from kvwire.store.placement import READING, Placement
+from kvwire.store.server.server import StoreServer, served_by
+from kvwire.types import is_loopback
+from kvwire.wire.control import DECODE_ERRORS
+from kvwire.wire.handshake_messages import key_id
+
+_PATH: Final = "/kv/"
+_AWAY: Final = HTTPStatus.SERVICE_UNAVAILABLE
+_JSON: Final = "application/json"
+
+
+class _Refused(Exception):
+    """Report that an order is not carried out, with the HTTP status for it."""
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class StoreOrders:
+    """Carries out the verbs that a server's clients order by HTTP.
+
+    Made on the server's loop, and called on threads.
+
+    Attributes:
+        bytes_max: The longest body of an order.
+    """
+
+    bytes_max: int = STORE_ORDER_BYTES_MAX
+
+    def __init__(self, server: StoreServer) -> None:
+        self._served = served_by(server)
+        self._loop = asyncio.get_running_loop()
+        config = server.communicator.config
+        psk = config.trust == "psk"
+        self._operator_key = read_key_file(config.psk_file) if psk else b""
+        self._trust = config.trust
+
+    def answer(
+        self, path: str, headers: Mapping[str, str], client: str, body: bytes
+    ) -> tuple[HTTPStatus, dict[str, Any]]:
+        """Carry out the order of a POST.
+
+        Args:
+            path: The path, without the query.
+            headers: The headers, with names in small letters.
+            client: The client's numeric address.
+            body: The body.
+
+        Returns:
+            The status, and the answer for JSON.
+        """
+        try:
+            tenant = self._check(path, headers, client)
+            verb = path.removeprefix(_PATH)
+            return HTTPStatus.OK, self._carried_out(verb, body, tenant)
+        except _Refused as exc:
+            return exc.status, {"error": str(exc)}
+
+    def _check(self, path: str, headers: Mapping[str, str], client: str) -> str:
+        """Return the tenant that may order something here; "" for the operator."""
+        if path.removeprefix(_PATH) not in VERBS:
+            why = f"there are {', '.join(_PATH + verb for verb in VERBS)}"
+            raise _Refused(HTTPStatus.NOT_FOUND, why)
+        # No page of another host can send this without being asked first.
+        if headers.get("content-type", "").partition(";")[0].strip() != _JSON:
+            why = f"content-type: send {_JSON}"
+            raise _Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
+        if self._trust == "loopback" and is_loopback(client):
+            return ""
+        kind, _, shown = headers.get("authorization", "").partition(" ")
+        try:
+            key = bytes.fromhex(shown) if kind == "Bearer" else b""
+        except ValueError:
+            key = b""
+        if key and hmac.compare_digest(key, self._operator_key):
+            return ""
+        tenant = self._served.proofs.get(key_id(key), "") if key else ""
+        if not tenant:
+            why = "authorization: send Bearer and the tenant's or the operator's key"
+            raise _Refused(HTTPStatus.UNAUTHORIZED, why)
+        return tenant
+
+    def _carried_out(self, verb: str, body: bytes, tenant: str) -> dict[str, Any]:
+        """Carry out a verb on the store's loop, and return its placement for JSON."""
+        try:
+            order = msgspec.json.decode(body, type=VerbOrder)
+            work = self._placement(verb, order, tenant)
+            try:
+                running = asyncio.run_coroutine_threadsafe(work, self._loop)
+            except RuntimeError:
+                work.close()
+                raise _Refused(_AWAY, "the store is closed") from None
+            try:
+                return described(running.result(STORE_VERB_TIMEOUT_S))
+            except (TimeoutError, CancelledError):
+                running.cancel()
+                why = f"it was not done within {STORE_VERB_TIMEOUT_S:g} s"
+                raise _Refused(_AWAY, why) from None
+        except DECODE_ERRORS as exc:
+            why = f"the body is not JSON as it is wanted: {exc}"
+            raise _Refused(HTTPStatus.BAD_REQUEST, why) from None
+        except UsageError as exc:
+            raise _Refused(HTTPStatus.BAD_REQUEST, str(exc)) from None
+        except (KVWireError, OSError) as exc:
+            raise _Refused(_AWAY, error_text(exc)) from None
+
+    async def _placement(self, name: str, order: VerbOrder, tenant: str) -> Placement:
+        verb = order.verb(name)
+        hashes = order.named()
+        if tenant and order.tenant not in ("", tenant):
+            why = f"it is tenant {tenant}, and cannot act for {order.tenant!r}"
+            raise _Refused(HTTPStatus.FORBIDDEN, why)
+        if self._served.read_only and verb.kind not in READING:
+            raise _Refused(HTTPStatus.FORBIDDEN, "this server is read-only")
+        if self._served.access.is_closed():
+            raise _Refused(_AWAY, "the store is closed")
+        tiers = self._served.access.tiers
+        namespaces = tiers.of_tenant(tenant or order.tenant)
+        # The server's close waits for it.
+        task = asyncio.current_task()
+        assert task is not None
+        self._served.orders.add(task)  # bounded: by the threads of HTTP
+        task.add_done_callback(self._served.orders.discard)
+        return await carry_out(tiers, verb, namespaces, hashes)
