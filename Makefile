@@ -142,9 +142,9 @@ demo-agent: $(TORCH_STAMP)
 TORCH_TESTS := tests/integrations/test_transformers.py \
   tests/integrations/vllm/test_connector.py tests/examples/demo \
   tests/examples/test_agent_loop.py tests/kv/test_paged.py tests/kv/test_tensors.py \
-  tests/memory/test_buffers.py
+  tests/memory/test_buffers.py tests/gpu/test_all.py
 test-torch: $(TORCH_STAMP)
-	$(TORCH_VENV)/bin/python -m pytest $(TORCH_TESTS) $(ARGS)
+	$(TORCH_VENV)/bin/python -m pytest -m 'not matrix' $(TORCH_TESTS) $(ARGS)
 
 # The backend `nixl` with one wheel of NIXL, 69 MB, and without the torch that it asks for:
 # what moves host memory needs none.
