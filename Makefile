@@ -38,7 +38,7 @@ CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),example
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix failover test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -174,7 +174,7 @@ store-torture: $(STAMP) $(S3_VENV)/.installed
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
 VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store \
-  tests/integrations/test_weights.py
+  tests/integrations/test_weights.py tests/programs/failover
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
@@ -193,6 +193,12 @@ test-vllm-router: $(VLLM_STAMP)
 fault-matrix: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) nixl
 	$(VLLM_VENV)/bin/python -m tests.programs.faults $(ARGS)
+
+# Real engines are killed while they stream, over one store server: what it costs the
+# streams. ARGS="--kills 200 --json build/failover.json --plot build/failover.svg"
+failover: $(VLLM_STAMP)
+	@mkdir -p build
+	$(VLLM_VENV)/bin/python -m tests.programs.failover $(ARGS)
 
 # The adapter of LMCache, whose package needs a GPU to run and none for its interface.
 test-lmcache: $(VLLM_STAMP)

@@ -200,7 +200,7 @@ class StoreScheduler:
         self._step.forgotten = True
         for tracked in self._requests.values():
             tracked.asked = None
-            if tracked.ids:
+            if tracked.ids or tracked.saved:
                 tracked.nameless = True
                 tracked.hashes = []
 

@@ -1,0 +1,163 @@
+"""Kill engines that stream answers, and see what it costs.
+
+``make failover`` starts two engines of vLLM that decode over one store server, and the
+proxy before them. Round by round it reads some streams, kills the engine that has most
+of them, and compares every stream with one engine's uninterrupted answer. vLLM's own
+counters show how many tokens the other engine computed again. With ``--cost`` it
+measures how much decoding slows down because blocks are saved as they fill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.programs.failover.arena import Round, Workload, arena, pause_s
+from tests.programs.failover.cost import Cost, cost_of
+from tests.support.engines.models import make_model
+
+
+def main() -> int:
+    """Run it; the exit status is 1 if a round was bad."""
+    options = _options()
+    found: dict[str, Any] = {"load": os.getloadavg()}
+    rounds: list[Round] = []
+    with tempfile.TemporaryDirectory(prefix="kvwire-failover-") as made:
+        folder = Path(made)
+        model = make_model("gqa", folder)
+        if options.cost:
+            sizes = {"streams": options.streams, "tokens": options.tokens}
+            cost = cost_of(model, folder, rounds=options.cost, **sizes)
+            found["cost"] = asdict(cost) | {"rate": cost.rate, "work": cost.work}
+            print(cost_line(cost), flush=True)
+        if options.kills:
+            with arena(model, folder) as place:
+                work = Workload.of(
+                    options.streams, options.tokens, options.seed, place.engines[0]
+                )
+                chance = random.Random(options.seed)
+                for number in range(options.kills):
+                    place.back()
+                    at = chance.randrange(1, options.tokens - options.tokens // 4)
+                    how = options.signals[number % len(options.signals)]
+                    one = place.round(work, at, signal.Signals[how])
+                    rounds.append(one)
+                    print(f"round {number}: {line(one)}", flush=True)
+    if rounds:
+        print(table(rounds))
+    found["rounds"] = [asdict(one) | {"bound": one.bound} for one in rounds]
+    if options.json:
+        options.json.write_text(json.dumps(found))
+    if options.plot and rounds:
+        plot(rounds, options.plot)
+    return int(any(one.bad for one in rounds))
+
+
+def line(one: Round) -> str:
+    """One round in a line."""
+    pause_s = one.pauses_s[0] if one.pauses_s else 0.0
+    return (
+        f"engine {one.engine} ended with {one.moved} streams; computed again "
+        f"{one.computed} tokens of at most {one.bound}, wrong {one.wrong}, lost "
+        f"{one.lost}; longest pause {pause_s * 1e3:.0f} ms, a step is "
+        f"{one.step_s * 1e3:.1f} ms; gone after {one.gone_s:.1f} s"
+    )
+
+
+def table(rounds: Sequence[Round]) -> str:
+    """All rounds, as Markdown."""
+    moved = sum(one.moved for one in rounds)
+    computed = sum(one.computed for one in rounds)
+    pauses = sorted(p for one in rounds for p in one.pauses_s[: one.moved])
+    steps = sorted(one.step_s for one in rounds)
+    rows = {
+        "engines ended": len(rounds),
+        "streams that moved": moved,
+        "streams with wrong tokens": sum(one.wrong for one in rounds),
+        "streams lost": sum(one.lost for one in rounds),
+        "tokens computed again, per stream": f"{computed / max(1, moved):.0f}",
+        "rounds above a block and a step for each stream": sum(
+            one.computed > one.bound for one in rounds
+        ),
+        "longest pause of a stream": f"{pauses[-1]:.2f} s" if pauses else "none",
+        "median pause": f"{pauses[len(pauses) // 2]:.2f} s" if pauses else "none",
+        "median step": f"{steps[len(steps) // 2] * 1e3:.0f} ms",
+    }
+    said = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"\n| | |\n| --- | --- |\n{said}"
+
+
+def cost_line(cost: Cost) -> str:
+    """What saving costs, in a line."""
+    return (
+        f"decoding with saves is {cost.rate:.3f} times as fast as without, and takes "
+        f"{cost.work:.3f} times as much of the processor for a token"
+    )
+
+
+def plot(rounds: Sequence[Round], path: Path) -> None:
+    """Draw each stream's tokens around the moment that its engine ended."""
+    from matplotlib.figure import Figure
+
+    shown = rounds[:6]
+    figure = Figure(figsize=(9, 1.0 + 1.2 * len(shown)), layout="constrained")
+    for axes, one in zip(
+        figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0],
+        shown,
+        strict=True,
+    ):
+        order = sorted(one.tokens_at, key=lambda at: -pause_s(at, one.at))
+        for row, at in enumerate(order):
+            color = "#b5442e" if row < one.moved else "#3b6ea5"
+            axes.plot([t - one.at for t in at], [row] * len(at), "|", color=color, ms=7)
+        axes.axvline(0, color="black", lw=0.8)
+        axes.set_yticks([])
+        axes.set_ylim(-0.7, len(order) - 0.3)
+        axes.set_ylabel(f"{len(order)} streams", fontsize=8)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_title(
+            f"{one.moved} streams moved, {one.computed} tokens computed again",
+            fontsize=9,
+            loc="left",
+        )
+    axes.set_xlim(-1, 4)
+    axes.set_xlabel("seconds after an engine ended; each mark is a token")
+    figure.savefig(path)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "make failover",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--kills", type=int, default=10, help="rounds; 0 for none")
+    parser.add_argument("--streams", type=int, default=4, help="at once")
+    parser.add_argument("--tokens", type=int, default=600, help="of each stream")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--signals",
+        nargs="+",
+        default=["SIGKILL"],
+        choices=("SIGKILL", "SIGTERM"),
+        help="how engines end, in turns",
+    )
+    parser.add_argument(
+        "--cost", type=int, default=0, metavar="ROUNDS", help="measure what saves cost"
+    )
+    parser.add_argument("--json", type=Path, help="where every figure goes")
+    parser.add_argument("--plot", type=Path, help="a picture of the pauses, as SVG")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What it costs decoding that blocks are saved as they fill."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from tests.programs.failover.arena import Workload, connector
+from tests.support.engines.pairs import running
+from tests.support.engines.serving import Engine, engine
+from tests.support.engines.store_server import StoreServer
+
+_TICKS_PER_S: Final = 100.0  # Linux counts a process's time in these
+
+
+@dataclass(slots=True)
+class Rates:
+    """One engine's rounds."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    cpu_s_per_token: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Cost:
+    """Two engines that decode the same in turns, one of them over a store server."""
+
+    saving: Rates = field(default_factory=Rates)
+    alone: Rates = field(default_factory=Rates)
+
+    @property
+    def rate(self) -> float:
+        """How fast the one that saves decodes, as a part of the other's rate."""
+        return _middle(self.saving.tokens_per_s) / _middle(self.alone.tokens_per_s)
+
+    @property
+    def work(self) -> float:
+        """The processor's time for a token, likewise; other programs change it less."""
+        saving = _middle(self.saving.cpu_s_per_token)
+        return saving / _middle(self.alone.cpu_s_per_token)
+
+
+def cost_of(
+    model: Path, folder: Path, *, rounds: int, streams: int, tokens: int
+) -> Cost:
+    """Measure it; both engines have the same core, and one works at a time."""
+    found = Cost()
+    server = StoreServer(folder, memory="256MiB", disk="2GiB")
+    saving = engine(model, folder, "saving", 0, {}, alone=connector(server))
+    alone = engine(model, folder, "alone", 0, {}, alone={})
+    at = alone.command.index("--kv-transfer-config")
+    del alone.command[at : at + 2]
+    try:
+        with running(saving, alone):
+            for number in range(rounds + 1):
+                pairs = [(saving, found.saving), (alone, found.alone)]
+                for one, rates in pairs if number % 2 else reversed(pairs):
+                    began, cpu = time.monotonic(), _cpu_s(one)
+                    Workload.of(streams, tokens, 1000 * number, one)
+                    if number:  # the first one warms them up
+                        seconds = time.monotonic() - began
+                        rates.tokens_per_s.append(streams * tokens / seconds)
+                        used = _cpu_s(one) - cpu
+                        rates.cpu_s_per_token.append(used / (streams * tokens))
+    finally:
+        server.kill()
+    return found
+
+
+def _middle(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def _cpu_s(one: Engine) -> float:
+    """The processor's time that an engine's processes have had."""
+    assert one.running is not None
+    total = 0.0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(fields[2]) == one.running.pid:  # its process group
+            total += (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return total

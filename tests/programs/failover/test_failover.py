@@ -1,0 +1,74 @@
+"""What the program makes of its rounds, without vLLM; a small one runs with it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.programs.failover import __main__ as program
+from tests.programs.failover.arena import (
+    BLOCK_TOKENS,
+    Round,
+    Workload,
+    arena,
+    pause_s,
+)
+from tests.programs.failover.cost import Cost, Rates
+from tests.support.engines.models import make_model
+from tests.support.engines.serving import NEEDS_VLLM
+
+AT = [[0.0, 1.0, 1.1, 1.2], [0.0, 0.1, 0.2, 0.3]]
+
+
+def round_of(**more: object) -> Round:
+    said = {"engine": 1, "moved": 1, "at": 0.5, "tokens_at": AT, "pauses_s": [1.0, 0.1]}
+    return Round(**{**said, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("more", "bad"),
+    [
+        ({"computed": BLOCK_TOKENS}, False),
+        ({"computed": 2 * BLOCK_TOKENS}, True),
+        ({"computed": 2 * BLOCK_TOKENS, "moved": 2}, False),
+        ({"wrong": 1}, True),
+        ({"lost": 1}, True),
+    ],
+)
+def test_a_round_is_bad_if_anything_happened_that_never_may(
+    more: dict[str, int], bad: bool
+) -> None:
+    assert round_of(**more).bad is bad
+
+
+def test_a_pause_counts_from_the_kill_on() -> None:
+    assert pause_s(AT[0], 0.5) == 1.0
+    assert pause_s(AT[0], 1.0) == pytest.approx(0.1)
+    assert pause_s([], 0.0) == 0
+
+
+def test_the_report(tmp_path: Path) -> None:
+    rounds = [round_of(computed=100), round_of(computed=300, wrong=1)]
+    assert "wrong 1" in program.line(rounds[1])
+    table = program.table(rounds)
+    assert "| tokens computed again, per stream | 200 |" in table
+    assert "| rounds above a block and a step for each stream | 1 |" in table
+    assert "| longest pause of a stream | 1.00 s |" in table
+    cost = Cost(Rates([97.0], [1.1]), Rates([100.0], [1.0]))
+    assert "0.970 times as fast" in program.cost_line(cost)
+    program.plot(rounds, tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
+
+
+@NEEDS_VLLM
+@pytest.mark.timeout(900)
+def test_a_kill_costs_a_step(tmp_path: Path) -> None:
+    """Of real engines, streams and a store server."""
+    model = make_model("gqa", tmp_path)
+    with arena(model, tmp_path) as place:
+        work = Workload.of(4, 160, 1, place.engines[0])
+        found = place.round(work, 100, signal.SIGKILL)
+    assert not found.bad, program.line(found)
+    assert found.moved > 0
