@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import kvwire
@@ -27,6 +27,9 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
     """The observations since the last step, as vLLM collects them."""
 
     data: Observed
+    _summary: ClassVar[Callable[[Observed], dict[str, int | float]]] = staticmethod(
+        summary
+    )
 
     def reset(self) -> None:
         self.data = {}
@@ -35,7 +38,7 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
         return type(self)(data=added(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
-        return summary(self.data)
+        return self._summary(self.data)
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
@@ -44,8 +47,7 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
 class KvwireStoreStats(KvwireStats):
     """Likewise, of the store connector."""
 
-    def reduce(self) -> dict[str, int | float]:
-        return store_summary(self.data)
+    _summary = staticmethod(store_summary)
 
 
 class ConnectorHistograms(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[misc]

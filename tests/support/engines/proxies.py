@@ -420,7 +420,7 @@ class Decoder:
 
 
 class StoppedDecoder(Decoder):
-    """One that aborts its requests, as vLLM does at SIGTERM, behind so many tokens."""
+    """One that is stopped behind so many tokens, and aborts its requests."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, dies=True)
