@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import kvwire
@@ -27,9 +27,7 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
     """The observations since the last step, as vLLM collects them."""
 
     data: Observed
-    _summary: ClassVar[Callable[[Observed], dict[str, int | float]]] = staticmethod(
-        summary
-    )
+    _summary = staticmethod(summary)
 
     def reset(self) -> None:
         self.data = {}

@@ -47,6 +47,26 @@ def test_why_prompts_did_not_move_is_in_the_log_line() -> None:
     assert "not moved, missing" not in found
 
 
+def test_how_far_behind_saves_are_is_in_the_log_line() -> None:
+    observed: metrics.Observed = {}
+    for name, value in (
+        ("save_s", 0.1),
+        ("save_s", 0.3),
+        ("behind_blocks", 7),
+        ("behind_blocks", 2),
+        ("skipped_blocks", 4),
+    ):
+        metrics.observe(observed, name, value)
+    assert metrics.store_summary(observed) == {
+        "saves": 2,
+        "most blocks behind": 7,
+        "blocks not saved": 4,
+        "median save_s": 0.2,
+        "longest save_s": 0.3,
+    }
+    assert metrics.store_summary({})["saves"] == 0
+
+
 def test_workers_add_up() -> None:
     first: metrics.Observed = {"sent_bytes": [1.0]}
     second: metrics.Observed = {"sent_bytes": [2.0], "wire_s": [3.0]}
@@ -55,6 +75,6 @@ def test_workers_add_up() -> None:
     assert metrics.summary({})["prompts sent"] == 0
 
 
-@pytest.mark.parametrize("name", metrics.FIELDS)
+@pytest.mark.parametrize("name", [*metrics.FIELDS, *metrics.STORE_FIELDS])
 def test_every_field_has_buckets(name: str) -> None:
     assert list(metrics.buckets(name)) == sorted(set(metrics.buckets(name)))

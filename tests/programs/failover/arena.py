@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -36,7 +38,7 @@ BLOCK_TOKENS: Final = 128
 # it, which vLLM had scheduled ahead.
 STEP_TOKENS: Final = 2
 # An engine that was asked to stop is to be gone by then.
-_GONE_WITHIN_S: Final = 60.0
+GONE_WITHIN_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class Round:
     @property
     def bad(self) -> bool:
         """Whether something happened that never may."""
-        return bool(self.wrong or self.lost or self.computed > self.bound)
+        stayed = self.gone_s >= GONE_WITHIN_S
+        return stayed or bool(self.wrong or self.lost or self.computed > self.bound)
 
 
 @dataclass(slots=True)
@@ -159,7 +162,8 @@ class Arena:
         if how != signal.SIGKILL:
             assert one.running is not None
             one.running.send_signal(how)
-            one.running.wait(_GONE_WITHIN_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                one.running.wait(GONE_WITHIN_S)
         one.kill()
 
 
