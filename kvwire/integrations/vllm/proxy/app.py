@@ -66,9 +66,16 @@ from kvwire.integrations.vllm.proxy.passing import (
     query_of,
 )
 from kvwire.integrations.vllm.proxy.stopping import Ending
+from kvwire.integrations.vllm.proxy.store_verbs import (
+    TOKENIZED,
+    StoreBehind,
+    StoreVerbs,
+)
 from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
 from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.limits import KIB
+from kvwire.store.limits import STORE_ORDER_BYTES_MAX
+from kvwire.store.order import VERBS
 from kvwire.types import in_bytes, is_loopback
 from kvwire.wire.control import DECODE_ERRORS
 
@@ -121,6 +128,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     client: EngineClient | None = None,
     ending: Ending | None = None,
     hints: bool = False,
+    store: StoreBehind | None = None,
 ) -> ProxyApp:
     """Return the proxy as an application."""
     client = client or EngineClient()
@@ -140,7 +148,10 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     registry = CollectorRegistry()
     registry.register(ProxyCollector(state))
     ending = ending or Ending()
-    front = _Front(dispatcher, state, operator_key, moves, registry, ending, hints)
+    verbs = StoreVerbs(store, client, fleet) if store is not None else None
+    front = _Front(
+        dispatcher, state, operator_key, moves, registry, ending, hints, verbs
+    )
 
     @asynccontextmanager
     async def run() -> AsyncIterator[None]:
@@ -178,6 +189,8 @@ class ProxyApp:
             "/drain": (write, front.drain),
             "/migrate": (write, front.migrate),
         }
+        if front.verbs is not None:
+            self._routes |= {f"/kv/{name}": (write, front.verb) for name in VERBS}
 
     async def __call__(
         self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
@@ -242,6 +255,7 @@ class _Front:
     ending: Ending
     # Whether engines get clients' KV hints.
     hints: bool = False
+    verbs: StoreVerbs | None = None
     # Held while a large body is decoded.
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -364,6 +378,24 @@ class _Front:
                 await engine.idle()
         status = HTTPStatus.ACCEPTED if engine.running else HTTPStatus.OK
         return as_json({"engine": engine.url, "running": engine.running}, status)
+
+    async def verb(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
+        """Let the store carry out a verb, for blocks of a prompt or of a request."""
+        assert self.verbs is not None
+        order = _decoded(await _read(asked, STORE_ORDER_BYTES_MAX))[0]
+        if name := order.pop("request", ""):
+            order |= self._prompt_of(str(name))
+        async with self.ending.limits():
+            return await self.verbs.carry_out(asked.path, order, asked.headers)
+
+    def _prompt_of(self, name: str) -> dict[str, Any]:
+        """Return the prompt of a request under way, by its id or its answer's."""
+        moving = [] if self.moves is None else self.moves.named(name)
+        for one in (*moving, *self.state.requests):
+            if one in moving or one.headers.get("x-request-id") == name:
+                return {k: one.body[k] for k in TOKENIZED if k in one.body}
+        why = f"no request under way has the id {name!r}"
+        raise Refused(HTTPStatus.NOT_FOUND, why)
 
     async def migrate(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
         """Move one request, or all requests of one engine, to another engine."""

@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from kvwire.integrations.vllm.proxy.app import make_app  # noqa: PLC0415
         from kvwire.integrations.vllm.proxy.server import ProxyServer  # noqa: PLC0415
         from kvwire.integrations.vllm.proxy.stopping import Ending  # noqa: PLC0415
+        from kvwire.integrations.vllm.proxy.store_verbs import (  # noqa: PLC0415
+            StoreBehind,
+        )
     except ModuleNotFoundError as exc:
         print(exc, file=sys.stderr)
         return 1
@@ -71,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # too.
     there = _have_descriptors(connections + 2 * options.running + MEMBERS_MAX)
     ending = Ending()
+    store = None
+    if options.store:
+        blocks = options.store_block_tokens, options.store_seed
+        store = StoreBehind(options.store, *blocks)
     app = make_app(
         fleet,
         order=options.order,
@@ -81,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         migrate=options.migrate,
         ending=ending,
         hints=options.kv_hints,
+        store=store,
     )
     where = options.host, options.port
     connections = min(connections, there // 2)
@@ -143,6 +151,21 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-hints",
         action="store_true",
         help="pass the field kv_hints of clients' requests to the engines' store",
+    )
+    parser.add_argument(
+        "--store",
+        default="",
+        help="the HTTP of the store server that engines save to (its --metrics), such "
+        "as http://10.0.0.5:9400: POST /kv/pin and other verbs, with its keys",
+    )
+    parser.add_argument(
+        "--store-block-tokens",
+        type=int,
+        default=16,
+        help="the engines' --block-size, for verbs that name a prompt",
+    )
+    parser.add_argument(
+        "--store-seed", default="", help="the engines' PYTHONHASHSEED, if it is set"
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

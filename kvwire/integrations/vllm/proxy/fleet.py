@@ -13,7 +13,7 @@ its running ones. An engine that has never answered gets none at all.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvwire.errors import UsageError
@@ -126,6 +126,13 @@ class EngineFleet:
                 return engine
         known = ", ".join(sorted(engine.url for engine in self.engines))
         raise UsageError(f"no engine at {wanted!r}; there is: {known or 'none'}")
+
+    def holders(self, tokens: Sequence[int]) -> dict[str, int]:
+        """Return how many leading tokens engines are known to cache, by their URLs."""
+        held: dict[str, int] = {}
+        for policy in self._policies.values():
+            held.update(policy.holders(self.engines, tokens))
+        return held
 
     async def close(self) -> None:
         """Close the routing policies.

@@ -128,6 +128,18 @@ class ByKvEvents(Policy):
                 best.append(engine)
         return self._idlest.choose(best, body)
 
+    def holders(
+        self, engines: Sequence[VllmEngine], tokens: Sequence[int]
+    ) -> Mapping[str, int]:
+        """Return how many leading tokens engines have reported to cache."""
+        found: dict[str, int] = {}
+        for engine in engines:
+            blocks = self._blocks(engine)
+            if blocks is not None and blocks.block_size:
+                size = blocks.block_size
+                found[engine.url] = blocks.matched(chains_of(tokens, size)) * size
+        return found
+
     async def close(self) -> None:
         """Stop receiving events.
 

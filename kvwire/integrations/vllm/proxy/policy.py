@@ -41,6 +41,12 @@ class Policy(ABC):
             body: The client's request, decoded from JSON and not checked.
         """
 
+    def holders(
+        self, engines: Sequence[VllmEngine], tokens: Sequence[int]
+    ) -> Mapping[str, int]:
+        """Return how many leading tokens engines are known to cache, by their URLs."""
+        return {}
+
     async def close(self) -> None:  # noqa: B027 - most hold nothing
         """Release its resources; called once, after the last choice.
 

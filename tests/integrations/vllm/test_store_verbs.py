@@ -1,0 +1,169 @@
+"""Verbs at the proxy, carried out by a real store server behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvwire import BlockStore, StoreServer
+from kvwire.integrations.vllm.proxy.app import ProxyApp
+from kvwire.integrations.vllm.proxy.client import EngineClient
+from kvwire.integrations.vllm.proxy.engines import VllmEngine
+from kvwire.integrations.vllm.proxy.store_verbs import StoreBehind
+from kvwire.kv.hashing import vllm_block_hashes
+from kvwire.observe.http import MetricsServer
+from kvwire.security.keys import write_key_file
+from kvwire.store.server.orders import StoreOrders
+from tests.support.caches import Filled
+from tests.support.engines.proxies import (
+    D1,
+    D2,
+    Engines,
+    answer,
+    app,
+    call,
+    fleet_in_turns,
+    post,
+    turns_until,
+    when,
+)
+
+TOKENS = list(range(100, 116))
+HASHES = vllm_block_hashes(TOKENS, 4, seed="7")
+CACHE = Filled(seed=1).cache
+
+
+class Behind(Engines):
+    """Engines that tokenize, and a real store."""
+
+    def __init__(self, store: str, **handlers: Any) -> None:
+        super().__init__(**handlers)
+        self.store = store
+        self.tokenized: list[Any] = []
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Mapping[str, Any] | bytes | None,
+    ) -> AsyncIterator[Any]:
+        if url.startswith(self.store):
+            asking = EngineClient._request(self, method, url, headers, body)
+            async with asking as said:
+                yield said
+        elif url.endswith("/tokenize"):
+            self.tokenized.append(body)
+            refuses = isinstance(body, Mapping) and body.get("prompt") == "refuse"
+            yield answer(400 if refuses else 200, {"tokens": TOKENS})
+        else:
+            async with super()._request(method, url, headers, body) as said:
+                yield said
+
+
+@dataclass
+class Site:
+    """A store with a tenant's blocks, and a proxy before it."""
+
+    store: BlockStore
+    http: MetricsServer
+    key: dict[str, str]
+    network: Behind
+    proxy: ProxyApp
+
+    async def order(self, verb: str, **fields: Any) -> tuple[int, Any]:
+        said = await call(
+            self.proxy, "POST", f"/kv/{verb}", json=fields, headers=self.key
+        )
+        return said.status_code, said.json()
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    for who in ("x", "all"):
+        write_key_file(tmp_path / who)
+    key = (tmp_path / "x").read_text().strip()
+    tenants = [f"x?key={tmp_path}/x"]
+    async with (
+        BlockStore.open(["memory:1MiB"], tenants=tenants) as store,
+        StoreServer(store, "127.0.0.1:0", psk_file=str(tmp_path / "all")) as server,
+    ):
+        await store.put(HASHES, CACHE, range(4), tenant="x")
+        orders = StoreOrders(server)
+        with MetricsServer(store, "127.0.0.1:0", orders=orders) as http:
+            url = http.url.removesuffix("/metrics")
+            network = Behind(url)
+            proxy = app(network, store=StoreBehind(url, 4, "7"))
+            authorization = {"authorization": f"Bearer {key}"}
+            async with proxy.running():
+                yield Site(store, http, authorization, network, proxy)
+
+
+async def test_a_prompt_names_blocks_by_tokens_or_text(site: Site) -> None:
+    status, told = await site.order("pin", prompt=TOKENS, ttl_s=60)
+    assert (status, told["counts"]) == (200, {"done": 4})
+    assert site.store.tenant_stats()["x"].tiers["memory:1MiB"].pinned_bytes
+    for asked in ({"prompt": "text"}, {"messages": [{"role": "user"}], "model": "m"}):
+        status, told = await site.order("locate", **asked)
+        assert (status, told["prefix"]) == (200, 4)
+        assert site.network.tokenized[-1] == asked
+    status, told = await site.order("unpin", hashes=[one.hex() for one in HASHES])
+    assert (status, told["counts"]) == (200, {"done": 4})
+    status, told = await site.order("locate", prompt="refuse")
+    assert status == 400
+    assert "cannot tokenize the prompt" in told["error"]["message"]
+
+
+async def test_the_store_checks_the_key(site: Site) -> None:
+    site.key = {}
+    status, told = await site.order("locate", prompt=TOKENS)
+    assert (status, "authorization" in told["error"]) == (401, True)
+    # And no engine has been given it.
+    sent = site.network.headers.values()
+    assert not any("authorization" in headers for headers in sent)
+
+
+async def test_a_request_under_way_names_its_prompt(site: Site) -> None:
+    may_answer = asyncio.Event()
+    site.network.handlers["d1"] = site.network.handlers["d2"] = when(may_answer)
+    ask = {"prompt": TOKENS, "max_tokens": 9}
+    names = {"x-request-id": "mine"}
+    asking = asyncio.ensure_future(post(site.proxy, ask, headers=names))
+    await turns_until(lambda: any(body for _, body in site.network.asked))
+    status, told = await site.order("retain", request="mine", priority=90)
+    assert (status, told["counts"]) == (200, {"done": 4})
+    may_answer.set()
+    assert (await asking).status_code == 200
+    status, told = await site.order("locate", request="mine")
+    assert status == 404
+    assert "no request under way has the id 'mine'" in told["error"]["message"]
+
+
+async def test_a_locate_shows_engines_that_report_their_blocks(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fleet_in_turns([], [D1, D2])
+
+    def holders(engines: list[VllmEngine], tokens: list[int]) -> Mapping[str, int]:
+        return {engine.url: 9 for engine in engines if engine.url == D1.url}
+
+    for policy in fleet._policies.values():
+        monkeypatch.setattr(policy, "holders", holders)
+    url = site.http.url.removesuffix("/metrics")
+    site.proxy = app(site.network, fleet=fleet, store=StoreBehind(url, 4, "7"))
+    status, told = await site.order("locate", prompt=TOKENS)
+    assert status == 200
+    assert told["held"][D1.url] == [True, True, False, False]
+    assert told["held"]["memory:1MiB"] == [True] * 4
+
+
+async def test_without_a_store_there_are_no_verbs() -> None:
+    said = await call(app(Engines()), "POST", "/kv/pin", json={"prompt": TOKENS})
+    assert said.status_code == 404
