@@ -174,7 +174,7 @@ class RemoteWindow:
         outlived = opened.reader is not None and named.serial == opened.serial
         if opened.gone and not outlived:
             return self._without_connection(read)
-        return read.begin(self._opened, self._queue.add)
+        return read.begin(self._opened, self._queue)
 
     async def close(self) -> None:
         """End reading; the owner learns it. Reads under way end as ``gone``.
@@ -266,7 +266,7 @@ class RemoteWindow:
         if read.over:
             return  # cancelled, or late: the blocks are its caller's again
         try:
-            read.begin(self._opened, self._queue.add)
+            read.begin(self._opened, self._queue)
         except KVWireError as exc:
             read.fail_rest(f"gone: {exc}")
 

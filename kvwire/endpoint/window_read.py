@@ -9,7 +9,6 @@ that the loop runs other tasks in between.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -79,6 +78,13 @@ class Asked(Protocol):
         """Cancel it, unless blocks of another read come with it."""
 
 
+class AskQueue(Protocol):
+    """Asks the owner of a window for blocks by messages."""
+
+    def add(self, read: Reading) -> None:
+        """Ask for the blocks of a read that are still to do."""
+
+
 class Reading:
     """One ``get``: what has landed, what was lost and why, and what is still to do.
 
@@ -109,7 +115,7 @@ class Reading:
         self.deadline = deadline
         self.over = False
         self._opened: OpenedWindow
-        self._ask: Callable[[Reading], None]
+        self._queue: AskQueue
         self.single = len(named.counts) == 1
         self.asked: list[Asked] = []
         self.view: WindowView | None = None
@@ -119,21 +125,19 @@ class Reading:
         self._request: Request[Outcome] | None = None
         self._results: BlockResults | None = None
 
-    def begin(
-        self, opened: OpenedWindow, ask: Callable[[Reading], None]
-    ) -> Request[Outcome]:
+    def begin(self, opened: OpenedWindow, queue: AskQueue) -> Request[Outcome]:
         """Read now what can be read in place, and ask for the rest.
 
         Args:
             opened: The window.
-            ask: Asks the owner for the blocks of a read that are still to do.
+            queue: Asks the owner for the blocks that are still to do.
 
         Raises:
             ProfileMismatch: The caches do not fit together.
             UsageError: The ticket does not fit the window or the blocks.
         """
         self._opened = opened
-        self._ask = ask
+        self._queue = queue
         named = self.named
         if named.serial != opened.serial:
             self.fail_rest(_OTHER)
@@ -144,7 +148,7 @@ class Reading:
         if reader is not None and reader.memory_kind is view.memory_kind:
             return self._begin_in_place(opened, view, reader)
         request = self.request()
-        ask(self)
+        queue.add(self)
         return request
 
     def request(self) -> Request[Outcome]:
@@ -185,14 +189,14 @@ class Reading:
                 landed = reader.read(batch)
             except ConnectionLost:
                 opened.drop_reader()
-                return self.begin(opened, self._ask)
+                return self.begin(opened, self._queue)
             assert isinstance(landed, np.ndarray)
             self.over = True
             if landed.all():
                 wire_s = self._loop.time() - self._begun_at
                 outcome = view.whole(named, self.lists, nbytes, wire_s)
             else:
-                self._note(np.arange(landed.size), landed, _WITHDRAWN)
+                self._known().note(np.arange(landed.size), landed, _WITHDRAWN)
                 outcome = self._outcome()
             opened.held_bytes += nbytes + _READ_BYTES
             if opened.held_bytes > reader.turn_bytes:
@@ -270,7 +274,7 @@ class Reading:
             if opened.gone:
                 self.fail_rest(f"gone: {exc}")
             elif not self.over:
-                self._ask(self)
+                self._queue.add(self)
         else:
             self._end_if_done()
 
@@ -290,12 +294,12 @@ class Reading:
                 found = reader.read(self._batch(opened, view, index, part))
                 at = np.arange(begin + part.start, begin + part.stop)
                 if isinstance(found, np.ndarray):
-                    self._note(at, found, _WITHDRAWN)
+                    self._known().note(at, found, _WITHDRAWN)
                     await asyncio.sleep(0)
                 else:
                     self.under_way = found
                     opened.note(found)
-                    self._note(at, await asyncio.shield(found), _WITHDRAWN)
+                    self._known().note(at, await asyncio.shield(found), _WITHDRAWN)
             begin += count
 
     # --- by messages ------------------------------------------------------------------
@@ -317,7 +321,9 @@ class Reading:
             wire_s = self._loop.time() - self._begun_at
             self._end(view.whole(self.named, self.lists, nbytes, wire_s))
         else:
-            self._note(part.positions, np.ones(part.positions.size, np.bool_), "")
+            self._known().note(
+                part.positions, np.ones(part.positions.size, np.bool_), ""
+            )
             self._end_if_done()
         return nbytes
 
@@ -350,10 +356,10 @@ class Reading:
             if not isinstance(answer, WindowGot) or answer.sent:
                 rest = positions[~stale]
                 whole = np.full(rest.size, not record.damaged)
-                self._note(rest, whole, _DAMAGED)
+                self._known().note(rest, whole, _DAMAGED)
             elif self.todo().size and not self.asked:
                 # The stale ones are known now; the others are asked for again.
-                self._ask(self)
+                self._queue.add(self)
         self._end_if_done()
 
     # --- results ----------------------------------------------------------------------
@@ -363,9 +369,6 @@ class Reading:
         if self._results is None:
             self._results = BlockResults(self.named.entries.size)
         return self._results
-
-    def _note(self, positions: Ids, landed: Bits, otherwise: str) -> None:
-        self._known().note(positions, landed, otherwise)
 
     def fail_rest(self, reason: str) -> None:
         """End the read: what has not landed is missing for this reason."""
