@@ -114,7 +114,7 @@ class HoleFills:
 
     def watch(self, request: Any, load: LoadPrompt) -> None:
         """Have the workers report the prompt's missing blocks here first."""
-        if load.declined or not tokens_say_all(request):
+        if load.declined or self._server.useless or not tokens_say_all(request):
             return
         if getattr(request, "mm_features", None):
             return  # tokens alone are not that prompt
@@ -188,7 +188,7 @@ class HoleFills:
             filler_now = self._fillers.get(prompt.filler)
             if filler_now is None and self._next(prompt):
                 continue
-            if filler_now is None or _lost(filler_now):
+            if filler_now is None or self._lost(filler_now):
                 step.settled[request_id] = sorted(prompt.missing)
                 self._end(request_id)
 
@@ -252,6 +252,13 @@ class HoleFills:
             len(prompt.blocks),
         )
 
+    def _lost(self, filler: _Filler) -> bool:
+        """Return whether nobody computes the hole."""
+        if filler.sent.answered and not filler.request_id:
+            # Of a group of engines behind one URL, any may compute the prompt again.
+            self._server.give_up("another engine has answered")
+        return filler.ended or filler.sent.over or monotonic() > filler.until
+
     def _end(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
         prompt = self._waiting.pop(request_id, None)
@@ -288,8 +295,3 @@ def added(first: Reports, second: Reports) -> Reports:
         others, known = joined.get(request_id, (0, []))
         joined[request_id] = ranks + others, [*known, *missing]
     return joined
-
-
-def _lost(filler: _Filler) -> bool:
-    """Return whether nobody computes the hole."""
-    return filler.ended or filler.sent.over or monotonic() > filler.until

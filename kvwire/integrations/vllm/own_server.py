@@ -33,17 +33,23 @@ class OwnServer:
     def __init__(self, url: str, model: str) -> None:
         self._url = url
         self._model = model
-        self._refused = False
+        self._warned = False
+        self.useless: bool = False  # its answers are not from this engine
 
     def post(self, body: Mapping[str, Any]) -> OwnRequest:
         """Send a completion, without waiting."""
         said = {"model": self._model, **body}
         return OwnRequest(self, self._url, json.dumps(said).encode())
 
+    def give_up(self, why: str) -> None:
+        """Ask it for nothing more."""
+        self.useless = True
+        self.refused(why)
+
     def refused(self, why: str) -> None:
-        """Log that the server does not answer, once."""
-        if not self._refused:
-            self._refused = True
+        """Log that the server does not compute what it is asked for, once."""
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "%s does not compute holes of prompts (%s): everything behind a hole "
                 'is computed; is this the URL of this engine ("http" in '
@@ -58,6 +64,7 @@ class OwnRequest:
 
     def __init__(self, server: OwnServer, url: str, body: bytes) -> None:
         self.over: bool = False  # it has been answered, or has failed
+        self.answered: bool = False
         self._server = server
         self._body = body
         self._cancelled = False
@@ -87,7 +94,8 @@ class OwnRequest:
             connection.request("POST", "/v1/completions", self._body, headers)
             answer = connection.getresponse()
             said = answer.read()
-            if answer.status != http.HTTPStatus.OK and not self._cancelled:
+            self.answered = answer.status == http.HTTPStatus.OK
+            if not self.answered and not self._cancelled:
                 self._server.refused(f"HTTP {answer.status}: {said[:200]!r}")
         except (OSError, http.client.HTTPException) as exc:
             if not self._cancelled:

@@ -13,11 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.integrations.vllm.holes import added, holes_in
-from kvwire.integrations.vllm.metadata import BlockCopy, WorkerStep
+from kvwire.integrations.vllm.holes import HOLE, HoleFills, added, holes_in
+from kvwire.integrations.vllm.metadata import BlockCopy, LoadPrompt, WorkerStep
 from kvwire.integrations.vllm.own_server import OwnServer
 from tests.support.engines import steps
-from tests.support.engines.fakes import Worker
+from tests.support.engines.fakes import (
+    BLOCK_TOKENS,
+    Feature,
+    New,
+    Output,
+    Request,
+    Worker,
+)
 from tests.support.engines.steps import INTO, ask, engines, fetch, give_first
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
@@ -236,3 +243,154 @@ def test_what_is_cancelled_is_over_and_no_warning(
         sent.cancel()
         assert eventually(lambda: sent.over)
         assert caplog.messages == []
+
+
+# --- the scheduler's side -------------------------------------------------------------
+
+PROMPT = list(range(1000, 1000 + 300 * BLOCK_TOKENS))
+BLOCKS = list(range(500, 800))
+HOLE_AT = 100
+
+
+@contextmanager
+def filling(
+    ranks: int = 1, status: int = 200, **request: Any
+) -> Iterator[tuple[HoleFills, Server, Request]]:
+    """A prompt of 300 blocks of 4 tokens, which other engines have."""
+    with serving(status) as server:
+        own = OwnServer(url_of(server), "m")
+        holes = HoleFills(own, table="0", block_tokens=BLOCK_TOKENS, ranks=ranks)
+        waiting = Request("r", PROMPT, {}, **request)
+        watch(holes, waiting)
+        yield holes, server, waiting
+        holes.close()
+
+
+def watch(holes: HoleFills, waiting: Request) -> LoadPrompt:
+    load = LoadPrompt(
+        request_id=waiting.request_id, transfer_id="t", blocks={"0": BLOCKS}
+    )
+    holes.watch(waiting, load)
+    return load
+
+
+def scheduled(holes: HoleFills, output: Output | None = None) -> WorkerStep:
+    step = WorkerStep()
+    holes.step(step, output or Output({}))
+    return step
+
+
+def own_request(server: Server, tokens: int | None = None) -> tuple[Request, str]:
+    """The request that the server was asked for, as vLLM has it, and its key."""
+    assert eventually(lambda: bool(server.said))
+    body = server.said.pop()[2]
+    params = body["kv_transfer_params"]
+    salt = body.get("cache_salt")
+    ids = body["prompt"][:tokens]
+    return Request("own", ids, params, cache_salt=salt), params[HOLE]
+
+
+def compute(holes: HoleFills, server: Server) -> WorkerStep:
+    """Have a hole computed in one step."""
+    request, key = own_request(server)
+    external = holes.matched(request, key, 0)
+    blocks = list(range(-(-len(request.prompt_token_ids) // BLOCK_TOKENS)))
+    holes.allocated(request, key, blocks, external)
+    new = [New("own", (blocks,), external)]
+    tokens = len(request.prompt_token_ids) - external
+    return scheduled(holes, Output({"own": tokens}, new))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hole_is_asked_for_when_all_workers_have_reported(ranks: int) -> None:
+    with filling(ranks, cache_salt="salt") as (holes, server, _):
+        for rank in range(ranks):
+            step = scheduled(holes)
+            assert (step.settled, server.said) == ({}, [])
+            holes.arrived({"r": (1, [BLOCKS[HOLE_AT]] if rank == 0 else [])})
+        assert scheduled(holes).settled == {}
+        step = compute(holes, server)
+        first = [*range(HOLE_AT)]
+        assert step.lent == [BlockCopy(BLOCKS[:HOLE_AT], first)]
+        assert step.filled == [BlockCopy([HOLE_AT], [BLOCKS[HOLE_AT]])]
+        assert step.settled == {"r": []}
+        assert scheduled(holes) == WorkerStep()
+
+
+def test_what_landed_on_one_worker_alone_is_missing() -> None:
+    with filling(2) as (holes, server, _):
+        holes.arrived({"r": (1, [BLOCKS[HOLE_AT]])})
+        holes.arrived({"r": (1, [BLOCKS[HOLE_AT + 1], BLOCKS[-1]])})
+        scheduled(holes)
+        step = compute(holes, server)
+        assert step.filled[0].into == BLOCKS[HOLE_AT : HOLE_AT + 2]
+        assert step.settled == {"r": BLOCKS[-1:]}
+
+
+def test_what_is_whole_is_not_asked_for() -> None:
+    with filling(2) as (holes, server, _):
+        holes.arrived({"r": (1, [])})
+        holes.arrived({"r": (1, [])})
+        assert scheduled(holes) == WorkerStep()
+        assert server.said == []
+
+
+def test_a_prompt_with_pictures_is_not_watched() -> None:
+    with filling() as (holes, _, waiting):
+        assert watch(holes, waiting).fillable
+        waiting.mm_features = [Feature("picture")]
+        assert not watch(holes, waiting).fillable
+
+
+def test_of_many_prompts_a_few_are_filled() -> None:
+    with filling() as (holes, _, _):
+        names = [f"r{number}" for number in range(20)]
+        for name in names:
+            watch(holes, Request(name, PROMPT, {}))
+        holes.arrived({name: (1, [BLOCKS[HOLE_AT]]) for name in names})
+        settled = scheduled(holes).settled
+        assert len(settled) == 12
+        assert set(map(tuple, settled.values())) == {(BLOCKS[HOLE_AT],)}
+        for name in names:
+            holes.finished(Request(name, PROMPT, {}))
+        assert scheduled(holes) == WorkerStep()
+
+
+@pytest.mark.parametrize(
+    "other", [{"tokens": 4}, {"cache_salt": "another"}], ids=["tokens", "salt"]
+)
+def test_the_key_is_for_one_prompt(other: dict[str, Any]) -> None:
+    with filling(cache_salt="salt") as (holes, server, _):
+        holes.arrived({"r": (1, [BLOCKS[HOLE_AT]])})
+        scheduled(holes)
+        request, key = own_request(server, other.get("tokens"))
+        request.cache_salt = other.get("cache_salt", request.cache_salt)
+        assert holes.matched(request, key, 0) == 0
+        holes.allocated(request, key, [1], 0)
+        assert scheduled(holes) == WorkerStep()
+
+
+def test_an_engine_that_is_refused_computes_all_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with filling(status=401) as (holes, server, waiting):
+        server.free.set()
+        holes.arrived({"r": (1, [BLOCKS[HOLE_AT]])})
+        scheduled(holes)
+        assert eventually(lambda: bool(caplog.messages))
+        assert eventually(lambda: scheduled(holes).settled == {"r": [BLOCKS[HOLE_AT]]})
+        # The key may be put right.
+        assert watch(holes, waiting).fillable
+
+
+def test_a_url_of_several_engines_is_not_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each would compute the prompt, and this one as well."""
+    with filling() as (holes, server, waiting):
+        server.free.set()
+        holes.arrived({"r": (1, [BLOCKS[HOLE_AT]])})
+        scheduled(holes)
+        assert eventually(lambda: scheduled(holes).settled == {"r": [BLOCKS[HOLE_AT]]})
+        assert "another engine has answered" in caplog.text
+        assert not watch(holes, waiting).fillable

@@ -72,8 +72,8 @@ class Contender:
     """A connector."""
 
     name: str  # in the table
-    # Its `kv-transfer-config`, given the host and where it listens.
-    config: Callable[[Host, str], dict[str, Any]]
+    # Its `kv-transfer-config`, given the host, where it listens, and the server's URL.
+    config: Callable[[Host, str, str], dict[str, Any]]
     unknown: Forge  # makes a reference to what was never there
     out_of_range: Forge  # makes one whose numbers mean nothing
     environment: Mapping[str, str] = field(default_factory=dict)  # of its engines
@@ -457,6 +457,7 @@ def _engine(
     host: Host,
 ) -> Engine:
     port, kv = free_port(), free_port()
+    url = f"http://{host.http}:{port}"
     log = folder / f"{name}.log"
     log.unlink(missing_ok=True)
     environment = {
@@ -471,8 +472,8 @@ def _engine(
     made = server(
         model,
         log,
-        f"http://{host.http}:{port}",
-        contender.config(host, f"{host.kv}:{kv}"),
+        url,
+        contender.config(host, f"{host.kv}:{kv}", url),
         *("--max-model-len", "1024", "--dtype", "float32"),
         *("--block-size", str(BLOCK_TOKENS)),
         *("--num-gpu-blocks-override", str(setting.blocks(name))),

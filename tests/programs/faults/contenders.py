@@ -11,12 +11,12 @@ from tests.programs.faults.arena import LEASE_S, Contender, Params
 from tests.support.engines.serving import kvwire_config
 
 
-def _kvwire(host: Host, listen: str) -> dict[str, Any]:
-    own = {"require": ["tcp"], "lease_s": LEASE_S, **host.trust}
+def _kvwire(host: Host, listen: str, http: str) -> dict[str, Any]:
+    own = {"require": ["tcp"], "lease_s": LEASE_S, "http": http, **host.trust}
     return kvwire_config(listen, own)
 
 
-def _nixl(host: Host, listen: str) -> dict[str, Any]:
+def _nixl(host: Host, listen: str, http: str) -> dict[str, Any]:
     return {
         "kv_connector": "NixlConnector",
         "kv_buffer_device": "cpu",
