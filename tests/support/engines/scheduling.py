@@ -237,6 +237,11 @@ class Rig:
         """The requests to the engine's own server that it has now."""
         return [*self._own]
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether the client of one of these is gone."""
+        return any(asked.gone for asked in self._own.values())
+
     # --- inside -----------------------------------------------------------------------
 
     def _serve(self) -> None:
