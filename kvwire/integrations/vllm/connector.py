@@ -76,11 +76,14 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         if role == base.KVConnectorRole.SCHEDULER:
             self._tables = tuple(sorted({shape.table for shape in shapes}))
             self._holes = _hole_fills(settings, shapes, vllm_config)
+            # On CPUs, vLLM dies of a seed if it computes the prompt in several steps.
+            device = vllm_config.device_config.device_type
             self._scheduler = SchedulerSide(
                 settings,
                 shapes,
                 References.of(config, settings.peers),
                 holes=self._holes,
+                seeds=device != "cpu",
             )
             return
         named = {

@@ -249,11 +249,17 @@ def answer(
     *,
     computed: bool = True,
     ticket: str = "",
+    seeds: bool = False,
 ) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` by which decode finds prefill's KV."""
+    """Return the ``kv_transfer_params`` by which decode finds prefill's KV.
+
+    With `seeds`, a proxy may give any request to this engine a seed.
+    """
     more: dict[str, Any] = {"stages": stages} if stages > 1 else {}
     if ticket:
         more["ticket"] = ticket
+    if seeds:
+        more["seeds"] = True
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

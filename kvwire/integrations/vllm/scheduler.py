@@ -97,8 +97,11 @@ class SchedulerSide:
         references: References,
         salt: bytes = b"",
         holes: HoleFills | None = None,
+        *,
+        seeds: bool = False,
     ) -> None:
         self._settings = settings
+        self._seeds = seeds  # whether any request may have a seed
         self._references = references
         self._shapes = tuple(shapes)
         # The layers of one block table read the same blocks, so one shape represents
@@ -246,7 +249,13 @@ class SchedulerSide:
             ticket = tickets.write(
                 send.blocks, send.generations, send.content, self._serials
             )
-        said = answer(send.transfer_id, self._addresses, stages, ticket=ticket)
+        said = answer(
+            send.transfer_id,
+            self._addresses,
+            stages,
+            ticket=ticket,
+            seeds=self._seeds,
+        )
         return True, self._references.signed(said)
 
     def take_observed(self) -> Observed:

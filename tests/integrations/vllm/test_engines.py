@@ -23,6 +23,13 @@ import pytest
 import kvwire
 from kvwire.cli.doctor.command import UNWELL
 from kvwire.cli.main import main
+from tests.programs.first_token.requests import (
+    Likeness,
+    apart,
+    draw,
+    likeness,
+    warm_up,
+)
 from tests.support.engines.models import make_model
 from tests.support.engines.pairs import Pair, running
 from tests.support.engines.relay import BLOCK_TOKENS, Relay
@@ -191,6 +198,22 @@ def _of_prompt(answer: Any) -> list[float]:
 
 def test_a_batch(pair: Found) -> None:
     pair.check_alike(range(103, 804, 100), seed=3)
+
+
+def test_prefill_begins_and_decode_continues(pair: Found) -> None:
+    """Answers with all kinds of options are those of one engine."""
+    with httpx.Client() as client:
+        warm_up(client, pair.proxy.url)
+        for seed in range(40):
+            request = draw(random.Random(seed))
+            here = request.answer(client, pair.prefill.url, cache_salt=f"alone {seed}")
+            there = request.answer(client, pair.proxy.url)
+            alike = likeness(here, there)
+            assert alike is not Likeness.DIFFERENT, (seed, apart(here, there))
+        text = client.get(f"{pair.proxy.url}/metrics").text
+    begun = re.search(r'_first_tokens_total{way="prefill"} (\d+)', text)
+    assert begun is not None
+    assert int(begun[1]) > 10, text
 
 
 def test_what_decode_has_is_not_sent_again(pair: Found) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
+EOS_TOKEN = 2
 
 # What differs from a model with grouped queries, "gqa".
 SHAPES: dict[str, dict[str, Any]] = {
@@ -78,6 +79,33 @@ def make_model(kind: str, folder: Path, *, seed: int = 5, **sizes: int) -> Path:
     return path
 
 
+def write_byte_tokenizer(path: Path) -> None:
+    """Give a model a tokenizer whose tokens are bytes, and pairs of them.
+
+    Random tokens are halves of characters then, as they are not with words.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    common = [one for one in "etaoinshrdlu" if one in letters]
+    merges = [(one, other) for one in common for other in letters[64:96]]
+    merges = merges[: VOCABULARY - len(special) - len(letters)]
+    words = [*special, *letters, *(one + other for one, other in merges)]
+    tokens = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(tokens, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=special[0],
+        bos_token=special[1],
+        eos_token=special[EOS_TOKEN],
+        chat_template=TEMPLATE,
+    ).save_pretrained(path)
+
+
 def make_adapter(folder: Path, seed: int) -> Path:
     """Write an adapter (LoRA) of "gqa", large enough to matter."""
     import torch
@@ -113,7 +141,7 @@ def _network(kind: str, sizes: Mapping[str, int]) -> Any:
         "max_position_embeddings": 8192,
         "initializer_range": 0.3,
         "bos_token_id": 1,
-        "eos_token_id": 2,
+        "eos_token_id": EOS_TOKEN,
         **SHAPES[kind],
         **sizes,
     }

@@ -28,6 +28,7 @@ from kvwire.aio import end_task, start_task
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.hints import HINTS_FIELD, read_hints
+from kvwire.integrations.vllm.announce import PREFILL
 from kvwire.integrations.vllm.proxy import asgi
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
 from kvwire.integrations.vllm.proxy.checking import SharingCheck
@@ -125,6 +126,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     discovery: Discovery | None = None,
     operator_key: bytes = b"",
     migrate: bool = False,
+    first_token: str = PREFILL,
     client: EngineClient | None = None,
     ending: Ending | None = None,
     hints: bool = False,
@@ -144,7 +146,14 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
         dispatcher.budget,
         lambda: discovery.ignored if discovery else 0,
     )
-    moves = Moves(dispatcher, fleet, state.moves) if migrate else None
+    moves = Moves(
+        dispatcher,
+        fleet,
+        state.moves,
+        state.first_tokens,
+        migrate=migrate,
+        early=first_token == PREFILL,
+    )
     registry = CollectorRegistry()
     registry.register(ProxyCollector(state))
     ending = ending or Ending()
@@ -250,7 +259,7 @@ class _Front:
     dispatcher: Dispatcher
     state: ProxyState
     operator_key: bytes
-    moves: Moves | None
+    moves: Moves
     registry: CollectorRegistry
     ending: Ending
     # Whether engines get clients' KV hints.
@@ -369,7 +378,7 @@ class _Front:
         self._check_operator(asked)
         wanted = await _order(asked, _Drain)
         engine = self.state.fleet.drain(wanted.engine, draining=wanted.drain)
-        if self.moves is not None and wanted.drain and wanted.move:
+        if self.moves.migrate and wanted.drain and wanted.move:
             async with self.ending.limits():
                 await self.moves.move(self._at(engine))
         with contextlib.suppress(TimeoutError):
@@ -400,7 +409,7 @@ class _Front:
     async def migrate(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
         """Move one request, or all requests of one engine, to another engine."""
         self._check_operator(asked)
-        if self.moves is None:
+        if not self.moves.migrate:
             why = "the proxy was started without --migrate"
             raise Refused(HTTPStatus.CONFLICT, why)
         wanted = await _order(asked, _Migrate)
@@ -440,7 +449,7 @@ class _Front:
         requests[asked] = None  # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
         stack.callback(requests.pop, asked)
         await stack.enter_async_context(self.state.admission.turn())
-        if self.moves is not None and asked.content is None:
+        if asked.content is None:
             return await self.moves.ask(asked, stack)
         return await self.dispatcher.ask(asked, stack)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kvwire.directory import Selector, open_directory
 from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.engines import parse_engine
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discovery=discovery,
         operator_key=operator_key,
         migrate=options.migrate,
+        first_token=options.first_token,
         ending=ending,
         hints=options.kv_hints,
         store=store,
@@ -166,6 +168,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--store-seed", default="", help="the engines' PYTHONHASHSEED, if it is set"
+    )
+    parser.add_argument(
+        "--first-token",
+        choices=(PREFILL, DECODE),
+        default=PREFILL,
+        help="which engine sends a stream's first token, where both would send the "
+        "same: prefill, as soon as it has it",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

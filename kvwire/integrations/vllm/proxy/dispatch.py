@@ -47,6 +47,14 @@ from kvwire.integrations.vllm.proxy.client import (
     EngineResponse,
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
+from kvwire.integrations.vllm.proxy.first import (
+    DECODE_FIRST,
+    FIRST_OF_ITS_KIND,
+    ONE_ENGINE,
+    Continued,
+    FirstToken,
+    read_beginning,
+)
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.limits import (
     PROXY_BODY_BYTES_MAX,
@@ -96,6 +104,8 @@ class ClientRequest:
     engines: tuple[str, ...] = ()  # URLs of its engines
     decode: VllmEngine | None = None  # the engine that answers
     hints: Any = None  # KV hints for the engine that answers; None without any
+    # Its first token, if prefill may send that; None if decode answers all of it.
+    first: FirstToken | None = None
 
     def sent(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a body for an engine, its large fields as the client sent them."""
@@ -137,7 +147,11 @@ class Dispatcher:
         last = EngineFailed(None, "no engine takes requests")
         # Reasons by role, since clients need not know engines' addresses.
         whys: dict[str, None] = {}
-        while (decode := self._fleet.pick_to_answer(asked.body, tried)) is not None:
+        # Nothing is left to decode behind one token, so a prefill engine answers alone.
+        one = asked.content is None and limit_of(asked.body) == 1
+        roles = (PREFILL, DECODE) if one else (DECODE, PREFILL)
+        pick = self._fleet.pick_to_answer
+        while (decode := pick(asked.body, tried, roles=roles)) is not None:
             now = self._fleet.clock()
             # If no engine was reached, a further try costs no engine any work.
             if tried and (last.reached or decode.is_down(now)):
@@ -145,7 +159,7 @@ class Dispatcher:
                 if alone and decode.is_down(now):
                     break
             prefill = None
-            if not alone:
+            if not (alone or one):
                 prefill = await self._pick_prefill(asked, decode, tried, last)
             asked.engines = (decode.url,)
             asked.decode = decode
@@ -227,70 +241,88 @@ class Dispatcher:
 
         Cancel safety: safe, as :meth:`ask`.
         """
+        first = asked.first
+        if first is not None:
+            first.why = ONE_ENGINE
         if source is None:
             return await self._answer(to, asked, asked.body, attempt)
+        wanted = asked.body
+        if first is not None:
+            more = first.of_both(source)
+            first = first if more is not None else None
+            wanted = {**wanted, **(more or {})}
         # In sequence, prefill names the KV when it has it.
         in_sequence = self._order == IN_SEQUENCE
         name = "" if in_sequence else secrets.token_hex(16)
         named = name, self._references
-        body = for_prefill(asked.body, to.server, *named)
+        body = for_prefill(wanted, to.server, *named)
+        if first is not None:
+            body["return_token_ids"] = True
         computed = asyncio.ensure_future(self._compute(source, asked, body))
         # Its answer comes at about the time of decode's, and is not cut off then.
         attempt.push_async_callback(end_task, computed)
-        body = for_decode(asked.body, source.server, *named)
+        body = for_decode(wanted, source.server, *named)
         asked.engines = (source.url, to.url)
         params: Any = None
         if in_sequence:
             asked.waits_for = "the prompt's KV"
-            said, params = await computed
-            if said.is_error:
-                return said
-            params = params or _NOT_SENT
+            prompt = await computed
+            if prompt.response.is_error:
+                return prompt.response
+            params = prompt.params or _NOT_SENT
             # Prefill knows best which of its ranks has the KV, and where.
             body["kv_transfer_params"] = params
         found = None
         if params != _NOT_SENT:
-            found = await self._fetched(to, asked, body, computed, attempt)
+            fetching = self._fetched(to, asked, first, body, computed, attempt)
+            found = await fetching
         return found or await self._answer(to, asked, asked.body, attempt)
 
     async def _fetched(
         self,
         engine: VllmEngine,
         asked: ClientRequest,
+        first: FirstToken | None,
         body: dict[str, Any],
-        computed: asyncio.Future[tuple[EngineResponse, Any]],
+        computed: asyncio.Future[_Computed],
         attempt: AsyncExitStack,
     ) -> EngineResponse | None:
         """Return the answer of an engine that fetches KV; see :func:`_first_of`.
+
+        If prefill has given the first token, it returns at once, and the answer goes on
+        with that engine's.
 
         Return None also if the engine reports a failure: unless configured to
         recompute, vLLM fails a request whose KV was lost, and the engine itself may be
         healthy.
         """
-        async with AsyncExitStack() as waiting:
-            answer = asyncio.ensure_future(self._answer(engine, asked, body, waiting))
-            try:
-                found = await _first_of(answer, computed)
-            except EngineFailed as exc:
-                lost = HTTPStatus.INTERNAL_SERVER_ERROR
-                if exc.engine is not engine or exc.status != lost:
-                    raise
-                logger.warning("%s; it is asked without KV", exc)
-                self.budget.spend()  # paid like any other try of one engine alone
-                return None
-            finally:
-                await end_task(answer)
-            if found is not None and found.engine is engine:
-                attempt.push_async_exit(waiting.pop_all())
-            return found
+        waiting = await attempt.enter_async_context(AsyncExitStack())
+        answer = asyncio.ensure_future(self._answer(engine, asked, body, waiting))
+        # It ends before its connection does.
+        attempt.push_async_callback(end_task, answer)
+        found: EngineResponse | None = None
+        try:
+            if first is not None:
+                found = await _begun_by_prefill(first, engine, answer, computed)
+            found = found or await _first_of(answer, computed)
+            if first is not None and first.why == FIRST_OF_ITS_KIND:
+                await _learn(first, engine, found, computed)
+        except EngineFailed as exc:
+            lost = HTTPStatus.INTERNAL_SERVER_ERROR
+            if exc.engine is not engine or exc.status != lost:
+                raise
+            logger.warning("%s; it is asked without KV", exc)
+            self.budget.spend()  # paid like any other try of one engine alone
+            found = None
+        if found is None or found.engine is not engine:
+            await end_task(answer)
+            await waiting.aclose()
+        return found
 
     async def _compute(
         self, engine: VllmEngine, asked: ClientRequest, body: dict[str, Any]
-    ) -> tuple[EngineResponse, Any]:
-        """Let an engine compute a prompt; return its answer, and where the KV is.
-
-        The location is None if the answer cannot be parsed.
-        """
+    ) -> _Computed:
+        """Let an engine compute a prompt; return its answer, and where the KV is."""
         with engine.at_work():
             async with self._client.ask(
                 engine, asked.path, asked.headers, asked.sent(body)
@@ -302,16 +334,19 @@ class Dispatcher:
         # Python's decoder would accept half of a surrogate pair, which cannot be sent
         # to decode.
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
-            params = msgspec.json.decode(content).get("kv_transfer_params")
+            fields = msgspec.json.decode(content)
+            params = fields.get("kv_transfer_params")
             if said.is_error:
-                return said, _NOT_SENT
+                return _Computed(said, _NOT_SENT, fields)
             params = params if isinstance(params, dict) else _NOT_SENT
+            engine.seeds = params.get("seeds") is True
             named = body["kv_transfer_params"]["transfer_id"]
             # Decode would wait for a prompt of another connector in vain, unless it has
             # that connector too and is asked behind prefill.
             right = engine.shared.note_params(params, named)
-            return said, params if right or not named else _NOT_SENT
-        return said, None
+            params = params if right or not named else _NOT_SENT
+            return _Computed(said, params, fields)
+        return _Computed(said, None, None)
 
     async def _answer(
         self,
@@ -337,6 +372,15 @@ class Dispatcher:
         first = await _begun(said, passed=asked.content is not None)
         said.parts = _Chained(first, said.parts)
         return said
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """Hold prefill's answer."""
+
+    response: EngineResponse
+    params: dict[str, Any] | None  # where the KV is; None if it cannot be parsed
+    said: Any  # its fields; None likewise
 
 
 @dataclass(slots=True)
@@ -401,7 +445,7 @@ class _Stream(AsyncIterator[bytes]):
 
 async def _first_of(
     answer: asyncio.Future[EngineResponse],
-    computed: asyncio.Future[tuple[EngineResponse, Any]],
+    computed: asyncio.Future[_Computed],
 ) -> EngineResponse | None:
     """Return decode's answer, or prefill's if that fails or refuses first.
 
@@ -411,13 +455,52 @@ async def _first_of(
     await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)
     if computed.done() and (not answer.done() or answer.exception() is not None):
         # If both have failed, decode may have failed because it got no KV.
-        said, params = computed.result()
-        if said.is_error:
-            return said
-        if params == _NOT_SENT:
+        prompt = computed.result()
+        if prompt.response.is_error:
+            return prompt.response
+        if prompt.params == _NOT_SENT:
             return None
         await asyncio.wait((answer,))
     return answer.result()
+
+
+async def _begun_by_prefill(
+    first: FirstToken,
+    decode: VllmEngine,
+    answer: asyncio.Future[EngineResponse],
+    computed: asyncio.Future[_Computed],
+) -> EngineResponse | None:
+    """Return a stream that begins with prefill's token; None if decode begins it."""
+    await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)
+    if answer.done() or computed.exception() is not None:
+        first.why = DECODE_FIRST
+        return None
+    prompt = computed.result()
+    if prompt.response.is_error or prompt.params == _NOT_SENT:
+        return None
+    if not (content_type := first.begin(decode, prompt.said)):
+        return None
+    kept = prompt.response.headers.items()
+    headers = {name: value for name, value in kept if name not in FRAMES}
+    headers["content-type"] = content_type
+    parts = Continued(first, decode, answer)
+    return EngineResponse(decode, HTTPStatus.OK, headers, parts)
+
+
+async def _learn(
+    first: FirstToken,
+    decode: VllmEngine,
+    answer: EngineResponse | None,
+    computed: asyncio.Future[_Computed],
+) -> None:
+    """Learn how decode begins its streams, from its answer and prefill's."""
+    if answer is None or answer.engine is not decode or answer.is_error:
+        return
+    kind = answer.headers.get("content-type", "")
+    if kind.startswith(EVENTS):
+        content, rest = await read_beginning(answer, first.count)
+        first.learn(decode, kind, content, computed.result().said)
+        answer.parts = _Chained(content + rest, answer.parts)
 
 
 def _failure(said: EngineResponse, content: bytes) -> EngineFailed:
@@ -456,6 +539,12 @@ def _quoted(body: bytes) -> str:
 # --- what each of the two is asked ---------------------------------------------------
 
 
+def limit_of(body: Mapping[str, Any]) -> Any:
+    """Return a request's limit of tokens; None if it sets none."""
+    newer = body.get("max_completion_tokens")
+    return body.get("max_tokens") if newer is None else newer
+
+
 def is_for_two(body: dict[str, Any]) -> bool:
     """Return whether two engines can share a request.
 
@@ -480,6 +569,9 @@ def for_prefill(
 ) -> dict[str, Any]:
     """Return the prefill engine's request: the prompt, and one token to generate."""
     asked = {key: value for key, value in body.items() if key not in _OF_DECODING}
+    # Then the first token does not end the answer.
+    if body.get("min_tokens"):
+        asked["min_tokens"] = 1
     asked["max_tokens"] = 1
     if "max_completion_tokens" in asked:
         asked["max_completion_tokens"] = 1

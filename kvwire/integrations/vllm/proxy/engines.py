@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import xxhash
@@ -62,6 +62,16 @@ def _is_url(text: str) -> bool:
     return parts.scheme in ("http", "https") and bool(where) and not more
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Hold the form in which an engine begins its streams."""
+
+    content_type: str  # of the stream
+    # Its first events, up to the first token; none if it makes more of an answer than
+    # its text.
+    events: list[dict[str, Any]]
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class VllmEngine:
     """Follow one engine from its start to its end; a restart is another object."""
@@ -87,6 +97,10 @@ class VllmEngine:
     failed: int = 0  # requests it has failed
     # What became of the prompts that it shares with another engine.
     shared: SharedPrompts = field(default_factory=SharedPrompts)
+    # Whether it says that any request may have a seed.
+    seeds: bool = False
+    # How its streams begin, by path, and by whether each event counts tokens.
+    beginnings: dict[tuple[str, bool], Beginning] = field(default_factory=dict)
     seed: int = field(init=False)  # a hash of its URL, for rendezvous hashing
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)

@@ -90,6 +90,8 @@ class EngineFleet:
         body: Mapping[str, Any],
         tried: Collection[VllmEngine],
         model: str | None = None,
+        *,
+        roles: Sequence[str] = (DECODE, PREFILL),
     ) -> VllmEngine | None:
         """Return the engine that answers a request, or None.
 
@@ -97,7 +99,7 @@ class EngineFleet:
         that is down is picked only if all are down, since it may be back.
         """
         for down in (False, True):
-            for role in (DECODE, PREFILL):
+            for role in roles:
                 engine = self.pick(role, body, tried, model, down=down)
                 if engine is not None:
                     return engine

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing
@@ -31,15 +32,17 @@ from typing import Any, Final
 
 import msgspec
 
-from kvwire.integrations.vllm.announce import DECODE
+from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.proxy.client import EngineFailed, EngineResponse
 from kvwire.integrations.vllm.proxy.dispatch import (
     FRAMES,
     ClientRequest,
     Dispatcher,
     is_for_two,
+    limit_of,
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
+from kvwire.integrations.vllm.proxy.first import COMPLETIONS, Continued, FirstToken
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.limits import (
     PROXY_EVENT_BYTES_MAX,
@@ -59,6 +62,7 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 MOVED: Final = "moved"
 STAYED: Final = "stayed"
+REGAINED: Final = "regained"
 
 # Fields with the same effect whether a token is in the prompt or in the answer. Any
 # other field may treat the two differently, so a request with it cannot move.
@@ -93,7 +97,6 @@ _EXACT: Final = frozenset(
         "truncation_side",
     )
 )
-_COMPLETIONS: Final = "/v1/completions"
 # A chat's fields instead of a prompt, and its newer name for max_tokens.
 _OF_CHATS: Final = (
     "messages",
@@ -106,6 +109,40 @@ _OF_CHATS: Final = (
 _DONE: Final = frozenset(
     ("truncate_prompt_tokens", "truncation_side", "request_id", *_OF_CHATS)
 )
+# Reasons why decode sends a first token, beside those of first.py.
+OFF: Final = "off"
+SINGLE: Final = "one token"
+NOT_STREAMED: Final = "not streamed"
+_OTHER_FIELD: Final = "another field"
+# Fields that are such a reason; clients may send any others.
+_NAMED: Final = frozenset(
+    (
+        "stream",
+        "stream_options",
+        "messages",
+        "prompt",
+        "max_tokens",
+        "n",
+        "best_of",
+        "echo",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "stop",
+        "presence_penalty",
+        "frequency_penalty",
+        "bad_words",
+        "response_format",
+        "structured_outputs",
+        "tools",
+        "tool_choice",
+        OFF,
+        SINGLE,
+        NOT_STREAMED,
+    )
+)
+# Of the names that the proxy gives to requests.
+_NAME_BYTES: Final = 16
 _ENDED: Final = "it has ended"
 # The reason that vLLM gives for the end of an answer when it is stopped.
 _ABORT: Final = "abort"
@@ -121,7 +158,7 @@ _HELD_TOKENS_MAX: Final = 4
 
 def immovable_field(path: str, body: Mapping[str, Any]) -> str:
     """Return the field that prevents a request from moving; "" if it can move."""
-    chat = path != _COMPLETIONS
+    chat = path != COMPLETIONS
     if chat and not _is_text(body.get("messages")):
         return "messages"
     if body.get("stream") not in (None, False, True):
@@ -129,7 +166,7 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
     if not body.get("stream") and body.get("stream_options") is not None:
         return "stream_options"
     # Without a limit, a chat ends at the end of its engine's context.
-    if type(_limit(body)) is not int and not (chat and _limit(body) is None):
+    if type(limit_of(body)) is not int and not (chat and limit_of(body) is None):
         return "max_tokens"
     if body.get("seed") is not None and body.get("temperature") != 0:
         return "seed"
@@ -141,10 +178,25 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
     return "" if is_for_two(dict(body)) else "prompt"
 
 
-def _limit(body: Mapping[str, Any]) -> Any:
-    """Return a request's token limit; None if it sets none."""
-    newer = body.get("max_completion_tokens")
-    return body.get("max_tokens") if newer is None else newer
+def waiting_field(path: str, body: Mapping[str, Any]) -> str:
+    """Return the field for which decode begins a stream; "" if prefill may begin it.
+
+    Behind a first token, a request goes on at decode itself unless the two engines
+    sample different ones. Only then its rest has to follow from the tokens, and a seed
+    may go on as another one.
+    """
+    if limit_of(body) == 1:
+        return SINGLE
+    if not body.get("stream"):
+        return NOT_STREAMED
+    exact = {name: value for name, value in body.items() if name != "seed"}
+    stop = exact.get("stop")
+    stops = [stop] if isinstance(stop, str) else stop
+    if isinstance(stops, list) and all(isinstance(one, str) for one in stops):
+        del exact["stop"]  # see first.py
+    if path == COMPLETIONS and type(exact.get("logprobs")) is int:
+        del exact["logprobs"]
+    return immovable_field(path, exact)
 
 
 def _is_text(messages: Any) -> bool:
@@ -161,9 +213,12 @@ def _is_text(messages: Any) -> bool:
 class MovableStream:
     """Pass on an engine's stream of events, and move it to another engine."""
 
-    def __init__(self, moves: Moves, asked: ClientRequest) -> None:
+    def __init__(
+        self, moves: Moves, asked: ClientRequest, *, follows: bool = True
+    ) -> None:
         self._moves = moves
         self._asked = asked
+        self._follows = follows  # whether it can move until its end
         self._gives_up = AsyncExitStack()
         self._parts: AsyncIterator[bytes] | None = None
         self._read = b""  # bounded: PROXY_EVENT_BYTES_MAX
@@ -178,12 +233,16 @@ class MovableStream:
         # A parser of thoughts or tools has a state that does not follow from tokens.
         # Such a parser shows in the answer: it has more than content, or no content at
         # the beginning.
-        self._chat = asked.path != _COMPLETIONS
+        self._chat = asked.path != COMPLETIONS
         self._plain = not self._chat
         self._parsed = False
         self._over = False
         self._moving = False
         self._order: tuple[VllmEngine, asyncio.Future[str]] | None = None
+        # Of a stream that prefill began, if decode fails to continue it: the end of the
+        # token's text, and how far the text of tokens has come.
+        self._kept = ""
+        self._offset = 0
         # The answer's id, as the client sees it; "" before the answer has begun.
         self.id: str = ""
 
@@ -197,12 +256,17 @@ class MovableStream:
         asked = self._asked
         streamed = bool(asked.body.get("stream"))
         body = asked.body if streamed else asked.body | AS_STREAM
-        asked.body = body | {"return_token_ids": True}
+        asked.body = body | {"return_token_ids": True} if self._follows else body
         answer = await self._moves.dispatcher.ask(asked, self._gives_up)
         asked.body = body
-        if answer.status != HTTPStatus.OK:
+        begun = asked.first is not None and not asked.first.why
+        if answer.status != HTTPStatus.OK or not (begun or self._follows):
             return answer
         self._parts = answer.parts
+        if asked.first is not None and begun:
+            answer.parts = parts = _written(self._continued(asked.first, answer))
+            stack.push_async_callback(parts.aclose)
+            return answer
         # The length of the client's answer is not known yet.
         answer.headers = {
             name: value for name, value in answer.headers.items() if name not in FRAMES
@@ -256,6 +320,35 @@ class MovableStream:
         return bool(self._prompt) and self._plain and not self._parsed
 
     # --- the client's task ------------------------------------------------------------
+
+    async def _continued(
+        self, first: FirstToken, answer: EngineResponse
+    ) -> AsyncGenerator[Event]:
+        """Pass on a stream that prefill has begun."""
+        self._prompt = first.prompt
+        self._first = {name: first.events[0][name] for name in _OF_ANSWER}
+        self.id = self._first["id"]
+        self._plain = True
+        (self._tokens if first.seen else self._held_ids).append(first.token)
+        for event in first.events:
+            yield event
+        if not self._follows:
+            parts = self._parts
+            assert isinstance(parts, Continued)
+            try:
+                part = await anext(parts)
+            except EngineFailed as exc:
+                if not await self._recovered(exc):
+                    raise
+                self._kept = first.kept if first.seen else ""
+                self._offset = _end_of(first.events[-1])
+            else:
+                # What follows is decode's own, and no longer passes through here.
+                answer.parts = parts.unchanged or parts
+                yield part
+                return
+        async for relayed in self._relayed():
+            yield relayed
 
     async def _relayed(self) -> AsyncGenerator[Event]:
         while True:
@@ -314,6 +407,7 @@ class MovableStream:
         complete = not choices
         for choice in choices:
             self._take_ids(said, choice)
+            self._append(choice)
             self._over = self._over or choice.get("finish_reason") is not None
             complete = self._translate(choice) or complete or self._over
         if usage := said.get("usage"):
@@ -341,6 +435,15 @@ class MovableStream:
             if self._prompt or not shown:
                 holder["prompt_token_ids"] = None
             self._prompt = self._prompt or list(prompt)
+
+    def _append(self, choice: dict[str, Any]) -> None:
+        """Let a choice follow what the client has of its first token."""
+        if self._kept and (choice.get("text") or choice.get("finish_reason")):
+            choice["text"] = self._kept + choice["text"]
+            self._kept = ""
+        if self._offset and choice.get("logprobs"):
+            logged = choice["logprobs"]
+            logged["text_offset"] = [self._offset + n for n in logged["text_offset"]]
 
     def _count(self, usage: dict[str, Any]) -> None:
         """Correct the usage to that of a single engine."""
@@ -386,6 +489,12 @@ class MovableStream:
         if here is None or not self._can_move:
             return False
         logger.warning("%s broke off its answer: %s", here.url, error.why)
+        # It is well if it has another first token, or lacks KV that was lost.
+        if not error.down or error.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._moves.dispatcher.budget.spend()
+            if not await self._switch(here, None):
+                self._moves.counts[REGAINED] += 1
+                return True
         here.failed += 1
         self._moves.fleet.down(here)
         # If two engines die at the same token, that token may be the cause.
@@ -453,13 +562,16 @@ class MovableStream:
         done = len(self._tokens)
         body = {key: value for key, value in asked.body.items() if key not in _DONE}
         body["prompt"] = [*self._prompt, *self._tokens]
-        if (limit := _limit(asked.body)) is not None:
+        if (limit := limit_of(asked.body)) is not None:
             limit = max(0, limit - done)
         body["max_tokens"] = limit
         if type(body.get("min_tokens")) is int:
             body["min_tokens"] = max(0, body["min_tokens"] - done)
+        # Its numbers so far are used; the same ones again would depend on them.
+        if type(body.get("seed")) is int:
+            body["seed"] += done
         body["return_token_ids"] = True
-        return ClientRequest(_COMPLETIONS, body, asked.headers, asked.since)
+        return ClientRequest(COMPLETIONS, body, asked.headers, asked.since)
 
     def _end(self) -> None:
         self._over = True
@@ -469,6 +581,14 @@ class MovableStream:
 
 class _Aborted(EngineFailed):
     """Report an engine that ends its answers because it was asked to stop."""
+
+
+def _end_of(event: Mapping[str, Any]) -> int:
+    """Return where the text of a completion's last token ends, by its logprobs."""
+    logged = event["choices"][0].get("logprobs") or {}
+    if "text_offset" not in logged:
+        return 0
+    return int(logged["text_offset"][-1] + len(logged["tokens"][-1]))
 
 
 async def _written(events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
@@ -491,6 +611,9 @@ class Moves:
     dispatcher: Dispatcher
     fleet: EngineFleet
     counts: Counter[str]  # results by kind
+    begun: Counter[str] = field(default_factory=Counter)  # see `ask`
+    migrate: bool = True  # whether streams can move until their end
+    early: bool = False  # whether prefill's first token goes to the client
     # bounded: PROXY_RUNNING_MAX
     streams: dict[ClientRequest, MovableStream] = field(default_factory=dict)
 
@@ -499,12 +622,27 @@ class Moves:
 
         Cancel safety: safe, as that.
         """
-        if immovable_field(asked.path, asked.body):
-            return await self.dispatcher.ask(asked, stack)
-        stream = MovableStream(self, asked)
-        self.streams[asked] = stream  # bounded: PROXY_RUNNING_MAX
-        stack.callback(self.streams.pop, asked)
-        return await stream.begin(stack)
+        follows = self.migrate and not immovable_field(asked.path, asked.body)
+        why = waiting_field(asked.path, asked.body) if self.early else OFF
+        if not why:
+            asked.first = FirstToken(asked.path, asked.body)
+            # By it, both engines name the answer alike.
+            name = secrets.token_hex(_NAME_BYTES)
+            asked.headers = {"x-request-id": name, **asked.headers}
+        try:
+            if not (follows or asked.first):
+                return await self.dispatcher.ask(asked, stack)
+            stream = MovableStream(self, asked, follows=follows)
+            if follows:
+                self.streams[asked] = stream  # bounded: PROXY_RUNNING_MAX
+                stack.callback(self.streams.pop, asked)
+            return await stream.begin(stack)
+        finally:
+            if asked.first is not None:
+                why = asked.first.why or PREFILL
+            elif why not in _NAMED:
+                why = _OTHER_FIELD
+            self.begun[why] += 1  # bounded: the reasons above, and those of first.py
 
     async def move(
         self, asked: list[ClientRequest], to: VllmEngine | None = None

@@ -34,8 +34,11 @@ class ProxyState:
     # Answers begun, by status.
     answered: Counter[int] = field(default_factory=Counter)
     # Results of streams that should continue at another engine: `"moved"`, `"stayed"`,
-    # or `"recovered"` from an engine that died.
+    # or `"recovered"` from an engine that died; and `"regained"` of those that decode
+    # did not continue behind prefill's first token.
     moves: Counter[str] = field(default_factory=Counter)
+    # Requests by who sends their first token: `"prefill"`, or why decode does.
+    first_tokens: Counter[str] = field(default_factory=Counter)
 
 
 class ProxyCollector(Collector):
@@ -54,6 +57,7 @@ class ProxyCollector(Collector):
         for name, text, label, counted in (
             ("requests", "Requests answered, by status", "status", state.answered),
             ("moves", "Streams sent elsewhere, by outcome", "outcome", state.moves),
+            ("first_tokens", _FIRST, "way", state.first_tokens),
         ):
             metric = CounterMetricFamily(f"kvwire_proxy_{name}", text, labels=[label])
             for key, number in sorted(counted.items()):
@@ -83,6 +87,7 @@ class ProxyCollector(Collector):
 
 _COUNTER: Final[type[Any]] = CounterMetricFamily
 _GAUGE: Final[type[Any]] = GaugeMetricFamily
+_FIRST: Final = "Requests by who sends the first token: prefill, or why decode does"
 _REFUSED: Final = "Tries beyond the budget: at one engine that is well, or none"
 _IGNORED: Final = "Entries of the directory that could not be used"
 _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {

@@ -1,0 +1,1 @@
+"""Answers through the proxy and of one engine alone, compared byte by byte."""
