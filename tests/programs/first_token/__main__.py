@@ -29,8 +29,10 @@ from tests.support.engines.models import make_model, write_byte_tokenizer
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import before, engine, front
 
-# Requests at once; more would not be faster on two cores.
-AT_ONCE: Final = 6
+# Between two looks at the time.
+_ROUND: Final = 48
+# Requests at once.
+AT_ONCE: Final = 12
 
 
 def main() -> int:
@@ -77,10 +79,10 @@ def _run(folder: Path, options: argparse.Namespace) -> int:
         began = time.monotonic()
         with ThreadPoolExecutor(AT_ONCE) as pool:
             seeds = range(options.seed, options.seed + options.answers)
-            for start in range(0, len(seeds), 100):
+            for start in range(0, len(seeds), _ROUND):
                 if time.monotonic() - began > options.seconds:
                     break
-                for seed, alike in pool.map(compare, seeds[start : start + 100]):
+                for seed, alike in pool.map(compare, seeds[start : start + _ROUND]):
                     found[alike] += 1
                     wrong += [seed] * (alike is Likeness.DIFFERENT)
                 print(f"{found.total()} answers, {len(wrong)} different", flush=True)

@@ -64,9 +64,9 @@ class Request:
 def draw(chance: random.Random) -> Request:
     """A request that one engine answers the same each time."""
     chat = chance.random() < 0.4
-    body: dict[str, Any] = {"model": "m", "max_tokens": chance.choice((2, 3, 8, 16))}
+    body: dict[str, Any] = {"model": "m", "max_tokens": chance.choice((2, 3, 5, 9))}
     sampled = chance.random() < 0.5
-    lengths = [1, 7, 40, 40, 127, 128, 129, 300, 700, 2100]
+    lengths = [1, 7, 40, 40, 40, 60, 127, 128, 129, 300, 700, 2100]
     # On CPUs, vLLM dies of a seed if it computes a prompt in several steps.
     length = chance.choice(lengths[: -1 if sampled else None])
     ids = [chance.randrange(5, VOCABULARY) for _ in range(length)]
