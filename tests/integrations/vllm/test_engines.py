@@ -30,7 +30,7 @@ from tests.programs.first_token.requests import (
     likeness,
     warm_up,
 )
-from tests.support.engines.models import make_model
+from tests.support.engines.models import make_model, write_byte_tokenizer
 from tests.support.engines.pairs import Pair, running
 from tests.support.engines.relay import BLOCK_TOKENS, Relay
 from tests.support.engines.serving import (
@@ -99,6 +99,7 @@ def pair(
 ) -> Iterator[Found]:
     folder = tmp_path_factory.mktemp("vllm")
     model = make_model("gqa", folder)
+    write_byte_tokenizer(model)
     transfer = {"lease_s": LEASE_S, "require": ["tcp"]}
     traces = (
         "--otlp-traces-endpoint",
@@ -204,7 +205,7 @@ def test_prefill_begins_and_decode_continues(pair: Found) -> None:
     """Answers with all kinds of options are those of one engine."""
     with httpx.Client() as client:
         warm_up(client, pair.proxy.url)
-        for seed in range(40):
+        for seed in range(25):
             request = draw(random.Random(seed))
             here = request.answer(client, pair.prefill.url, cache_salt=f"alone {seed}")
             there = request.answer(client, pair.proxy.url)
@@ -213,7 +214,7 @@ def test_prefill_begins_and_decode_continues(pair: Found) -> None:
         text = client.get(f"{pair.proxy.url}/metrics").text
     begun = re.search(r'_first_tokens_total{way="prefill"} (\d+)', text)
     assert begun is not None
-    assert int(begun[1]) > 10, text
+    assert int(begun[1]) > 5, text
 
 
 def test_what_decode_has_is_not_sent_again(pair: Found) -> None:
