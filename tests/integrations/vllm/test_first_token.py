@@ -86,7 +86,8 @@ class Vllm:
         said = {"id": "prefill", "created": 1, "model": "m", "choices": [choice]}
         (said if chat else choice)["prompt_token_ids"] = asked if listed else None
         said["usage"] = {"prompt_tokens": len(asked), "completion_tokens": 1}
-        where = {"do_remote_prefill": True, "seeds": self.seeds}
+        name = body.get("kv_transfer_params", {}).get("transfer_id") or "t"
+        where = {"do_remote_prefill": True, "transfer_id": name, "seeds": self.seeds}
         return said | {"kv_transfer_params": where}
 
     def logprobs(self, body: dict[str, Any], tokens: list[int]) -> Any:
