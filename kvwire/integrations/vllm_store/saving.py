@@ -127,9 +127,12 @@ class SaveQueue:
     def leave(self, request_id: str) -> None:
         """Note that a request has ended: its blocks are held for saving alone now."""
         one = self._requests.setdefault(request_id, _Request(request_id))
-        # They are in the store's memory, from where a tier takes them when it can.
-        one.again = []
-        self._failing.pop(one, None)
+        if one.again:
+            # They are in the store's memory, from where a tier may take them later.
+            again = sum(len(named.ids) for named in one.again)
+            observe(self._observed, "skipped_blocks", again)
+            one.again = []
+            del self._failing[one]
         one.until = time.monotonic() + self._hold_s
         self._leaving[one] = None
 

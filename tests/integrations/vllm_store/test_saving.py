@@ -143,6 +143,20 @@ def test_what_a_tier_did_not_take_is_put_again_while_its_request_runs(
     queue.freed()
     assert store.stored == [1]
     assert queue.behind == 0
+    assert queue.take_observed()["skipped_blocks"] == [1]
+
+
+def test_what_a_tier_did_not_take_is_not_held_for_it() -> None:
+    store = Store()
+    queue = SaveQueue(store.put, 8, 60.0)
+    queue.add([blocks("a", 1, 2)])
+    store.take(lacking=True)
+    queue.freed()
+    assert queue.behind == 2
+    queue.leave("a")
+    assert queue.freed() == {"a"}
+    assert queue.behind == 0
+    assert queue.take_observed()["skipped_blocks"] == [2]
 
 
 def test_what_was_forgotten_is_not_saved_later() -> None:
