@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.programs.failover.arena import Round, Workload, arena, pause_s
-from tests.programs.failover.cost import Cost, cost_of
+from tests.programs.failover.cost import Cost, cost_of, cost_of_hooks
 from tests.support.engines.models import make_model
 
 
@@ -33,7 +33,17 @@ def main() -> int:
     rounds: list[Round] = []
     with tempfile.TemporaryDirectory(prefix="kvwire-failover-") as made:
         folder = Path(made)
-        model = make_model("gqa", folder)
+        if options.hooks:
+            hooks = cost_of_hooks(folder, streams=options.streams, steps=options.hooks)
+            found["hooks"] = asdict(hooks)
+            print(
+                f"the connector's part of a step: {hooks.engine_s * 1e6:.0f} us of the "
+                f"engine's thread, {hooks.process_s * 1e6:.0f} us of its process; "
+                f"{hooks.blocks} blocks were filled",
+                flush=True,
+            )
+        if options.cost or options.kills:
+            model = make_model("gqa", folder)
         if options.cost:
             sizes = {"streams": options.streams, "tokens": options.tokens}
             cost = cost_of(model, folder, rounds=options.cost, **sizes)
@@ -153,6 +163,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--cost", type=int, default=0, metavar="ROUNDS", help="measure what saves cost"
+    )
+    parser.add_argument(
+        "--hooks", type=int, default=0, metavar="STEPS", help="likewise, without vLLM"
     )
     parser.add_argument("--json", type=Path, help="where every figure goes")
     parser.add_argument("--plot", type=Path, help="a picture of the pauses, as SVG")

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from tests.programs.failover.arena import Workload, connector
+import numpy as np
+
+from kvwire.integrations.vllm_store.config import StoreSettings
+from kvwire.integrations.vllm_store.lookup import Lookup
+from kvwire.integrations.vllm_store.scheduler import StoreScheduler
+from kvwire.integrations.vllm_store.worker import StoreWorker
+from tests.integrations.vllm_store.test_scheduler import Request
+from tests.programs.failover.arena import BLOCK_TOKENS, Workload, connector
+from tests.support.engines.fakes import (
+    DIM,
+    HEADS,
+    LAYERS,
+    NAMES,
+    SHAPE,
+    Cached,
+    New,
+    Output,
+)
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import Engine, engine
 from tests.support.engines.store_server import StoreServer
@@ -68,6 +85,66 @@ def cost_of(
     finally:
         server.kill()
     return found
+
+
+@dataclass(slots=True)
+class Hooks:
+    """What the connector's calls of a step take, without an engine around them."""
+
+    engine_s: float  # of the engine's thread, a step
+    process_s: float  # of the whole process, so with the store's thread
+    blocks: int  # that were filled
+
+
+def cost_of_hooks(folder: Path, *, streams: int, steps: int) -> Hooks:
+    """Have streams decode one token a step as fast as the connector can follow."""
+    server = StoreServer(folder, memory="256MiB", disk="2GiB")
+    settings = StoreSettings(tiers=("memory:64MiB", f"kvwire://{server.address}"))
+    shape = replace(SHAPE, block_tokens=BLOCK_TOKENS)
+    worker = StoreWorker(settings, [shape], folder / "worker")
+    count = streams * (1 + steps // BLOCK_TOKENS)
+    sizes = (LAYERS, count, HEADS, BLOCK_TOKENS, 2 * DIM)
+    worker.register(dict(zip(NAMES, np.zeros(sizes, np.float32), strict=True)))
+    lookup = Lookup([folder / "worker"], 60.0)
+    side = StoreScheduler(BLOCK_TOKENS, lookup.begin)
+
+    def step(output: Output) -> float:
+        began = time.thread_time()
+        said = side.step(output)
+        worker.fence(said)
+        worker.begin_step(said)
+        worker.start_loads()
+        worker.step_written()
+        side.reported(*worker.finished())
+        worker.take_errors()
+        worker.take_observed()
+        return time.thread_time() - began
+
+    free = iter(range(count))
+    requests = [Request(f"r{number}", [number]) for number in range(streams)]
+    names = [one.request_id for one in requests]
+    new = [New(name, ([next(free)],)) for name in names]
+    for one in requests:
+        side.begun(one)
+    try:
+        step(Output(dict.fromkeys(names, 1), new))
+        engine_s, began = 0.0, time.process_time()
+        for at in range(1, steps):
+            filled = at % BLOCK_TOKENS == 0
+            added = [([next(free)],) if filled else None for _ in names]
+            for one in requests:
+                one._all_token_ids.append(at % 500)
+            cached = Cached(names, [*added], [at] * streams)
+            engine_s += step(
+                Output(dict.fromkeys(names, 1), scheduled_cached_reqs=cached)
+            )
+        used = time.process_time() - began
+    finally:
+        lookup.close()
+        worker.close()
+        server.kill()
+    blocks = streams * (steps // BLOCK_TOKENS)
+    return Hooks(engine_s / steps, used / steps, blocks)
 
 
 def _middle(values: list[float]) -> float:

@@ -15,7 +15,7 @@ from tests.programs.failover.arena import (
     arena,
     pause_s,
 )
-from tests.programs.failover.cost import Cost, Rates
+from tests.programs.failover.cost import Cost, Rates, cost_of_hooks
 from tests.support.engines.models import make_model
 from tests.support.engines.serving import NEEDS_VLLM
 
@@ -60,6 +60,13 @@ def test_the_report(tmp_path: Path) -> None:
     assert "0.970 times as fast" in program.cost_line(cost)
     program.plot(rounds, tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
+
+
+def test_what_the_connector_takes_of_a_step(tmp_path: Path) -> None:
+    found = cost_of_hooks(tmp_path, streams=2, steps=3 * BLOCK_TOKENS)
+    assert 0 < found.engine_s < 1
+    assert found.process_s > 0
+    assert found.blocks == 6
 
 
 @NEEDS_VLLM
