@@ -214,9 +214,9 @@ class Placing:
         self.states[which] = state
         self.codes[which] = self._code(reason)
 
-    def better(self, other: Placement) -> None:
-        """Take the states of a placement of the same blocks where they are better."""
-        self._take(np.arange(self.states.size), other, other.states < self.states)
+    def better(self, which: Ids, other: Placement) -> None:
+        """Take the states of a placement of some blocks where they are better."""
+        self._take(which, other, other.states < self.states[which])
 
     def worse(self, other: Placement) -> None:
         """Take the states of a placement of the same blocks where they are worse."""

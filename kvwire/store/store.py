@@ -90,7 +90,7 @@ class BlockStore(StoreManagement):
         nbytes = memory.size(memory.place)
         slab = memory.slab_bytes(nbytes)
         evict = memory.choice("evict", EVICTIONS, "lru")
-        tenants = tenants or Tenants()
+        tenants = Tenants() if tenants is None else tenants
         self._name = memory.text
         self._thread = LoopThread()
         self._threads = Threads()

@@ -63,14 +63,18 @@ class Tenant:
 
         Args:
             text: ``NAME?quota=SIZE&memory=SIZE&disk=SIZE&ttl=SECONDS&pinned=SIZE`` and
-                ``moving=SIZE``, and for a server ``key=FILE`` or ``identity=NAME``.
+                ``moving=SIZE``, and for a server ``key=FILE`` or ``identity=NAME``. No
+                name stands for blocks without a tenant, with the bounds of verbs only.
         """
         if not isinstance(text, str):
             raise UsageError(f"tenant {text!r}: write 'acme?disk=100GiB&ttl=3600'")
         address = TierAddress.parse(f"tenant:{text}")
         name = address.place
         options = address.options
-        if not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
+        if not name and options:
+            # The bounds of blocks that belong to no tenant.
+            address.require("pinned", "moving")
+        elif not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
             raise UsageError(
                 f"tenant {shown(name)}: letters, digits, '.', '_' and '-', at most "
                 f"{NAME_CHARS_MAX}"
@@ -90,6 +94,10 @@ class Tenant:
             options.get("identity", ""),
             address.size_option("moving", 0),
         )
+
+
+def _is_named(tenant: Tenant) -> bool:
+    return bool(tenant.name)
 
 
 def _most(size_bytes: int, quota: int) -> int:
@@ -134,7 +142,10 @@ class Tenants:
         read = (
             one if isinstance(one, Tenant) else Tenant.parse(one) for one in tenants
         )
-        self.listed: tuple[Tenant, ...] = (Tenant(""), *read)
+        listed = sorted(read, key=_is_named)  # that of no tenant in front
+        if not listed or listed[0].name:
+            listed.insert(0, Tenant(""))
+        self.listed: tuple[Tenant, ...] = tuple(listed)
         names = [tenant.name for tenant in self.listed]
         self._numbers = dict(zip(names, range(len(names)), strict=True))
         if len(self._numbers) < len(names):

@@ -52,7 +52,7 @@ class TierStack:
     ) -> None:
         self.name = name
         self.recorder: Recorder | None = None
-        self.tenants: Tenants = tenants or Tenants()
+        self.tenants: Tenants = Tenants() if tenants is None else tenants
         self.by_tenant: tuple[StoreCounters, ...] = tuple(
             StoreCounters() for _ in self.tenants.listed
         )
@@ -284,14 +284,15 @@ class TierStack:
         Cancel safety: safe, it may be called again.
         """
         placing = Placing(keys.size, BlockState.MISSING, NOT_THERE)
+        every = np.arange(keys.size)
         if verb.kind is VerbKind.LOCATE:
             here = self.memory.index.find(keys) >= 0
             placing.held[self.name] = here
             placing.rule(here, BlockState.DONE)
         else:
-            placing.better(self.memory.index.apply(verb, keys))
+            placing.better(every, self.memory.index.apply(verb, keys))
         for tier in self.below:
-            placing.better(await tier.apply(verb, namespace, keys))
+            placing.better(every, await tier.apply(verb, namespace, keys))
         return placing.end()
 
     def named(self, place: str, *, demotes: bool = False) -> Tier | None:

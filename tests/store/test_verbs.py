@@ -252,6 +252,24 @@ async def test_no_more_is_moved_at_once_than_a_tenant_may(tmp_path: Path) -> Non
         assert told.counts == {"done": 1, "deferred": 1}
 
 
+async def test_blocks_of_no_tenant_have_bounds_too(tmp_path: Path) -> None:
+    tiers = [MEMORY, f"disk:{tmp_path}?size=1MiB"]
+    bounds = "?pinned=8KiB&moving=12KiB"
+    async with BlockStore.open(tiers, tenants=[bounds]) as store:
+        await store.put(A, CACHE, range(4))
+        assert (await store.pin(A, CACHE)).counts == {"done": 2, "clipped": 2}
+        await store.unpin(A, CACHE)
+        assert (await store.demote(A, CACHE)).counts == {"done": 3, "clipped": 1}
+    async with BlockStore.open(tiers, tenants=["t", bounds]) as store:
+        assert (await store.pin(A, CACHE)).counts == {"done": 2, "clipped": 2}
+        assert list(store.tenant_stats()) == ["", "t"]
+    for wrong in ("?quota=1MiB", "?ttl=5"):
+        with pytest.raises(UsageError, match="no option"):
+            BlockStore.open(tiers, tenants=[wrong])
+    with pytest.raises(UsageError, match="one is there twice"):
+        BlockStore.open(tiers, tenants=[bounds, bounds])
+
+
 async def test_wrong_arguments_are_refused_by_name(store: BlockStore) -> None:
     for ttl_s in (0, -1, float("nan"), "soon"):
         with pytest.raises(UsageError, match="ttl_s="):

@@ -143,7 +143,9 @@ class DiskTier(CodedTier):
             opened.append(
                 TierDirectory(place, nbytes, slab_bytes, sync == "put", file_type)
             )
-            return cls(address, opened[0], tenants or Tenants(), evict)
+            return cls(
+                address, opened[0], Tenants() if tenants is None else tenants, evict
+            )
 
         try:
             return await threads.run(open_it)

@@ -41,7 +41,7 @@ from kvwire.store.limits import (
     STORE_TIMEOUT_S_MAX,
 )
 from kvwire.store.namespace import ABSENT, Namespace
-from kvwire.store.placement import BlockState, Placement, Placing, Verb
+from kvwire.store.placement import BlockState, Placement, Placing, Verb, VerbKind
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 from kvwire.store.tiers.remote import OPTIONS, RemoteTier, client_config
 
@@ -167,15 +167,25 @@ class ShardedTier(Tier):
         await self._everywhere(lambda tier: tier.delete_namespace(digest))
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
-        """Ask every node: earlier nodes may have placed blocks there."""
+        """See Tier. All nodes are asked: earlier ones may have placed blocks there.
+
+        A prefetch is for the node where a get looks.
+        """
         placing = Placing(keys.size)
-        nodes = self._asked()
         if self.reason:
             placing.rule(_ALL, BlockState.DEFERRED, self.reason)
-        for part in await gather_all(
-            *(node.tier.apply(verb, namespace, keys) for node in nodes)
+        if verb.kind is VerbKind.PREFETCH:
+            shards = self._shards(keys)
+        else:
+            shards = [(node.tier, np.arange(keys.size)) for node in self._asked()]
+        for (_, which), part in zip(
+            shards,
+            await gather_all(
+                *(tier.apply(verb, namespace, keys[which]) for tier, which in shards)
+            ),
+            strict=True,
         ):
-            placing.better(part)
+            placing.better(which, part)
         return placing.end()
 
     def node(self, name: str) -> Tier | None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvwire import BlockStore, StoreServer
+from kvwire import BlockStore, StoreServer, UsageError
 from kvwire.directory.file import FileDirectory
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.tiers.sharded import ShardedTier, placed, seed_of
@@ -67,6 +67,42 @@ async def test_nodes_come_and_go(tmp_path: Path) -> None:
             assert (await tier_of(other, ShardedTier).find(_keys(stores)) != 255).all()
             await other.delete(hashes, target.cache)
         assert not any(len(inside.tiers(store).memory.index) for store in stores)
+
+
+async def test_verbs_go_to_nodes(tmp_path: Path) -> None:
+    cache = Filled(BLOCKS, seed=1).cache
+    hashes = chain(BLOCKS)
+    where = f"kvwire://role=store,pool=a?directory=file:{tmp_path}?interval_s=0.05"
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(BlockStore.open([where]))
+        assert (await client.locate(hashes, cache)).deferred.all()
+        stores = [await served(stack, tmp_path) for _ in range(2)]
+        await until(lambda: nodes_of(client) == 2)
+        assert (await client.put(hashes, cache, range(BLOCKS))).complete
+        assert (await client.demote(hashes[:8], cache)).complete
+        found = await client.locate(hashes, cache)
+        assert found.complete
+        nodes = {name.split()[0]: bits for name, bits in found.held.items()}
+        mine, *others = nodes.values()
+        assert not mine[:8].any(), "memory has let go of them"
+        assert (others[0] ^ others[1]).all(), "each is at one node"
+        # Its own node fetches a block, and both are asked to pin.
+        for tier in (where, "memory"):
+            assert (await client.prefetch(hashes[:8], cache, tier=tier)).complete
+        assert (await client.pin(hashes, cache, ttl_s=60)).complete
+        for store, there in zip(stores, others, strict=True):
+            told = await store.locate(hashes, cache)
+            assert told.counts.get("done", 0) in {int(bits.sum()) for bits in others}
+            assert told.done.any(), there
+        # A node gets copies, and gets go on to find the others.
+        node = list(nodes)[1]
+        told = await client.move(hashes[:8], cache, to=node)
+        assert told.complete
+        found = await client.locate(hashes[:8], cache)
+        assert found.held[next(name for name in found.held if node in name)].all()
+        assert (await client.get(hashes, cache, range(BLOCKS))).complete
+        with pytest.raises(UsageError, match="no node of this name"):
+            await client.move(hashes, cache, to="10.0.0.1:1")
 
 
 def _keys(stores: list[BlockStore]) -> Keys:
