@@ -31,6 +31,7 @@ from kvwire.integrations.hints import HINTS_FIELD, read_hints
 from kvwire.integrations.vllm.announce import PREFILL
 from kvwire.integrations.vllm.proxy import asgi
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
+from kvwire.integrations.vllm.proxy.ahead import AheadPolicy
 from kvwire.integrations.vllm.proxy.checking import SharingCheck
 from kvwire.integrations.vllm.proxy.client import (
     PROBE_S,
@@ -39,6 +40,7 @@ from kvwire.integrations.vllm.proxy.client import (
     EngineResponse,
     Prober,
 )
+from kvwire.integrations.vllm.proxy.copying import CopyAhead
 from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
@@ -131,6 +133,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     ending: Ending | None = None,
     hints: bool = False,
     store: StoreBehind | None = None,
+    copy_ahead: AheadPolicy | None = None,
 ) -> ProxyApp:
     """Return the proxy as an application."""
     client = client or EngineClient()
@@ -158,8 +161,9 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     registry.register(ProxyCollector(state))
     ending = ending or Ending()
     verbs = StoreVerbs(store, client, fleet) if store is not None else None
+    ahead = CopyAhead(copy_ahead, dispatcher, fleet) if copy_ahead else None
     front = _Front(
-        dispatcher, state, operator_key, moves, registry, ending, hints, verbs
+        dispatcher, state, operator_key, moves, registry, ending, hints, verbs, ahead
     )
 
     @asynccontextmanager
@@ -169,6 +173,8 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
             stack.push_async_callback(fleet.close)
             if discovery is not None:
                 stack.push_async_callback(discovery.close)
+            if ahead is not None:
+                stack.push_async_callback(ahead.close)
             for work in running:
                 stack.push_async_callback(end_task, _started(work()))
             yield
@@ -197,6 +203,7 @@ class ProxyApp:
             "/fleet": (read, front.fleet),
             "/drain": (write, front.drain),
             "/migrate": (write, front.migrate),
+            "/copy-ahead": (write, front.copy_ahead),
         }
         if front.verbs is not None:
             self._routes |= {f"/kv/{name}": (write, front.verb) for name in VERBS}
@@ -265,6 +272,7 @@ class _Front:
     # Whether engines get clients' KV hints.
     hints: bool = False
     verbs: StoreVerbs | None = None
+    ahead: CopyAhead | None = None
     # Held while a large body is decoded.
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -304,6 +312,8 @@ class _Front:
         refused = self._take_hints(request)
         async with self.ending.limits():
             answer = self._relayed(await self._asked(request, stack), stack)
+        if self.ahead is not None:
+            self.ahead.answered(request)
         return HttpAnswer(answer.status, {**answer.headers, **refused}, answer.body)
 
     def _take_hints(self, request: ClientRequest) -> dict[str, str]:
@@ -424,6 +434,21 @@ class _Front:
         stayed = any(STAYED in one for one in moved)
         status = HTTPStatus.CONFLICT if stayed else HTTPStatus.OK
         return as_json({"requests": moved}, status)
+
+    async def copy_ahead(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
+        """Bring a prompt's KV to the engine that its next request will get."""
+        if self.ahead is None:
+            why = "the proxy was started without --copy-ahead"
+            raise Refused(HTTPStatus.CONFLICT, why)
+        take = stack.enter_context(self.state.admission.place())
+        body, _ = _decoded(await _read(asked, PROXY_BODY_BYTES_MAX, take))
+        for name in ("kv_transfer_params", HINTS_FIELD):
+            body.pop(name, None)
+        path = f"/v1/{'chat/' if 'messages' in body else ''}completions"
+        since = self.state.fleet.clock()
+        request = ClientRequest(path, body, _passed_on(asked), since)
+        begun = self.ahead.copy(request, body)
+        return as_json({"begun": begun}, HTTPStatus.ACCEPTED)
 
     def _at(self, engine: VllmEngine) -> list[ClientRequest]:
         return [asked for asked in self.state.requests if asked.decode is engine]

@@ -11,6 +11,7 @@ from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.proxy.admission import Admission
+from kvwire.integrations.vllm.proxy.ahead import make_ahead
 from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.engines import parse_engine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys = [read_key_file(options.psk_file)] if options.psk_file else []
         operator = options.operator_key_file
         operator_key = read_key_file(operator) if operator else b""
+        copy_ahead = make_ahead(options.copy_ahead) if options.copy_ahead else None
         discovery: Discovery | None = None
         if options.directory:
             directory = open_directory(options.directory)
@@ -91,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ending=ending,
         hints=options.kv_hints,
         store=store,
+        copy_ahead=copy_ahead,
     )
     where = options.host, options.port
     connections = min(connections, there // 2)
@@ -175,6 +178,13 @@ def _parser() -> argparse.ArgumentParser:
         default=PREFILL,
         help="which engine sends a stream's first token, where both would send the "
         "same: prefill, as soon as it has it",
+    )
+    parser.add_argument(
+        "--copy-ahead",
+        default="",
+        metavar="POLICY",
+        help="copy prefixes to a second engine before it is asked for them: "
+        "hot-prefixes, or an entry point in kvwire.copy_ahead; off by default",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

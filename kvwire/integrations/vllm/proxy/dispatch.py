@@ -564,10 +564,8 @@ def is_for_two(body: dict[str, Any]) -> bool:
     return True
 
 
-def for_prefill(
-    body: dict[str, Any], decode: VllmServer, transfer_id: str, references: References
-) -> dict[str, Any]:
-    """Return the prefill engine's request: the prompt, and one token to generate."""
+def without_decoding(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request for the same prompt and one token."""
     asked = {key: value for key, value in body.items() if key not in _OF_DECODING}
     # Then the first token does not end the answer.
     if body.get("min_tokens"):
@@ -575,6 +573,14 @@ def for_prefill(
     asked["max_tokens"] = 1
     if "max_completion_tokens" in asked:
         asked["max_completion_tokens"] = 1
+    return asked
+
+
+def for_prefill(
+    body: dict[str, Any], decode: VllmServer, transfer_id: str, references: References
+) -> dict[str, Any]:
+    """Return the prefill engine's request: the prompt, and one token to generate."""
+    asked = without_decoding(body)
     params = kv_params(transfer_id, decode.remote, decode.stages, computed=False)
     params |= {"do_remote_decode": True, "do_remote_prefill": False}
     return asked | {"kv_transfer_params": references.signed(params)}

@@ -58,6 +58,11 @@ PROXY_METRICS_BYTES_MAX: Final = 16 * MIB
 PROXY_EVENT_BYTES_MAX: Final = 16 * MIB
 # A moving request has no tokens for at most this time; after it, its engine keeps it.
 PROXY_MOVE_S: Final = 10.0
+# Prefixes that are copied ahead at once, each for at most this time: they must not take
+# engines from requests. And prefixes that are counted, each with a prompt to compare.
+PROXY_COPIES_MAX: Final = 2
+PROXY_COPY_S: Final = 60.0
+PROXY_PREFIXES_MAX: Final = 256
 # Requests moved at once from a drained engine: each costs its target a prompt's KV.
 PROXY_MOVES_MAX: Final = 8
 # Blocks that the proxy knows of one engine's cache, of 200 bytes each: 141 GB of a GPU

@@ -99,8 +99,13 @@ def make_policy(name: str) -> Policy:
 
 def _heaviest(engines: Sequence[VllmEngine], body: Mapping[str, Any]) -> VllmEngine:
     """Return the engine with the highest weight for the prompt's prefix."""
-    prefix = xxhash.xxh3_64_digest(_prefix(body).encode())
+    prefix = prefix_digest(body)
     return max(engines, key=lambda e: xxhash.xxh3_64_intdigest(prefix, e.seed))
+
+
+def prefix_digest(body: Mapping[str, Any]) -> bytes:
+    """Return a name for the beginning of a request's prompt."""
+    return xxhash.xxh3_64_digest(_prefix(body).encode())
 
 
 def _prefix(body: Mapping[str, Any]) -> str:

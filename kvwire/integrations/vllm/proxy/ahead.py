@@ -1,0 +1,141 @@
+"""Copy prefixes ahead: to an engine that has not been asked for them yet.
+
+A policy decides, and the proxy copies: it asks another engine for one token of the
+prefix. That engine loads the prefix from the store that it shares with the first one,
+or gets it from a prefill engine, or computes it if there is neither. From then on it is
+in the engine's own cache.
+
+To use your own policy, register a subclass of :class:`AheadPolicy` under a name in the
+entry-point group ``kvwire.copy_ahead``, and give the proxy ``--copy-ahead NAME``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
+from typing import Any, Final
+
+from kvwire.errors import UsageError, nearest
+from kvwire.extras import PlugInError, plug_in
+from kvwire.integrations.vllm.proxy.limits import PROXY_PREFIXES_MAX
+from kvwire.integrations.vllm.proxy.policy import prefix_digest
+
+AHEAD_GROUP: Final = "kvwire.copy_ahead"
+HOT_PREFIXES: Final = "hot-prefixes"
+
+# A prefix is hot when requests that had it count so much; each counts 1, and half after
+# that long.
+_HOT: Final = 3.5
+_HALF_LIFE_S: Final = 60.0
+# Its beginning is a few of its blocks at least, or a copy is not worth a request.
+_SHARED_MIN: Final = 256
+# Of a prompt that is kept to compare the next one with: as much as 64 Ki tokens.
+_KEPT_MAX: Final = 65_536
+
+
+class AheadPolicy(ABC):
+    """Decides what is copied to another engine before it is asked for it."""
+
+    @abstractmethod
+    def answered(
+        self, body: Mapping[str, Any], engine: str, now_s: float
+    ) -> Mapping[str, Any] | None:
+        """Return what to copy now that an engine answers a request; None for nothing.
+
+        Args:
+            body: The client's request, decoded from JSON and not checked. Do not
+                change it.
+            engine: The URL of the engine.
+            now_s: The time, in seconds.
+
+        Returns:
+            The body of a request with the prefix, ``prompt`` or ``messages``.
+        """
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """A prefix that requests have."""
+
+    count: float = 0.0
+    since_s: float = 0.0
+    copied: bool = False
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+class HotPrefixes(AheadPolicy):
+    """Copies a prefix to a second engine once four requests had it in quick succession.
+
+    What they share is found by comparing two of their prompts.
+    """
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[bytes, _Prefix] = OrderedDict()
+
+    def answered(
+        self, body: Mapping[str, Any], engine: str, now_s: float
+    ) -> Mapping[str, Any] | None:
+        """Return the shared beginning of a prompt whose beginning is hot."""
+        digest = prefix_digest(body)
+        seen = self._seen.setdefault(digest, _Prefix(since_s=now_s))
+        self._seen.move_to_end(digest)
+        if len(self._seen) > PROXY_PREFIXES_MAX:
+            self._seen.popitem(last=False)
+        seen.count *= 0.5 ** ((now_s - seen.since_s) / _HALF_LIFE_S)
+        seen.since_s = now_s
+        seen.count += 1
+        if seen.count < 1.5:
+            seen.copied = False
+        before = seen.body
+        seen.body = _kept(body)
+        if seen.copied or seen.count < _HOT:
+            return None
+        shared = shared_prompt(before, seen.body)
+        if not shared:
+            return None
+        seen.copied = True
+        return {**body, **shared}
+
+
+def make_ahead(name: str) -> AheadPolicy:
+    """Return a policy by its name among the entry points ``kvwire.copy_ahead``."""
+    try:
+        kind = plug_in(AHEAD_GROUP, name, AheadPolicy)
+        if kind is None:
+            hint = nearest(name, (HOT_PREFIXES,))
+            raise UsageError(
+                f"copy-ahead {name!r}; {hint}, or the name of an entry point in "
+                f"{AHEAD_GROUP}"
+            )
+        made: AheadPolicy = kind()
+    except PlugInError as exc:
+        raise UsageError(f"copy-ahead {name!r}{exc}") from None
+    return made
+
+
+def shared_prompt(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return what two requests have in common at their beginning, if it is enough."""
+    for name in ("prompt", "messages"):
+        mine = one.get(name)
+        theirs = other.get(name)
+        if not isinstance(mine, str | list) or not isinstance(theirs, type(mine)):
+            continue
+        same = sum(map(bool, takewhile(bool, map(eq, mine, theirs))))
+        size = same if name == "prompt" else sum(len(repr(m)) for m in mine[:same])
+        return {name: mine[:same]} if size >= _SHARED_MIN else None
+    return None
+
+
+def _kept(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a request that is kept to compare the next one with."""
+    return {
+        name: value[:_KEPT_MAX]
+        for name in ("prompt", "messages")
+        if isinstance(value := body.get(name), str | list)
+    }
