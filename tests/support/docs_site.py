@@ -1,4 +1,8 @@
-"""What ``make docs`` adds to mkdocs: the order of pages, and files beside ``docs``.
+"""What ``make docs`` adds to mkdocs: order, first page, other files, versions.
+
+Pages are in the order and the groups of docs/index.md. The first page begins with what
+README.md says first, and has the index below. Each minor version of kvwire has a folder
+of its own, so that a folder in which an older one was built keeps it.
 
 Pages link to files of the tree, such as README.md or kvwire/limits.py. Those that are
 linked become part of the site, below ``tree/``.
@@ -6,10 +10,11 @@ linked become part of the site, below ``tree/``.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -19,29 +24,71 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 TREE: Final = "tree"
-SECTIONS: Final = {
-    "Tutorial": "tutorial",
-    "How-to": "howto",
-    "Topics": "topics",
-    "Reference": "reference",
-    "Decisions": "adr",
-}
+# A group of docs/index.md, and a page in it.
+_GROUP: Final = re.compile(r"\* \*\*(?:(?P<tab>[^*:]+): )?(?P<name>[^*]+)\*\*$")
+_VERSION: Final = re.compile(r'^__version__ = "(\d+\.\d+)', re.MULTILINE)
 # Not the addresses of others, nor an anchor of the same page.
 _LINK: Final = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
 # :class:`kvwire.Engine`, :meth:`~kvwire.Connection.pull`: the name in between.
 _ROLE: Final = re.compile(r":\w+:`~?([^`]+)`")
-_FIRST: Final = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+_FOLDERS: Final = {"tutorial", "howto", "topics", "reference"}
+_FIRST: Final = ("CONTRIBUTING.md", "CHANGELOG.md")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Order the pages: by section, and in each by name."""
+    """Order the pages as the index has them, and build into a folder of the version."""
+    config.site_dir = str(Path(config.site_dir) / version())
+    decisions = sorted(f"adr/{path.name}" for path in DOCS.glob("adr/*.md"))
     config.nav = [
-        {"kvwire": ["index.md", *(f"{TREE}/{name}" for name in _FIRST)]},
-        *(
-            {title: sorted(f"{folder}/{p.name}" for p in DOCS.glob(f"{folder}/*.md"))}
-            for title, folder in SECTIONS.items()
-        ),
+        {"kvwire": [{"Start": "index.md"}, *(f"{TREE}/{name}" for name in _FIRST)]},
+        *({tab: groups} for tab, groups in tabs((DOCS / "index.md").read_text())),
+        {"Decisions": decisions},
     ]
+
+
+def version() -> str:
+    """Return the minor version of this tree."""
+    found = _VERSION.search((ROOT / "kvwire" / "__init__.py").read_text())
+    assert found, "kvwire/__init__.py has no version"
+    return found[1]
+
+
+def tabs(index: str) -> list[tuple[str, list[Any]]]:
+    """Return the tabs of the site, each with its pages or with groups of them.
+
+    ``* **How-to: write it**`` begins the group "Write it" of the tab "How-to".
+    """
+    found: dict[str, list[Any]] = {}
+    pages: list[Any] = []
+    seen: set[str] = set()
+    for line in index.splitlines():
+        if group := _GROUP.match(line):
+            pages = found.setdefault(group["tab"] or group["name"], [])
+            if group["tab"]:
+                below: list[str] = []
+                pages.append({group["name"].capitalize(): below})
+                pages = below
+        for _, page in _LINK.findall(line):
+            if page.split("/")[0] in _FOLDERS and page not in seen:
+                seen.add(page)
+                pages.append(page)
+    return [(tab, groups) for tab, groups in found.items() if groups]
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """List the versions that were built into this folder, and lead to the newest."""
+    site = Path(config.site_dir).parent
+    built = sorted(
+        (path.parent.name for path in site.glob("[0-9]*/index.html")),
+        key=lambda name: [int(part) for part in name.split(".")],
+        reverse=True,
+    )
+    versions = [{"version": name, "title": name, "aliases": []} for name in built]
+    (site / "versions.json").write_text(json.dumps(versions))
+    (site / "index.html").write_text(
+        "<!doctype html><title>kvwire</title>"
+        f'<meta http-equiv="refresh" content="0; url={built[0]}/index.html">'
+    )
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
@@ -71,6 +118,18 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     here = PurePosixPath(page.file.src_uri)
     in_tree = here.parts[0] == TREE
     source = ROOT.joinpath(*here.parts[1:]) if in_tree else DOCS / here
+    led = _led(markdown, source, here)
+    if page.file.src_uri != "index.md":
+        return led
+    readme = ROOT / "README.md"
+    # What it is, how it looks, and a program.
+    first = "\n## ".join(readme.read_text().split("\n## ")[:2])
+    index = led.replace("# Documentation\n", "## All pages\n", 1)
+    return f"{_led(first, readme, here)}\n{index}"
+
+
+def _led(markdown: str, source: Path, here: PurePosixPath) -> str:
+    """Return a text of a file with links that lead from a page of the site."""
 
     def lead(found: re.Match[str]) -> str:
         path = Path(os.path.normpath(source.parent / found[2]))
