@@ -362,17 +362,19 @@ class StoreManagement(AsyncWith):
     ) -> Placement:
         """Move blocks to another store server, or to a node of this store's servers.
 
-        A node gets copies: gets go on to look where the name of a block places it. From
-        another server's address blocks are not looked for here any more: memory and
-        disks of this store let go of them, unless they are in use or pinned.
+        A node gets copies, also of blocks that gets do not find any more since nodes
+        have joined or left: they look where the name of a block places it now, and the
+        address of the whole tier as ``to`` brings each block there. To another server
+        blocks go away: memory and disks of this store let go of them, unless they are
+        in use or pinned.
 
         Args:
             hashes: See :meth:`put`.
             cache: See :meth:`locate`.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
-            to: The name or address of a node of a tier on many servers, or
-                ``kvwire://HOST:PORT`` with the options of a tier.
+            to: The name of a node of a tier on many servers, or that tier's address; or
+                another server, ``kvwire://HOST:PORT`` with the options of a tier.
             keep: Whether the blocks stay here as well.
 
         Returns:
@@ -444,7 +446,8 @@ class StoreManagement(AsyncWith):
         """Open the store server of an address; None if it is the name of a node."""
         if not isinstance(to, str):
             raise wrong_type("to", to, "a text")
-        if not to.startswith("kvwire://"):
+        known = any(tier.name == to for tier in self._tiers.below)
+        if known or not to.startswith("kvwire://"):
             return None
         return await open_tier(TierAddress.parse(to), self._tiers.tenants)
 

@@ -325,15 +325,17 @@ class TierStack:
         raise UsageError(f"tier={shown(place)}: there is {', '.join(names) or 'none'}")
 
     def node(self, name: str) -> Tier:
-        """Return the tier of a node of many.
+        """Return the tier of a node of many, or the tier of all of them.
 
         Raises:
             UsageError: There is no such node, or it is not connected.
         """
         for tier in self.below:
-            node = tier.node(name)
-            if node is not None:
-                return node
+            nodes = tier.nodes()
+            if nodes and _same_address(tier.name, name):
+                return tier
+            if name in nodes:
+                return nodes[name]
         raise UsageError(
             f"to={shown(name)}: no node of this name is connected; for tiers of this "
             f"store there are prefetch and demote"

@@ -14,6 +14,7 @@ from kvwire.kv import plan as plan_module
 from kvwire.kv.layout import Layout
 from kvwire.store import store as store_module
 from kvwire.store.address import TierAddress
+from kvwire.store.placement import BlockState, all_placed
 from kvwire.store.tenants import Tenants
 from kvwire.store.tier_stack import UNSAID
 from kvwire.store.tiers.base import Tier
@@ -178,7 +179,9 @@ async def test_nothing_begins_behind_a_close() -> None:
     assert (await put).complete
 
 
-@pytest.mark.parametrize("call", ["delete", "delete_all", "pin", "unpin", "flush"])
+@pytest.mark.parametrize(
+    "call", ["delete", "delete_all", "locate", "pin", "unpin", "flush"]
+)
 async def test_a_close_waits_for_every_call(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,9 +190,9 @@ async def test_a_close_waits_for_every_call(
     async def wait(*_: object, **__: object) -> object:
         begun.set()
         await go.wait()
-        return np.zeros(1, np.bool_)
+        return all_placed(1, BlockState.MISSING)
 
-    for name in ("delete", "delete_namespace", "pin", "flush"):
+    for name in ("delete", "delete_namespace", "apply", "flush"):
         monkeypatch.setattr(tier, name, wait)
     store, cache = store_on(tier), Filled().cache
     arguments = {"flush": (), "delete_all": (cache,)}.get(call, (chain(1), cache))

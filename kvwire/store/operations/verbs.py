@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Final
 
 import numpy as np
@@ -213,10 +214,22 @@ class _Mover:
             await self._give_up(target, keys, placing, there.nonzero()[0])
         return placing.end()
 
-    async def _to_memory(self, keys: Keys) -> Placement:
-        """Bring blocks into memory."""
+    async def _strayed(self, keys: Keys, placing: Placing, lacking: Ids) -> None:
+        """Bring blocks into memory from nodes where gets do not look for them."""
+        for tier in self._tiers.below:
+            for node in tier.nodes().values():
+                left = lacking[placing.states[lacking] == BlockState.MISSING]
+                if left.size:
+                    # As for a store that has this node and nothing else below.
+                    alone = copy(self._tiers)
+                    alone.below = (node,)
+                    found = await self._to_memory(keys[left], alone)
+                    placing.place(left[found.done], found.selected(found.done))
+
+    async def _to_memory(self, keys: Keys, tiers: TierStack | None = None) -> Placement:
+        """Bring blocks into memory, from the tiers of this store or others."""
         request = NamedRequest(self._namespace, keys)
-        work = PrefetchOperation(self._tiers, (request,))
+        work = PrefetchOperation(tiers or self._tiers, (request,))
         await work.run()
         placing = Placing(keys.size)
         placing.place(_ALL, work.placement(request))
@@ -234,10 +247,11 @@ class _Mover:
         lacking = (~held).nonzero()[0]
         if not lacking.size:
             return placing
-        brought = await self._to_memory(keys[lacking])
-        placing.place(lacking, brought)
+        placing.place(lacking, await self._to_memory(keys[lacking]))
+        if self._kind is VerbKind.MOVE:
+            await self._strayed(keys, placing, lacking)
         if not target.taking:
-            here = lacking[brought.done]
+            here = lacking[placing.states[lacking] == BlockState.DONE]
             why = f"{target.name}: {target.error}"
             placing.rule(here, BlockState.DEFERRED, why)
             return placing

@@ -42,7 +42,7 @@ import enum
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from itertools import repeat
 from time import monotonic
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
@@ -451,9 +451,9 @@ class Tier(ABC):
             placing.rule(here, BlockState.REFUSED, why)
         return placing.end()
 
-    def node(self, name: str) -> Tier | None:
-        """Return the tier of one of its nodes; None if it has no node of this name."""
-        return None
+    def nodes(self) -> Mapping[str, Tier]:
+        """Return the nodes that can be reached, of a tier on many, by their names."""
+        return {}
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
         """Return each tenant's use by number; empty if tenants have no bounds."""

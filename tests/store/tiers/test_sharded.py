@@ -105,6 +105,33 @@ async def test_verbs_go_to_nodes(tmp_path: Path) -> None:
             await client.move(hashes, cache, to="10.0.0.1:1")
 
 
+async def test_blocks_that_strayed_are_moved_to_where_gets_look(tmp_path: Path) -> None:
+    source, target = Filled(BLOCKS, seed=1), Filled(BLOCKS)
+    cache = source.cache
+    hashes = chain(BLOCKS)
+    where = f"kvwire://role=store,pool=a?directory=file:{tmp_path}?interval_s=0.05"
+    async with AsyncExitStack() as stack:
+        await served(stack, tmp_path)
+        async with BlockStore.open([where]) as client:
+            await until(lambda: nodes_of(client) == 1)
+            assert (await client.put(hashes, cache, range(BLOCKS))).complete
+        # One that joins gets its share of the names, and no blocks.
+        await served(stack, tmp_path)
+        async with BlockStore.open([where]) as client:
+            await until(lambda: nodes_of(client) == 2)
+            lost = BLOCKS - sum(await client.present(hashes, cache))
+            assert lost
+            assert (await client.locate(hashes, cache)).complete
+            told = await client.move(hashes, cache, to=where)
+            assert told.complete
+        async with BlockStore.open([where]) as other:
+            await until(lambda: nodes_of(other) == 2)
+            got = await other.get(hashes, target.cache, range(BLOCKS))
+            assert got.complete
+            every = list(range(BLOCKS))
+            assert np.array_equal(source.tokens(every), target.tokens(every))
+
+
 def _keys(stores: list[BlockStore]) -> Keys:
     return np.concatenate(
         [inside.tiers(store).memory.index.named().keys for store in stores]
