@@ -409,7 +409,7 @@ class _Front:
 
     def _prompt_of(self, name: str) -> dict[str, Any]:
         """Return the prompt of a request under way, by its id or its answer's."""
-        moving = [] if self.moves is None else self.moves.named(name)
+        moving = self.moves.named(name)
         for one in (*moving, *self.state.requests):
             if one in moving or one.headers.get("x-request-id") == name:
                 return {k: one.body[k] for k in TOKENIZED if k in one.body}
