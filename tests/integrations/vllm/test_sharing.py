@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,7 @@ import kvwire
 from kvwire.integrations.vllm.metrics import REASONS
 from kvwire.integrations.vllm.proxy import checking
 from kvwire.integrations.vllm.proxy.app import ProxyApp
+from kvwire.integrations.vllm.proxy.engines import VllmServer
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
 from kvwire.integrations.vllm.proxy.sharing import (
     FOREIGN,
@@ -36,6 +39,7 @@ from tests.support.engines.proxies import (
     says,
     turns_until,
 )
+from tests.support.pairs import turns
 
 OF_VLLM = 'vllm:num_requests_running{engine="0",model_name="m"} 0.0\n'
 LABELS = 'engine="0",model_name="m"'
@@ -321,6 +325,32 @@ async def test_a_finding_ends(caplog: pytest.LogCaptureFixture) -> None:
             await post(application)
     assert decode.results[MOVED] <= 20
     assert "no finding about prompts any more" in caplog.text
+
+
+async def test_a_thousand_engines_are_read_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers = [VllmServer(f"http://e{n}", (f"e{n}:1",)) for n in range(1000)]
+    under_way = most = 0
+
+    class Counted(Engines):
+        @asynccontextmanager
+        async def _request(self, *asked: Any) -> AsyncIterator[Said]:
+            nonlocal under_way, most
+            reads = asked[1].endswith("/metrics")
+            under_way += reads
+            most = max(most, under_way)
+            await turns(5)
+            async with super()._request(*asked) as said:
+                yield said
+            under_way -= reads
+
+    network = Counted(**{f"e{n}": FakeVllm(connector=False) for n in range(1000)})
+    application = app(network, prefill=servers[:500], decode=servers[500:])
+    async with application.running():
+        while not all((await _findings(application)).values()):
+            await turns(1)
+    assert 1 < most <= 32
 
 
 async def test_one_engine_alone_shares_nothing() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from kvwire.aio import end_task, start_task
@@ -30,6 +30,8 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 SOON_S: Final = 1.0
 LATER_S: Final = 15.0
+# Engines that are read at once: each answer has some 200 KB.
+_AT_ONCE: Final = 32
 # An engine is new until it has answered so many requests.
 _NEW: Final = 20
 
@@ -62,7 +64,7 @@ class SharingCheck:
         self._fleet = fleet
         self._client = client
         self._in_sequence = order == IN_SEQUENCE
-        # bounded: MEMBERS_MAX
+        # bounded: _AT_ONCE
         self._reading: dict[VllmEngine, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -86,10 +88,18 @@ class SharingCheck:
         engines = self._fleet.engines
         # Without another role, engines answer alone, and nothing is shared.
         shares = any(e.does(PREFILL) for e in engines)
+        versions: dict[str, set[str]] = {}  # by model
         for engine in engines if shares else ():
-            if engine not in self._reading and _is_due(engine, now):
+            if (reading := engine.shared.reading) and reading.version:
+                versions.setdefault(engine.model, set()).add(reading.version)
+        for engine in engines:
+            if not shares:
+                engine.shared.findings = ()
+                continue
+            room = len(self._reading) < _AT_ONCE
+            if room and engine not in self._reading and _is_due(engine, now):
                 self._reading[engine] = start_task(self._read(engine))
-            self._judge(engine, engines)
+            self._judge(engine, versions.get(engine.model, set()))
 
     async def _read(self, engine: VllmEngine) -> None:
         shared = engine.shared
@@ -102,11 +112,11 @@ class SharingCheck:
         shared.answered = answered
         shared.take(reading)
 
-    def _judge(self, engine: VllmEngine, engines: Sequence[VllmEngine]) -> None:
+    def _judge(self, engine: VllmEngine, versions: set[str]) -> None:
         shared = engine.shared
         found = list(judge(shared, engine.role, in_sequence=self._in_sequence))
         if (reading := shared.reading) and reading.version:
-            found += _versions(engine.model, reading.version, engines)
+            found += _versions(reading.version, versions)
         before = {one.name for one in shared.findings}
         after = {one.name for one in found}
         for one in found:
@@ -125,13 +135,8 @@ def _is_due(engine: VllmEngine, now: float) -> bool:
     return now - shared.read_at >= (SOON_S if soon else LATER_S)
 
 
-def _versions(model: str, own: str, engines: Sequence[VllmEngine]) -> Iterator[Finding]:
-    found = {
-        engine.shared.reading.version
-        for engine in engines
-        if engine.model == model and engine.shared.reading
-    }
-    if others := sorted(found - {own, ""}):
+def _versions(own: str, versions: set[str]) -> Iterator[Finding]:
+    if others := sorted(versions - {own}):
         yield Finding(
             name="versions",
             state="warn",
