@@ -94,11 +94,13 @@ def main() -> int:
             "shape": options.shape,
             "load before": os.getloadavg(),
         }
-        rounds = _measured(cells, options)
-        about |= {"load after": os.getloadavg(), "s": time.monotonic() - began}
-    if options.json:
-        found = {"about": about, "rounds": list(map(asdict, rounds))}
-        options.json.write_text(json.dumps(found))
+        rounds = []
+        for more in _measured(cells, options):
+            rounds += more
+            about |= {"load after": os.getloadavg(), "s": time.monotonic() - began}
+            # A run takes long, and may be cut short.
+            _save(options.json, about, rounds)
+    _save(options.json, about, rounds)
     print(table(rounds))
     print(f"\n{json.dumps(about)}")
     if options.plot:
@@ -120,9 +122,11 @@ def _options() -> argparse.Namespace:
 # --- measuring ------------------------------------------------------------------------
 
 
-def _measured(cells: Sequence[Cell], options: argparse.Namespace) -> list[Round]:
+def _measured(
+    cells: Sequence[Cell], options: argparse.Namespace
+) -> Iterator[list[Round]]:
+    """Yield the rounds of each cell."""
     seeds = itertools.count(1)
-    rounds: list[Round] = []
     with _served(options.shape) as fronts:
         for way in WAYS:  # connects engines, and writes to their caches
             warm = (Cell(50, 2, 1), Cell(2000, 2, 4))
@@ -130,13 +134,14 @@ def _measured(cells: Sequence[Cell], options: argparse.Namespace) -> list[Round]
                 _round(way, fronts[way], cell, 4, seeds)
         for cell in cells:
             requests = max(3, 2 * cell.together)
-            for _ in range(options.rounds):
-                rounds += [
-                    _round(way, fronts[way], cell, requests, seeds) for way in WAYS
-                ]
-            print(table([one for one in rounds if one.cell == str(cell)]), flush=True)
-        _check_split(fronts[SPLIT])
-    return rounds
+            rounds = [
+                _round(way, fronts[way], cell, requests, seeds)
+                for _ in range(options.rounds)
+                for way in WAYS
+            ]
+            _check_split(fronts[SPLIT])
+            print(table(rounds), flush=True)
+            yield rounds
 
 
 @contextmanager
@@ -263,6 +268,12 @@ def draw(rounds: Sequence[Round], path: Path) -> None:
     )
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _save(path: Path | None, about: dict[str, Any], rounds: Sequence[Round]) -> None:
+    if path:
+        found = {"about": about, "rounds": list(map(asdict, rounds))}
+        path.write_text(json.dumps(found))
 
 
 def _joined(paths: Sequence[Path]) -> tuple[dict[str, Any], list[Round]]:
