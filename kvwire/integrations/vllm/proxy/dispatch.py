@@ -148,8 +148,8 @@ class Dispatcher:
         # Reasons by role, since clients need not know engines' addresses.
         whys: dict[str, None] = {}
         # Nothing is left to decode behind one token, so a prefill engine answers alone.
-        one = asked.content is None and limit_of(asked.body) == 1
-        roles = (PREFILL, DECODE) if one else (DECODE, PREFILL)
+        single = asked.content is None and limit_of(asked.body) == 1
+        roles = (PREFILL, DECODE) if single else (DECODE, PREFILL)
         pick = self._fleet.pick_to_answer
         while (decode := pick(asked.body, tried, roles=roles)) is not None:
             now = self._fleet.clock()
@@ -159,7 +159,7 @@ class Dispatcher:
                 if alone and decode.is_down(now):
                     break
             prefill = None
-            if not (alone or one):
+            if not (alone or single):
                 prefill = await self._pick_prefill(asked, decode, tried, last)
             asked.engines = (decode.url,)
             asked.decode = decode
@@ -274,8 +274,7 @@ class Dispatcher:
             body["kv_transfer_params"] = params
         found = None
         if params != _NOT_SENT:
-            fetching = self._fetched(to, asked, first, body, computed, attempt)
-            found = await fetching
+            found = await self._fetched(to, asked, first, body, computed, attempt)
         return found or await self._answer(to, asked, asked.body, attempt)
 
     async def _fetched(
