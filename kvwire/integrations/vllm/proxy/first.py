@@ -103,8 +103,10 @@ class FirstToken:
         """
         if self.body.get("seed") is not None or self.body.get("temperature") == 0:
             return {}
+        if prefill.seeds:
+            return {"seed": self.seed}
         self.why = NO_SEED
-        return {"seed": self.seed} if prefill.seeds else None
+        return None
 
     def begin(self, decode: VllmEngine, said: Any) -> str:
         """Begin decode's stream with prefill's answer, if that is possible.
