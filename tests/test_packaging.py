@@ -43,7 +43,7 @@ def test_one_version_everywhere() -> None:
     (changelog,) = sources("CHANGELOG.md")
     newest = re.search(r"^## \[([^\]]+)\]", changelog.text, re.MULTILINE)
     assert newest
-    assert newest[1] in {"Unreleased", version}
+    assert newest[1] == version
 
 
 def test_the_table_of_versions_has_this_release() -> None:

@@ -69,6 +69,11 @@ def test_no_other_folder_at_the_top() -> None:
     assert tree.folders() <= _FOLDERS
 
 
+def test_changes_wait_in_files_of_their_own() -> None:
+    """A heading for them in CHANGELOG.md would be one that all branches write below."""
+    assert "Unreleased" not in (tree.ROOT / "CHANGELOG.md").read_text()
+
+
 @pytest.mark.parametrize("script", [".ci/run", ".ci/pythons", "Makefile"])
 def test_tests_named_by_a_script_exist(script: str) -> None:
     """With processes of its own, pytest runs no test and names no folder it missed."""

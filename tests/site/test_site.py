@@ -79,7 +79,9 @@ class Browser:
 
     def shows(self, script: str, value: str) -> bool:
         """Wait until a script returns a value."""
-        return self.until(lambda _: self.run(script) == value, f"{script}: {value}")
+        return bool(
+            self.until(lambda _: self.run(script) == value, f"{script}: {value}")
+        )
 
     @property
     def at(self) -> str:
