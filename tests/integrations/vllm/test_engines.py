@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -351,9 +352,16 @@ def computed(one: Engine) -> float:
 
 
 async def decoded(
-    ids: list[int], lost: Collection[int], prefill: Engine, decode: Engine
+    ids: list[int],
+    lost: Collection[int],
+    prefill: Engine,
+    decode: Engine,
+    leave_after_s: float = 0.0,
 ) -> list[int]:
-    """What decode makes of a prompt of which somebody between offers some blocks."""
+    """What decode makes of a prompt of which somebody between offers some blocks.
+
+    The client may leave before, and then it is nothing.
+    """
     name, blocks = secrets.token_hex(8), len(ids) // BLOCK_TOKENS
     landed = [block for block in range(blocks) if block not in lost]
     sends = {"do_remote_decode": True, "transfer_id": name}
@@ -362,7 +370,14 @@ async def decoded(
         relay = Relay(comm, await comm.listen("127.0.0.1:0"), blocks=blocks)
         await relay.take(prefill, name)
         loads, out = relay.offer(landed)
-        answer = await asyncio.to_thread(decode.generate, ids, kv_transfer_params=loads)
+        more: dict[str, Any] = {"timeout": leave_after_s} if leave_after_s else {}
+        try:
+            answer = await asyncio.to_thread(
+                partial(decode.generate, ids, kv_transfer_params=loads, **more)
+            )
+        except httpx.TimeoutException:
+            await out
+            return []
         assert len((await out).landed) == len(landed)
     return tokens_of(answer)
 
@@ -418,6 +433,22 @@ def test_only_holes_are_computed(
     before = computed(pair.decode)
     assert asyncio.run(decoded(ids, lost, pair.prefill, pair.decode)) == want
     assert computed(pair.decode) - before == again * BLOCK_TOKENS
+    assert eventually(lambda: pair.idle)
+
+
+def test_clients_that_leave_while_a_hole_is_computed(pair: Found) -> None:
+    """It is 26 blocks, which take several steps; the engine goes on with others."""
+    lost = range(5, 31)
+    left = []
+    for number, leave_after_s in enumerate((0.1, 0.2, 0.3, 0.5, 0.8)):
+        ids = prompt(40 * BLOCK_TOKENS, 500 + number)
+        both = pair.prefill, pair.decode
+        left.append(asyncio.run(decoded(ids, lost, *both, leave_after_s)) == [])
+        assert eventually(lambda: pair.idle)
+    assert any(left)
+    ids = prompt(40 * BLOCK_TOKENS, 510)
+    want = pair.local(ids)
+    assert asyncio.run(decoded(ids, lost, pair.prefill, pair.decode)) == want
     assert eventually(lambda: pair.idle)
 
 
