@@ -40,6 +40,7 @@ def command(  # noqa: PLR0913 - each is an option of the command
     seconds: PositiveFloat | None = None,
     limit_s: Annotated[PositiveFloat, Parameter(name="--limit")] = LIMIT_S,
     times: PositiveInt = 3,
+    without: list[str] | None = None,
     into: Path = Path(),
     html: Path | None = None,
     junit: Path | None = None,
@@ -59,6 +60,8 @@ def command(  # noqa: PLR0913 - each is an option of the command
         seconds: Stop after this time; smaller schedules are looked for after that.
         limit_s: Seconds after which something that has not ended hangs.
         times: How often to play the smallest schedule of each breach again.
+        without: A rule that the transport need not keep, several times: --without
+            stale, for one whose references never end.
         into: The folder for the files of breaches.
         html: Write the page as HTML here as well.
         junit: Write a test case for each promise here, for CI.
@@ -77,6 +80,7 @@ def command(  # noqa: PLR0913 - each is an option of the command
             seconds=seconds,
             limit_s=limit_s,
             times=times,
+            without=without or (),
             progress=_progress,
         )
         found = asyncio.run(work)

@@ -160,9 +160,13 @@ class WatchedMemory:
         for slot, allowed in enumerate(self._allowed):
             if not allowed:
                 continue
-            bad = self.words[slot] != allowed[0]
-            for other in allowed[1:]:
-                bad &= self.words[slot] != other
+            if len(allowed) == 1:
+                bad = self.words[slot] != allowed[0]
+            else:  # what ends half-way may end within a word
+                found = self.words[slot].view(np.uint8)
+                bytes_of = [words.view(np.uint8) for words in allowed]
+                wrong = np.logical_and.reduce([found != each for each in bytes_of])
+                bad = wrong.reshape(-1, WORD_BYTES).any(axis=1)
             if bad.any():
                 return self._late(slot, bad, len(allowed) > 1)
         return None

@@ -87,6 +87,7 @@ def test_a_put_that_failed_may_have_written_a_part(
     left, right = sides
     right.allow([0], left.found([2]))
     right.words[0][:3] = left.words[2][:3]
+    right.words[0].view(np.uint8)[24:27] = left.words[2].view(np.uint8)[24:27]
     assert right.watch() is None
     assert right.content([0]) is None, "nobody knows which part"
     left.write([2])

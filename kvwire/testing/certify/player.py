@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NoReturn, TypeVar
@@ -38,6 +38,8 @@ _RAN: Final = 0.05
 _WANTED: Final = 0.7
 _SLEEPS_HZ: Final = 100
 _ROUNDS: Final = 3
+OPENING: Final = 3
+"""How many times as long as anything else opening and connecting may take."""
 _LEAK_BYTES: Final = 1 << 20
 
 
@@ -118,6 +120,7 @@ class Player:
         path: The file with both memories.
         limit_s: How long anything may take.
         channel: Where the beginning of each step is reported.
+        without: Rules that the target need not keep.
     """
 
     def __init__(
@@ -127,7 +130,9 @@ class Player:
         path: str,
         limit_s: float,
         channel: MessageSocket,
+        without: Collection[str] = (),
     ) -> None:
+        self._without = without
         self._target = target
         self._right_process = right
         self._memories = memories(path)
@@ -160,7 +165,7 @@ class Player:
             for number, step in enumerate(schedule.steps):
                 await self._channel.send(Played(number))
                 self._doing = str(step)
-                await self._step(step)
+                await self._step(number, step)
                 self._watch()
             self._doing = "the end"
             await self._all()
@@ -171,7 +176,7 @@ class Player:
             return Played(number, exc.wrong.rule, exc.wrong.text, self._landed)
         return Played(-1, operations=self._landed)
 
-    async def _step(self, step: Step) -> None:
+    async def _step(self, number: int, step: Step) -> None:
         match step.verb:
             case "offer":
                 await self._offer(step)
@@ -191,7 +196,7 @@ class Player:
             case "idle":
                 await self._idle()
             case "cycle":
-                await self._cycle(step.count)
+                await self._cycle(number, step.count)
 
     # --- both ends --------------------------------------------------------------------
 
@@ -289,6 +294,8 @@ class Player:
         reference = self._references.get(step.reference)
         if reference is None or not type(self._end).can(step.verb):
             return None
+        if "stale" in self._without and not reference.live:
+            return None
         own = range(step.slot, step.slot + len(reference.slots))
         busy = {slot for operation in self._operations for slot in operation.own}
         if own.stop > self._schedule.slots or busy & set(own):
@@ -330,7 +337,7 @@ class Player:
         step = operation.step
         done, _ = await asyncio.wait([operation.task], timeout=self._limit_s)
         if not done:
-            self._hang(f"{step.verb} ({ended or step.way})")
+            self._hang(f"{step.verb} ({ended or step.way})", self._limit_s)
         self._operations.remove(operation)
         reference = operation.reference
         reference.users -= 1
@@ -346,8 +353,9 @@ class Player:
             if calm and reference.live:
                 text = f"{step}: "
                 if error is None:
-                    raise Broken(Wrong("lost", f"{text}what is offered was not there"))
-                raise Broken(Wrong("failed", f"{text}{type(error).__name__}: {error}"))
+                    self._broken("lost", f"{text}what is offered was not there")
+                else:
+                    self._broken("failed", f"{text}{type(error).__name__}: {error}")
         if step.way == "timeout":
             failed = "its time-out"
         since = f"the end of a {step.verb}: {ended or failed}"
@@ -365,13 +373,13 @@ class Player:
                 self._right,
                 reference.slots,
             )
-            self._left.set(operation.own, operation.expected)
+            self._left.set(operation.own, found)
         elif reference.live:
             found = self._right.found(reference.slots)
             wrong = landed(
                 found, operation.expected, operation.blank, self._left, operation.own
             )
-            self._right.set(reference.slots, operation.expected)
+            self._right.set(reference.slots, found)
             if wrong is not None and (found == operation.blank).all():
                 wrong = Wrong("lost", "a put was acknowledged, and nothing was written")
         elif operation.trouble == self._trouble and operation.step.way != "behind":
@@ -381,7 +389,12 @@ class Player:
         else:
             wrong = None  # it may have been in time
         if wrong is not None:
-            raise Broken(Wrong(wrong.rule, f"{operation.step}: {wrong.text}"))
+            self._broken(wrong.rule, f"{operation.step}: {wrong.text}")
+
+    def _broken(self, rule: str, text: str) -> None:
+        """End the schedule, unless the target need not keep this rule."""
+        if rule not in self._without:
+            raise Broken(Wrong(rule, text))
 
     async def _all(self, ended: str = "") -> None:
         for operation in list(self._operations):
@@ -425,13 +438,14 @@ class Player:
                     f"in {IDLE_S} s without work the {name} process wanted a core for "
                     f"{wanted_s:.2f} s, and woke {sleeps} times"
                 )
-                raise Broken(Wrong("busy-idle", text))
+                self._broken("busy-idle", text)
 
-    async def _cycle(self, count: int) -> None:
+    async def _cycle(self, step: int, count: int) -> None:
         """Connect many times, and look whether each round leaves more behind."""
         seen: list[dict[str, Usage]] = []
         for _ in range(_ROUNDS):
             for number in range(count):
+                await self._channel.send(Played(step))
                 await self._close()
                 await self._open()
                 one = Step("offer", -1 - number - count * len(seen), 0, 1)
@@ -452,16 +466,18 @@ class Player:
                     text = (
                         f"{what} of the {name} process after {count} connections each"
                     )
-                    raise Broken(Wrong(f"leak-{what}", f"{text}: {counts}"))
+                    self._broken(f"leak-{what}", f"{text}: {counts}")
 
     # --- time -------------------------------------------------------------------------
 
     async def _within(self, work: Awaitable[T], what: str) -> T:
         """Wait for something that has to end and must not fail."""
+        # What is opened for the first time loads libraries.
+        limit_s = self._limit_s * (OPENING if what in {"open", "connect"} else 1)
         task = asyncio.ensure_future(work)
-        done, _ = await asyncio.wait([task], timeout=self._limit_s)
+        done, _ = await asyncio.wait([task], timeout=limit_s)
         if not done:
-            self._hang(what)
+            self._hang(what, limit_s)
         try:
             return task.result()
         except Gone as exc:
@@ -470,12 +486,14 @@ class Player:
             text = f"{self._doing}: {what}: {type(exc).__name__}: {exc}"
             raise Broken(Wrong("failed", text)) from exc
 
-    def _hang(self, what: str) -> NoReturn:
-        text = f"{what} has not ended within {self._limit_s:g} s"
+    def _hang(self, what: str, limit_s: float) -> NoReturn:
+        text = f"{what} has not ended within {limit_s:g} s"
         raise Broken(Wrong("hang", f"{self._doing}: {text}"))
 
 
-async def left_end(channel: MessageSocket, target: str, path: str, limit: str) -> None:
+async def left_end(
+    channel: MessageSocket, target: str, path: str, limit: str, without: str
+) -> None:
     """Play schedules one after the other, until one fails or there are no more.
 
     Cancel safety: is not cancelled.
@@ -485,7 +503,8 @@ async def left_end(channel: MessageSocket, target: str, path: str, limit: str) -
     await right.start()
     await channel.send(READY)
     try:
-        player = Player(target, right, path, float(limit), channel)
+        limit_s = float(limit)
+        player = Player(target, right, path, limit_s, channel, without.split(","))
         while line := await channel.receive():
             played = await player.play(msgspec.json.decode(line, type=Schedule))
             await channel.send(played)

@@ -219,8 +219,10 @@ class Process:
         Cancel safety: not safe, the answer comes to whatever is asked next.
         """
         assert self.channel is not None
-        await self.channel.send(message)
-        line = await self.channel.receive()
+        line = b""
+        with contextlib.suppress(ConnectionError):
+            await self.channel.send(message)
+            line = await self.channel.receive()
         if not line:
             raise Gone(f"the right process has ended: {await self.ended()}")
         answer = msgspec.json.decode(line, type=Reply)

@@ -6,17 +6,18 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import IO, Final, Self
 
 import msgspec
 
-from kvwire.errors import UsageError
-from kvwire.testing.certify.player import Played
+from kvwire.errors import UsageError, nearest
+from kvwire.testing.certify.player import OPENING, Played
 from kvwire.testing.certify.processes import MEMORY_BYTES, Process
 from kvwire.testing.certify.schedule import Schedule, make, shrink
 from kvwire.testing.certify.transport import load
+from kvwire.testing.oracle import RULES
 
 LIMIT_S: Final = 10.0
 """How long anything may take, by default."""
@@ -25,6 +26,8 @@ _BLOCKED_S: Final = 5.0
 _LOG_LINES: Final = 5
 # A schedule that depends on time is played this often before a step of it is needed.
 _TRIES: Final = 2
+# What a machine with too much other work breaks as well: only what comes again counts.
+_OF_TIME: Final = frozenset({"hang", "busy-idle"})
 _SHRINK_S: Final = 60.0
 
 
@@ -38,6 +41,7 @@ class Breach(msgspec.Struct, frozen=True):
         text: What went wrong.
         seeds: Seeds whose schedules broke it.
         schedule: The smallest that was found.
+        without: Rules that were left out.
         again: How often it broke the promise when it was played again.
         times: How often it was played again.
     """
@@ -48,6 +52,7 @@ class Breach(msgspec.Struct, frozen=True):
     text: str
     seeds: tuple[int, ...]
     schedule: Schedule
+    without: tuple[str, ...] = ()
     again: int = 0
     times: int = 0
 
@@ -78,9 +83,13 @@ class Stage:
     Args:
         target: What is certified.
         limit_s: How long anything may take.
+        without: Rules that the target need not keep.
     """
 
-    def __init__(self, target: str, limit_s: float = LIMIT_S) -> None:
+    def __init__(
+        self, target: str, limit_s: float = LIMIT_S, without: Collection[str] = ()
+    ) -> None:
+        self.without = tuple(without)
         self.target = target
         self._limit_s = limit_s
         self._left: Process | None = None
@@ -125,6 +134,7 @@ class Stage:
                 self.target,
                 self._memory.name,
                 str(self._limit_s),
+                ",".join(self.without),
                 log=self._log.fileno(),
             )
             self._log.truncate(0)
@@ -135,7 +145,7 @@ class Stage:
         step = -1
         while True:
             try:
-                async with asyncio.timeout(self._limit_s + _BLOCKED_S):
+                async with asyncio.timeout(self._limit_s * OPENING + _BLOCKED_S):
                     line = await channel.receive()
             except TimeoutError:
                 played = Played(step, "hang", f"{self._at(schedule, step)}: blocked")
@@ -176,6 +186,7 @@ async def certify(
     seconds: float | None = None,
     limit_s: float = LIMIT_S,
     times: int = 3,
+    without: Collection[str] = (),
     progress: Callable[[int, Played], None] | None = None,
 ) -> Certificate:
     """Play schedules on a target, and report which promises it breaks.
@@ -186,14 +197,20 @@ async def certify(
         seconds: After how long to play no more of them; None for all.
         limit_s: How long anything may take before it is a hang.
         times: How often the smallest schedule of each breach is played again.
+        without: Rules that it need not keep. Without ``stale`` no reference is used
+            once it has ended.
         progress: Called with each seed, and what has come of it.
 
     Raises:
-        UsageError: There is no such target.
+        UsageError: There is no such target or rule.
         ImportError: Its library is not installed.
 
     Cancel safety: safe, all processes are ended.
     """
+    for rule in without:
+        if rule not in RULES:
+            known = nearest(rule, RULES)
+            raise UsageError(f"certify: there is no rule {rule!r}; {known}")
     end = load(target)
     if not (type(end).can("get") or type(end).can("put")):
         raise UsageError(f"certify: {target} has neither get nor put")
@@ -201,12 +218,15 @@ async def certify(
     broken: dict[str, list[tuple[Schedule, Played]]] = {}
     schedules = 0
     operations = 0
-    async with Stage(target, limit_s) as stage:
+    async with Stage(target, limit_s, without) as stage:
         for seed in seeds:
             if seconds is not None and time.monotonic() - began > seconds:
                 break
             schedule = make(seed)
             played = await stage.play(schedule)
+            if played.rule in _OF_TIME:
+                again = await _failed(stage, schedule, kind(played))
+                played = again or Played(-1)
             schedules += 1
             operations += played.operations
             if played.rule:
@@ -254,6 +274,7 @@ async def _breach(
         text=played.text,
         seeds=tuple(each.seed for each, _ in shown),
         schedule=schedule,
+        without=stage.without,
         again=again,
         times=times,
     )
@@ -285,7 +306,7 @@ async def play_again(
     """
     version = load(breach.target).version
     began = time.monotonic()
-    async with Stage(breach.target, limit_s) as stage:
+    async with Stage(breach.target, limit_s, breach.without) as stage:
         again = await _repeated(stage, breach.schedule, kind(breach), times)
     found = msgspec.structs.replace(breach, version=version, again=again, times=times)
     spent = time.monotonic() - began

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvwire.errors import UsageError, nearest
 
-TARGETS: Final = ("kvwire", "toy", "ucx")
+TARGETS: Final = ("kvwire", "mooncake", "nixl", "redis", "s3", "toy", "ucx")
 """Targets that come with kvwire: modules of ``kvwire.testing.certify.targets``."""
 
 

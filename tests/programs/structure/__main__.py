@@ -22,7 +22,8 @@ CEILINGS: Final = {
     "arrows": 157,
     "rings": 1,
     "files of the biggest ring": 2,
-    "forwarders": 184,
+    # Get and put of the three adapters of libraries that move both ways alike.
+    "forwarders": 190,
     "callbacks": 147,
     "backoffs": 4,
 }

@@ -2,8 +2,9 @@
 
 As libraries over UCX do it, a process has one worker for all of its life, and closing
 is an endpoint that is closed by force. UCX cannot cancel a get or a put: a cancelled
-call waits for its end. To withdraw is to unregister the memory. The environment says
-which transports are used, such as ``UCX_TLS=tcp``.
+call waits for its end. To withdraw is to unregister the memory; in the variant
+``ucx:force`` the endpoint is closed by force before that. The environment says which
+transports are used, such as ``UCX_TLS=tcp``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _check(status: int, what: str) -> None:
         raise OSError(f"{what}: {_LOADED.status_text(status)}")
 
 
-def _made(function: Callable[..., int], *arguments: Any) -> ctypes.c_void_p:
+def _made(function: Any, *arguments: Any) -> ctypes.c_void_p:
     """Call a function that fills in a handle."""
     handle = ctypes.c_void_p()
     _check(function(*arguments, ctypes.byref(handle)), str(function))
@@ -135,6 +136,7 @@ class UcxEnd(End):
 
     async def open(self, memory: memoryview) -> bytes:
         self.worker = _the_worker()
+        self.closed = False
         self.handles: dict[bytes, ctypes.c_void_p] = {}
         return self.worker.address
 
@@ -178,6 +180,8 @@ class UcxEnd(End):
 
     async def withdraw(self, reference: bytes) -> None:
         handle = self.handles.pop(reference)
+        if self.variant == "force" and not self.closed:
+            await self.close_by_force()
         _check(_UCP.mem_unmap(self.worker.context, handle), "mem_unmap")
 
     async def get(
@@ -200,24 +204,33 @@ class UcxEnd(End):
         """Get or put, then flush: only then a put is in the other memory."""
         theirs, _ = _REFERENCE.unpack_from(reference)
         mine = address_of(memory)
-        key = _made(_UCP.ep_rkey_unpack, self.endpoint, reference[_REFERENCE.size :])
+        endpoint = self.endpoint
+        key = _made(_UCP.ep_rkey_unpack, endpoint, reference[_REFERENCE.size :])
         try:
             async with asyncio.timeout(timeout_s):
                 status = await self.worker.ended(
                     lambda params: call(
-                        self.endpoint, mine, len(memory), theirs, key, params
+                        endpoint, mine, len(memory), theirs, key, params
                     )
                 )
                 _check(status, "get or put")
-                flush = functools.partial(_UCP.ep_flush_nbx, self.endpoint)
+                if self.closed:
+                    raise ConnectionError("the endpoint was closed")
+                flush = functools.partial(_UCP.ep_flush_nbx, endpoint)
                 _check(await self.worker.ended(flush), "flush")
         finally:
-            _UCP.rkey_destroy(key)
+            if not self.closed:  # a key does not outlive its endpoint
+                _UCP.rkey_destroy(key)
         return True
 
-    async def close(self) -> None:
+    async def close_by_force(self) -> None:
+        self.closed = True
         close = functools.partial(_UCP.ep_close_nbx, self.endpoint)
         await self.worker.ended(close, binding.CLOSE_FORCE)
+
+    async def close(self) -> None:
+        if not self.closed:
+            await self.close_by_force()
         for handle in self.handles.values():
             _UCP.mem_unmap(self.worker.context, handle)
 
