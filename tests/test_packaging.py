@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import sysconfig
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvwire.integrations.vllm import release as release_of_vllm
 from kvwire.proto import handshake
 from kvwire.store.server import messages
 from kvwire.store.tiers import disk_index
-from tests.support.runs import python
+from tests.support.runs import python, ran
 from tests.support.tree import ROOT, packages, project, sources
 
 DISTRIBUTION = metadata.distribution("kvwire")
@@ -216,3 +217,30 @@ def test_a_released_readme_leads_to_its_repository(
     links = re.findall(r"!?\]\(([^)]+)\)", text)
     assert links
     assert all(link.startswith(("https://", "#")) for link in links), links
+
+
+def test_the_notes_of_a_tag_are_those_of_its_tree(tmp_path: Path) -> None:
+    """A tag of another version, or with changes left over, makes no release."""
+    for name in (".ci", "kvwire", "changes"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / ".ci" / "notes", tmp_path / ".ci")
+    shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
+    version = f'__version__ = "{kvwire.__version__}"\n'
+    (tmp_path / "kvwire" / "__init__.py").write_text(version)
+
+    def notes(tag: str) -> tuple[int, str]:
+        done = ran("bash", tmp_path / ".ci" / "notes", tag)
+        return done.returncode, done.stdout + done.stderr
+
+    status, text = notes(f"v{kvwire.__version__}")
+    assert status == 0
+    assert "The first release" in text
+    assert "## [" not in text
+    assert notes("v99.1") == (
+        1,
+        f"v99.1 is no release: kvwire/__init__.py has version {kvwire.__version__}\n",
+    )
+    (tmp_path / "changes" / "+left.added.md").touch()
+    status, text = notes(f"v{kvwire.__version__}")
+    assert status == 1
+    assert text.endswith("changes/ still has changes/+left.added.md\n")
