@@ -203,11 +203,17 @@ def many(request: str, steps: int = 20) -> list[NamedBlocks]:
     ]
 
 
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    made = StoreServer(tmp_path)
+    yield made
+    made.kill()
+
+
 def test_a_server_that_stands_still_delays_no_step_and_holds_no_block(
-    tmp_path: Path,
+    tmp_path: Path, server: StoreServer
 ) -> None:
     """When it goes on, what has waited with its request is saved."""
-    server = StoreServer(tmp_path)
     tiers = ["memory:1MiB", f"kvwire://{server.address}?timeout=300"]
     with worker(tmp_path, tiers=tiers, save_hold_s=0.2) as made:
         server.pause()
@@ -238,13 +244,11 @@ def test_a_server_that_stands_still_delays_no_step_and_holds_no_block(
         another.side.start_loads()
         assert another.loaded()
         assert not another.side.take_errors()
-    server.kill()
 
 
 def test_what_a_server_missed_is_saved_when_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, server: StoreServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = StoreServer(tmp_path)
     tiers = ["memory:1MiB", f"kvwire://{server.address}"]
     with worker(tmp_path, tiers=tiers) as made:
         server.kill()
@@ -257,7 +261,6 @@ def test_what_a_server_missed_is_saved_when_it_is_back(
             return server.blocks() == len(HASHES)
 
         assert eventually(saved)
-    server.kill()
 
 
 def test_layers_of_several_shapes_in_one_table(tmp_path: Path) -> None:
