@@ -36,7 +36,7 @@ class Toy(End):
         return reference
 
     async def withdraw(self, reference: bytes) -> None:
-        del self.offered[reference]
+        self.offered.pop(reference, None)
 
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
@@ -82,6 +82,7 @@ class Toy(End):
         writer.close()
 
     async def close(self) -> None:
+        self.offered.clear()  # a request that has come already finds nothing
         self.server.close()
         for writer in self.writers:
             writer.transport.abort()
