@@ -65,6 +65,6 @@ async def test_a_breach_is_made_small_and_plays_again() -> None:
 
 @pytest.mark.parametrize("theme", range(16))
 async def test_no_false_alarm(theme: int) -> None:
-    found = await certify("toy", seeds=sample(range(theme, 1000, 16), 62))
+    found = await certify("toy", seeds=sample(range(theme, 320, 16), 20))
     assert found.breaches == ()
     assert found.schedules
