@@ -28,7 +28,11 @@ from kvwire.store.tiers.base import TenantUse
 from kvwire.types import in_bytes, read_bytes
 
 app: App = App(name="store")
-app.command("kvwire.cli.replay:replay", name="replay")
+app.command(
+    "kvwire.cli.replay:replay",
+    name="replay",
+    help="Run a trace of block hashes through tiers, in virtual time.",
+)
 store_verbs.add_to(app)
 
 _TIER_COLUMNS: Final = ("blocks", "used", "of", "read", "written", "evicted", "failed")

@@ -59,7 +59,8 @@ def test_what_gives_way_first_is_first() -> None:
 @pytest.mark.slow  # a server, and processes that write to it
 async def test_what_one_of_each_costs() -> None:
     units = await scale.measured(peers=20, seconds=2, renewals=200, times=5)
-    assert 4 * 1024 < units.connection_bytes < 1024 * 1024
+    # A process that has done much before it has memory to spare, and grows by nothing.
+    assert units.connection_bytes < 1024 * 1024
     for seconds in (units.ping_s, units.write_s, units.renewal_s, units.watched_s):
         assert 0 < seconds < 0.05
     assert 0 < units.delivery_s < 0.05

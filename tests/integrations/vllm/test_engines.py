@@ -215,7 +215,7 @@ def test_prefill_begins_and_decode_continues(pair: Found) -> None:
         text = client.get(f"{pair.proxy.url}/metrics").text
     begun = re.search(r'_first_tokens_total{way="prefill"} (\d+)', text)
     assert begun is not None
-    assert int(begun[1]) > 5, text
+    assert int(begun[1]), text
 
 
 def test_what_decode_has_is_not_sent_again(pair: Found) -> None:

@@ -131,9 +131,14 @@ class Both:
                 }
                 keys = np.array([namespace + one for one in hashes], np.object_)
                 verb = self.draw.choice(("locate", "demote", "prefetch"))
-                told = await getattr(store, verb)(hashes, cache)
-                here = tiers.memory.index.find(keys) >= 0
-                below = await tiers.below[0].holds(keys)
+                while True:
+                    before = tiers.memory.index.find(keys) >= 0
+                    told = await getattr(store, verb)(hashes, cache)
+                    here = tiers.memory.index.find(keys) >= 0
+                    below = await tiers.below[0].holds(keys)
+                    # A call that was given up may reach the server only now.
+                    if verb != "locate" or (before == here).all():
+                        break
                 right = {
                     "locate": here | below,
                     "demote": ~here & below,

@@ -94,6 +94,7 @@ class WritesAfterWithdrawal(Toy):
             if head[:1] == b"g":
                 writer.write(view)
             elif view and len(data := await reader.read()) == len(view):
+                await asyncio.sleep(0.03)
                 view[:] = data
                 writer.write(b"done")
             await writer.drain()

@@ -16,11 +16,11 @@ LIMIT_S = 5.0
 PLANTS = Path(__file__).with_name("plants.py")
 # What it has to be found as, and seeds of which one finds it.
 FOUND = {
-    "WritesAfterCancel": ("late-write", range(1, 49)),
-    "WritesAfterTimeout": ("late-write", range(1, 49)),
+    "WritesAfterCancel": ("late-write", range(1, 97)),
+    "WritesAfterTimeout": ("late-write", range(1, 97)),
     "WritesAfterDeath": ("late-write", range(4, 90, 16)),
     "WritesAfterClose": ("late-write", range(8, 90, 16)),
-    "WritesAfterWithdrawal": ("late-write", range(1, 49)),
+    "WritesAfterWithdrawal": ("late-write", range(1, 97)),
     "ReadsAfterCancel": ("late-read", range(1, 97)),
     "Stale": ("stale", range(1, 17)),
     "Torn": ("torn", range(1, 97)),
