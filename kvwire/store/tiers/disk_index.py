@@ -68,8 +68,8 @@ _PIN: Final = """
     INSERT OR REPLACE INTO pins SELECT slot, serial FROM blocks WHERE slot=? AND key=?
 """
 _PIN_UNTIL: Final = """
-    INSERT OR REPLACE INTO timed_pins SELECT slot, serial, ?3 FROM blocks
-    WHERE slot=?1 AND key=?2
+    INSERT OR REPLACE INTO timed_pins SELECT slot, serial, ? FROM blocks
+    WHERE slot=? AND key=?
 """
 _PINS: Final = """
     SELECT slot, 9e999 FROM pins NATURAL JOIN blocks
@@ -218,7 +218,7 @@ class DiskIndex:
                 named = list(zip(listed, keys.tolist(), ends.tolist(), strict=True))
                 for_ever = [row[:2] for row in named if row[2] == math.inf]
                 self._db.executemany(_PIN, for_ever)
-                timed = [row for row in named if row[2] < math.inf]
+                timed = [(row[2], *row[:2]) for row in named if row[2] < math.inf]
                 self._db.executemany(_PIN_UNTIL, timed)
 
     def pins(self) -> tuple[Ids, Times]:
