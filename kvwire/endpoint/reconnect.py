@@ -115,7 +115,7 @@ class Reconnector:
                 self._redialling.discard(origin)
 
     async def _await_return(self, lost: Connection) -> None:
-        """Give a peer that dials us, and whose link was reset, time to dial again."""
+        """Wait for a peer to dial again after its link was reset."""
         registry = self._registry
         loop = self._loop
         origin = lost.peer.origin

@@ -181,7 +181,7 @@ class Blocks:
         return results
 
     async def taken(self, tier: Tier, timeout_s: float) -> None:
-        """Write all until they land; no event says when a service can be reached.
+        """Write all until they land: no event reports a service that is back.
 
         Cancel safety: safe, the check is over then.
         """
@@ -194,7 +194,7 @@ class Blocks:
             results = await self.write(tier, landed=False)
 
     async def read(self, tier: Tier) -> list[int]:
-        """Read all, and return the positions of those that landed, which are exact.
+        """Read all blocks, and return the exact positions of the landed ones.
 
         Cancel safety: safe, the check is over then.
         """

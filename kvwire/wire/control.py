@@ -353,7 +353,7 @@ class Commit(Body, array_like=True, frozen=True, gc=False):
 
 
 class CommitAck(Body, array_like=True, frozen=True, gc=False):
-    """COMMIT_ACK: every segment has landed, except those here, which came damaged."""
+    """COMMIT_ACK: every segment has landed, except the damaged ones listed here."""
 
     damaged: Annotated[tuple[SegmentNumber, ...], Meta(max_length=SETTLED_MAX)]
 

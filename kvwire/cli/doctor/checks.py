@@ -57,7 +57,7 @@ Judgement = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class HostFiles:
-    """Reads a machine whose ``proc``, ``sys`` and ``dev`` lie below ``root``.
+    """Reads a machine from ``proc``, ``sys`` and ``dev`` below ``root``.
 
     Attributes:
         pid: The process to read; 0 is this one, and has ``environment``.
