@@ -378,17 +378,23 @@ _REMEDIES: Final = {
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's text; drop the frames that it went through.
-
-    An error of a connection is kept by each of its requests, and its frames keep what
-    was to be moved: all the memory of a store.
-    """
+    """Return an error's text; drop the frames that it went through."""
     text = str(error) or type(error).__name__
+    drop_frames(error)
+    return text
+
+
+def drop_frames(error: BaseException) -> None:
+    """Drop the frames that an error, and each error before it, went through.
+
+    Each request of a connection keeps the connection's error, and a library may keep
+    its own for a moment. The frames keep the memory that was to be moved: all of a
+    store's.
+    """
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
         link = link.__context__
-    return text
 
 
 def with_remedy(error: BaseException) -> str:

@@ -14,6 +14,7 @@ pytest_plugins = [
     "tests.support.depth",
     "tests.support.leaks",
     "tests.support.loops",
+    "tests.support.rerun",
     # Named, since the settings turn the loading of installed plugins off.
     "kvwire.testing.pytest_plugin",
 ]

@@ -90,6 +90,7 @@ class Arena:
         self._mapped_bytes = self.nbytes + mmap.PAGESIZE
         # Used bytes of the mapping.
         self._used = MID_PAGE_BYTES
+        self._closed = False
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, self._mapped_bytes)
@@ -152,8 +153,8 @@ class Arena:
 
     @property
     def closed(self) -> bool:
-        """Return whether the arena was closed."""
-        return self._map.closed
+        """Return whether the arena was closed or released."""
+        return self._closed
 
     def fileno(self) -> int:
         """Return the descriptor; any process that gets it may read the whole arena.
@@ -183,6 +184,24 @@ class Arena:
             raise UsageError(
                 "arena: arrays or tensors in it are still alive; drop them first"
             ) from None
+        self._forget()
+
+    def release(self) -> bool:
+        """Close it; memory that is still used goes with the last array or tensor in it.
+
+        Returns:
+            Whether all of the memory was freed at once.
+        """
+        with contextlib.suppress(UsageError):
+            self.close()
+        if self.closed:
+            return True
+        self._forget()
+        return False
+
+    def _forget(self) -> None:
+        """Make no further use of it, and close its descriptor."""
+        self._closed = True
         with _lock:
             _arenas.remove(self)
         os.close(self._fd)
@@ -198,7 +217,9 @@ class Arena:
     ) -> None:
         # An exception's frames may still hold arrays. Then the exception must not be
         # replaced.
-        with contextlib.suppress(*((UsageError,) if error else ())):
+        if error:
+            self.release()
+        else:
             self.close()
 
     def __repr__(self) -> str:

@@ -172,11 +172,7 @@ class Generations:
         return same
 
     def close(self) -> None:
-        """Renew all generations, so that no ticket is valid any more; free the table.
-
-        Raises:
-            UsageError: Somebody still has an array of its memory.
-        """
+        """Renew all generations, which ends every ticket, and free the table."""
         if not self._table.size:
             return
         self._table[:] = _random(self._count)
@@ -186,7 +182,7 @@ class Generations:
             self._count = 0
             self._table = self.values = np.empty(0, np.uint64)
             if self.arena is not None:
-                self.arena.close()
+                self.arena.release()
 
     def _draw(self, count: int) -> Array:
         """Return random numbers that were never returned before."""

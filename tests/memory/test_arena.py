@@ -16,7 +16,14 @@ import pytest
 
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.arena import HUGE_PAGE_BYTES, SEALS, Arena, SharedMapping, arena_of
+from kvwire.memory.arena import (
+    HUGE_PAGE_BYTES,
+    SEALS,
+    Arena,
+    SharedMapping,
+    arena_at,
+    arena_of,
+)
 from kvwire.memory.buffers import MID_PAGE_BYTES
 from kvwire.memory.copy import as_fragments
 from kvwire.testing.conformance.rig import open_descriptors
@@ -91,11 +98,31 @@ def test_an_exception_is_not_hidden_by_arrays_that_its_frames_hold() -> None:
     array = arena.numpy(4, np.int64)
     with pytest.raises(ZeroDivisionError), arena:
         raise ZeroDivisionError
-    assert not arena.closed
-    del array
-    gc.collect()
-    arena.close()
     assert arena.closed
+    array[:] = 3
+    assert array.sum() == 12
+
+
+def test_released_memory_goes_with_its_last_array() -> None:
+    arena = Arena(4096, name="released-memory")
+    array = arena.numpy(4, np.int64)
+    part = array[2:]
+    descriptor = arena.fileno()
+    assert not arena.release()
+    assert arena.closed
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    assert arena_at(arena.address, arena.address + 1) is None
+    with pytest.raises(UsageError, match="it is closed"):
+        arena.buffer(1)
+    arena.close()
+    del arena, array
+    part[:] = 3
+    assert part.sum() == 6
+    assert "released-memory" in Path("/proc/self/maps").read_text()
+    del part
+    assert "released-memory" not in Path("/proc/self/maps").read_text()
+    assert Arena(4096).release()
 
 
 def test_who_has_the_descriptor_can_map_it_and_only_read() -> None:

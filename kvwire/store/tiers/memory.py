@@ -31,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.aio import start_task
-from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Array, Fragments
 from kvwire.memory.arena import Arena
@@ -315,12 +314,12 @@ class MemoryTier:
         self._bytes = np.empty(0, np.uint8)
         if self._arena is None:
             return
-        try:
-            if self._shared is not None:
-                self.index.shared = None
-                self._shared.close()
-            self._arena.close()
-        except UsageError:
+        if self._shared is not None:
+            self.index.shared = None
+            self._shared.close()
+        arena = self._arena
+        self._arena = None
+        if not arena.release():
             # Somebody keeps an exception, which keeps the frames that it went through.
             logger.warning("%d bytes of a store stay in use", self.counts.size_bytes)
 
@@ -422,7 +421,7 @@ class SharedMemory:
         self.generations.close()
         self.images = np.empty(0, np.uint8)
         self.words = np.empty(0, np.uint64)
-        self._arena.close()
+        self._arena.release()
 
 
 class InFlightFills:

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kvwire.aio import Upkeep, gather_all
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, drop_frames
 from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
 from kvwire.store.address import TierAddress
@@ -277,11 +277,13 @@ class ObjectTier(KeyValueTier):
                         await self._prove()
                     found = await call()
             except BaseException as exc:  # of what obstore raises one kind is no less
-                if not writes and is_no_object(exc):
-                    return BlockResult.MISSING
                 known = isinstance(exc, OSError | self._obstore.exceptions.BaseError)
                 if not known and not _is_panic(exc):
                     raise
+                # A thread of obstore may still have it when the store is closed.
+                drop_frames(exc)
+                if not writes and is_no_object(exc):
+                    return BlockResult.MISSING
                 self._became_unavailable(exc, writes=writes)
                 return BlockResult.FAILED
         if self._away or self._error:

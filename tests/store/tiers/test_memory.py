@@ -8,6 +8,7 @@ import mmap
 import resource
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -249,9 +250,14 @@ async def test_memory_that_somebody_keeps_is_said(
         memory.close()
     assert f"{SLOTS * GRAIN_BYTES} bytes of a store stay in use" in caplog.text
     assert images.nbytes == BYTES
+    # The memory goes with the last array of it.
+    assert "kvwire-store (deleted)" in mappings()
     del images
-    assert memory._arena is not None
-    memory._arena.close()
+    assert "kvwire-store (deleted)" not in mappings()
+
+
+def mappings() -> str:
+    return Path("/proc/self/maps").read_text()
 
 
 async def test_what_is_written_down_stays(memory: MemoryTier, below: Below) -> None:

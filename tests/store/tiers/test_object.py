@@ -505,3 +505,27 @@ async def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(BackendUnavailable, match=re.escape(install_command("store"))):
         await BlockStore.open(["object:memory:///"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(obstore.exceptions.GenericError("refused"), id="fails"),
+        pytest.param(FileNotFoundError(errno.ENOENT, "not there"), id="not there"),
+    ],
+)
+async def test_an_error_that_obstore_keeps_does_not_keep_a_stores_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Its threads have their errors a little longer than those who asked."""
+    async with BlockStore.open(["memory:1MiB", f"object:file://{tmp_path}"]) as store:
+        requests = Requests(tier_of(store, ObjectTier))
+
+        async def refuse(_name: str) -> None:
+            raise error
+
+        requests.before = refuse
+        put = await store.put(chain(2), Filled(seed=1).cache, range(2))
+        assert "it is in memory only" in put.missing["kv", 0]
+    assert error.__traceback__ is None
+    assert "stay in use" not in caplog.text
