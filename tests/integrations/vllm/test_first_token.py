@@ -94,6 +94,10 @@ class Vllm:
         if body.get("logprobs") is None:
             return None
         names = [f"{token}" for token in tokens]
+        if "messages" in body:
+            each = [logged_in_chat(name) for name in names]
+            top = {"top_logprobs": each[:1] * bool(body["top_logprobs"])}
+            return {"content": [one | top for one in each]}
         return {
             "text_offset": [2 * place for place, _ in enumerate(tokens)],
             "token_logprobs": [-0.5 for _ in tokens],
@@ -105,7 +109,7 @@ class Vllm:
         chat = "messages" in body
         prompt = PROMPT if chat else body["prompt"]
         done = len(prompt) - len(PROMPT)
-        tokens = self.tokens[done : done + (body["max_tokens"] or 99)]
+        tokens = self.tokens[done : done + int(body.get("max_tokens") or 99)]
         if done:
             which = OTHER if prompt[len(PROMPT)] in OTHER else ANSWER
             tokens = which[done:]
@@ -136,6 +140,10 @@ class Vllm:
             usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
             yield event(named | {"model": "m", "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
+
+
+def logged_in_chat(token: str) -> dict[str, Any]:
+    return {"token": token, "logprob": -0.5, "bytes": [*token.encode()]}
 
 
 def later(then: Handler) -> Handler:
@@ -289,6 +297,46 @@ async def test_tokens_and_probabilities_are_those_of_the_engine() -> None:
     assert offsets[:2] == [b"0", b"2"]
 
 
+@pytest.mark.parametrize("top", [0, 1])
+async def test_probabilities_of_a_chat(top: int) -> None:
+    """They stay those of a chat if the rest comes from a completion."""
+    application, _, decode, _ = made()
+    await read(application, **CHAT)
+    wanted = {"logprobs": True, "top_logprobs": top}
+    body = asked(messages=CHAT["messages"], **wanted)
+    del body["prompt"]
+    alone = b"".join([part async for part in decode.parts(body)])
+    found = await read(application, **CHAT, **wanted)
+    assert found == alone.replace(b'"id":"decode"', b'"id":"prefill"')
+    decode.tokens = OTHER
+    found = await read(application, **CHAT, **wanted)
+    assert text_of(found) == "aé d"
+    assert decode.asked[-1]["logprobs"] == top
+    assert "top_logprobs" not in decode.asked[-1]
+    logged = re.findall(rb'"logprobs":(\{.*?\]\})[,}]', found)
+    assert logged == re.findall(rb'"logprobs":(\{.*?\]\})[,}]', alone)
+    assert len(logged) == COUNT
+
+
+async def test_a_completion_without_a_limit() -> None:
+    """It has sixteen tokens, of which the rest has one less."""
+    application, _, decode, _ = made()
+    await read(application)
+    decode.tokens = OTHER
+    assert text_of(await read(application, max_tokens=None)) == "aé d"
+    assert decode.asked[-1]["max_tokens"] == 15
+
+
+async def test_tools_that_must_not_be_called() -> None:
+    """They are a part of the prompt, which the rest has as tokens."""
+    application, _, decode, _ = made()
+    await read(application, **CHAT)
+    decode.tokens = OTHER
+    tools = {"tools": [{"type": "function"}], "tool_choice": "none"}
+    assert text_of(await read(application, **CHAT, **tools)) == "aé d"
+    assert not {"tools", "tool_choice"} & decode.asked[-1].keys()
+
+
 def asked(**more: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": COUNT, "stream": True} | more
 
@@ -432,7 +480,7 @@ async def test_a_stream_that_can_move_as_well(kind: dict[str, Any]) -> None:
         ("response_format", {"type": "json_object"}),
         ("structured_outputs", {"choice": ["x"]}),
         ("prompt_logprobs", 1),
-        ("max_tokens", None),
+        ("max_tokens", "4"),
         ("unheard_of", 1),
     ],
 )
@@ -476,5 +524,8 @@ def test_fields_of_chats_with_which_decode_begins() -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "stream": True}
     path = "/v1/chat/completions"
     assert not waiting_field(path, chat | {"stop": "x", "seed": 1, "max_tokens": None})
-    for field, value in (("tools", [1]), ("logprobs", True)):
-        assert waiting_field(path, chat | {field: value}) == field
+    plain = {"tools": [1], "tool_choice": "none", "response_format": {"type": "text"}}
+    assert not waiting_field(path, chat | plain | {"top_logprobs": 0})
+    odd = {"logprobs": True, "top_logprobs": "2"}
+    for more in ({"tools": [1]}, odd, {"logprobs": 1}, {"top_logprobs": 2}):
+        assert waiting_field(path, chat | more) == next(iter(more))

@@ -150,6 +150,12 @@ _OPTIONS: Final[dict[str, tuple[float, bool | None, Any]]] = {
     "n": (0.04, None, lambda _: {"n": 2}),
     "bad words": (0.04, None, lambda _: {"bad_words": ["e", "ab"]}),
     "tools": (0.1, True, lambda _: {"tools": [_TOOL], "tool_choice": "auto"}),
+    "tools not to call": (
+        *(0.1, True),
+        lambda _: {"tools": [_TOOL], "tool_choice": "none"},
+    ),
+    "plain text": (0.05, None, lambda _: {"response_format": {"type": "text"}}),
+    "no limit": (0.05, False, lambda _: {"max_tokens": None}),
     "choice": (
         *(0.04, None),
         lambda _: {"structured_outputs": {"choice": ["yes", "no", "maybe"]}},

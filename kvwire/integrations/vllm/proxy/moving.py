@@ -105,9 +105,17 @@ _OF_CHATS: Final = (
     "chat_template_kwargs",
     "max_completion_tokens",
 )
-# Fields whose effect is over once the answer has begun.
+# Fields whose effect is over once the answer has begun. Tools that the model must not
+# call are a part of the prompt and nothing else.
 _DONE: Final = frozenset(
-    ("truncate_prompt_tokens", "truncation_side", "request_id", *_OF_CHATS)
+    (
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "request_id",
+        "tools",
+        "tool_choice",
+        *_OF_CHATS,
+    )
 )
 # Reasons why decode sends a first token, beside those of first.py.
 OFF: Final = "off"
@@ -151,7 +159,18 @@ _OF_ANSWER: Final = ("id", "object", "created", "model")
 # Fields of an answer's usage that are about the prompt's tokens.
 _OF_PROMPT: Final = frozenset(("cached_tokens", "created_cache_tokens"))
 _QUOTED_CHARS: Final = 500
-_USUAL: Final = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0}
+# Values that change nothing.
+_USUAL: Final[Mapping[str, Any]] = {
+    "n": 1,
+    "best_of": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "top_logprobs": 0,
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+}
+# How many tokens a completion has if its request sets no limit.
+_COMPLETION_TOKENS: Final = 16
 # One character in UTF-8 is at most this many tokens.
 _HELD_TOKENS_MAX: Final = 4
 
@@ -166,13 +185,15 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
     if not body.get("stream") and body.get("stream_options") is not None:
         return "stream_options"
     # Without a limit, a chat ends at the end of its engine's context.
-    if type(limit_of(body)) is not int and not (chat and limit_of(body) is None):
+    limit = _limit(path, body)
+    if type(limit) is not int and not (chat and limit is None):
         return "max_tokens"
     if body.get("seed") is not None and body.get("temperature") != 0:
         return "seed"
     for name, value in body.items():
         unused = value is None or value is False or value in ([], {}, "")
         known = name in _EXACT or (chat and name in _OF_CHATS)
+        known = known or (name == "tools" and body.get("tool_choice") == "none")
         if not known and not unused and _USUAL.get(name) != value:
             return name
     return "" if is_for_two(dict(body)) else "prompt"
@@ -194,9 +215,27 @@ def waiting_field(path: str, body: Mapping[str, Any]) -> str:
     stops = [stop] if isinstance(stop, str) else stop
     if isinstance(stops, list) and all(isinstance(one, str) for one in stops):
         del exact["stop"]  # see first.py
-    if path == COMPLETIONS and type(exact.get("logprobs")) is int:
+    if _logged(path, exact) is not None:
         del exact["logprobs"]
+        exact.pop("top_logprobs", None)
     return immovable_field(path, exact)
+
+
+def _limit(path: str, body: Mapping[str, Any]) -> Any:
+    """Return how many tokens an answer may have; None if the context is the limit."""
+    limit = limit_of(body)
+    return _COMPLETION_TOKENS if limit is None and path == COMPLETIONS else limit
+
+
+def _logged(path: str, body: Mapping[str, Any]) -> int | None:
+    """Return the ``logprobs`` of a completion that has a request's; None without any.
+
+    A completion has as many beside each token as its request says, and a chat one less.
+    """
+    logged = body.get("logprobs")
+    if path != COMPLETIONS:
+        logged = body.get("top_logprobs", 0) if logged is True else None
+    return logged if type(logged) is int else None
 
 
 def _is_text(messages: Any) -> bool:
@@ -461,6 +500,9 @@ class MovableStream:
         if "text" in choice:
             choice["delta"] = {"content": choice.pop("text")}
             choice.pop("prompt_token_ids", None)
+            if logged := choice.get("logprobs"):
+                count = self._asked.body.get("top_logprobs", 0)
+                choice["logprobs"] = _of_chat(logged, count)
         told = {name for name, value in choice["delta"].items() if value}
         self._plain = self._plain or "content" in told
         self._parsed = self._parsed or not told <= {"role", "content"}
@@ -562,11 +604,14 @@ class MovableStream:
         done = len(self._tokens)
         body = {key: value for key, value in asked.body.items() if key not in _DONE}
         body["prompt"] = [*self._prompt, *self._tokens]
-        if (limit := limit_of(asked.body)) is not None:
+        if (limit := _limit(asked.path, asked.body)) is not None:
             limit = max(0, limit - done)
         body["max_tokens"] = limit
         if type(body.get("min_tokens")) is int:
             body["min_tokens"] = max(0, body["min_tokens"] - done)
+        if (logged := _logged(asked.path, body)) is not None:
+            body["logprobs"] = logged
+        body.pop("top_logprobs", None)
         # Its numbers so far are used; the same ones again would depend on them.
         if type(body.get("seed")) is int:
             body["seed"] += done
@@ -581,6 +626,21 @@ class MovableStream:
 
 class _Aborted(EngineFailed):
     """Report an engine that ends its answers because it was asked to stop."""
+
+
+def _of_chat(logged: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return a completion's probabilities as those of a chat."""
+
+    def one(token: str, logprob: float) -> dict[str, Any]:
+        return {"token": token, "logprob": logprob, "bytes": [*token.encode()]}
+
+    shown = None if count < 0 else count
+    content = []
+    pairs = zip(logged["tokens"], logged["token_logprobs"], strict=True)
+    for (token, logprob), top in zip(pairs, logged["top_logprobs"], strict=True):
+        others = [one(*other) for other in [*top.items()][:shown]]
+        content.append(one(token, logprob) | {"top_logprobs": others})
+    return {"content": content}
 
 
 def _end_of(event: Mapping[str, Any]) -> int:
