@@ -42,6 +42,8 @@ _SHAPES: Final = (
 )
 _PAUSES_S: Final = (0.0, 0.0, 0.0002, 0.001, 0.005)
 _STOPS_S: Final = (0.003, 0.01, 0.03)
+# Time for what goes on behind a cancel, before its memory is used again.
+_LATE_S: Final = 0.05
 
 
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -157,8 +159,10 @@ def _plain(draw: random.Random, offer: Step, own: int) -> list[Step]:
 def _ended(draw: random.Random, offer: Step, own: int, way: Way) -> list[Step]:
     after_s = draw.choice(_PAUSES_S) if way == "cancel" else draw.choice(_PAUSES_S[2:])
     step = Step(_verb(draw), offer.reference, own, way=way, after_s=after_s)
-    more = [Step("get", offer.reference, own)] if draw.random() < 0.5 else []
-    return [*_stop(draw), step, *more, *_again(draw, offer, own)]
+    stop = _stop(draw)
+    get = Step("get", offer.reference, own)
+    after = get if draw.random() < 0.5 else Step("pause", after_s=_LATE_S)
+    return [*stop, step, after, *_again(draw, offer, own)]
 
 
 def _deaths(draw: random.Random, offer: Step, own: int) -> list[Step]:
