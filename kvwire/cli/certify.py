@@ -53,18 +53,22 @@ def command(  # noqa: PLR0913 - each is an option of the command
 
     Args:
         target: A transport that comes with kvwire, such as toy; an adapter of yours, as
-            file.py:Class or module:Class; or the file of a breach. Without it, the
-            transports that come with kvwire, and what is installed of them.
+            file.py:Class or module:Class; or the file of a saved schedule. Without it,
+            the command lists the transports that come with kvwire, and whether each can
+            run here.
         schedules: How many schedules to play.
-        seed: The seed of the first one; the others follow.
-        seconds: Stop after this time; smaller schedules are looked for after that.
-        limit_s: Seconds after which something that has not ended hangs.
+        seed: The seed of the first schedule; each further schedule adds 1.
+        seconds: Start no schedule after this many seconds. Shrinking the schedules that
+            failed comes on top.
+        limit_s: Report an operation as hung if it has not ended after this many
+            seconds.
         times: How often to play the smallest schedule of each breach again.
-        without: A rule that the transport need not keep, several times: --without
-            stale, for one whose references never end.
-        into: The folder for the files of breaches.
-        html: Write the page as HTML here as well.
-        junit: Write a test case for each promise here, for CI.
+        without: A rule that the transport need not keep; may be repeated. For example
+            --without stale for a transport whose references never expire.
+        into: The folder in which failing schedules are saved.
+        html: Also write the report to this file, as HTML.
+        junit: Also write the report to this file, as JUnit XML with one test case for
+            each promise.
         json: Print JSON instead.
     """
     if not target:
@@ -113,7 +117,7 @@ def _read(path: Path) -> Breach:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Breach)
     except msgspec.MsgspecError as exc:
-        raise UsageError(f"certify: {path} is no file of a breach: {exc}") from None
+        raise UsageError(f"certify: {path} is not a saved schedule: {exc}") from None
 
 
 def _list() -> None:

@@ -31,7 +31,7 @@ def ls(
     config: Path | None = None,
     json: bool = False,
 ) -> None:
-    """List the members that are there now.
+    """List the current members.
 
     Args:
         selector: The members to show, such as role=decode,model=demo; all without it.

@@ -38,13 +38,13 @@ def top(
 ) -> None:
     """Show the open connections and transfers of live processes, and why they wait.
 
-    The processes must be started with KVWIRE_INSPECT, or the key ``inspect``.
+    Only processes started with KVWIRE_INSPECT or the key ``inspect`` are shown.
 
     Args:
         folder: The folder of their sockets, or one socket; KVWIRE_INSPECT without it.
-        once: Print it once; without it, until Ctrl-C.
+        once: Print one snapshot and exit, instead of updating until Ctrl-C.
         json: Print snapshots as JSON, one line for each process.
-        interval_s: Seconds between two screens.
+        interval_s: Seconds between two updates.
     """
     paths = sockets(folder)
     found, silent = snapshots(paths)

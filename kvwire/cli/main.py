@@ -49,14 +49,14 @@ app.command(
     name="bench",
     help=(
         "Measure kvwire beside what you would otherwise use.\n\n"
-        "In one run, in turns, in processes of their own; what counts is the ratio of "
-        "the medians. Run it where nothing else runs."
+        "All contenders take turns in one run, each in its own processes. Read the "
+        "ratio of the medians, and run it on an idle machine."
     ),
 )
 app.command(
     "kvwire.cli.certify:app",
     name="certify",
-    help="Check from outside that a transport keeps its hands off memory it gave back.",
+    help="Test whether a transport writes only where it may, and only while it may.",
 )
 app.command(
     "kvwire.cli.config:app",
@@ -66,24 +66,24 @@ app.command(
 app.command(
     "kvwire.cli.doctor.command:app",
     name="doctor",
-    help="Say what can run here, what cannot, and what to do about it.",
+    help="Check which transports can run here, which cannot, and the remedies.",
 )
 app.command(
     "kvwire.cli.directory:app",
     name="directory",
-    help="Show who has announced itself in a directory, and what becomes of them.",
+    help="List the members of a directory, or watch them join and leave.",
 )
 app.command(
     "kvwire.cli.store:app",
     name="store",
-    help="Serve a KV store to other processes, and look at one.",
+    help="Serve a KV store to other processes, or inspect and manage one.",
 )
 app.command(
     "kvwire.cli.inspect:top",
     name="top",
     help=(
         "Show what is open in live processes, and what each transfer waits for.\n\n"
-        "Processes that were started with KVWIRE_INSPECT, or the key `inspect`."
+        "Only processes started with KVWIRE_INSPECT or the key `inspect` are shown."
     ),
 )
 app.command(

@@ -45,19 +45,20 @@ def replay(
 ) -> None:
     """Replay a trace of block hashes through tiers, in virtual time.
 
-    No block is copied and no directory is touched. Which block is taken, evicted or
-    brought up again is decided by the code of a store.
+    No block is copied and no directory is touched. The store's own code decides which
+    blocks are kept, evicted or brought back.
 
     Args:
-        trace: A file with a line of JSON for each request, with the fields timestamp,
-            input_length, output_length and hash_ids: one of Mooncake's traces, or a
-            recording of a store.
+        trace: A file with one JSON object per line and request, with the fields
+            timestamp, input_length, output_length and hash_ids: a trace that Mooncake
+            publishes, or one that a store recorded.
         tier: A tier, fastest first: --tier memory:8GiB --tier 'disk:nvme?size=100GiB'.
-        block: Bytes of a block, such as 2MiB, if the trace does not have them.
+        block: The size of a block, such as 2MiB, if the trace does not give it.
         write: When a put is complete, as for `serve`.
         tenant: A tenant's name and quotas, as for `serve`, if the trace has tenants.
         unit: The unit of the trace's timestamps.
-        plot: Draw the course of it into this file: .svg, .png or .pdf.
+        plot: Draw hits, memory use and evictions over time into this file: .svg, .png
+            or .pdf.
         json: Print JSON instead.
     """
     if plot is not None:

@@ -63,28 +63,30 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     closes the tiers.
 
     Args:
-        listen: Where to listen, such as 0.0.0.0:7500. Other hosts need a key.
-        tier: A tier, fastest first: --tier memory:8GiB --tier
+        listen: The address to listen on, such as 0.0.0.0:7500. Any address but loopback
+            needs a key.
+        tier: A tier; repeat the option, fastest tier first: --tier memory:8GiB --tier
             'disk:/var/kv?size=100GiB'.
-        psk_file: The key that clients have to prove; made by `kvwire keygen`.
+        psk_file: The key file that every client needs too; `kvwire keygen` makes one.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
-        read_only: Clients may get and not put.
-        berth: The most that one transfer moves, so the largest block.
-        write: When a put is complete: "through", when a disk has it, or "back", when
+        read_only: Clients may get blocks but not put any.
+        berth: The size of a staging buffer, which is also the largest block that a
+            client can put.
+        write: When a put is complete: "through": once a disk has it; "back": once
             memory has it.
-        metrics: Answer GET of /metrics (Prometheus) and /health here, to anybody who
-            can reach it, and POST of /kv/pin and other verbs to those who have a key;
-            such as 127.0.0.1:9400. Needs the extra `metrics`.
-        tenant: A tenant's name, quotas and key: --tenant
-            'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key', several times.
-            A client with the key of --psk-file is the operator.
-        directory: Announce the server here as a node of role "store", such as
-            redis://host:6379; clients use kvwire://role=store?directory=URL.
-        label: A label for selectors: --label pool=a, several times. The label `node`
-            names a node whose address changes.
-        advertise: The host, or HOST:PORT, that others dial.
-        record: Record which blocks are asked for, in a new file of this directory:
-            --record 'traces?size=1GiB'; `kvwire store replay` reads it.
+        metrics: Serve HTTP on this address, such as 127.0.0.1:9400: /metrics
+            (Prometheus) and /health for anyone, /kv/pin and the other verbs for clients
+            with a key. Needs the extra `metrics`.
+        tenant: A tenant's name, quotas and key; repeat the option for more: --tenant
+            'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key'. A client with the
+            key of --psk-file is the operator.
+        directory: Announce the server in this directory, such as redis://host:6379,
+            with the role "store"; clients then use kvwire://role=store?directory=URL.
+        label: A label that selectors can match: --label pool=a; may be repeated. Set
+            the label `node` if the node's address can change.
+        advertise: The host, or HOST:PORT, that clients connect to.
+        record: Record all block requests in a new file in this folder, for `kvwire
+            store replay`: --record 'traces?size=1GiB'.
     """
     settings: dict[str, Any] = {"config": config, "read_only": read_only}
     if psk_file is not None:
@@ -137,7 +139,7 @@ def delete(
     psk_file: Path | None = None,
     config: Path | None = None,
 ) -> None:
-    """Delete all blocks of a tenant from a store server; print their number.
+    """Delete all blocks of a tenant from a store server, and print their number.
 
     Without --tenant and --all, the command asks for confirmation on the terminal;
     without a terminal, it fails.
@@ -145,17 +147,17 @@ def delete(
     Args:
         address: The server's address.
         tenant: The tenant's name; needs the operator's key.
-        every: All blocks of the tenant whose key is given; or, with the operator's key
-            or none, all blocks without a tenant.
+        every: Delete all blocks of the tenant whose key is given. With the operator's
+            key, or without keys, delete all blocks without a tenant.
         psk_file: The key that the server requires.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
     """
     wanted = _wanted(psk_file, config)
-    if not (tenant or every or _agreed(f"forget all blocks at {address}?")):
+    if not (tenant or every or _agreed(f"delete all blocks at {address}?")):
         raise UsageError("nothing is deleted: pass --all, or --tenant NAME")
     where = address.removeprefix("kvwire://")
     deleted = _run(delete_all(where, wanted, tenant), address)
-    print(f"forgot {deleted:,} block{'' if deleted == 1 else 's'}")
+    print(f"deleted {deleted:,} block{'' if deleted == 1 else 's'}")
 
 
 def _agreed(question: str) -> bool:

@@ -31,14 +31,14 @@ _NUMBERS: Final = re.compile(r"[\s,\[\]]+")
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions:
-    """Which blocks a verb is for, and how the answer is printed.
+    """Options that choose the blocks of a verb, and the format of the answer.
 
     Attributes:
-        tokens: A file with the token ids of a prompt, in place of hashes: a JSON list,
-            or numbers with spaces between them; - for standard input.
-        block_tokens: How many tokens one hash stands for; for --tokens.
-        scheme: Who hashes tokens: kvwire's HashScheme, or vllm with sha256_cbor.
-        seed: The seed of the scheme; of vLLM the engines' PYTHONHASHSEED.
+        tokens: A file with a prompt's token ids, in place of hashes: a JSON list, or
+            numbers separated by spaces; - means standard input.
+        block_tokens: The number of tokens in a block; needed with --tokens.
+        scheme: How tokens are hashed: by kvwire's HashScheme, or by vllm's sha256_cbor.
+        seed: The scheme's seed; with vllm, the engines' PYTHONHASHSEED.
         tenant: The tenant's name; needs the operator's key.
         psk_file: The key that the server requires.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
@@ -83,8 +83,8 @@ _Ttl = Annotated[float | None, Parameter(name="--ttl-s")]
 def locate(address: str, /, *hashes: str, blocks: BlockOptions = _BLOCKS) -> int:
     """Show which tiers of a served store have some blocks.
 
-    The exit status is 1 if one is nowhere. Blocks are looked for in all kinds of caches
-    that the server knows of.
+    The exit status is 1 if a block is in no tier. The search covers every kind of cache
+    that the server has stored.
 
     Args:
         address: The server's address.
@@ -97,12 +97,12 @@ def locate(address: str, /, *hashes: str, blocks: BlockOptions = _BLOCKS) -> int
 def prefetch(
     address: str, /, *hashes: str, tier: str = "", blocks: BlockOptions = _BLOCKS
 ) -> int:
-    """Bring blocks up into a tier of a served store, by default its memory.
+    """Copy blocks into a faster tier of a served store, by default its memory.
 
     Args:
         address: The server's address.
         hashes: The hashes, in hexadecimal digits, in the order of the chain.
-        tier: The tier's address, or its kind if there is one of it.
+        tier: The tier's address, or its kind if only one tier has it.
         blocks: More about the blocks.
     """
     return _carry_out("prefetch", address, blocks, blocks.order(hashes, tier=tier))
@@ -111,7 +111,7 @@ def prefetch(
 def demote(
     address: str, /, *hashes: str, tier: str = "", blocks: BlockOptions = _BLOCKS
 ) -> int:
-    """Let a served store let go of blocks in memory, once a tier below has them.
+    """Free blocks from a served store's memory, once a lower tier has them.
 
     Args:
         address: The server's address.
@@ -155,12 +155,12 @@ def retain(
     ttl_s: _Ttl = None,
     blocks: BlockOptions = _BLOCKS,
 ) -> int:
-    """Let a served store evict blocks after, or before, others.
+    """Set how early a served store evicts blocks.
 
     Args:
         address: The server's address.
         hashes: The hashes, in hexadecimal digits, in the order of the chain.
-        priority: 0 to 100; 50 is that of all other blocks.
+        priority: 0 to 100, where 0 is evicted first and all other blocks have 50.
         ttl_s: After how many seconds that ends by itself; never without it.
         blocks: More about the blocks.
     """
@@ -174,8 +174,9 @@ def move(address: str, /, *hashes: str, to: str, blocks: BlockOptions = _BLOCKS)
     Args:
         address: The server's address.
         hashes: The hashes, in hexadecimal digits, in the order of the chain.
-        to: Another server, kvwire://HOST:PORT with the options of a tier; the blocks go
-            through this process. Or the name of a node of a tier of the server.
+        to: Another server, kvwire://HOST:PORT with a tier's options: the blocks are
+            copied through this process. Or the name of a node in one of the server's
+            tiers.
         blocks: More about the blocks.
     """
     return _carry_out("move", address, blocks, blocks.order(hashes, to=to))

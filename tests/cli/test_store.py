@@ -86,7 +86,7 @@ async def test_tenants_are_shown_and_deleted(tmp_path: Path, run: Run) -> None:
         assert status
         assert "there is acme" in said
         status, out, _ = await run("delete", server.where, *keys, "--tenant", "acme")
-        assert (status, out) == (0, "forgot 3 blocks\n")
+        assert (status, out) == (0, "deleted 3 blocks\n")
         async with BlockStore.open([where]) as store:
             assert await store.match(chain(3), cache) == 0
 
@@ -132,10 +132,10 @@ async def test_all_is_deleted_where_somebody_says_so(
             assert await store.match(chain(1), cache) == 1
             monkeypatch.setattr("sys.stdin", Terminal("y\n"))
             status, out, said = await run("delete", server.where)
-            assert (status, out) == (0, "forgot 1 block\n")
-            assert f"forget all blocks at {server.where}?" in said
+            assert (status, out) == (0, "deleted 1 block\n")
+            assert f"delete all blocks at {server.where}?" in said
             status, out, _ = await run("delete", server.where, "--all")
-            assert (status, out) == (0, "forgot 0 blocks\n")
+            assert (status, out) == (0, "deleted 0 blocks\n")
 
 
 async def test_what_is_served_is_shown(tmp_path: Path, run: Run) -> None:

@@ -183,13 +183,13 @@ def command(
         transport: Transports, separated by commas, or all that are installed. One that
             cannot run here is named with the reason; local runs twice, with caches in
             ordinary memory and in arenas.
-        peer: Measure with the host that runs `kvwire bench serve` at this address; all
-            transports are then those that join two hosts.
+        peer: Measure between this host and another one, which runs `kvwire bench serve`
+            at this address. `all` then means the transports that can join two hosts.
         sizes_kib: Sizes of one layer of one block, such as --sizes-kib 4 1024.
         verb: How they move: pushed, pulled, or got from a window.
         layout: A tensor for each layer, or blocks across layers; the latter up to 64
             KiB a layer.
-        round_mib: MiB that each moves in a round.
+        round_mib: MiB that each contender moves in a round.
         rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """

@@ -303,16 +303,18 @@ def command(
     """Measure many transfers at once, and a small one beside large ones.
 
     Everything travels in fragments of 4 KiB. With --other-mib 1024, the side that pulls
-    has 8 GiB of memory, and the one that publishes 1 GiB, which all the others want.
+    has 8 GiB of memory, and the publishing side 1 GiB, which all of these transfers
+    read.
 
     Args:
         transport: Transports that join two processes, separated by commas.
         endpoints: Communicators on each side; each is connected to each.
-        transfers: How many begin at once: 80 of 100 have 64 KiB, 18 have 1 MiB.
-        large_mib: MiB of the other two of 100.
-        others: How many are always under way beside the one that is timed.
-        other_mib: MiB of each of them.
-        rounds: How often everything is measured; percentiles are of all rounds.
+        transfers: The number of transfers that begin at once. Of 100 transfers, 80 have
+            64 KiB, 18 have 1 MiB and 2 have --large-mib.
+        large_mib: MiB of each large transfer.
+        others: The number of transfers that always run beside the timed one.
+        other_mib: MiB of each transfer beside the timed one.
+        rounds: The number of rounds; percentiles are taken over all of them.
         common: Options of every benchmark.
     """
     transports = require_able(transport.split(","))

@@ -112,7 +112,7 @@ def ops(*, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON) 
 
     Args:
         transport: The transport of kvwire; of a store, what its server offers.
-        rounds: How often everything is measured.
+        rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
     report.require_able([transport])
@@ -170,8 +170,8 @@ def messages(
 
     Args:
         transport: The transport of kvwire.
-        peer: Measure kvwire alone, with the host that runs `kvwire bench serve` at this
-            address.
+        peer: Measure between this host and another one, which runs `kvwire bench serve`
+            at this address. Only kvwire takes part then.
         round_mib: MiB that each contender of a rate moves in a round.
         rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
@@ -223,7 +223,7 @@ def setup(
 
     Args:
         transport: Transports that join two processes, separated by commas.
-        rounds: How often 20 connections are made by everybody.
+        rounds: The number of rounds, of 20 connections each.
         common: Options of every benchmark.
     """
     transports = report.require_able(transport.split(","))

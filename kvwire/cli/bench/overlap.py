@@ -364,7 +364,7 @@ def command(
         transport: The transport.
         layers: Layers of a request; a request for each number, such as --layers 8 80.
         layer_kib: KiB of one layer, in blocks of 64 KiB.
-        rounds: How often everything is measured.
+        rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
     if layer_kib % 64:

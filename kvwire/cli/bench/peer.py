@@ -186,7 +186,7 @@ def serve(
     memory_mib: Memory = 1024,
     loop: Loop = "uvloop",
 ) -> None:
-    """Let benchmarks of other hosts measure with this one, until Ctrl-C.
+    """Serve benchmarks that run on other hosts, until Ctrl-C.
 
     There, `kvwire bench fragments --peer ADDRESS`, or messages.
 

@@ -55,7 +55,8 @@ class Common:
 
     Attributes:
         loop: The event loop of kvwire, and of bare streams beside it.
-        json: Write every sample, and what ran where, to this file; - is the output.
+        json: Write every sample, with versions, settings and load, to this file; -
+            means standard output.
         beside: Adds other contenders; not an option of the command line.
     """
 

@@ -49,12 +49,13 @@ def doctor(
         peer: Connect to this address, show the chosen transport and the reason, and
             measure every transport that both sides can use. The other side runs `kvwire
             doctor --listen` and prints the same report.
-        listen: Let doctors of other hosts measure with this one, until Ctrl-C.
+        listen: Wait for `kvwire doctor --peer` on other hosts and measure with it,
+            until Ctrl-C.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
-        pid: Look at this process instead: a running engine has limits, libraries and
-            settings of its own.
-        vllm: The URL of kvwire's proxy, or of an engine of vLLM: show instead whether
-            prompts are computed once, or why not.
+        pid: Check this running process instead of the current one: its limits,
+            libraries and settings.
+        vllm: The URL of kvwire's proxy, or of an engine of vLLM: check whether each
+            prompt is computed only once, and if not, why.
         json: Print JSON instead.
     """
     if peer and listen:
