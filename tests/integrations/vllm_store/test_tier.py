@@ -36,6 +36,7 @@ if importlib.util.find_spec("vllm") is None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, while it is imported
     import vllm
+    import vllm.distributed.kv_transfer.kv_connector.factory  # for `plugin`
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
     from vllm.v1.kv_offload.config import (

@@ -114,6 +114,7 @@ def vllm_configs(
         cache_config=SimpleNamespace(cache_dtype=dtype, calculate_kv_scales=scales),
         compilation_config=SimpleNamespace(static_forward_context={}),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
+        device_config=SimpleNamespace(device_type="cpu"),
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config={}, engine_id="0", kv_role=role
         ),
