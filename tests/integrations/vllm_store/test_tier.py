@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import mmap
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,7 +39,12 @@ with warnings.catch_warnings():
     import vllm
     import vllm.distributed.kv_transfer.kv_connector.factory  # for `plugin`
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        ReqContext,
+        ScheduleEndContext,
+        make_offload_key,
+    )
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
         OffloadingConfig,
@@ -46,8 +52,13 @@ with warnings.catch_warnings():
         OffloadingModelConfig,
         OffloadingParallelConfig,
     )
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+    from vllm.v1.kv_offload.tiering.manager import (
+        CPUPrimaryTierOffloadingManager,
+        TieringOffloadingManager,
+    )
 
 DETECTOR = "EMABackpressureDetector"
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
@@ -236,6 +247,49 @@ def test_failed_stores_are_counted(memory: Any, tmp_path: Path) -> None:
     made = make(memory, tmp_path, name="m", **more)
     made.shutdown()
     assert type(made.bp_detector).__name__ == DETECTOR
+
+
+@pytest.mark.skipif(
+    not hasattr(BackpressureDetector, "on_store_failed"),
+    reason=f"vLLM {vllm.__version__} does not count failed stores",
+)
+def test_back_pressure_in_vllms_own_manager(memory: Any, tmp_path: Path) -> None:
+    """Stores that fail let it store less, and it frees the chunks of each."""
+    detector = {"backpressure_cls": DETECTOR, "failure_threshold": 3}
+    more: Any = {"backpressure": detector | {"decay_half_life_s": 1e9}}
+    tier = make(memory, tmp_path, name="m", **more)
+    view = memoryview(memory)
+    region = SimpleNamespace(create_kv_memoryview=lambda: view, cleanup=lambda: None)
+    primary = CPUPrimaryTierOffloadingManager(len(memory), region)
+    manager = TieringOffloadingManager(primary, [tier])
+    numbers = iter(range(256))
+
+    def store() -> bool:
+        """Bring a chunk from the GPU; return whether it goes to the tier."""
+        number = next(numbers)
+        key, asks = make_offload_key(bytes([number]) * 32, 0), ReqContext(f"r{number}")
+        manager.on_new_request(asks)
+        assert manager.prepare_store([key], asks).keys_to_store == [key]
+        manager.on_schedule_end(ScheduleEndContext((), ()))
+        manager.complete_store([key], asks)
+        tier.drain_jobs()
+        manager.on_request_finished(asks)
+        begun: bool = tier.has_pending_work()
+        manager.on_schedule_end(ScheduleEndContext((), ()))
+        assert not tier.has_pending_work()
+        return begun
+
+    try:
+        assert [store() for _ in range(4)] == [True] * 4
+        assert not tier.bp_detector.is_under_pressure()
+        shutil.rmtree(tmp_path / "kv")
+        assert [store() for _ in range(3)] == [True] * 3
+        assert tier.bp_detector.is_under_pressure()
+        # More than the primary tier holds, so each has to let go of another.
+        assert not any(store() for _ in range(2 * len(memory)))
+        assert tier.bp_detector.policy.pop_stores_dropped() == (16, 16)
+    finally:
+        manager.shutdown()
 
 
 def test_weights_set_chunks_apart(memory: Any, tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ answer has a seed: ``--seed S --answers 1`` asks for that one again.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -29,10 +31,12 @@ from tests.support.engines.models import make_model, write_byte_tokenizer
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import before, engine, front
 
-# Between two looks at the time.
-_ROUND: Final = 48
-# Requests at once.
-AT_ONCE: Final = 12
+# Answers between two lines of its progress.
+_SHOWN_EACH: Final = 200
+# Requests at once: a step of an engine takes hardly longer for many than for one.
+AT_ONCE: Final = 48
+# Of the model: what a step takes is mostly the calls for each.
+_LAYERS: Final = 2
 
 
 def main() -> int:
@@ -40,7 +44,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--answers", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=random.randrange(10**9))
-    parser.add_argument("--seconds", type=float, default=float("inf"))
+    of_seconds = "no request begins later, counted from before the engines start"
+    parser.add_argument("--seconds", type=float, default=math.inf, help=of_seconds)
     parser.add_argument("--folder", type=Path, help="for the model and for logs")
     options = parser.parse_args()
     print(f"seeds {options.seed} to {options.seed + options.answers - 1}")
@@ -49,13 +54,14 @@ def main() -> int:
 
 
 def _run(folder: Path, options: argparse.Namespace) -> int:
-    model = make_model("gqa", folder)
+    last = time.monotonic() + options.seconds
+    model = make_model("gqa", folder, num_hidden_layers=_LAYERS)
     write_byte_tokenizer(model)
     transfer = {"require": ["tcp"]}
     more = (
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        # So many that no request has to be computed in several steps, see `draw`.
-        *("--max-num-batched-tokens", "16384"),
+        # No request may be computed in several steps, see `draw`.
+        *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192"),
     )
     engines = [
         engine(model, folder, name, core, transfer, *more)
@@ -64,28 +70,36 @@ def _run(folder: Path, options: argparse.Namespace) -> int:
     proxy = front(folder, *before(engines))
     found: Counter[Likeness] = Counter()
     wrong: list[int] = []
+    seeds = iter(range(options.seed, options.seed + options.answers))
+    counting = threading.Lock()
     with running(*engines, proxy), httpx.Client() as client:
 
-        def compare(seed: int) -> tuple[int, Likeness]:
+        def compare(seed: int) -> None:
             request = draw(random.Random(seed))
             here = request.answer(client, engines[0].url, cache_salt=f"alone {seed}")
             there = request.answer(client, proxy.url)
             alike = likeness(here, there)
-            if alike is Likeness.DIFFERENT:
-                print(f"seed {seed}: {request.said}", *apart(here, there), sep="\n  ")
-            return seed, alike
+            with counting:
+                if alike is Likeness.DIFFERENT:
+                    wrong.append(seed)
+                    print(
+                        f"seed {seed}: {request.said}", *apart(here, there), sep="\n  "
+                    )
+                found[alike] += 1
+                if found.total() % _SHOWN_EACH == 0:
+                    shown = f"{found.total()} answers, {len(wrong)} different"
+                    print(f"{time.monotonic() - began:.0f} s: {shown}", flush=True)
+
+        def compare_more(_: int) -> None:
+            for seed in seeds:
+                compare(seed)
+                if time.monotonic() > last:
+                    return
 
         warm_up(client, proxy.url)
         began = time.monotonic()
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            seeds = range(options.seed, options.seed + options.answers)
-            for start in range(0, len(seeds), _ROUND):
-                if time.monotonic() - began > options.seconds:
-                    break
-                for seed, alike in pool.map(compare, seeds[start : start + _ROUND]):
-                    found[alike] += 1
-                    wrong += [seed] * (alike is Likeness.DIFFERENT)
-                print(f"{found.total()} answers, {len(wrong)} different", flush=True)
+            list(pool.map(compare_more, range(AT_ONCE)))
         text = httpx.get(f"{proxy.url}/metrics").text
         lines = [line for line in text.splitlines() if "_first_tokens_total{" in line]
         print(

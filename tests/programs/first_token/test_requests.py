@@ -44,6 +44,17 @@ def test_tokens_in_other_events_are_alike() -> None:
     )
 
 
+def test_tokens_that_cannot_come_are_alike() -> None:
+    """Those of a chat, which name the token, and those of a completion."""
+    chat = '[{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -9999.0}]'
+    whole = stream("a").replace("[-0.5]", chat)
+    assert likeness(whole, whole.replace('"b"', '"c"')) is Likeness.DIGITS
+    assert likeness(whole, whole.replace("-9999.0", "-9.0")) is Likeness.DIFFERENT
+    whole = stream("a").replace("[-0.5]", '[{"a": -0.5, "b": -9999.0}]')
+    assert likeness(whole, whole.replace('"b"', '"c"')) is Likeness.DIGITS
+    assert likeness(whole, whole.replace('"a": -', '"c": -')) is Likeness.DIFFERENT
+
+
 def test_the_place_where_they_differ_is_shown() -> None:
     same = "x" * 1000
     assert [said[-3:] for said in apart(same + "a", same + "b")] == ["xa'", "xb'"]
