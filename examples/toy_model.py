@@ -88,12 +88,17 @@ class ToyModel:
             tokens.append(self.forward(tokens[-1:], pool, blocks, place))
         return tokens[1:]
 
+    def answer(
+        self, prompt: list[int], pool: Pool, blocks: list[int], new: int, known: int = 0
+    ) -> list[int]:
+        """Generate; the KV of the prompt's first ``known`` tokens is in the blocks."""
+        if known < len(prompt) - 1:
+            self.forward(prompt[known:-1], pool, blocks, known)
+        return self.decode(prompt, pool, blocks, new)
+
     def alone(self, prompt: list[int], new: int) -> list[int]:
         """The same in one process, to compare with."""
-        pool = Pool()
-        blocks = blocks_for(len(prompt) + new)
-        self.forward(prompt[:-1], pool, blocks)
-        return self.decode(prompt, pool, blocks, new)
+        return self.answer(prompt, Pool(), blocks_for(len(prompt) + new), new)
 
 
 def blocks_for(tokens: int, first: int = 0) -> list[int]:

@@ -59,14 +59,6 @@ def test_a_client_gives_up_and_goes_on(tmp_path: Path) -> None:
     ]
 
 
-def test_requests_go_where_there_is_room(tmp_path: Path) -> None:
-    said = run_example("spread_load.py", tmp_path).splitlines()
-    counts = {name: int(count) for name, _, count in map(str.split, said)}
-    assert sum(counts.values()) == 120
-    # It is five times as slow as each of the other two.
-    assert 1 <= counts["slow"] < min(counts["quick-0"], counts["quick-1"])
-
-
 @pytest.mark.parametrize(
     "arguments", parameters([["--every", "0.1"], ["--every", "0.2", "--kill"]], every=2)
 )
@@ -109,7 +101,27 @@ def test_prefill_writes_what_decode_lends() -> None:
     ]
 
 
-def test_called_wrong_it_says_how() -> None:
-    done = ran(*HELLO)
+@pytest.mark.parametrize(
+    "name",
+    ["hello.py", "agent_cache.py", "fastapi_pair.py", "fleet.py", "threads.py"],
+)
+def test_called_wrong_it_says_how(name: str) -> None:
+    if name == "fastapi_pair.py":
+        pytest.importorskip("fastapi", reason="fastapi is not installed")
+    done = python(EXAMPLES / name)
     assert done.returncode == 1
-    assert "hello.py decode" in done.stderr
+    assert f"python examples/{name}" in done.stderr
+
+
+def test_the_table_lists_each_example() -> None:
+    """What other examples import is no example."""
+    listed = set(
+        re.findall(
+            r"\]\((\w+(?:\.py|/README\.md))\)", (EXAMPLES / "README.md").read_text()
+        )
+    )
+    programs = {path.name for path in EXAMPLES.glob("*.py")}
+    projects = {
+        f"{path.parent.name}/README.md" for path in EXAMPLES.glob("*/pyproject.toml")
+    }
+    assert listed == programs | projects

@@ -73,10 +73,14 @@ class Beside:
         assert line, "the process has ended"
         return line.decode().strip()
 
-    async def do(self, line: str) -> str:
-        """Have it read a line; what it prints then."""
+    def write(self, line: str) -> None:
+        """Have it read a line."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
+
+    async def do(self, line: str) -> str:
+        """Have it read a line; what it prints then."""
+        self.write(line)
         return await self.line()
 
     def signal(self, number: signal.Signals) -> None:
