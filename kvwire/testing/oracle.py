@@ -23,10 +23,12 @@ Words = npt.NDArray[np.uint64]
 WORD_BYTES: Final = 8
 _LIFE_BITS: Final = 28
 _PLACE_BITS: Final = 32
-# An odd number has an inverse modulo 2**64, so that a word can be read back; and each
-# byte of a word depends on writer, life and place.
-_MIX: Final = 0x9E37_79B9_7F4A_7C15
-_UNMIX: Final = pow(_MIX, -1, 1 << 64)
+_HALF: Final = np.uint64(_PLACE_BITS)
+_PLACES: Final = np.uint64((1 << _PLACE_BITS) - 1)
+_LIVES: Final = np.uint64((1 << _LIFE_BITS) - 1)
+# An odd number has an inverse modulo 2**64, so that a word can be read back.
+_MIX: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
+_UNMIX: Final = np.uint64(pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64))
 
 
 class Origin(NamedTuple):
@@ -37,32 +39,45 @@ class Origin(NamedTuple):
     place: int
 
 
-def stamp(writer: int, life: int, places: npt.NDArray[np.integer]) -> Words:
-    """Return the words that a writer writes at some places in one life."""
-    name = writer << _LIFE_BITS | life % (1 << _LIFE_BITS)
-    words = places.astype(np.uint64) | np.uint64(name << _PLACE_BITS)
-    return words * np.uint64(_MIX)
+def stamp(writer: int, life: int | Words, places: npt.NDArray[np.integer]) -> Words:
+    """Return the words that a writer writes at some places in one life, or in several.
+
+    Each byte of a word depends on all three.
+    """
+    lives = np.uint64(writer << _LIFE_BITS) | np.asarray(life, np.uint64) & _LIVES
+    return _mixed(lives << _HALF | places.astype(np.uint64), _MIX)
+
+
+def content(life: int, nbytes: int, writer: int = 1) -> bytes:
+    """Return the first bytes of what a writer writes in one life, from place 0 on."""
+    words = stamp(writer, life, np.arange(-(-nbytes // WORD_BYTES)))
+    return words.tobytes()[:nbytes]
 
 
 def origin(word: int) -> Origin:
     """Return where a word came from; nonsense for a word that no stamp has made."""
-    name = word * _UNMIX % (1 << 64)
-    life = name >> _PLACE_BITS
-    return Origin(
-        life >> _LIFE_BITS, life % (1 << _LIFE_BITS), name % (1 << _PLACE_BITS)
-    )
+    (name,) = _mixed(np.array([word], np.uint64), _UNMIX).tolist()
+    life, place = divmod(name, 1 << _PLACE_BITS)
+    return Origin(*divmod(life, 1 << _LIFE_BITS), place)
 
 
-class Wrong(NamedTuple):
-    """Words that are not what they have to be.
+def _mixed(words: Words, factor: np.uint64) -> Words:
+    words = (words ^ words >> _HALF) * factor
+    return words ^ words >> _HALF
+
+
+class Wrong(AssertionError):
+    """A promise is broken: words are not what they have to be, or something else.
 
     Attributes:
-        rule: The broken promise, a key of :data:`RULES`.
+        rule: The promise: of a transport a key of :data:`RULES`.
         text: What is wrong: where, how much, and whose bytes are there.
     """
 
-    rule: str
-    text: str
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"{text} [{rule}]")
+        self.rule = rule
+        self.text = text
 
 
 RULES: Final = {
@@ -149,9 +164,9 @@ class WatchedMemory:
 
     def wrote(self, words: Words, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Return which of some words it has written to these slots in some life."""
-        names = words * np.uint64(_UNMIX) - self._places[list(slots)].reshape(-1)
-        lives = (names >> np.uint64(_PLACE_BITS)) - np.uint64(self.writer << _LIFE_BITS)
-        clean = names % np.uint64(1 << _PLACE_BITS) == 0
+        names = _mixed(words, _UNMIX)
+        lives = (names >> _HALF) - np.uint64(self.writer << _LIFE_BITS)
+        clean = names & _PLACES == self._places[list(slots)].reshape(-1)
         known = clean & (lives > 0) & (lives <= np.uint64(self.life))
         return np.asarray(known, np.bool_)
 

@@ -32,7 +32,7 @@ def test_each_byte_of_a_word_differs_from_that_of_the_next_life() -> None:
     places = np.arange(1000)
     lives = [oracle.stamp(1, life, places).view(np.uint8) for life in (7, 8)]
     same = (lives[0] == lives[1]).mean(axis=None)
-    assert same < 0.6, "a torn byte would often be taken for the right one"
+    assert same < 0.01, "a torn byte would often be taken for the right one"
 
 
 def expected_of(source: oracle.WatchedMemory) -> oracle.Words:

@@ -59,14 +59,6 @@ class Played(msgspec.Struct, frozen=True, omit_defaults=True):
     operations: int = 0
 
 
-class Broken(Exception):
-    """A promise is broken, and the schedule is over."""
-
-    def __init__(self, wrong: Wrong) -> None:
-        super().__init__(wrong.text)
-        self.wrong = wrong
-
-
 @dataclass(eq=False, slots=True)
 class Reference:
     """A reference of the right end.
@@ -172,8 +164,8 @@ class Player:
             await self._settle()
             await self._close()
             await self._settle()
-        except Broken as exc:
-            return Played(number, exc.wrong.rule, exc.wrong.text, self._landed)
+        except Wrong as exc:
+            return Played(number, exc.rule, exc.text, self._landed)
         return Played(-1, operations=self._landed)
 
     async def _step(self, number: int, step: Step) -> None:
@@ -394,7 +386,7 @@ class Player:
     def _broken(self, rule: str, text: str) -> None:
         """End the schedule, unless the target need not keep this rule."""
         if rule not in self._without:
-            raise Broken(Wrong(rule, text))
+            raise Wrong(rule, text)
 
     async def _all(self, ended: str = "") -> None:
         for operation in list(self._operations):
@@ -406,7 +398,7 @@ class Player:
         for side in (self._left, self._right):
             wrong = side.watch()
             if wrong is not None:
-                raise Broken(wrong)
+                raise wrong
 
     async def _settle(self) -> None:
         """Watch for a while, once the peer goes on."""
@@ -481,14 +473,14 @@ class Player:
         try:
             return task.result()
         except Gone as exc:
-            raise Broken(Wrong("crash", f"{self._doing}: {exc}")) from exc
+            raise Wrong("crash", f"{self._doing}: {exc}") from exc
         except Exception as exc:
             text = f"{self._doing}: {what}: {type(exc).__name__}: {exc}"
-            raise Broken(Wrong("failed", text)) from exc
+            raise Wrong("failed", text) from exc
 
     def _hang(self, what: str, limit_s: float) -> NoReturn:
         text = f"{what} has not ended within {limit_s:g} s"
-        raise Broken(Wrong("hang", f"{self._doing}: {text}"))
+        raise Wrong("hang", f"{self._doing}: {text}")
 
 
 async def left_end(

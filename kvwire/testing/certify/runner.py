@@ -256,14 +256,15 @@ async def _breach(
     """Make the first of some failures small, and play it again."""
     schedule, played = shown[0]
     wanted = kind(played)
-    smaller = shrink(schedule)
+    smaller = shrink(schedule.steps)
     until = time.monotonic() + _SHRINK_S
     with contextlib.suppress(StopIteration):
         fewer = next(smaller)
         while time.monotonic() < until:
-            failed = await _failed(stage, fewer, wanted)
+            less = msgspec.structs.replace(schedule, steps=fewer)
+            failed = await _failed(stage, less, wanted)
             if failed is not None:
-                schedule = fewer
+                schedule = less
                 played = failed
             fewer = smaller.send(failed is not None)
     again = await _repeated(stage, schedule, wanted, times)

@@ -11,10 +11,11 @@ import random
 from collections.abc import Generator
 from functools import partial
 from itertools import chain
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
+T = TypeVar("T")
 Verb = Literal[
     "offer",
     "withdraw",
@@ -230,21 +231,22 @@ _THEMES: Final = (
 # --- smaller --------------------------------------------------------------------------
 
 
-def shrink(schedule: Schedule) -> Generator[Schedule, bool, None]:
+def shrink(steps: tuple[T, ...]) -> Generator[tuple[T, ...], bool, None]:
     """Leave steps out as long as the rest fails in the same way.
 
+    First half of them at once, then fewer, down to one (delta debugging, Zeller 1999).
+
     Args:
-        schedule: One that fails.
+        steps: Those of a schedule that fails.
 
     Yields:
-        A smaller schedule, and wants to be sent whether it fails in the same way.
+        Fewer of them, and wants to be sent whether these fail in the same way.
     """
-    steps = schedule.steps
     size = max(1, len(steps) // 2)
     while size:
         for start in range(0, len(steps), size):
             fewer = steps[:start] + steps[start + size :]
-            if (yield msgspec.structs.replace(schedule, steps=fewer)):
+            if (yield fewer):
                 steps = fewer
                 break
         else:

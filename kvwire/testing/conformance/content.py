@@ -1,8 +1,9 @@
 """The content that the checks send, and the memory of senders and receivers.
 
-A header has its frame's number and length, and a digest of both. A payload is a
-pseudo-random run of bytes derived from the number. So a receiver detects from the frame
-alone whether it was lost, doubled, moved, mixed with another, cut or changed.
+A header has its frame's number and length, and a digest of both. A payload is what
+:mod:`kvwire.testing.oracle` writes in the life of that number. So a receiver detects
+from the frame alone whether it was lost, doubled, moved, mixed with another, cut or
+changed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from kvwire.backend import Payload
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import HEADER_BYTES, KIB
+from kvwire.testing.oracle import content
 
 Bytes = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.int64]
@@ -29,9 +31,6 @@ Cut = Callable[[int], list[int]]
 
 _HEADER: Final = struct.Struct("<QQ16s")
 assert _HEADER.size == HEADER_BYTES
-# A prime, so that losing or doubling a power of two of bytes is noticed.
-_TABLE_BYTES: Final = 65_521
-_TABLE: Final = np.random.default_rng(0).integers(0, 256, _TABLE_BYTES, np.uint8)
 # Fills the gaps around and between the pieces of a payload, and must stay intact.
 _CANARY: Final = 0x5A
 _GAP_BYTES: Final = 3
@@ -68,9 +67,7 @@ class Head:
 
 def pattern(number: int, length: int) -> Bytes:
     """Make the payload of frame ``number``."""
-    shift = number * 7919 % _TABLE_BYTES
-    turns = (shift + length) // _TABLE_BYTES + 1
-    return np.tile(_TABLE, turns)[shift : shift + length]
+    return np.frombuffer(content(number, length), np.uint8)
 
 
 # --- how memory is cut ----------------------------------------------------------------

@@ -9,19 +9,16 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvwire import KVSpec, PagedCache
 from kvwire.store.namespace import Namespace
-
-Words = npt.NDArray[np.uint64]
+from kvwire.testing.oracle import Words, stamp
 
 # One page, one page and a bit, two pages, three.
 HEAD_DIMS = (256, 296, 512, 768)
 # Kind 4 is kind 0 of another tenant: of the same hashes, and with other bytes.
 TENANTS = ("", "a", "b")
 _TOKENS = 8
-_ODD = 0x9E37_79B9_7F4A_7C15
 
 
 class Block(NamedTuple):
@@ -85,7 +82,5 @@ class Cache:
 
 def contents(kind: int, numbers: Words) -> Words:
     """What the blocks of some numbers hold: no word is in two of them, or twice."""
-    words = np.arange(spec_of(kind).block_bytes // 8, dtype=np.uint64)
-    stamps = numbers[:, None] * np.uint64(1 << 20) + words + np.uint64(kind << 56)
-    mixed: Words = stamps * np.uint64(_ODD)
-    return mixed
+    words = np.arange(spec_of(kind).block_bytes // 8)
+    return stamp(kind + 1, numbers[:, None], words)

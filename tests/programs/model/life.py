@@ -18,6 +18,7 @@ from kvwire.store.placement import VerbKind
 from kvwire.store.store import BlockStore
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.disk import DiskTier
+from kvwire.testing.oracle import Wrong
 from tests.programs.model.faults import POINTS, PointedFile
 from tests.programs.model.kinds import Block, Cache, contents, spec_of, tenant_of
 from tests.store.files import store_on
@@ -42,10 +43,6 @@ kvwire.store.tiers.disk.time = CLOCK  # type: ignore[attr-defined]
 
 def size_of(kind: int) -> int:
     return spec_of(kind).block_bytes
-
-
-class Wrong(AssertionError):
-    """The store has broken a promise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +145,10 @@ class Life:
         tenant = tenant_of(kind)
         outcome = await self._store.put(hashes, cache.paged, ids, tenant=tenant)
         if not np.array_equal(cache.rows, Cache.of(kind, blocks).rows):
-            raise Wrong("a put has changed the caller's cache")
+            raise Wrong("late-write", "a put has changed the caller's cache")
         landed = {blocks[place] for place in outcome.landed.ids().tolist()}
         if landed | {blocks[place] for _, place in outcome.missing} != set(blocks):
-            raise Wrong("an outcome does not speak of every block")
+            raise Wrong("lost", "an outcome does not speak of every block")
         self.shadow.rotten &= self.present(self.shadow.rotten)
         landed -= self.shadow.rotten
         self.shadow.sure |= landed
@@ -177,17 +174,19 @@ class Life:
         numbers = np.array([block.number for block in blocks], np.uint64)[here]
         wrong = (cache.rows[here] != contents(kind, numbers)).any(axis=1)
         if wrong.any():
-            raise Wrong(f"wrong bytes: {[blocks[at] for at in here[wrong]]}")
+            raise Wrong("foreign", f"wrong bytes: {[blocks[at] for at in here[wrong]]}")
         shadow = self.shadow
         strange = {blocks[at] for at in here} - (shadow.tried - shadow.deleted)
         if strange:
-            raise Wrong(f"not put, or deleted, or too old: {sorted(strange)[:5]}")
+            some = sorted(strange)[:5]
+            raise Wrong("stale", f"not put, or deleted, or too old: {some}")
         self._check_present(before, evicted)
         missed = self.shadow.sure & {blocks[at] for _, at in outcome.missing}
         if len(missed) > self._evicted - evicted and not failing:
             raise Wrong(
+                "lost",
                 f"{len(missed)} acknowledged blocks are lost: {sorted(missed)[:5]}; "
-                f"{'; '.join(outcome.missing.reasons)}"
+                f"{'; '.join(outcome.missing.reasons)}",
             )
 
     async def delete(self, blocks: Sequence[Block]) -> None:
@@ -235,12 +234,13 @@ class Life:
             VerbKind.RETAIN: here | below,
         }[verb]
         if (wrong := told.done & ~right).any():
-            raise Wrong(f"{verb.name}: done, and not so: {self._named(blocks, wrong)}")
+            named = self._named(blocks, wrong)
+            raise Wrong("failed", f"{verb.name}: done, and not so: {named}")
         if verb is VerbKind.LOCATE and list(map(list, told.held.values())) != [
             list(here),
             list(below),
         ]:
-            raise Wrong("a block is located elsewhere than it is")
+            raise Wrong("misplaced", "a block is located elsewhere than it is")
         # Where there are several sizes, one without a slab takes that of pinned blocks.
         if verb is VerbKind.PIN and len(set(map(size_of, self.room.kinds))) == 1:
             sure = zip(blocks, kept[1], strict=True)
@@ -250,7 +250,8 @@ class Life:
         self._check_present(before, evicted)
         lost = self.shadow.sure & set(self._named(blocks, told.missing))
         if len(lost) > self._evicted - evicted:
-            raise Wrong(f"{verb.name}: acknowledged, and missing: {sorted(lost)[:5]}")
+            some = sorted(lost)[:5]
+            raise Wrong("lost", f"{verb.name}: acknowledged, and missing: {some}")
 
     @staticmethod
     def _named(blocks: Sequence[Block], which: Bits) -> list[Block]:
@@ -315,10 +316,9 @@ class Life:
         gone = expected - self.present(expected)
         count = self._evicted - evicted
         if pinned := gone & self.shadow.pinned:
-            raise Wrong(f"pinned blocks are gone: {sorted(pinned)[:5]}")
+            raise Wrong("lost", f"pinned blocks are gone: {sorted(pinned)[:5]}")
         if len(gone) > count or (gone and not self.room.evicts):
-            raise Wrong(
-                f"{len(gone)} blocks are gone and {count} were evicted: "
-                f"{sorted(gone)[:5]}"
-            )
+            some = sorted(gone)[:5]
+            text = f"{len(gone)} blocks are gone and {count} were evicted: {some}"
+            raise Wrong("lost", text)
         self.shadow.forget(gone)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from kvwire.errors import UsageError
 from kvwire.store.placement import VerbKind
+from kvwire.testing.oracle import Wrong
 from tests.programs.model.faults import ERRORS, POINTS, Plan, copied
 from tests.programs.model.kinds import Block
-from tests.programs.model.life import TTL_S, Life, Room, Shadow, Wrong
+from tests.programs.model.life import TTL_S, Life, Room, Shadow
 
 ROOMS = {
     # Slots are written over all the time, and slabs change their size.
@@ -134,9 +135,9 @@ class Round:
         lacking = await self.life.put(blocks)
         self.counts["puts"] += 1
         if lacking and not POINTS.disarm():
-            raise Wrong(f"{len(lacking)} blocks were refused, and nothing has failed")
+            raise Wrong("failed", f"{len(lacking)} blocks refused, and nothing failed")
         if lacking and await self.life.put(blocks):
-            raise Wrong("nothing fails any more, and blocks are still refused")
+            raise Wrong("failed", "nothing fails any more, and blocks are refused")
 
     async def _get(self) -> None:
         if "unreadable" in self._events and self._draw.random() < 0.2:

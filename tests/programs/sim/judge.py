@@ -31,6 +31,7 @@ from kvwire.proto.chunks import Chunk
 from kvwire.proto.events import Ended, MemoryWanted, RequestDone
 from kvwire.proto.records import ChunkArrival, ChunkPlace, RequestRecord, SegmentRecord
 from kvwire.proto.state import RequestKind
+from kvwire.testing.oracle import Wrong
 from tests.programs.sim import inside
 from tests.programs.sim.ask import Ask, Mailbox, Message, Part
 from tests.programs.sim.endpoint import Endpoint
@@ -39,7 +40,7 @@ from tests.programs.sim.judge_windows import (
     has_no_window,
     refused,
 )
-from tests.programs.sim.memory import Violation, content, demand
+from tests.programs.sim.memory import content, demand
 from tests.programs.sim.net import Frame
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Truth:
         """A request has failed: for the reason it gives?"""
         claim = self._claims.get(type(error))
         if claim is None or not claim(ask):
-            raise Violation("untrue", f"{ask} failed with {error!r}, which is not so")
+            raise Wrong("untrue", f"{ask} failed with {error!r}, which is not so")
         if _TOO_LATE in str(error) and _is_delivered(ask):
             self._check_hindered(ask)
         if isinstance(error, AccessDenied) and ask.aim is not None:
@@ -334,7 +335,7 @@ def _other(ask: Ask) -> Ask:
 
 
 class Judge:
-    """Compares what happens with what is right; raises Violation if they differ."""
+    """Compares what happens with what is right; raises Wrong if they differ."""
 
     def __init__(self, world: World) -> None:
         self.completed_count = 0
@@ -524,7 +525,7 @@ class Judge:
         demand(endpoint.down, "liveness", f"the link of {name} has not ended")
         self.windows.settled(endpoint)
         for ask in endpoint.open:
-            raise Violation("completion", f"{ask} has no completion")
+            raise Wrong("completion", f"{ask} has no completion")
         for ask in endpoint.asks.values():
             demand(ask.over, "completion", f"{ask} has no completion")
         whole = sum(held.whole for held in endpoint.held.values())
@@ -544,7 +545,7 @@ def _own(request: RequestRecord) -> Ask:
     """What this side's application asked for."""
     ask = request.context
     if not isinstance(ask, Ask):
-        raise Violation("place", f"bytes of a {request.kind.value} that nobody asked")
+        raise Wrong("place", f"bytes of a {request.kind.value} that nobody asked")
     return ask
 
 
@@ -555,7 +556,7 @@ def _asked(endpoint: Endpoint, request: RequestRecord) -> Ask:
     if peer is not None and request.wire_id:
         ask = peer.asks.get(request.wire_id)
     if ask is None:
-        raise Violation("place", f"request {request.wire_id} was never asked for")
+        raise Wrong("place", f"request {request.wire_id} was never asked for")
     return ask
 
 
@@ -567,7 +568,7 @@ def _mailbox(ask: Ask) -> Mailbox:
 def _check_aim(ask: Ask, base: int, verb: str) -> None:
     aim = ask.aim
     if aim is None:
-        raise Violation("place", f"the peer {verb} memory for a {ask.kind.value}")
+        raise Wrong("place", f"the peer {verb} memory for a {ask.kind.value}")
     demand(not aim.wrong, "access", f"a {aim.wrong} access {verb} memory")
     demand(aim.current, "stale", f"the peer {verb} a region that was closed or revoked")
     demand(base == aim.offset, "place", f"the peer {verb} beside the range it named")

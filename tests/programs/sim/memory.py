@@ -9,50 +9,28 @@ to somebody else when the late access comes, and the access fails the seed.
 Memory that comes back is overwritten, and handed out again before any other: a reader
 of stale memory gets poison or another request's bytes, never by luck the right ones.
 
-Content is a window on one long random text, and each number has a window of its own.
-So bytes that are shifted, mixed, stale or of another request compare unequal.
+Content is that of :mod:`kvwire.testing.oracle`: each number is a life. So bytes that
+are shifted, mixed, stale or of another request compare unequal.
 """
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
-
-class Violation(AssertionError):
-    """An invariant of the simulator does not hold.
-
-    Attributes:
-        rule: Its short name. Two failures with the same rule count as the same one when
-            a plan is made smaller.
-    """
-
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(f"{message} [{rule}]")
-        self.rule = rule
+from kvwire.testing import oracle
+from kvwire.testing.oracle import Wrong
 
 
 def demand(holds: object, rule: str, message: str) -> None:
     """Fail the seed unless ``holds`` is true."""
     if not holds:
-        raise Violation(rule, message)
+        raise Wrong(rule, message)
 
 
-_TEXT_BYTES: Final = 3 * 1024 * 1024
-# Prime, so that windows of different numbers never begin at the same byte.
-_STRIDE_BYTES: Final = 4099
-_LONGEST_BYTES: Final = 1024 * 1024
-
-_TEXT: Final = random.Random(0x6B767769).randbytes(_TEXT_BYTES)
-
-
-def content(number: int, nbytes: int) -> bytes:
-    """The first ``nbytes`` bytes of window ``number``."""
-    assert nbytes <= _LONGEST_BYTES
-    begin = number * _STRIDE_BYTES % (_TEXT_BYTES - _LONGEST_BYTES)
-    return _TEXT[begin : begin + nbytes]
-
+# The judge compares a segment chunk by chunk.
+content = lru_cache(maxsize=16)(oracle.content)
 
 LINE_BYTES: Final = 64
 _POISON: Final = b"\xdb"
@@ -131,7 +109,7 @@ class Memory:
         self, verb: str, allowed: bytearray, lease: Lease, offset: int, nbytes: int
     ) -> None:
         if offset < 0 or nbytes > lease.nbytes - offset:
-            raise Violation(
+            raise Wrong(
                 "memory-range",
                 f"a {verb} of {offset}+{nbytes} in memory of {lease.nbytes} bytes",
             )
@@ -141,13 +119,13 @@ class Memory:
         end = (lease.start + offset + nbytes - 1) // LINE_BYTES + 1
         if self._owner[first:end].count(lease.number) != end - first:
             now = sorted(set(self._owner[first:end]) - {lease.number})
-            raise Violation(
+            raise Wrong(
                 "memory-reuse",
                 f"a late {verb} of {offset}+{nbytes}: lease {lease.number} is over, "
                 f"its lines belong to {now}",
             )
         if allowed.count(1, first, end) != end - first:
-            raise Violation(
+            raise Wrong(
                 "memory-right", f"a {verb} of {offset}+{nbytes}, which is not allowed"
             )
 

@@ -1,17 +1,18 @@
 """Running one plan: what came of it, how to say so, and the smallest that still fails.
 
-Steps are left out, first half of them at once, then fewer, down to one (delta
-debugging, Zeller 1999); then the conditions of the seed are made milder one by one. A
-step draws its choices from dice of its own, so what remains goes on as before.
+Steps are left out, then the conditions of the seed are made milder one by one. A step
+draws its choices from dice of its own, so what remains goes on as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from kvwire.testing.certify.schedule import shrink as fewer_steps
+from kvwire.testing.oracle import Wrong
 from kvwire.types import TrustMode
-from tests.programs.sim.memory import Violation
 from tests.programs.sim.plan import Plan, Setup, make_plan
 from tests.programs.sim.world import World
 
@@ -39,7 +40,7 @@ class Result:
         """Names the kind of failure, "" for none; what a shrinker keeps."""
         if self.error is None:
             return ""
-        if isinstance(self.error, Violation):
+        if isinstance(self.error, Wrong):
             return self.error.rule
         return type(self.error).__name__
 
@@ -116,22 +117,15 @@ def shrink(failed: Result) -> Shrunk:
         best = result
         return True
 
-    def drop_any(size: int) -> bool:
-        """Leave out the first run of ``size`` steps that is not needed."""
-        nonlocal keep
-        for start in range(0, len(keep), size):
-            fewer = keep[:start] + keep[start + size :]
-            left = tuple(steps[number] for number in fewer)
-            if still_fails(replace(best.plan, steps=left)):
-                keep = fewer
-                return True
-        return False
-
     while True:
-        size = max(1, len(keep) // 2)
-        while size:
-            if not drop_any(size):
-                size //= 2
+        smaller = fewer_steps(keep)
+        with suppress(StopIteration):
+            fewer = next(smaller)
+            while True:
+                left = tuple(steps[number] for number in fewer)
+                fails = still_fails(replace(best.plan, steps=left))
+                keep = fewer if fails else keep
+                fewer = smaller.send(fails)
         milder = (replace(best.plan, setup=s) for s in _milder(best.plan.setup))
         if not any(map(still_fails, milder)):
             return Shrunk(result=best, keep=keep, runs=runs)

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvwire.proto.events import MemoryWanted
+from kvwire.testing.oracle import Wrong
 from tests.programs.sim import inside
 from tests.programs.sim.app import App
 from tests.programs.sim.beside import Fate
 from tests.programs.sim.endpoint import Endpoint, Opening
 from tests.programs.sim.faults import Faults
 from tests.programs.sim.judge import Judge
-from tests.programs.sim.memory import Violation, demand
+from tests.programs.sim.memory import demand
 from tests.programs.sim.net import Wire
 from tests.programs.sim.node import Node
 from tests.programs.sim.plan import FAULTS, Dice, Plan, Step, Verb
@@ -78,7 +79,7 @@ class World:
         self._play(self.plan.end + LIVENESS_S)
         for _, _, call, arguments in self._queue:
             what = f"{call.__qualname__}{arguments}"
-            raise Violation("liveness", f"something goes on a minute later: {what}")
+            raise Wrong("liveness", f"something goes on a minute later: {what}")
         self._settle()
 
     def digest(self) -> str:

@@ -25,8 +25,8 @@ import pytest
 from kvwire import BlockStore, Config, UsageError
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.client import ask_report
+from kvwire.testing.oracle import Wrong
 from tests.programs.model.kinds import Block
-from tests.programs.model.life import Wrong
 from tests.programs.torture.engine import KINDS, NUMBERS, Answer, Order, any_order
 from tests.store.server_child import ServerProcess, serving
 from tests.support.servers import Server, s3_program, s3_server
@@ -77,7 +77,7 @@ class Engine:
         said = await asyncio.wait_for(process.stdout.readline(), 2 * DELAY_S)
         if said != b"open\n":
             await kill(process)
-            raise Wrong(f"an engine has not started: {said.decode()}")
+            raise Wrong("crash", f"an engine has not started: {said.decode()}")
         if not more:
             self.process = process
         return process
@@ -99,21 +99,21 @@ class Engine:
         except ConnectionError:
             return None
         except TimeoutError:
-            raise Wrong(f"{order} has taken more than {DELAY_S} s") from None
+            raise Wrong("hang", f"{order} has taken more than {DELAY_S} s") from None
         if not line.endswith(b"\n"):
             return None
         answer = msgspec.json.decode(line, type=Answer)
         if answer.wrong:
-            raise Wrong(f"owner {self.owner}: {order}: wrong bytes: {answer.wrong}")
+            text = f"owner {self.owner}: {order}: wrong bytes: {answer.wrong}"
+            raise Wrong("foreign", text)
         landed = {Block(order.kind, number) for number in answer.landed}
         if order.verb == "delete" and not answer.reasons:
             self.tried.difference_update(order.blocks)
         if order.verb == "put":
             self.sure |= landed
         elif strange := landed - self.tried:
-            raise Wrong(
-                f"owner {self.owner} has not put, or deleted, {sorted(strange)[:5]}"
-            )
+            text = f"owner {self.owner} has not put, or deleted,"
+            raise Wrong("stale", f"{text} {sorted(strange)[:5]}")
         return answer
 
 
@@ -245,7 +245,7 @@ class World:
         landed = {Block(order.kind, number) for number in answer.landed}
         lost = sure & set(order.blocks) - landed
         if order.verb == "get" and lost and fine and not self._trouble:
-            raise Wrong(f"{sorted(lost)[:5]} are lost: {answer.reasons}")
+            raise Wrong("lost", f"{sorted(lost)[:5]} are lost: {answer.reasons}")
 
     async def _audit(self) -> None:
         """End all trouble, and see that everything is found, before long."""
@@ -275,9 +275,10 @@ class World:
                         break
                     if time.monotonic() > end:
                         raise Wrong(
+                            "lost",
                             f"owner {engine.owner}: {len(lost)} acknowledged blocks "
                             f"were not found in {DELAY_S} s: {sorted(lost)[:5]}: "
-                            f"{answer.reasons}"
+                            f"{answer.reasons}",
                         )
                     await asyncio.sleep(0.1)
 
@@ -369,7 +370,7 @@ class World:
         storm.kill()
         said, _ = await storm.communicate()
         if said:
-            raise Wrong(f"of {CLIENTS} clients: {said.decode()}")
+            raise Wrong("foreign", f"of {CLIENTS} clients: {said.decode()}")
         self._killed("storm")
         async with asyncio.timeout(DELAY_S):
             where = f"127.0.0.1:{self._port}"
