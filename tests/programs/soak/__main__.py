@@ -5,9 +5,9 @@
 
 Two processes move blocks, in both directions of asking, with prefill in one piece and
 in chunks, aborts and partial commits, while connections are cut and the processes are
-stopped, continued and killed: :mod:`tests.programs.soak.processes`. Each 64-byte line
-of the producer's blocks is stamped with (transfer, layer, block, generation, line); a
-byte that is misplaced, mixed or stale is told apart from one that is missing. A block
+stopped, continued and killed: :mod:`tests.programs.soak.processes`. Each word of the
+producer's blocks is of :mod:`kvwire.testing.oracle`, and names its transfer, layer,
+position and place; a byte that is misplaced, mixed or stale differs. A block
 of the consumer is poisoned when its transfer has drained, and the poison has to be
 there still when the block is used again: a late write shows, whenever it comes. A
 producer that reports a whole transfer of which its consumer has a part has made a

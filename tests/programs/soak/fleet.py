@@ -60,7 +60,7 @@ async def prefill(url: str) -> None:
                     block = next(blocks) % NUM_BLOCKS
                     out = comm.publish(id, stamped.cache, [block], deadline=DEADLINE_S)
                     for layer in range(stamped.cache.groups["kv"].spec.layers):
-                        stamped.write(number, layer, [block], 0, range(1))
+                        stamped.write(block, number, layers=layer)
                         out.ready(layers=layer)
                     out.finish()
 
@@ -105,11 +105,7 @@ async def _request(
             await asked
         await asked.released()
         if outcome.complete:
-            wrong = sum(
-                int((words[block] != stamped.stamp(number, layer, 0, 0)).sum())
-                for layer, words in enumerate(stamped.words)
-            )
-            return {"attempts": attempt, "wrong": wrong}
+            return {"attempts": attempt, "wrong": stamped.wrong(block, number)}
     return {"attempts": ATTEMPTS_MAX, "failed": 1}
 
 

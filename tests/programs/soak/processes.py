@@ -164,7 +164,7 @@ class Consumer:
                     group.create_task(self._transfers(connection, stop))
             claims.cancel()
             await asyncio.wait([claims])
-        say({"late": self._stamped.poisoned(self._free)})
+        say({"late": self._stamped.late(self._free)})
 
     async def _connected(
         self, address: str, stop: asyncio.Event
@@ -193,7 +193,7 @@ class Consumer:
             self._random.random() < 0.5,
         )
         target = stamps.take_blocks(self._free, ask.blocks, self._random)
-        late = self._stamped.poisoned(target)
+        late = self._stamped.late(target)
         try:
             verb = self._comm.expect if ask.push else connection.pull
             inc = verb(ask.number, self._stamped.cache, target, deadline=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Caches whose every line is stamped, and what a soak counts of them."""
+"""Caches whose every word is stamped, and what a soak counts of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 import kvwire
-from tests.support.caches import Memory
+from kvwire.memory.arena import Arena
+from kvwire.testing import oracle
+from kvwire.testing.oracle import Words
+from tests.support.caches import dtype_of, shape_of
 
-LINE_BYTES = 64
+EVERY = slice(None)
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
-Words = npt.NDArray[np.uint64]
 
 SPEC = kvwire.KVSpec(
     layers=8, kv_heads=8, head_dim=128, block_tokens=16, dtype="float16"
@@ -31,36 +32,42 @@ ROUND_TIMEOUT_S = 60.0
 
 
 class StampedCache:
-    """A paged cache whose blocks are written and checked as stamps."""
+    """A paged cache whose blocks are written and judged by the oracle.
 
-    def __init__(self, spec: kvwire.KVSpec = SPEC) -> None:
-        memory = Memory(spec, NUM_BLOCKS, 0)
-        self.words: list[Words] = [
-            t.reshape(NUM_BLOCKS, -1).view(np.uint64) for t in memory.tensors
-        ]
-        for words in self.words:
-            words[:] = POISON
-        self.cache = memory.cache
-        self._lines = np.arange(
-            self.words[0].shape[1] * 8 // LINE_BYTES, dtype=np.uint64
-        ).repeat(LINE_BYTES // 8)
+    The life of a block is the number of its transfer, or the generation that its window
+    has offered it under; its place there is the position in the transfer.
+    """
 
-    def stamp(self, transfer: int, layer: int, position: int, generation: int) -> Words:
-        """What a block holds: its transfer, layer, position, generation and line."""
-        name = ((transfer * 64 + layer) * 256 + position) * 256 + generation % 256
-        return (np.uint64(name) << np.uint64(16)) + self._lines
+    def __init__(
+        self,
+        spec: kvwire.KVSpec = SPEC,
+        blocks: int = NUM_BLOCKS,
+        *,
+        arena: bool = False,
+    ) -> None:
+        shape, as_type = (spec.layers, *shape_of(spec, blocks)), dtype_of(spec)
+        made = np.zeros(shape, as_type)
+        if arena:
+            made = Arena(2 * made.nbytes).numpy(shape, as_type)
+        self.cache = kvwire.PagedCache(spec, list(made))
+        self.words: Words = made.reshape(spec.layers, blocks, -1).view(np.uint64)
+        self._places = np.arange(self.words[:, 0].size).reshape(spec.layers, -1)
+        self.poison(list(range(blocks)))
+
+    def stamp(self, life: int, position: int = 0, layers: int | slice = EVERY) -> Words:
+        """What a block holds in these layers."""
+        places = self._places + position * self._places.size
+        return oracle.stamp(1, life, places[layers])
 
     def write(
-        self,
-        transfer: int,
-        layer: int,
-        blocks: list[int],
-        generation: int,
-        positions: range,
+        self, block: int, life: int, position: int = 0, layers: int | slice = EVERY
     ) -> None:
-        for position in positions:
-            block = blocks[position]
-            self.words[layer][block] = self.stamp(transfer, layer, position, generation)
+        self.words[layers, block] = self.stamp(life, position, layers)
+
+    def wrong(self, block: int, life: int, position: int = 0) -> int:
+        """How many bytes of a block are in words that it does not have."""
+        expected = self.stamp(life, position)
+        return 8 * int(np.count_nonzero(self.words[:, block] != expected))
 
     def check(
         self, transfer: int, blocks: list[int], outcome: kvwire.Outcome, tally: Tally
@@ -68,22 +75,16 @@ class StampedCache:
         """Compare the blocks that have landed with their stamps."""
         landed = set(outcome.landed.ids().tolist())
         for position, block in enumerate(blocks):
-            if block not in landed:
-                continue
-            for layer, words in enumerate(self.words):
-                expected = self.stamp(transfer, layer, position, transfer)
-                wrong = int(np.count_nonzero(words[block] != expected)) * 8
-                tally.wrong_bytes += wrong
-                tally.nbytes += expected.nbytes
+            if block in landed:
+                tally.wrong_bytes += self.wrong(block, transfer, position)
+                tally.nbytes += self.words[:, block].nbytes
 
     def poison(self, blocks: list[int]) -> None:
-        for words in self.words:
-            words[blocks] = POISON
+        self.words[:, blocks] = POISON
 
-    def poisoned(self, blocks: list[int]) -> int:
-        return sum(
-            int(np.count_nonzero(words[blocks] != POISON)) * 8 for words in self.words
-        )
+    def late(self, blocks: list[int]) -> int:
+        """How many bytes of some blocks are in words without poison."""
+        return 8 * int(np.count_nonzero(self.words[:, blocks] != POISON))
 
 
 @dataclass
@@ -122,7 +123,8 @@ async def prefill(
     layers = len(stamped.words)
     for positions in parts:
         for layer in range(layers):
-            stamped.write(number, layer, blocks, number, positions)
+            for position in positions:
+                stamped.write(blocks[position], number, position, layer)
             if fate < 0.05 and layer == layers // 2:
                 out.abort("soak: aborted half-way")
                 return len(parts) > 1

@@ -66,8 +66,8 @@ def test_what_a_process_has_found_is_a_failure(what: str) -> None:
 def test_blocks_that_landed_are_compared_with_their_stamps(wrong: int) -> None:
     """And those that did not may hold anything."""
     cache, blocks = StampedCache(), [4, 7, 1]
-    for layer in range(SPEC.layers):
-        cache.write(9, layer, blocks, 9, range(2))
+    for position, block in enumerate(blocks[:2]):
+        cache.write(block, 9, position)
     cache.words[2][7][:wrong] += np.uint64(1)
 
     class Landed:
@@ -83,17 +83,16 @@ def test_blocks_that_landed_are_compared_with_their_stamps(wrong: int) -> None:
     assert tally.nbytes == 2 * SPEC.layers * cache.words[0][0].nbytes
 
 
-def test_stamps_name_every_line_and_poison_is_none() -> None:
-    """No two lines of any transfer, layer, position and generation are alike."""
+def test_stamps_name_every_word_and_poison_is_none() -> None:
+    """No two words of any life and position are alike."""
     cache = StampedCache()
-    names = [(1, 0, 0, 0), (2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1)]
-    lines = np.concatenate([np.unique(cache.stamp(*name)) for name in names])
-    assert np.unique(lines).size == lines.size
-    assert lines.size == len(names) * cache.words[0].shape[1] * 8 // stamps.LINE_BYTES
-    assert POISON not in lines
-    assert not cache.poisoned(list(range(stamps.NUM_BLOCKS)))
-    cache.write(1, 2, [5, 6], 0, range(2))
-    assert cache.poisoned([5, 6]) == 2 * cache.words[2][5].nbytes
-    assert not cache.poisoned([4, 7])
+    words = np.concatenate([cache.stamp(*name) for name in ((1,), (2,), (1, 1))])
+    assert np.unique(words).size == words.size
+    assert POISON not in words
+    assert not cache.late(list(range(stamps.NUM_BLOCKS)))
+    for block in (5, 6):
+        cache.write(block, 1, layers=2)
+    assert cache.late([5, 6]) == 2 * cache.words[2][5].nbytes
+    assert not cache.late([4, 7])
     cache.poison([5, 6])
-    assert not cache.poisoned([5, 6])
+    assert not cache.late([5, 6])

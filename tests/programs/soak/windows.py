@@ -6,10 +6,10 @@
 An owner takes blocks back, overwrites them and offers them again, all the time and from
 a thread of its own; now and then it closes the window, writes to all of its memory and
 exposes it again. Readers in other processes get blocks by the tickets that stand on a
-*board*, a file that both have mapped. Each 64-bit word is the generation under which
-its block is offered, which no other life of a block has, plus a number for the word's
-place. So every byte of a block that has landed names its owner, life and place. What
-has not landed may hold anything, but only until it is released: then it is filled with
+*board*, a file that both have mapped. Each word is of :mod:`kvwire.testing.oracle`: its
+life is the generation under which its block is offered, which no other life of a block
+has. So every byte of a block that has landed names its owner, life and place. What has
+not landed may hold anything, but only until it is released: then it is filled with
 poison, which has to be there still when the block is used again.
 
 Meanwhile connections are cut, and both sides are stopped, continued and killed. With
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import math
 import random
 import signal
 import sys
@@ -35,17 +34,16 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import uvloop
 
 import kvwire
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.ticket import SERIAL_BYTES, read_ticket, write_ticket
-from kvwire.memory.arena import Arena
 from kvwire.memory.generations import Generations
+from kvwire.testing.oracle import Words
 from kvwire_local import blocks
 from tests.programs.soak.processes import PING_INTERVAL_S, ProcessSoak, say
-from tests.programs.soak.stamps import POISON, Tally
+from tests.programs.soak.stamps import StampedCache, Tally
 
 BLOCKS: Final = 64
 # Large enough that a copy is often overtaken, small enough for many of them.
@@ -63,8 +61,6 @@ _SWITCH_S: Final = 2e-4
 _LIFE_S: Final = 1.0
 _TRIES_S: Final = 0.05
 _MODULE: Final = "tests.programs.soak.windows"
-_STEP: Final = 0x9E3779B97F4A7C15
-Words = npt.NDArray[np.uint64]
 
 
 class Way(NamedTuple):
@@ -102,50 +98,10 @@ WAYS: Final = MappingProxyType(
 )
 
 
-class Blocks:
-    """A cache, its words, and what they hold for a generation."""
-
-    def __init__(self, way: Way, *, arena: bool = False) -> None:
-        spec = replace(SPEC, block_tokens=way.block_tokens)
-        shape = (BLOCKS, 1, spec.block_tokens, spec.kv_heads, spec.head_dim)
-        made = None
-        if arena:
-            made = Arena(2 * spec.layers * math.prod(shape) * spec.item_bytes)
-        tensors = [
-            np.zeros(shape, np.float16)
-            if made is None
-            else made.numpy(shape, np.float16)
-            for _ in range(spec.layers)
-        ]
-        self.cache = kvwire.PagedCache(spec, tensors)
-        self.words: list[Words] = [
-            tensor.reshape(BLOCKS, -1).view(np.uint64) for tensor in tensors
-        ]
-        count = np.arange(self.words[0].shape[1], dtype=np.uint64)
-        self.numbers = [
-            count * np.uint64(_STEP + 2 * layer) for layer in range(spec.layers)
-        ]
-        self.block_bytes = sum(words[0].nbytes for words in self.words)
-        self.fill(list(range(BLOCKS)), POISON)
-
-    def fill(self, ids: list[int], word: np.uint64) -> None:
-        for words in self.words:
-            words[ids] = word
-
-    def write(self, block: int, generation: np.uint64) -> None:
-        for words, numbers in zip(self.words, self.numbers, strict=True):
-            np.add(numbers, generation, out=words[block])
-
-    def wrong(self, block: int, generation: np.uint64) -> int:
-        """How many bytes of a block are in words that it does not have."""
-        return 8 * sum(
-            int(np.count_nonzero(words[block] != numbers + generation))
-            for words, numbers in zip(self.words, self.numbers, strict=True)
-        )
-
-    def late(self, block: int) -> int:
-        """How many bytes are in words without poison."""
-        return 8 * sum(int(np.count_nonzero(w[block] != POISON)) for w in self.words)
+def blocks_of(way: Way, *, arena: bool = False) -> StampedCache:
+    """A cache for one of both sides."""
+    spec = replace(SPEC, block_tokens=way.block_tokens)
+    return StampedCache(spec, BLOCKS, arena=arena)
 
 
 class Board:
@@ -176,7 +132,7 @@ class Owner:
         self._board = board
         self._pause_s = way.pause_s
         self._random = random.Random(seed)
-        self._blocks = Blocks(way, arena=way.arena)
+        self._blocks = blocks_of(way, arena=way.arena)
         self._changes = 0
 
     async def run(self, comm: kvwire.Communicator, stop: asyncio.Event) -> None:
@@ -198,7 +154,7 @@ class Owner:
             await asyncio.to_thread(changing.join)
             await window.close()
             # From here nobody reads it: what this writes is in no block that landed.
-            self._blocks.fill(list(range(BLOCKS)), POISON)
+            self._blocks.poison(list(range(BLOCKS)))
             say({"changes": self._changes, "windows": 1})
             self._changes = 0
 
@@ -208,7 +164,7 @@ class Owner:
         while not over.is_set():
             ids = self._random.sample(everything, CHANGED_AT_ONCE)
             window.withdraw(ids)
-            self._blocks.fill(ids[:1], POISON)
+            self._blocks.poison(ids[:1])
             self._offer(window, ids)
             self._changes += 1
             if self._pause_s:
@@ -231,7 +187,7 @@ class Reader:
     def __init__(self, board: Board, way: Way, seed: int) -> None:
         self._board = board
         self._random = random.Random(seed)
-        self._blocks = Blocks(way)
+        self._blocks = blocks_of(way)
         self._counts = dict.fromkeys(
             ("gets", "bytes", "wrong", "late", "landed", "missing"), 0
         )
@@ -264,7 +220,7 @@ class Reader:
         while not stop.is_set():
             count = self._random.randint(1, BLOCKS_EACH_MAX)
             into = self._random.sample(mine, count)
-            counts["late"] += sum(map(self._blocks.late, into))
+            counts["late"] += self._blocks.late(into)
             ticket, generations = self._board.ticket(
                 self._random.sample(range(BLOCKS), count)
             )
@@ -284,11 +240,11 @@ class Reader:
                         counts["wrong"] += self._blocks.wrong(block, generation)
                 counts["landed"] += len(landed)
                 counts["missing"] += count - len(landed)
-                counts["bytes"] += len(landed) * self._blocks.block_bytes
+                counts["bytes"] += len(landed) * self._blocks.words[:, 0].nbytes
                 if not landed and remote.owner_gone:
                     await asyncio.sleep(_TRIES_S)
             await get.released()
-            self._blocks.fill(into, POISON)
+            self._blocks.poison(into)
             counts["gets"] += 1
             counts[f"gets, {remote.way}"] = 1 + counts.get(f"gets, {remote.way}", 0)
             if counts["gets"] >= _REPORT or counts["wrong"] or counts["late"]:
