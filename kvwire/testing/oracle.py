@@ -48,7 +48,7 @@ def stamp(writer: int, life: int | Words, places: npt.NDArray[np.integer]) -> Wo
     return _mixed(lives << _HALF | places.astype(np.uint64), _MIX)
 
 
-def content(life: int, nbytes: int, writer: int = 1) -> bytes:
+def content(nbytes: int, life: int = 1, writer: int = 1) -> bytes:
     """Return the first bytes of what a writer writes in one life, from place 0 on."""
     words = stamp(writer, life, np.arange(-(-nbytes // WORD_BYTES)))
     return words.tobytes()[:nbytes]

@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 
-import numpy as np
 import pytest
 
 from kvwire import RequestCancelled, StaleRegion
 from kvwire.limits import KIB, MIB
-from tests.backends.transfers import CANARY, Over, each_lane, go_on, pair
+from kvwire.testing.oracle import content
+from tests.backends.transfers import (
+    CANARY,
+    Over,
+    each_lane,
+    go_on,
+    pair,
+    require_untouched,
+)
 from tests.support.pairs import turns
 
 # Both ends of what a lane takes at once, and many of them.
@@ -24,7 +31,7 @@ ENDINGS = ("cancel", "revoke", "close")
 async def test_what_was_put_is_there_and_what_is_got_is_that(
     nbytes: int, over: Over
 ) -> None:
-    data, memory, back = random.Random(1).randbytes(nbytes), *buffers(nbytes)
+    data, memory, back = content(nbytes), *buffers(nbytes)
     async with pair(over.backend, over.settings()) as both:
         region = both.far.register(memory, access="readwrite")
         grant = region.grant(both.right)
@@ -79,15 +86,10 @@ async def test_nothing_is_written_once_the_memory_is_said_to_be_free(
             await closed
             target[:] = bytes([CANARY]) * LARGE
         await go_on(both, watched_s)
-        for target in targets:
-            require_untouched(target)
+        require_untouched(*targets)
         assert both.left.transport == over.backend
     assert midway
 
 
 def buffers(nbytes: int, count: int = 2) -> list[bytearray]:
     return [bytearray(nbytes) for _ in range(count)]
-
-
-def require_untouched(memory: bytearray) -> None:
-    assert (np.frombuffer(memory, np.uint8) == CANARY).all(), "a late write"

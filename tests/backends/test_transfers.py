@@ -12,7 +12,6 @@ from kvwire import ConnectionLost, KVSpec
 from kvwire.backend import registry
 from kvwire.backend.lane import Lane, LaneContext
 from tests.backends import transfers
-from tests.support.caches import Array
 from tests.support.lanes import NEVER_S, raise_again_after
 from tests.support.pairs import turns, until
 
@@ -63,7 +62,7 @@ async def test_nothing_is_written_after_drained(
         for turn in range(times):
             target, tensors = spare[turn % len(spare)]
             if turn >= len(spare):
-                require_untouched(tensors)
+                transfers.require_untouched(*tensors)
             verb = chance.choice(("push", "pull"))
             incoming, outgoing = transfers.begun(both, verb, turn, source, target)
             outgoing.ready(layers=slice(0, 2))
@@ -80,14 +79,9 @@ async def test_nothing_is_written_after_drained(
             await outgoing.drained()
         await transfers.go_on(both, watched_s)
         for _, tensors in spare:
-            require_untouched(tensors)
+            transfers.require_untouched(*tensors)
         assert both.left.transport == over.backend
     assert midway
-
-
-def require_untouched(tensors: list[Array]) -> None:
-    for tensor in tensors:
-        assert (tensor.view(np.uint8) == transfers.CANARY).all(), "a late write"
 
 
 @transfers.each_lane

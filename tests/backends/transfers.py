@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from kvwire import KVSpec, PagedCache
@@ -62,6 +63,11 @@ async def pair(
     async with connected(near=near, far=far, prefer=(backend,)) as made:
         assert made.left.transport == backend
         yield made
+
+
+def require_untouched(*memories: Array | bytearray) -> None:
+    for memory in memories:
+        assert (np.frombuffer(memory, np.uint8) == CANARY).all(), "a late write"
 
 
 def begun(

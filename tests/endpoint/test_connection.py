@@ -14,16 +14,13 @@ import pytest
 import kvwire
 from kvwire.errors import WireCode
 from kvwire.limits import CHUNK_BYTES, EAGER_BYTES
+from kvwire.testing.oracle import content
 from tests.support import inside
 from tests.support.pairs import Pair, connected
 
 # Either side of each border between the ways a message can travel.
 SIZES = (0, 1, 4097, EAGER_BYTES, EAGER_BYTES + 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 1)
-LARGE = random.Random(1).randbytes(4 * EAGER_BYTES)
-
-
-def content(nbytes: int) -> bytes:
-    return random.Random(nbytes).randbytes(nbytes)
+LARGE = content(4 * EAGER_BYTES)
 
 
 # --- messages -------------------------------------------------------------------------

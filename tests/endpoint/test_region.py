@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 from typing import Any
 
 import pytest
@@ -13,13 +12,14 @@ from hypothesis import strategies as st
 
 import kvwire
 from kvwire.limits import CHUNK_BYTES
+from kvwire.testing.oracle import content
 from tests.support import inside
 from tests.support.pairs import Pair, connected, until
 
 SIZE = 2 * CHUNK_BYTES + 1000
 # Several turns of the loop, whatever is faster.
 HUGE = 16 << 20
-LARGE = random.Random(1).randbytes(SIZE)
+LARGE = content(SIZE)
 
 
 async def handed_over(pair: Pair, grant: kvwire.Grant) -> kvwire.Grant:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import kvwire
 from kvwire.backend import WindowReader
 from kvwire.limits import MIB, WINDOW_GET_BYTES_MAX
+from kvwire.testing.oracle import content
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, needs_reading
 from tests.support import inside
 from tests.support.caches import Filled
@@ -25,10 +25,6 @@ UCX: dict[str, Any] = {
 }
 
 
-def content(nbytes: int, seed: int = 1) -> bytearray:
-    return bytearray(random.Random(seed).randbytes(nbytes))
-
-
 def is_busy(reader: WindowReader) -> bool:
     """Whether it may touch memory."""
     return reader.busy
@@ -36,7 +32,7 @@ def is_busy(reader: WindowReader) -> bool:
 
 async def test_a_cancelled_get_is_forgotten_by_the_owner() -> None:
     """Nothing of it is left, however often that happens."""
-    memory = content(64 * MIB)
+    memory = bytearray(content(64 * MIB))
     async with connected("tcp") as pair:
         window = pair.far.expose("bytes", memory, block_bytes=MIB)
         remote = await pair.left.window("bytes")
@@ -54,7 +50,7 @@ async def test_a_cancelled_get_is_forgotten_by_the_owner() -> None:
 @pytest.mark.parametrize("nbytes", [4096, 128 * 1024, 32 * MIB])
 async def test_nobody_awaits_a_get(transport: str, nbytes: int) -> None:
     """Its memory is not released before it is over: in one frame, chunks or turns."""
-    memory = content(nbytes)
+    memory = bytearray(content(nbytes))
     async with connected("tcp", prefer=(transport,)) as pair:
         window = pair.far.expose("bytes", memory, block_bytes=4096)
         remote = await pair.left.window("bytes")
@@ -89,7 +85,7 @@ async def test_reads_of_one_frame_of_which_one_is_stale() -> None:
 async def test_a_block_larger_than_the_usual_get() -> None:
     """It is asked for by itself, and the connection lives."""
     nbytes = WINDOW_GET_BYTES_MAX + MIB
-    memory = content(nbytes)
+    memory = bytearray(content(nbytes))
     async with connected("tcp") as pair:
         window = pair.far.expose("bytes", memory, block_bytes=nbytes)
         remote = await pair.left.window("bytes")
@@ -101,7 +97,7 @@ async def test_a_block_larger_than_the_usual_get() -> None:
 
 async def test_a_get_that_is_cancelled_while_the_peer_is_dialled() -> None:
     """It is not begun afterwards: its memory is the caller's."""
-    memory = content(64)
+    memory = bytearray(content(64))
     async with connected("tcp", prefer=("local",)) as pair:
         window = pair.far.expose("bytes", memory, block_bytes=64)
         peer = pair.near.peer(str(pair.address))
@@ -122,7 +118,7 @@ async def test_a_get_that_is_cancelled_while_the_peer_is_dialled() -> None:
 
 async def test_a_get_whose_deadline_passes_while_the_peer_is_dialled() -> None:
     """It ends then, with its blocks missing."""
-    memory = content(64)
+    memory = bytearray(content(64))
     async with connected("tcp") as pair:
         window = pair.far.expose("bytes", memory, block_bytes=64)
         peer = pair.near.peer(str(pair.address))
@@ -138,7 +134,7 @@ async def test_a_get_whose_deadline_passes_while_the_peer_is_dialled() -> None:
 
 async def test_close_does_not_wait_for_a_reader_by_messages() -> None:
     """It cannot touch the memory; whether it answers does not matter."""
-    memory = content(64)
+    memory = bytearray(content(64))
     async with connected("tcp") as pair:
         window = pair.far.expose("bytes", memory, block_bytes=64)
         await pair.left.window("bytes")
@@ -150,7 +146,7 @@ async def test_close_does_not_wait_for_a_reader_by_messages() -> None:
 
 async def test_a_get_that_crosses_the_end_of_its_window() -> None:
     """Its blocks are missing, and the connection goes on."""
-    memory = content(64)
+    memory = bytearray(content(64))
     async with connected("tcp") as pair:
         window = pair.far.expose("bytes", memory, block_bytes=64)
         remote = await pair.left.window("bytes")
@@ -170,7 +166,7 @@ async def test_a_get_that_crosses_the_end_of_its_window() -> None:
 
 async def test_a_lane_that_is_lost_and_its_successor() -> None:
     """Reads go by messages in between, and in place again afterwards."""
-    memory = content(64)
+    memory = bytearray(content(64))
     async with connected("tcp", prefer=("local",)) as pair:
         window = pair.far.expose("bytes", memory, block_bytes=64)
         remote = await pair.left.window("bytes")
@@ -191,7 +187,7 @@ async def test_a_lane_that_is_lost_and_its_successor() -> None:
 @pytest.mark.parametrize("ends", ["reader", "owner"])
 async def test_close_waits_for_reads_of_a_lane(ends: str) -> None:
     """Their bytes are under way: until they are over, the memory is read."""
-    memory = np.random.default_rng(1).integers(0, 256, 256 * MIB, np.uint8)
+    memory = bytearray(content(256 * MIB))
     async with connected("tcp", **UCX) as pair:
         window = pair.far.expose("bytes", memory, block_bytes=MIB)
         remote = await pair.left.window("bytes")
@@ -212,7 +208,7 @@ async def test_close_waits_for_reads_of_a_lane(ends: str) -> None:
 @needs_reading
 async def test_a_get_of_a_lane_that_is_cancelled() -> None:
     """Its memory is released once the lane does not write to it any more."""
-    memory = np.random.default_rng(1).integers(0, 256, 256 * MIB, np.uint8)
+    memory = bytearray(content(256 * MIB))
     async with connected("tcp", **UCX) as pair:
         window = pair.far.expose("bytes", memory, block_bytes=MIB)
         remote = await pair.left.window("bytes")
@@ -230,7 +226,7 @@ async def test_a_get_of_a_lane_that_is_cancelled() -> None:
 
 async def test_a_cancelled_opening() -> None:
     """At any moment: the window is closed again, and its owner waits for nobody."""
-    memory = content(64)
+    memory = bytearray(content(64))
     async with connected("tcp", prefer=("local",)) as pair:
         window = pair.far.expose("bytes", memory, block_bytes=64)
         for count in range(30):
@@ -247,7 +243,7 @@ async def test_a_cancelled_opening() -> None:
 
 async def test_a_get_of_more_than_links_copy(pair: Pair) -> None:
     """Over every link it comes in one frame, whose memory is lent."""
-    memory = content(4 * 60_000)
+    memory = bytearray(content(4 * 60_000))
     window = pair.far.expose("bytes", memory, block_bytes=60_000)
     remote = await pair.left.window("bytes")
     into = bytearray(len(memory))
@@ -265,7 +261,7 @@ async def test_an_opening_does_not_wait_for_a_lane_for_ever(
     async def ready(_: WindowReader) -> None:
         await never.wait()
 
-    memory = content(64)
+    memory = bytearray(content(64))
     async with connected("tcp", prefer=("local",)) as pair:
         window = pair.far.expose("bytes", memory, block_bytes=64)
         monkeypatch.setattr("kvwire_local.windows.LocalWindowReader.ready", ready)

@@ -17,6 +17,7 @@ from kvwire.endpoint import window_shown
 from kvwire.kv.layout import Layout
 from kvwire.limits import WINDOW_GET_BLOCKS_MAX, WINDOWS_MAX
 from kvwire.memory.arena import Arena
+from kvwire.testing.oracle import content
 from tests.support.caches import STORED, Filled
 from tests.support.pairs import Pair, connected
 
@@ -112,7 +113,7 @@ async def test_many_in_one_turn(pair: Pair) -> None:
 async def test_more_blocks_than_a_frame_names(pair: Pair) -> None:
     """They are asked for in several frames."""
     count = WINDOW_GET_BLOCKS_MAX + 10
-    memory = random.Random(2).randbytes(8 * count)
+    memory = content(8 * count)
     window = pair.far.expose("bytes", memory, block_bytes=8)
     remote = await pair.left.window("bytes")
     into = bytearray(len(memory))
@@ -123,7 +124,7 @@ async def test_more_blocks_than_a_frame_names(pair: Pair) -> None:
 
 async def test_plain_bytes(pair: Pair) -> None:
     """Blocks of memory, which land one behind the other or where the reader says."""
-    memory = random.Random(3).randbytes(64)
+    memory = content(64)
     window = pair.far.expose("bytes", memory, block_bytes=16)
     remote = await pair.left.window("bytes")
     into = bytearray(32)
@@ -240,7 +241,7 @@ async def test_a_frame_that_is_damaged(
 
 async def test_close_waits_for_bytes_under_way(pair: Pair) -> None:
     """Then the memory is free, and a get under way ends without a wrong byte."""
-    memory = bytearray(random.Random(4).randbytes(32 << 20))
+    memory = bytearray(content(32 << 20))
     before = bytes(memory)
     window = pair.far.expose("bytes", memory, block_bytes=1 << 20)
     remote = await pair.left.window("bytes")
@@ -273,7 +274,7 @@ async def test_mapped_memory_outlives_its_connection() -> None:
     size = 1 << 16
     arena = Arena(size)
     memory = arena.buffer(size)
-    memory[:] = np.frombuffer(random.Random(7).randbytes(size), np.uint8)
+    memory[:] = np.frombuffer(content(size), np.uint8)
     async with connected(transport="local") as pair:
         window = pair.far.expose("bytes", memory, block_bytes=1 << 12)
         remote = await pair.left.window("bytes")
@@ -317,7 +318,7 @@ async def test_a_peer_reopens_its_window(pair: Pair) -> None:
 
 async def test_a_get_that_is_cancelled(pair: Pair) -> None:
     """Its blocks are free once it is released; the window goes on."""
-    memory = random.Random(5).randbytes(32 << 20)
+    memory = content(32 << 20)
     window = pair.far.expose("bytes", memory, block_bytes=1 << 20)
     remote = await pair.left.window("bytes")
     into = bytearray(len(memory))

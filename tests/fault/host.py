@@ -14,26 +14,22 @@ import contextlib
 import os
 import sys
 
-import numpy as np
-
 import kvwire
 from kvwire import Communicator, Connection, ConnectionClosed, KVWireError
+from kvwire.testing.oracle import content
 from tests.support.caches import Memory
 
 NBYTES = 4 << 20
 _TAG = 1
 _BLOCKS = 16
-
-
-def content() -> np.ndarray:
-    """What is moved; both sides know it."""
-    return np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
+# What is moved; both sides know it.
+CONTENT = content(NBYTES)
 
 
 async def serve(comm: Communicator, address: str) -> None:
     """Grant the bytes to whoever connects, until nobody is there to tell it."""
     print(await comm.listen(address), flush=True)
-    region = comm.register(content(), "read")
+    region = comm.register(CONTENT, "read")
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(publish(comm))
         async for connection in comm.connections():
@@ -66,9 +62,9 @@ async def publish(comm: Communicator) -> None:
 
 async def fetch(connection: Connection, grant: kvwire.Grant) -> str:
     """Read the granted bytes; how that went."""
-    into = np.zeros(NBYTES, np.uint8)
+    into = bytearray(NBYTES)
     await connection.get(grant, into=into)
-    return "equal" if np.array_equal(into, content()) else "different"
+    return "equal" if into == CONTENT else "different"
 
 
 async def obey(comm: Communicator, address: str, transports: list[str]) -> None:

@@ -14,6 +14,7 @@ from datetime import timedelta
 import pytest
 
 from kvwire import Communicator, Connection, KVWireError, Request
+from kvwire.testing.oracle import content
 from tests.support import inside
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, until
@@ -28,32 +29,27 @@ PATIENCE = timedelta(seconds=0.6)
 End = tuple[Connection, Communicator]
 
 
-def stamped(sender: str, number: int, nbytes: int) -> bytes:
-    """Bytes that only this message has."""
-    return random.Random(f"{sender} {number}").randbytes(nbytes)
-
-
 async def message(
-    sender: Connection, other: End, name: str, number: int, nbytes: int
+    sender: Connection, other: End, writer: int, number: int, nbytes: int
 ) -> None:
     receiver, _ = other
     into = bytearray(nbytes)
     received = receiver.recv(number, into, deadline=PATIENCE)
-    sent = sender.send(number, stamped(name, number, nbytes), deadline=PATIENCE)
+    sent = sender.send(number, content(nbytes, number, writer), deadline=PATIENCE)
     await over(sent)
     if await over(received):
-        assert into == stamped(name, number, nbytes)
+        assert into == content(nbytes, number, writer)
 
 
 async def one_sided(
-    user: Connection, other: End, name: str, number: int, nbytes: int
+    user: Connection, other: End, writer: int, number: int, nbytes: int
 ) -> None:
     memory, back = bytearray(nbytes), bytearray(nbytes)
     connection, owner = other
     region = owner.register(memory, "readwrite")
     try:
         grant = region.grant(connection)
-        data = stamped(name, number, nbytes)
+        data = content(nbytes, number, writer)
         if await over(user.put(data, grant, deadline=PATIENCE)):
             assert memory == data
         if await over(user.get(grant, back, deadline=PATIENCE)):
@@ -76,12 +72,12 @@ async def over(request: Request[int]) -> bool:
 async def work(left: End, right: End, rng: random.Random) -> None:
     jobs = []
     for number in range(12):
-        (sender, receiver), name = rng.choice(
-            [((left, right), "left"), ((right, left), "right")]
+        (sender, receiver), writer = rng.choice(
+            [((left, right), 1), ((right, left), 2)]
         )
         kind = rng.choice([message, one_sided])
         nbytes = max(rng.choice(SIZES), kind is one_sided)
-        jobs.append(kind(sender[0], receiver, name, number, nbytes))
+        jobs.append(kind(sender[0], receiver, writer, number, nbytes))
     for result in await asyncio.gather(*jobs, return_exceptions=True):
         # What a call itself raises says that the connection had ended before.
         if result is not None and not isinstance(result, KVWireError):

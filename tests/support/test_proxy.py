@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from kvwire import Address
+from kvwire.testing.oracle import content
 from tests.support.proxy import (
     Bandwidth,
     Cut,
@@ -24,7 +24,7 @@ from tests.support.proxy import (
 )
 
 TO_SERVER, TO_CLIENT = Direction.TO_SERVER, Direction.TO_CLIENT
-DATA = random.Random(1).randbytes(100_000)
+DATA = content(100_000)
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

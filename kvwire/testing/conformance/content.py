@@ -67,7 +67,7 @@ class Head:
 
 def pattern(number: int, length: int) -> Bytes:
     """Make the payload of frame ``number``."""
-    return np.frombuffer(content(number, length), np.uint8)
+    return np.frombuffer(content(length, number), np.uint8)
 
 
 # --- how memory is cut ----------------------------------------------------------------

@@ -14,6 +14,7 @@ from kvwire.kv.fragments import Array
 from kvwire.memory import pieces
 from kvwire.memory.arena import Arena
 from kvwire.memory.generations import Generations
+from kvwire.testing.oracle import content
 from kvwire_local import blocks
 
 Bytes = npt.NDArray[np.uint8]
@@ -36,7 +37,7 @@ class OwnersCache:
             for _ in range(layers)
         ]
         for number, layer in enumerate(self.layers):
-            layer[:] = content(number, count, run)
+            layer.reshape(-1).data[:] = content(layer.nbytes, number)
         self.memory = WindowMemory(
             spans=tuple((address(layer), layer.nbytes) for layer in self.layers),
             table=(self.generations.address, self.generations.nbytes),
@@ -83,10 +84,6 @@ class ReadersCache:
 
 def tickets(owner: OwnersCache, ids: Sequence[int]) -> Array:
     return owner.generations.current(np.array(ids))
-
-
-def content(layer: int, count: int, run: int) -> Bytes:
-    return np.random.default_rng(layer).integers(0, 256, (count, run), np.uint8)
 
 
 def column(numbers: Sequence[int]) -> Array:

@@ -48,7 +48,7 @@ class MessageApp:
         nbytes, tag = endpoint.size(dice), _tag(dice)
         box = endpoint.end.out.mailbox(tag)
         message = Message(world.next_serial(), tag, len(box.messages), nbytes)
-        data = content(message.serial, nbytes)
+        data = content(nbytes, message.serial)
         header = None
         if nbytes <= EAGER_BYTES_MAX:
             check = 0 if world.plan.setup.checked else None
@@ -224,7 +224,7 @@ class RegionApp:
             readable=bool(access & Access.READ),
             writable=bool(access & Access.WRITE),
         )
-        self._node.memory.store(lease, 0, content(self._world.next_serial(), nbytes))
+        self._node.memory.store(lease, 0, content(nbytes, self._world.next_serial()))
         core = self._node.regions.register(buffer, nbytes, access)
         self._regions.append(SimRegion(self._node, core, lease))
         return self._regions[-1]
@@ -242,7 +242,7 @@ class RegionApp:
         ask.aim = Aim(known.region, row.generation, row.offset + body.offset, wrong)
         core, start = endpoint.core, self._node.app.start
         if kind is RequestKind.PUT:
-            data = content(serial, nbytes)
+            data = content(nbytes, serial)
             start(ask, lambda lent: core.put(lent, nbytes, body, deadline), data)
         else:
             ask.read = bytearray(nbytes)

@@ -64,7 +64,7 @@ class KVApp:
             nbytes = max(1, endpoint.size(dice))
             part = Part(self._world.next_serial(), nbytes)
             part.buffer, part.lease = self._node.lend(nbytes, readable=True)
-            self._node.memory.store(part.lease, 0, content(part.serial, nbytes))
+            self._node.memory.store(part.lease, 0, content(nbytes, part.serial))
             number = len(ask.parts) + 1
             box = (0, number, 1, 0, 1)
             commit = 1 + dice.below(2) if last and not left else 0

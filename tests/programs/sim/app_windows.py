@@ -192,7 +192,7 @@ class WindowApp:
 
     def _fill(self, window: SimWindow, block: int) -> None:
         generation = window.generations[block] = self._world.next_serial()
-        data = content(generation, window.block_bytes)
+        data = content(window.block_bytes, generation)
         self._node.memory.store(window.lease, block * window.block_bytes, data)
 
     def _hide(self, endpoint: Endpoint, window: SimWindow) -> None:

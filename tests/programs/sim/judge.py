@@ -256,7 +256,7 @@ class KVJudge:
         assert segment is not None
         _, part = _consumer(segment)
         begin = arrival.header.offset
-        right = content(part.serial, part.nbytes)[begin : begin + len(data)]
+        right = content(part.nbytes, part.serial)[begin : begin + len(data)]
         demand(data == right, "content", "a chunk has other bytes than were marked")
         part.covered += len(data)
 
@@ -271,7 +271,7 @@ class KVJudge:
         demand(part.covered == part.nbytes, "completion", "a segment with holes landed")
         assert part.lease is not None
         data = ask.endpoint.node.memory.load(part.lease, 0, part.nbytes)
-        right = content(part.serial, part.nbytes)
+        right = content(part.nbytes, part.serial)
         demand(data == right, "content", "a segment has other bytes than were marked")
 
     def acknowledged(self, ask: Ask, numbers: tuple[int, ...]) -> None:
@@ -403,7 +403,7 @@ class Judge:
             return
         if frame.serial:
             message = self._eager[frame.serial]
-            demand(data == content(frame.serial, len(data)), "content", "eager message")
+            demand(data == content(len(data), frame.serial), "content", "eager message")
             demand(len(data) == message.nbytes, "content", "a message cut short")
             message.landed = True
             return
@@ -418,7 +418,7 @@ class Judge:
             ask.read[begin : begin + len(data)] = data
         else:
             ask = _asked(endpoint, request)
-            right = content(ask.serial, ask.nbytes)[begin : begin + len(data)]
+            right = content(ask.nbytes, ask.serial)[begin : begin + len(data)]
             demand(data == right, "content", "a chunk has other bytes than were sent")
         ask.covered += len(data)
 
@@ -509,7 +509,7 @@ class Judge:
             )
             lease = ask.lease
             data = memory.load(lease, 0, event.nbytes) if lease else b""
-        right = content(message.serial, message.nbytes)
+        right = content(message.nbytes, message.serial)
         demand(message.tag == ask.tag, "content", "a message of another tag")
         demand(data == right, "content", "a message with other bytes than were sent")
         demand(not message.taken, "completion", "a message was received twice")

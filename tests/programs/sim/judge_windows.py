@@ -79,7 +79,7 @@ class WindowJudge:
                 begin = block * block_bytes
                 demand(
                     data[begin : begin + block_bytes]
-                    == content(generation, block_bytes),
+                    == content(block_bytes, generation),
                     "stale-block",
                     "a block has landed with other bytes than were offered",
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import signal
 import sys
@@ -24,6 +23,7 @@ from kvwire.store.server.client import ask_report
 from kvwire.store.shared_index import SharedIndex, words_for
 from kvwire.store.tiers.remote import RemoteTier
 from kvwire.store.tiers.slabs import stride_of
+from kvwire.testing.oracle import content
 from tests.store.contract import tier_of
 from tests.store.server_child import ServerProcess, serving
 from tests.support import inside
@@ -202,9 +202,8 @@ class Named:
 def expected(
     name: bytes, layer: int, like: npt.NDArray[np.float16]
 ) -> npt.NDArray[np.float16]:
-    seed = hashlib.sha256(name + bytes([layer])).digest()
-    whole = (seed * (-(-like.nbytes // len(seed))))[: like.nbytes]
-    return np.frombuffer(whole, np.uint16).reshape(like.shape).view(like.dtype)
+    data = content(like.nbytes, int(name), layer + 1)
+    return np.frombuffer(data, like.dtype).reshape(like.shape)
 
 
 def holds(named: Named, block: int, name: bytes) -> bool:
