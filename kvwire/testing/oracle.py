@@ -57,8 +57,9 @@ def content(nbytes: int, life: int = 1, writer: int = 1) -> bytes:
 def origin(word: int) -> Origin:
     """Return where a word came from; nonsense for a word that no stamp has made."""
     (name,) = _mixed(np.array([word], np.uint64), _UNMIX).tolist()
-    life, place = divmod(name, 1 << _PLACE_BITS)
-    return Origin(*divmod(life, 1 << _LIFE_BITS), place)
+    writer_and_life, place = divmod(name, 1 << _PLACE_BITS)
+    writer, life = divmod(writer_and_life, 1 << _LIFE_BITS)
+    return Origin(writer, life, place)
 
 
 def _mixed(words: Words, factor: np.uint64) -> Words:
