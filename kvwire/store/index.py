@@ -546,6 +546,13 @@ class Index:
             for kind, keys, slots in self._protected.late(now):
                 (self.unkeep if kind == KEPT else self._unretain)(keys, slots)
 
+    def kept(self, keys: Keys) -> Bits:
+        """Return which blocks are here and kept."""
+        self.end_late()
+        slots = self.find(keys)
+        kept: Bits = (slots >= 0) & self._kept[slots]
+        return kept
+
     def unkeep(self, keys: Keys, slots: Ids) -> None:
         """Allow kept blocks to be evicted again; each is listed once."""
         kept = self._kept[slots]

@@ -55,6 +55,11 @@ class VerbKind(enum.IntEnum):
 READING: Final = (VerbKind.LOCATE, VerbKind.PREFETCH)
 """Verbs after which a store has what it had before."""
 
+_PROTECTING: Final = (VerbKind.PIN, VerbKind.UNPIN, VerbKind.RETAIN)
+# The states by what counts among several tiers: the least.
+_ANY: Final = np.arange(len(BlockState))
+_EACH: Final = np.where(_ANY == BlockState.DEFERRED, -1, _ANY)
+
 PRIORITY: Final = 50
 """The priority of a block that nobody retains."""
 PRIORITY_MAX: Final = 100
@@ -214,9 +219,14 @@ class Placing:
         self.states[which] = state
         self.codes[which] = self._code(reason)
 
-    def better(self, which: Ids, other: Placement) -> None:
-        """Take the states of a placement of some blocks where they are better."""
-        self._take(which, other, other.states < self.states[which])
+    def better(self, which: Ids, other: Placement, verb: Verb) -> None:
+        """Take the states of a placement of some blocks where they are better.
+
+        What protects a block, or ends that, is for each tier that has it: so one that
+        could not be asked counts for more than one where it is done.
+        """
+        rank = _EACH if verb.kind in _PROTECTING else _ANY
+        self._take(which, other, rank[other.states] < rank[self.states[which]])
 
     def worse(self, other: Placement) -> None:
         """Take the states of a placement of the same blocks where they are worse."""

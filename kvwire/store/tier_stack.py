@@ -171,8 +171,10 @@ class TierStack:
                 return number, orders
         return len(self.below), np.full(keys.size, ABSENT, np.uint8)
 
-    async def kept(self, keys: Keys, *, ask: bool = True) -> Bits:
-        """Mark blocks as used; return which are already where a put must bring them.
+    async def kept(self, keys: Keys, *, ask: bool = True, touch: bool = True) -> Bits:
+        """Return which blocks are already where a put must bring them.
+
+        By default they are marked as used.
 
         Cancel safety: safe, it may be called again.
         """
@@ -184,7 +186,8 @@ class TierStack:
                 continue
             found = await tier.holds(keys)
             if any_of(found):
-                tier.touch(keys[found])
+                if touch:
+                    tier.touch(keys[found])
                 kept |= found
         return kept
 
@@ -290,9 +293,9 @@ class TierStack:
             placing.held[self.name] = here
             placing.rule(here, BlockState.DONE)
         else:
-            placing.better(every, self.memory.index.apply(verb, keys))
+            placing.better(every, self.memory.index.apply(verb, keys), verb)
         for tier in self.below:
-            placing.better(every, await tier.apply(verb, namespace, keys))
+            placing.better(every, await tier.apply(verb, namespace, keys), verb)
         return placing.end()
 
     def named(self, place: str, *, demotes: bool = False) -> Tier | None:

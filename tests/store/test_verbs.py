@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from kvwire import BlockState, BlockStore, Placement, UsageError
-from kvwire.store.index import as_keys
-from kvwire.store.placement import Placing
+from kvwire.store.address import TierAddress
+from kvwire.store.index import Keys, as_keys
+from kvwire.store.namespace import Namespace
+from kvwire.store.placement import Placing, Verb, all_placed
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
 from kvwire.store.tiers.disk import DiskTier
 from tests.store.fakes import FakeTier
@@ -289,3 +292,48 @@ def test_reasons_are_those_of_the_blocks_left() -> None:
     told = placing.end()
     assert told.reasons == ("nowhere", "not here")
     assert [told.reason(at) for at in range(3)] == ["nowhere", "", "not here"]
+
+
+async def test_an_earlier_pin_survives_one_that_fails(tmp_path: Path) -> None:
+    disk = await DiskTier.open(TierAddress.parse(f"disk:{tmp_path}?size=1MiB"))
+    async with store_on(disk, memory=MEMORY) as store:
+        await store.put(A, CACHE, range(4))
+        assert (await store.pin(A[:2], CACHE)).complete
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(disk._rows, "pin", failing)
+            told = await store.pin(A, CACHE)
+        # Memory has pinned them, and would forget that at the close.
+        assert told.deferred.all()
+        assert "pinning" in told.reason(0)
+        (digest,) = inside.tiers(store).namespaces
+        keys = as_keys(map(digest.__add__, A))
+        assert disk._index.kept(keys).tolist() == [True, True, False, False]
+        assert (await store.pin(A, CACHE)).complete
+
+
+def failing(*_: object) -> None:
+    raise OSError(errno.EIO, "no")
+
+
+async def test_a_tier_that_is_away_counts_for_what_protects() -> None:
+    """Or an unpin were done, and the server went on with the pin."""
+    tier = AwayTier()
+    async with store_on(tier, write="back") as store:
+        await store.put(A, CACHE, range(4))
+        for call in (
+            store.pin(A, CACHE),
+            store.unpin(A, CACHE),
+            store.retain(A, CACHE, priority=80),
+        ):
+            told = await call
+            assert told.deferred.all()
+            assert told.reasons == ("away",)
+        # Where blocks are looked for, one place is enough.
+        assert (await store.locate(A, CACHE)).complete
+
+
+class AwayTier(FakeTier):
+    """Cannot be reached."""
+
+    async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
+        return all_placed(keys.size, BlockState.DEFERRED, "away")

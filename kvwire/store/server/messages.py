@@ -199,9 +199,16 @@ class NumberedRequest(ClientMessage, array_like=True, frozen=True, gc=False):
 
 
 class Find(NumberedRequest, array_like=True, frozen=True, gc=False, tag=2):
-    """Asks which of these blocks are there."""
+    """Asks which of these blocks are there.
+
+    Attributes:
+        names: Their keys.
+        kept: Whether a block counts only where a complete put would bring it: in a tier
+            below, if the server has one and writes through. Older servers ignore it.
+    """
 
     names: Names
+    kept: bool = False
 
 
 class Touch(ClientMessage, array_like=True, frozen=True, gc=False, tag=3):

@@ -47,7 +47,7 @@ from kvwire.store.limits import (
     STORE_REQUESTS_MAX,
     STORE_TIMEOUT_S,
 )
-from kvwire.store.namespace import DIGEST_BYTES, Namespace, of_tenant
+from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace, of_tenant
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import ImageRequest
 from kvwire.store.operations.put import NO_SLOTS, PutOperation
@@ -280,7 +280,10 @@ class ClientSession:
     # --- blocks -----------------------------------------------------------------------
 
     async def _find(self, request: Find) -> None:
-        orders = await self._tiers.orders(request.names.keys_of(self._tenant))
+        keys = request.names.keys_of(self._tenant)
+        orders = await self._tiers.orders(keys)
+        if request.kept and self._tiers.through:
+            orders[~await self._tiers.kept(keys, touch=False)] = ABSENT
         await self._send(Found(request.number, orders.tobytes()))
 
     async def _put(self, request: Put) -> None:

@@ -319,7 +319,7 @@ class DiskTier(CodedTier):
         await self.delete(np.concatenate((coming, self.known(digest))))
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
-        """See Tier. Pins are on the disk too; if that fails, nothing is pinned."""
+        """See Tier. Pins are on the disk too; if that fails, they are as before."""
         match verb.kind:
             case VerbKind.PIN | VerbKind.UNPIN:
                 return await self._pin(verb, keys)
@@ -381,6 +381,7 @@ class DiskTier(CodedTier):
 
     async def _pin(self, verb: Verb, keys: Keys) -> Placement:
         """Pin or unpin blocks, in the index on the disk as well."""
+        before = self._index.kept(keys)
         placement = self._index.apply(verb, keys)
         done = placement.done
         slots = self._index.find(keys[done])
@@ -392,7 +393,7 @@ class DiskTier(CodedTier):
                 )
         except _ERRORS as exc:
             self._failed("pinning", exc)
-            self._index.apply(Verb(VerbKind.UNPIN), keys)
+            self._index.apply(Verb(VerbKind.UNPIN), keys[~before])
             placing = Placing(keys.size)
             placing.rule(done, BlockState.DEFERRED, f"{self.name}: {self.error}")
             return placing.end()

@@ -20,7 +20,7 @@ import kvwire
 from kvwire.aio import run_to_completion, start_task
 from kvwire.config import Config
 from kvwire.errors import ConnectionLost, KVWireError, UsageError, error_text
-from kvwire.kv.blocks import Ids, any_of
+from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX
 from kvwire.memory.copy import copy
@@ -139,8 +139,16 @@ class RemoteTier(Tier):
 
         One round trip, unless its memory is read in place and tells enough.
         """
+        return await self._found(keys)
+
+    async def holds(self, keys: Keys) -> Bits:
+        """See Tier. Where a server has tiers below, memory alone does not count."""
+        held: Bits = await self._found(keys, kept=True) != ABSENT
+        return held
+
+    async def _found(self, keys: Keys, *, kept: bool = False) -> Orders:
         mapped = self.mapped
-        if mapped is None:
+        if mapped is None or (kept and not mapped.alone):
             orders = np.full(keys.size, ABSENT, np.uint8)
         else:
             orders = mapped.orders(keys)
@@ -152,7 +160,7 @@ class RemoteTier(Tier):
             await self._tell_touches(active)
             for part in _by_width(keys[lacking]):
                 which = lacking[part]
-                find = Find(next(active.numbers), Names.of(keys[which]))
+                find = Find(next(active.numbers), Names.of(keys[which]), kept)
                 found = (await active.call(find, Found)).table
                 if found.size != which.size:
                     raise _lie(active, f"{found.size} orders of {which.size} blocks")

@@ -32,7 +32,7 @@ from kvwire.aio import end_task, gather_all, run_to_completion, start_task
 from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
 from kvwire.directory.registry import open_directory
 from kvwire.errors import KVWireError, UsageError, error_text, without_password
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.store.address import TierAddress
 from kvwire.store.index import Keys, Orders
 from kvwire.store.limits import (
@@ -154,6 +154,15 @@ class ShardedTier(Tier):
         await gather_all(*(ask(tier, which) for tier, which in self._shards(keys)))
         return orders
 
+    async def holds(self, keys: Keys) -> Bits:
+        held = np.zeros(keys.size, np.bool_)
+
+        async def ask(tier: RemoteTier, which: Ids) -> None:
+            held[which] = await tier.holds(keys[which])
+
+        await gather_all(*(ask(tier, which) for tier, which in self._shards(keys)))
+        return held
+
     def touch(self, keys: Keys) -> None:
         """Note a use; it is sent to the block's node with the next request."""
         for tier, which in self._shards(keys):
@@ -185,7 +194,7 @@ class ShardedTier(Tier):
             ),
             strict=True,
         ):
-            placing.better(which, part)
+            placing.better(which, part, verb)
         return placing.end()
 
     def nodes(self) -> Mapping[str, Tier]:

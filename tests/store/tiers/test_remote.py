@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,9 +15,12 @@ import pytest
 
 import kvwire
 from kvwire import BlockStore, KVSpec, StoreServer, UsageError
+from kvwire.store.index import Keys, as_keys
+from kvwire.store.limits import STORE_UNASKED_BYTES
 from kvwire.store.server import messages
 from kvwire.store.tiers.remote import RemoteTier
 from tests.store.contract import tier_of
+from tests.store.files import Faults, disk, store_on
 from tests.store.server_child import serving
 from tests.support import inside
 from tests.support.caches import STORED as SPEC
@@ -227,3 +231,40 @@ async def test_a_server_of_a_later_major_version_is_refused_by_name() -> None:
         said = "the store server speaks .* 2 to 2, this side 1 to 1; upgrade the older"
         with pytest.raises(UsageError, match=said):
             await BlockStore.open([where])
+
+
+# More than is put without a question.
+COUNT = 1 + STORE_UNASKED_BYTES // LARGE.block_bytes
+
+
+async def test_blocks_that_a_server_has_in_memory_only_are_put_again(
+    tmp_path: Path,
+) -> None:
+    """Or one that its disk could not take is acknowledged to the next who puts it."""
+    faults = Faults()
+    source = Filled(64, LARGE, seed=1)
+    hashes = chain(COUNT)
+    below = await disk(tmp_path, "16MiB", faults)
+    async with (
+        store_on(below, memory="memory:16MiB") as stored,
+        StoreServer(stored, "127.0.0.1:0") as server,
+        BlockStore.open(["memory:16MiB", f"kvwire://{server.address}"]) as one,
+        BlockStore.open(["memory:16MiB", f"kvwire://{server.address}"]) as other,
+    ):
+        faults.full()
+        outcome = await one.put(hashes, source.cache, range(COUNT))
+        assert len(outcome.missing) == COUNT
+        faults.failing.clear()
+        assert (await stored.locate(hashes)).complete
+        assert await other.match(hashes, source.cache) == COUNT
+        assert (await other.put(hashes, source.cache, range(COUNT))).complete
+        assert (await below.holds(keys_of(stored, hashes))).all()
+        # What is there is not sent again.
+        faults.calls.clear()
+        assert (await one.put(hashes, source.cache, range(COUNT))).complete
+        assert "pwritev" not in faults.calls
+
+
+def keys_of(store: BlockStore, hashes: list[bytes]) -> Keys:
+    (digest,) = inside.tiers(store).namespaces
+    return as_keys(map(digest.__add__, hashes))
