@@ -10,9 +10,9 @@ from tests.support.pairs import connected
 
 
 def documented(cls: type) -> set[str]:
-    """The members that the page of the API shows: those with a docstring."""
-    page = (FOLDER / "api.md").read_text()
-    assert f"::: kvwire.{cls.__name__}\n" in page
+    """The members that a page of the API shows: those with a docstring."""
+    pages = [page.read_text() for page in (FOLDER / "api").glob("*.md")]
+    assert sum(f"::: kvwire.{cls.__name__}\n" in page for page in pages) == 1
     members = (name for base in cls.__mro__ for name in vars(base) if name[0] != "_")
     return {*attributes(cls), *(n for n in members if getattr(cls, n).__doc__)}
 

@@ -48,7 +48,7 @@ def test_each_call_is_one_of_its_class() -> None:
         assert own, f"{call.func.value.id}.{name}"
         # Without self.
         for method in own:
-            keywords = {keyword.arg: None for keyword in call.keywords}
+            keywords = {str(keyword.arg): None for keyword in call.keywords}
             inspect.signature(method).bind(None, *call.args, **keywords)
     assert len(checked) > 30
 

@@ -130,6 +130,25 @@ def test_each_page_leads_to_the_next_of_the_index(browser: Browser) -> None:
     assert browser.find(".md-footer__link--prev").get_attribute("href").endswith(first)
 
 
+def test_a_name_leads_to_its_whole_signature(browser: Browser) -> None:
+    browser.open("reference/api.html")
+    browser.run(
+        "document.querySelector('a[href$=\"#kvwire.Connection.pull\"]').click()"
+    )
+    there = "reference/api/connect.html#kvwire.Connection.pull"
+    browser.until(lambda _: browser.at == there, there)
+    # An option that the code has as **options.
+    browser.find("h4[id='kvwire.Connection.pull'] + .doc-signature", "lease_s: float")
+
+
+def test_a_key_leads_to_its_row_of_the_configuration(browser: Browser) -> None:
+    browser.open("howto/directory.html")
+    browser.run("document.querySelector('a[href$=\"#lease_s\"]').click()")
+    there = "reference/configuration.html#lease_s"
+    browser.until(lambda _: browser.at == there, there)
+    browser.find("#lease_s")
+
+
 def test_light_and_dark_follow_the_system_until_the_reader_chooses(
     browser: Browser,
 ) -> None:
@@ -149,6 +168,7 @@ def test_light_and_dark_follow_the_system_until_the_reader_chooses(
         "index.html",
         "howto/vllm.html",
         "reference/api.html",
+        "reference/api/connect.html",
         "reference/configuration.html",
         "topics/performance.html",
         "topics/protocol.html",

@@ -1,8 +1,9 @@
 """What ``make docs`` adds to mkdocs: order, first page, other files, versions.
 
 Pages are in the order and the groups of docs/index.md. The first page begins with what
-README.md says first, and has the index below. Each minor version of kvwire has a folder
-of its own, so that a folder in which an older one was built keeps it.
+README.md says first, and has the index below. Keys of the configuration lead to their
+rows. Each minor version of kvwire has a folder of its own, so that a folder in which an
+older one was built keeps it.
 
 Pages link to files of the tree, such as README.md or kvwire/limits.py. Those that are
 linked become part of the site, below ``tree/``.
@@ -31,6 +32,9 @@ _VERSION: Final = re.compile(r'^__version__ = "(\d+\.\d+)', re.MULTILINE)
 _LINK: Final = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
 # :class:`kvwire.Engine`, :meth:`~kvwire.Connection.pull`: the name in between.
 _ROLE: Final = re.compile(r":\w+:`~?([^`]+)`")
+# A key of the configuration, as code; a link, which stays as it is, or a heading.
+_CODE: Final = re.compile(r"^#.*|\[[^\]]*\]\([^)]*\)|`(\w+)`", re.MULTILINE)
+_KEYS: Final = DOCS / "reference" / "configuration.md"
 _FOLDERS: Final = {"tutorial", "howto", "topics", "reference"}
 _FIRST: Final = ("CONTRIBUTING.md", "CHANGELOG.md")
 
@@ -119,6 +123,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     in_tree = here.parts[0] == TREE
     source = ROOT.joinpath(*here.parts[1:]) if in_tree else DOCS / here
     led = _led(markdown, source, here)
+    if here.parts[0] in _FOLDERS and here.name != _KEYS.name:
+        led = with_keys(led, os.path.relpath(_KEYS.relative_to(DOCS), here.parent))
     if page.file.src_uri != "index.md":
         return led
     readme = ROOT / "README.md"
@@ -142,6 +148,23 @@ def _led(markdown: str, source: Path, here: PurePosixPath) -> str:
         return found[1] + os.path.relpath(there, here.parent)
 
     return _LINK.sub(lead, markdown)
+
+
+def with_keys(markdown: str, page: str) -> str:
+    """Lead each key of the configuration, as `handshake_timeout_s`, to its row.
+
+    Keys of one word are no more than words in most places.
+    """
+    keys = {
+        key for key in re.findall(r'<a id="(\w+)">', _KEYS.read_text()) if "_" in key
+    }
+
+    def lead(found: re.Match[str]) -> str:
+        return f"[{found[0]}]({page}#{found[1]})" if found[1] in keys else found[0]
+
+    parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [_CODE.sub(lead, part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def plain(text: str) -> str:

@@ -5,4 +5,5 @@ from __future__ import annotations
 from tests.programs.reference import FOLDER, PAGES
 
 for name, page in PAGES.items():
+    (FOLDER / name).parent.mkdir(exist_ok=True)
     (FOLDER / name).write_text(page())

@@ -9,7 +9,7 @@ import msgspec
 from kvwire import Config, limits
 from kvwire.config import ENVIRONMENT_PREFIX
 from kvwire.integrations.vllm.config import VllmSettings
-from tests.programs.reference.words import attributes, table
+from tests.programs.reference.words import anchored, attributes, table
 
 _INTRODUCTION: Final = f"""\
 # Configuration
@@ -65,7 +65,7 @@ def _keys_of_config() -> str:
     assert isinstance(model, msgspec.inspect.StructType)
     rows = [
         (
-            f"`{key.name}`",
+            anchored(key.name),
             _shown(key.name, key.default),
             _range(key.name, key.type),
             texts[key.name],
@@ -78,7 +78,7 @@ def _keys_of_config() -> str:
 def _keys_of_the_connector() -> str:
     texts = attributes(VllmSettings)
     rows = [
-        (f"`{key.name}`", _shown(key.name, key.default), texts[key.name])
+        (anchored(key.name), _shown(key.name, key.default), texts[key.name])
         for key in msgspec.structs.fields(VllmSettings)
     ]
     return table(("key", "default", ""), rows)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvwire import KVWireError
-from tests.programs.reference.words import purpose, table
+from tests.programs.reference.words import anchored, purpose, table
 
 _INTRODUCTION: Final = """\
 # Errors
@@ -34,7 +34,7 @@ def _rows(cls: type[KVWireError], depth: int) -> Iterator[tuple[str, str, str]]:
     own = "code" in cls.__dict__
     code = f"{cls.code.name} ({int(cls.code)})" if own else ""
     indent = "&emsp;" * depth
-    yield f"{indent}`{cls.__name__}`", purpose(cls), code
+    yield f"{indent}{anchored(cls.__name__)}", purpose(cls), code
     for below in cls.__subclasses__():
         if below.__module__ == cls.__module__:
             yield from _rows(below, depth + 1)

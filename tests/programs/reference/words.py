@@ -40,6 +40,11 @@ def markdown(text: str) -> str:
     return plain(" ".join(text.split()))
 
 
+def anchored(name: str) -> str:
+    """A name in a table, to which pages can link as ``page.md#name``."""
+    return f'<a id="{name}"></a>`{name}`'
+
+
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A table; its cells may hold no bar of their own."""
     lines = [head, ("---",) * len(head), *rows]

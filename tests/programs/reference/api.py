@@ -1,0 +1,246 @@
+"""docs/reference/api.md and the pages below it: every public name, by topic."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any, Final
+
+from tests.programs.reference.words import purpose, table
+
+_INTRODUCTION: Final = """\
+# The Python API
+
+Written from the code by `make reference`: every public name by topic, with its
+members. Links lead to whole signatures, arguments with their units, the errors that are
+raised, and what a cancellation does. `help(kvwire.Connection.pull)` shows the same.
+Elsewhere: [configuration](configuration.md), [errors](errors.md),
+[metrics](metrics.md), and a table of [which call belongs to which](verbs.md) on the
+other side.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topic:
+    """A page of names.
+
+    Attributes:
+        page: The page's name, without its suffix.
+        title: Its heading.
+        text: A paragraph below that.
+        names: The names, with their modules.
+    """
+
+    page: str
+    title: str
+    text: str
+    names: tuple[str, ...]
+
+
+TOPICS: Final = (
+    Topic(
+        "connect",
+        "Connect",
+        "`kvwire.open` returns a communicator; its `listen`, `connect` and `peer` make "
+        "connections. Keyword arguments of `open` are keys of the "
+        "[configuration](../configuration.md).",
+        (
+            "kvwire.open",
+            "kvwire.Communicator",
+            "kvwire.Connection",
+            "kvwire.Peer",
+            "kvwire.Address",
+            "kvwire.PeerInfo",
+            "kvwire.TransportReport",
+            "kvwire.Candidate",
+        ),
+    ),
+    Topic(
+        "messages",
+        "Send messages, lend memory",
+        "`send`, `recv`, `put` and `get` of a [connection](connect.md) return a "
+        "`Request`, which is awaited when its result is needed.",
+        (
+            "kvwire.Request",
+            "kvwire.Region",
+            "kvwire.Grant",
+            "kvwire.Access",
+            "kvwire.Window",
+            "kvwire.RemoteWindow",
+            "kvwire.Instant",
+        ),
+    ),
+    Topic(
+        "kv",
+        "Move KV",
+        "`publish`, `push`, `pull` and `expect` of a [communicator or "
+        "connection](connect.md) return one end of a transfer, which is awaited for "
+        "its outcome.",
+        (
+            "kvwire.KVSpec",
+            "kvwire.PagedCache",
+            "kvwire.BlockPool",
+            "kvwire.Outgoing",
+            "kvwire.Incoming",
+            "kvwire.join",
+            "kvwire.Joined",
+            "kvwire.Outcome",
+            "kvwire.Timings",
+            "kvwire.plan_prefill",
+            "kvwire.PrefillRequest",
+            "kvwire.PrefillPlan",
+            "kvwire.memory.device.progress.LayerCounter",
+        ),
+    ),
+    Topic(
+        "store",
+        "Keep KV in a store",
+        "[How to use one](../../howto/store.md).",
+        (
+            "kvwire.BlockStore",
+            "kvwire.StoreRequest",
+            "kvwire.Placement",
+            "kvwire.BlockState",
+            "kvwire.StoreServer",
+        ),
+    ),
+    Topic(
+        "directory",
+        "Find peers in a directory",
+        "A communicator does this by itself: [announce, peer and members](connect.md). "
+        "These names are for programs that only look, and for directories of your own "
+        "([how-to](../../howto/directory.md)).",
+        (
+            "kvwire.directory.open_directory",
+            "kvwire.directory.Directory",
+            "kvwire.directory.Record",
+            "kvwire.directory.Selector",
+            "kvwire.directory.Change",
+            "kvwire.directory.ChangeKind",
+        ),
+    ),
+    Topic(
+        "engine",
+        "Use it from threads",
+        "[How to use an engine](../../howto/use-from-a-sync-engine.md).",
+        (
+            "kvwire.Engine",
+            "kvwire.endpoint.engine.EngineConnection",
+            "kvwire.endpoint.engine.EngineOutgoing",
+            "kvwire.endpoint.engine.EngineIncoming",
+            "kvwire.endpoint.engine.EngineWindow",
+            "kvwire.endpoint.engine.EngineRemoteWindow",
+        ),
+    ),
+    Topic(
+        "observe",
+        "Look inside",
+        "What is open now, metrics and traces ([how-to](../../howto/observe.md)).",
+        (
+            "kvwire.Snapshot",
+            "kvwire.ConnectionSnapshot",
+            "kvwire.TransferSnapshot",
+            "kvwire.StoreSnapshot",
+            "kvwire.StoreCallSnapshot",
+            "kvwire.observe.prometheus.CommunicatorCollector",
+            "kvwire.observe.prometheus.StoreCollector",
+            "kvwire.observe.opentelemetry.TransferTracer",
+        ),
+    ),
+    Topic(
+        "migration",
+        "Move a running request",
+        "[How to move one](../../howto/migrate.md).",
+        (
+            "kvwire.integrations.migration.migrate",
+            "kvwire.integrations.migration.Migration",
+            "kvwire.integrations.migration.MigrationTarget",
+            "kvwire.integrations.migration.RunningRequest",
+            "kvwire.integrations.migration.Written",
+            "kvwire.integrations.migration.Arrival",
+        ),
+    ),
+    Topic(
+        "testing",
+        "Test your program",
+        "[How to test a server](../../howto/test-your-server.md), [a "
+        "backend](../../howto/write-a-backend.md) and [a "
+        "tier](../../howto/write-a-tier.md).",
+        (
+            "kvwire.testing.harness.loopback",
+            "kvwire.testing.harness.Loopback",
+            "kvwire.testing.conformance.runner.check_backend",
+            "kvwire.testing.conformance.runner.check_lanes",
+            "kvwire.testing.conformance.runner.CheckOptions",
+            "kvwire.testing.tiers.check_tier",
+        ),
+    ),
+    Topic(
+        "tiers",
+        "Write a tier",
+        "[How to write one](../../howto/write-a-tier.md).",
+        (
+            "kvwire.store.spi.Tier",
+            "kvwire.store.spi.KeyValueTier",
+            "kvwire.store.spi.ValueIO",
+            "kvwire.store.spi.Batch",
+            "kvwire.store.spi.BlockResult",
+            "kvwire.store.spi.TierAddress",
+        ),
+    ),
+)
+
+
+def index() -> str:
+    """The names of all topics."""
+    parts = [_INTRODUCTION]
+    for topic in TOPICS:
+        rows = table(("name", "", "members"), map(_row, topic.names, _pages(topic)))
+        parts.append(
+            f"## {topic.title}\n\n[All of it](api/{topic.page}.md)\n\n{rows}\n"
+        )
+    return "\n".join(parts)
+
+
+def page(topic: Topic) -> str:
+    """What the site has of one topic; mkdocstrings writes it from the docstrings."""
+    names = "".join(f"\n::: {name}\n" for name in topic.names)
+    return f"# {topic.title}\n\n{topic.text} [Other topics](../api.md).\n{names}"
+
+
+def _pages(topic: Topic) -> list[str]:
+    return [f"api/{topic.page}.md"] * len(topic.names)
+
+
+def _row(name: str, where: str) -> tuple[str, str, str]:
+    thing = _found(name)
+    short = name if name.count(".") > 1 else name.removeprefix("kvwire.")
+    members = ", ".join(
+        f"[`{member}`]({where}#{name}.{member})" for member in _members(thing)
+    )
+    return f"[`{short}`]({where}#{name})", purpose(thing), members
+
+
+def _found(name: str) -> Any:
+    module, _, own = name.rpartition(".")
+    return getattr(importlib.import_module(module), own)
+
+
+def _members(thing: Any) -> Iterator[str]:
+    """The public members with a docstring of their own, as the site shows them."""
+    if not inspect.isclass(thing):
+        return
+    seen = set[str]()
+    for base in thing.__mro__:
+        if not base.__module__.startswith("kvwire"):
+            continue
+        for name, member in vars(base).items():
+            documented = callable(member) or isinstance(
+                member, property | classmethod | staticmethod
+            )
+            if name[0] != "_" and name not in seen and documented:
+                seen.add(name)
+                if getattr(thing, name).__doc__:
+                    yield name
