@@ -136,17 +136,18 @@ def test_a_name_leads_to_its_whole_signature(browser: Browser) -> None:
         "document.querySelector('a[href$=\"#kvwire.Connection.pull\"]').click()"
     )
     there = "reference/api/connect.html#kvwire.Connection.pull"
-    browser.until(lambda _: browser.at == there, there)
+    assert browser.until(lambda _: browser.at == there, there)
     # An option that the code has as **options.
-    browser.find("h4[id='kvwire.Connection.pull'] + .doc-signature", "lease_s: float")
+    signature = "h4[id='kvwire.Connection.pull'] + .doc-signature"
+    assert browser.find(signature, "lease_s: float")
 
 
 def test_a_key_leads_to_its_row_of_the_configuration(browser: Browser) -> None:
     browser.open("howto/directory.html")
     browser.run("document.querySelector('a[href$=\"#lease_s\"]').click()")
     there = "reference/configuration.html#lease_s"
-    browser.until(lambda _: browser.at == there, there)
-    browser.find("#lease_s")
+    assert browser.until(lambda _: browser.at == there, there)
+    assert browser.find("#lease_s")
 
 
 def test_light_and_dark_follow_the_system_until_the_reader_chooses(
