@@ -32,9 +32,10 @@ from kvwire.driver.ports import PathOwner
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import SPAN_BYTES_MAX
+from kvwire.memory.copy import copy
 from kvwire.memory.device.copy_engine import CopyEngine, Done
 from kvwire.proto.chunks import Chunk
-from kvwire.proto.records import ChunkArrival
+from kvwire.proto.records import ChunkArrival, RequestRecord
 from kvwire.proto.state import RequestStage
 from kvwire.types import BufferId, Device
 
@@ -54,6 +55,8 @@ class DeviceStaging:
 
     def __init__(self, owner: PathOwner) -> None:
         self.ready: deque[Chunk] = deque()
+        # bounded: EAGER_WINDOW_MESSAGES, since their credit is not given back
+        self._unplaced: deque[_Held] = deque()
         self._owner = owner
         self._core = owner.core
         self._link = owner.link
@@ -161,14 +164,22 @@ class DeviceStaging:
             self._resume()
             return False
         into = self._buffers.part(arrival.buffer, arrival.offset, arrival.length)
-        assert isinstance(into, Fragments)
-        self._copy(
-            arrival.buffer,
-            lambda done: slot.slots.copy_engine.to_device(slot.view, into, done),
-            partial(self._scattered, slot, arrival, then),
-            slot.slots.copy_engine,
-        )
+        self._scatter(slot, arrival.buffer, into, partial(then, arrival))
         return True
+
+    def place(
+        self,
+        request: RequestRecord,
+        held: memoryview,
+        then: Callable[[RequestRecord], None],
+    ) -> None:
+        """Copy a message that was held to where its receive wants it; call ``then``.
+
+        It waits for a slot, and leaves one for the link, which is not paused for it.
+        ``then`` is called at once if the receive has ended.
+        """
+        self._unplaced.append(_Held(request, held, then))
+        self._place_held()
 
     # --- the end ----------------------------------------------------------------------
 
@@ -231,11 +242,38 @@ class DeviceStaging:
             self.sent(chunk)
             self._core.chunk_sent(chunk)
 
-    def _scattered(
-        self, slot: _Slot, arrival: ChunkArrival, then: Callable[[ChunkArrival], None]
+    def _place_held(self) -> None:
+        while self._unplaced:
+            request, held, then = self._unplaced[0]
+            if request.over or not held.nbytes:
+                then(request)  # if it is over, its memory may be free already
+            else:
+                assert request.buffer is not None
+                into = self._buffers.part(request.buffer, 0, held.nbytes)
+                assert isinstance(into, Fragments)
+                assert into.device is not None
+                _, slots = self._slots[into.device]
+                if len(slots.free) < 2:  # noqa: PLR2004 - one is the link's
+                    return
+                slot = slots.take(held.nbytes)
+                copy(held, slot.view)
+                self._scatter(slot, request.buffer, into, partial(then, request))
+            self._unplaced.popleft()
+
+    def _scatter(
+        self, slot: _Slot, buffer: BufferId, into: Payload, then: Callable[[], None]
     ) -> None:
+        assert isinstance(into, Fragments)
+        self._copy(
+            buffer,
+            lambda done: slot.slots.copy_engine.to_device(slot.view, into, done),
+            partial(self._scattered, slot, then),
+            slot.slots.copy_engine,
+        )
+
+    def _scattered(self, slot: _Slot, then: Callable[[], None]) -> None:
         slot.give_back()
-        then(arrival)
+        then()
         self._resume()
 
     def _stage_waiting(self) -> None:
@@ -251,9 +289,12 @@ class DeviceStaging:
         self.stage(chunk, source)
 
     def _resume(self) -> None:
+        if self._unplaced:
+            self._place_held()
         if (
             self._paused
             and not self._ended
+            and not self._unplaced
             and all(i.free for _, i in self._slots.values())
         ):
             self._paused = False
@@ -269,6 +310,14 @@ class DeviceStaging:
             copy_engine.failed = str(error)
         # Transfers of other memory go on with the next link.
         self._core.fail(ConnectionLost(f"{copy_engine.ops.device} failed: {error}"))
+
+
+class _Held(NamedTuple):
+    """A message in host memory, for a receive into a device."""
+
+    request: RequestRecord
+    held: memoryview
+    then: Callable[[RequestRecord], None]
 
 
 class _Slots:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from kvwire.memory.device.copy_engine import CopyEngine, StreamWaiters
-from kvwire.memory.device.ops import DeviceOps, device_errors
+from kvwire.memory.device.ops import DeviceOps, Event, device_errors
 from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device
 
@@ -37,6 +37,17 @@ class Devices:
                     self._chunk_bytes,
                 )
         return self._copy_engines[device]
+
+    def queued(self, device: Device) -> Event:
+        """Return an event behind the work that the calling thread has queued.
+
+        That is the work on the current stream of the thread's library.
+
+        Raises:
+            BackendUnavailable: The device does not work.
+        """
+        with device_errors(device):
+            return device_ops(device).record_current()
 
     def waiters(self, ops: DeviceOps) -> StreamWaiters:
         """Return the threads that wait for events of a device. From any thread."""

@@ -17,6 +17,7 @@ from kvwire.aio import FORKED, AsyncWith, LoopThread, absolute
 from kvwire.backend import Link, Payload
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneSet
+from kvwire.endpoint.device_requests import DeviceRequests
 from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
 from kvwire.endpoint.window_ask import WindowAsk
@@ -136,6 +137,7 @@ class Connection(AsyncWith):
         self._driver = ConnectionDriver(link, core, services, lanes, peer)
         self._shown = OwnWindows(self._driver, windows)
         self._opened = PeerWindows(self._driver)
+        self._on_device = DeviceRequests(self._driver)
         self._on_ended = ended
         self._driver.serve(self, self._acts())
         self._driver.lane_setup.on_open = self._shown.lane_opened
@@ -494,6 +496,8 @@ class Connection(AsyncWith):
         peer = shown(self.peer.name)
         if record is None:
             return f"recv from {peer}, not posted: nobody awaits it"
+        if record in self._on_device.unready:
+            return f"{record.kind.value} with {peer}, waits for what its device has queued"
         if record.kind in _MESSAGES:
             what = f"{record.kind.value} of tag {record.tag}, with {peer}"
             if record.state is RequestStage.POSTED:
@@ -541,7 +545,10 @@ class Connection(AsyncWith):
             nbytes = memory.nbytes
             lent = self._buffers.lend(memory)
         try:
-            if kind is _RECV:
+            if type(memory) is Fragments and memory.device is not None:
+                assert lent is not None
+                record = self._on_device.post(request, memory.device, lent)
+            elif kind is _RECV:
                 record = core.recv(what, lent, nbytes, deadline=at)
             else:
                 assert lent is not None, "only a receive may come without memory"
@@ -676,6 +683,9 @@ class Connection(AsyncWith):
 
     def _provide(self, event: MemoryWanted) -> None:
         """Allocate memory for the message that a receive without ``into`` has met."""
+        if event.request.on_device:
+            self._on_device.wanted(event)
+            return
         try:
             memory = uncleared(event.nbytes)
         except MemoryError:

@@ -50,6 +50,7 @@ from kvwire.errors import (
     wrong_type,
 )
 from kvwire.kv.blocks import Blocks
+from kvwire.kv.fragments import Fragments
 from kvwire.kv.paged import PagedCache
 from kvwire.memory.buffers import Memory, as_payload
 from kvwire.proto.state import RequestKind
@@ -392,6 +393,10 @@ class Peer:
 
     def _post(self, request: Request[Any]) -> Request[Any]:
         if request not in self._unposted:
+            memory = request._memory
+            if isinstance(memory, Fragments) and memory.device is not None:
+                # Now, on the caller's stream; it is posted from a task of this peer.
+                request._after = self._services.devices.queued(memory.device)
             # bounded: REQUESTS_MAX, each is a request of the caller
             self._unposted[request] = start_task(self._post_on_connection(request))
         return request

@@ -8,6 +8,7 @@ from typing import Any
 from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.links import Links
 from kvwire.errors import UsageError, wrong_type
+from kvwire.kv.fragments import Fragments
 from kvwire.memory.buffers import as_payload
 from kvwire.proto.regions import RegionRecord
 from kvwire.types import Access, AccessName, Grant
@@ -59,14 +60,20 @@ class Region:
 
         Raises:
             UsageError: The range or the access is more than the region has.
+            BackendUnavailable: The region is a device's memory, and the device does not
+                work, or the connection cannot move its memory.
             ConnectionClosed: The connection is closing or closed.
         """
         self._thread.check("Region.grant")
         wanted = self._record.access if access is None else Access.parse(access)
         if not isinstance(connection, Connection):
             raise wrong_type("grant", connection, "a kvwire.Connection")
-        if connection._services is not self._links.services:
+        services = self._links.services
+        if connection._services is not services:
             raise UsageError("grant: the connection is of another communicator")
+        memory = services.buffers.whole(self._record.buffer) if self._record.open else None
+        if isinstance(memory, Fragments) and memory.device is not None:
+            connection._driver.staging.open(memory.device)
         row = connection._core.grant(self._record, offset, nbytes, wanted)
         return Grant(
             access=wanted,

@@ -24,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from kvwire.aio import LoopThread
 from kvwire.backend import Payload
 from kvwire.errors import KVWireError
+from kvwire.memory.device.ops import Event
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind
 
@@ -45,6 +46,9 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     _what: Any = None
     # Its bytes; where those of a receive go, None for new memory.
     _memory: Payload | None = None
+    # Where its memory is a device's: what was queued there when the verb was called,
+    # if it is posted later.
+    _after: Event | None = None
     # An instant of the loop's clock.
     _deadline: float | None = None
     _begun_at: float = 0.0

@@ -1,9 +1,10 @@
 """Converts any object that holds bytes into a payload, without a copy.
 
 Accepted: anything with the buffer protocol (bytes, bytearray, mmap, NumPy arrays),
-NumPy arrays of dtypes that protocol cannot name (bfloat16, float8), CPU torch tensors,
-and ready-made fragments. Refused with the reason: memory that is not C-contiguous,
-read-only memory as a destination, memory that holds pointers, and device memory.
+NumPy arrays of dtypes that protocol cannot name (bfloat16, float8), torch tensors on
+the CPU or a GPU, arrays of other libraries on a GPU, and ready-made fragments. Refused
+with the reason: memory that is not C-contiguous, read-only memory as a destination, and
+memory that holds pointers.
 """
 
 from __future__ import annotations
@@ -18,20 +19,29 @@ import numpy.typing as npt
 
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments, Payload
+from kvwire.kv.tensors import TensorView, tensor_view
 from kvwire.limits import KIB
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-class CpuTensor(Protocol):
+class Tensor(Protocol):
     """A torch tensor, which lacks the buffer protocol."""
 
     def data_ptr(self) -> int:
         """Return the address of the first element."""
 
 
-Memory: TypeAlias = "Buffer | np.ndarray[Any, Any] | CpuTensor | Fragments"
+class CudaArray(Protocol):
+    """An array on a GPU, of CuPy, Numba or JAX."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        """Return a dict with its address, shape and strides."""
+
+
+Memory: TypeAlias = "Buffer | np.ndarray[Any, Any] | Tensor | CudaArray | Fragments"
 """Objects whose bytes can be sent or, if they are writable, received into."""
 
 MID_PAGE_BYTES: Final = 2 * KIB
@@ -76,13 +86,16 @@ def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
         if writable and not buffer.writable:
             raise UsageError(f"{what}: these fragments are read-only memory")
         return buffer
-    view = _byte_view(buffer, what)
-    if writable and view.readonly:
+    payload = _payload_of(buffer, what)
+    read_only = (
+        not payload.writable if isinstance(payload, Fragments) else payload.readonly
+    )
+    if writable and read_only:
         raise UsageError(
             f"{what}: {type(buffer).__name__} is read-only; pass a bytearray, a "
             f"writable NumPy array or a tensor to receive into"
         )
-    return view
+    return payload
 
 
 def uncleared(nbytes: int) -> bytearray:
@@ -107,10 +120,14 @@ def slice_payload(payload: Payload, offset: int, length: int) -> Payload:
     return payload[offset : offset + length]
 
 
-def _byte_view(buffer: Any, what: str) -> memoryview:
+def _payload_of(buffer: Any, what: str) -> Payload:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
-        buffer = _tensor_bytes(torch, buffer, what)
+        _check_tensor(torch, buffer, what)
+        if buffer.device.type != "cpu":
+            return _device_bytes(tensor_view(buffer, what), what)
+        # NumPy has no bfloat16 and no float8, so torch makes a view of the bytes first.
+        buffer = buffer.detach().reshape(-1).view(torch.uint8).numpy()
     try:
         if (
             isinstance(buffer, np.ndarray)
@@ -121,7 +138,9 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
             buffer = buffer.reshape(-1).view(np.uint8)
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError):
-        advice = "bytes, a bytearray, a NumPy array or a CPU torch tensor"
+        if (described := _on_device(buffer, what)) is not None:
+            return _device_bytes(described, what)
+        advice = "bytes, a bytearray, a NumPy array or a torch tensor"
         if isinstance(buffer, str):
             advice = "its bytes, text.encode()"
         raise UsageError(
@@ -136,10 +155,7 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
             f"pointers, which mean nothing to a peer and must never come from one"
         )
     if not view.c_contiguous:
-        raise UsageError(
-            f"{what}: the memory is not C-contiguous (shape {view.shape}, strides "
-            f"{view.strides}); pass a contiguous array or a copy of it"
-        )
+        raise _not_contiguous(what, view.shape, view.strides)
     if view.format == "B" and view.ndim == 1:
         return view
     if view.nbytes == 0:
@@ -148,19 +164,63 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
     return view.cast("B")
 
 
-def _tensor_bytes(torch: Any, tensor: Any, what: str) -> Any:
-    if tensor.device.type != "cpu":
+def _check_tensor(torch: Any, tensor: Any, what: str) -> None:
+    """Refuse a torch tensor whose bytes are not its values, one after the other."""
+    if tensor.layout is not torch.strided:
         raise UsageError(
-            f"{what}: the tensor is on {tensor.device}; this transport moves host "
-            f"memory only, so pass tensor.cpu() or choose one that takes device memory"
+            f"{what}: the tensor's layout is {tensor.layout}; pass tensor.to_dense()"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"{what}: the tensor is on {tensor.device}; kvwire moves host memory and "
+            f"that of CUDA devices, so pass tensor.cpu()"
         )
     if not tensor.is_contiguous():
         raise UsageError(
             f"{what}: the tensor is not contiguous (shape {tuple(tensor.shape)}, "
             f"strides {tensor.stride()}); pass tensor.contiguous()"
         )
-    # NumPy has no bfloat16 and no float8, so torch makes a view of the bytes first.
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError(
+            f"{what}: the tensor is a view whose values are not those in memory; pass "
+            f"tensor.resolve_conj().resolve_neg()"
+        )
+
+
+def _on_device(buffer: Any, what: str) -> TensorView | None:
+    """Return where an array's elements lie on a device; None if it is not on one."""
+    if not hasattr(buffer, "data_ptr") and not hasattr(
+        buffer, "__cuda_array_interface__"
+    ):
+        return None
+    view = tensor_view(buffer, what)
+    return None if view.device is None else view
+
+
+def _device_bytes(view: TensorView, what: str) -> Payload:
+    if 0 in view.shape:
+        return memoryview(bytearray() if view.writable else b"")
+    nbytes = view.item_bytes
+    for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if size > 1 and stride != nbytes:
+            raise _not_contiguous(what, view.shape, view.strides)
+        nbytes *= size
+    return Fragments(
+        np.array([view.address], np.uint64),
+        np.array([nbytes], np.uint64),
+        owner=view.owner,
+        writable=view.writable,
+        device=view.device,
+    )
+
+
+def _not_contiguous(
+    what: str, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> UsageError:
+    return UsageError(
+        f"{what}: the memory is not C-contiguous (shape {shape}, strides {strides}); "
+        f"pass a contiguous array or a copy of it"
+    )
 
 
 def mid_page_memory(nbytes: int) -> npt.NDArray[np.uint8]:

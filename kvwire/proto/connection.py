@@ -27,6 +27,7 @@ from kvwire.errors import (
     PeerUnresponsive,
     RequestCancelled,
     UnexpectedFrame,
+    UsageError,
     WireCode,
 )
 from kvwire.limits import LAST_WORD_DELAY_S
@@ -380,9 +381,18 @@ class ConnectionCore:
     # --- the application --------------------------------------------------------------
 
     def send(
-        self, tag: int, buffer: BufferId, nbytes: int, deadline: float | None
+        self,
+        tag: int,
+        buffer: BufferId,
+        nbytes: int,
+        deadline: float | None,
+        *,
+        on_device: bool = False,
     ) -> RequestRecord:
-        """Announce a message; its bytes move when the peer has memory for them."""
+        """Announce a message; its bytes move when the peer has memory for them.
+
+        With ``on_device`` they move when the front permits it, too: see MemoryWanted.
+        """
         if self.phase is not _OPEN:
             self._check_open()
         request = RequestRecord(
@@ -392,14 +402,23 @@ class ConnectionCore:
             tag=tag,
             deadline=deadline,
             state=_FIRST_OF_SEND,
+            on_device=on_device,
         )
         self.messages.announce(request)
         return request
 
     def recv(
-        self, tag: int, buffer: BufferId | None, nbytes: int, deadline: float | None
+        self,
+        tag: int,
+        buffer: BufferId | None,
+        nbytes: int,
+        deadline: float | None,
+        *,
+        on_device: bool = False,
     ) -> RequestRecord:
         """Receive the next message of a tag, of at most ``nbytes`` bytes.
+
+        With ``on_device`` it waits for the front as well: see MemoryWanted.
 
         Raises:
             ConnectionClosed: No message of this tag is here, and none can come.
@@ -413,6 +432,7 @@ class ConnectionCore:
             tag=tag,
             deadline=deadline,
             state=_POSTED,
+            on_device=on_device,
         )
         self.messages.post(request)
         return request
@@ -434,6 +454,31 @@ class ConnectionCore:
         request = self._record(RequestKind.GET, buffer, nbytes, deadline)
         self._onesided.get(request, where)
         return request
+
+    def reserve(
+        self, kind: RequestKind, buffer: BufferId, nbytes: int, deadline: float | None
+    ) -> RequestRecord:
+        """Start a put or get of a device's memory, which asks the peer with ``ask``."""
+        self._check_open()
+        request = self._record(kind, buffer, nbytes, deadline)
+        request.on_device = True
+        self._requests.start(request)
+        return request
+
+    def ask(self, request: RequestRecord, where: AccessBody) -> None:
+        """Ask for a put or get that was reserved, unless it has ended meanwhile."""
+        if request.over:
+            return
+        try:
+            self._onesided.ask(request, where)
+        except UsageError as exc:
+            self.refuse(request, exc, WireCode.OTHER)
+
+    def filled(self, request: RequestRecord) -> None:
+        """End a receive into a device, where its held message is now."""
+        self.messages.filled(request)
+        if self.phase is not _OPEN:
+            self._settle()
 
     def open_window(self, name: str, deadline: float | None) -> RequestRecord:
         """Ask the peer for one of its windows."""

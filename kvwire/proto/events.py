@@ -41,10 +41,21 @@ class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryWanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports the message that a RECV without memory has met; call ``provide``."""
+    """Reports a message whose two ends have met, and which needs the front's memory.
+
+    That is one for a RECV without memory, or one whose memory here is a device's. Call
+    ``provide``, or ``filled`` if there is a held message.
+
+    Attributes:
+        request: The RECV, or the SEND from a device.
+        nbytes: The message's length.
+        held: The buffer of a message that was held before a RECV into a device took it.
+            It has drained, and the front has kept its memory until now.
+    """
 
     request: RequestRecord
     nbytes: int
+    held: BufferId | None = None
 
 
 class MessageDropped(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,9 @@ other is announced (ANNOUNCE), waits until a receive with memory for it is poste
 per tag, in order of arrival, so messages of one tag never overtake each other.
 
 A small message that meets a posted receive lands straight in its memory. One that meets
-no receive is held; credit bounds how many are. A receive whose buffer is too small for
+no receive is held; credit bounds how many are. One for a receive into a device is held
+as well, until the front has put it there: the device may not be done with the memory.
+For that reason the front also permits the bytes of a larger message to move. A receive whose buffer is too small for
 the message at the head of its queue fails, and the message stays for a larger buffer. A
 receive without a buffer fails as well if the message is over its limit. Then the
 message is refused with FAIL, and the next receive meets the next message: otherwise one
@@ -136,7 +138,10 @@ class Messages:
                 "KVW-MS-02", f"READY for {body.nbytes} bytes of a {request.kind.value}"
             )
         request.advance(RequestInput.GO)
-        if request.nbytes:
+        if request.on_device:
+            wanted = MemoryWanted(request=request, nbytes=request.nbytes)
+            self._outbox.report(wanted)
+        elif request.nbytes:
             self._chunks.begin_send(request)
         else:
             self._nothing_to_move(request)
@@ -206,13 +211,26 @@ class Messages:
         return {tag: next(iter(queue)) for tag, queue in self._waiting.items()}
 
     def provide(self, request: RequestRecord, buffer: BufferId) -> None:
-        """Give a receive memory for the message that it has met."""
+        """Give a request memory for its message, or permit the use of a device's."""
         if request.over:
             # It ended before its memory came: no link has seen the buffer.
             self._holds.retire(buffer)
             return
         request.buffer = buffer
-        self._receive(request)
+        if request.kind is RequestKind.SEND:
+            self._chunks.begin_send(request)
+        else:
+            self._receive(request)
+
+    def filled(self, request: RequestRecord) -> None:
+        """End a receive into a device: the front has put the held message there.
+
+        Or drop the message, if the receive has ended meanwhile.
+        """
+        self._taken(request.nbytes)
+        if not request.over:
+            request.advance(RequestInput.MOVED)
+            self._requests.finish(request)
 
     def message_header(self, header: Header) -> ChunkArrival:
         """Return the place for the body of a MESSAGE: a receive, or a held buffer."""
@@ -232,7 +250,11 @@ class Messages:
         if tag not in self._waiting and (posted := self._posted.get(tag)):
             request = posted[0]
             buffer = request.buffer
-            if buffer is not None and length <= request.nbytes:
+            if (
+                buffer is not None
+                and length <= request.nbytes
+                and not request.on_device
+            ):
                 posted.popleft()
                 if not posted:
                     del self._posted[tag]
@@ -405,12 +427,20 @@ class Messages:
         if waiting.wire_id is not None:
             del self._announced[waiting.wire_id]
             self._requests.match(request, waiting.wire_id)
-            if request.buffer is None:
+            if request.buffer is None or request.on_device:
                 self._outbox.report(
                     MemoryWanted(request=request, nbytes=waiting.nbytes)
                 )
             else:
                 self._receive(request)
+            return
+        if request.on_device and not waiting.error:
+            # Its credit goes back when it is there: until then the front keeps it.
+            request.advance(RequestInput.GO)
+            wanted = MemoryWanted(
+                request=request, nbytes=waiting.nbytes, held=waiting.buffer
+            )
+            self._outbox.report(wanted)
             return
         self._taken(waiting.nbytes)
         if waiting.error:

@@ -40,13 +40,21 @@ class OneSided:
 
     def put(self, request: RequestRecord, target: AccessBody) -> None:
         """Send PUT, and queue the request's bytes after it."""
-        self._ask(FrameType.PUT, request, target)
-        self._chunks.begin_send(request)
+        self._requests.start(request)
+        self._put(request, target)
 
     def get(self, request: RequestRecord, source: AccessBody) -> None:
         """Send GET; the peer's bytes land in the request's memory."""
-        self._ask(FrameType.GET, request, source)
-        self._chunks.begin_receive(request)
+        self._requests.start(request)
+        self._get(request, source)
+
+    def ask(self, request: RequestRecord, where: AccessBody) -> None:
+        """Send PUT or GET for a request that was started before its memory was free."""
+        self._requests.number(request)
+        if request.kind is RequestKind.PUT:
+            self._put(request, where)
+        else:
+            self._get(request, where)
 
     def asked(self, header: Header, body: AccessBody) -> None:
         """Handle PUT and GET: the peer writes or reads memory of this side."""
@@ -107,8 +115,10 @@ class OneSided:
                 error: RequestError = StaleRegion("the region was closed or revoked")
                 self._requests.fail(request, error, tell=WireCode.STALE)
 
-    def _ask(
-        self, frame_type: FrameType, request: RequestRecord, where: AccessBody
-    ) -> None:
-        self._requests.start(request)
-        self._outbox.send(frame_type, where, request=request.wire_id)
+    def _put(self, request: RequestRecord, target: AccessBody) -> None:
+        self._outbox.send(FrameType.PUT, target, request=request.wire_id)
+        self._chunks.begin_send(request)
+
+    def _get(self, request: RequestRecord, source: AccessBody) -> None:
+        self._outbox.send(FrameType.GET, source, request=request.wire_id)
+        self._chunks.begin_receive(request)

@@ -99,6 +99,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         turn_bytes: Bytes it may still send in this turn; below 0 it has sent too many.
         answer: How the owner of a window has ended it: a frame's body, or all bytes.
         damaged: Bytes of a get from a window did not match their checksum.
+        on_device: Its memory is a device's, which may not be done with it: the front
+            says when it may be touched, and copies held messages into it.
         context: The front's own object for it.
     """
 
@@ -119,6 +121,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     turn_bytes: int = 0
     answer: WindowOpened | WindowGot | bytes | memoryview | None = None
     damaged: bool = False
+    on_device: bool = False
     context: object = None
 
     def advance(self, event: RequestInput) -> None:

@@ -40,6 +40,11 @@ SENDING: Final = frozenset(
 )
 SERVING: Final = frozenset({RequestKind.SERVE_PUT, RequestKind.SERVE_GET})
 _RECV: Final = RequestKind.RECV
+_SEND: Final = RequestKind.SEND
+
+_NO_NUMBERS: Final = (
+    "this connection has used all of its 2**31 request numbers; reconnect"
+)
 
 # When, a number that makes entries of one time comparable, and what.
 _Deadline = tuple[float, int, RequestRecord]
@@ -79,8 +84,8 @@ class RequestTable:
     def start(self, request: RequestRecord) -> None:
         """Give a request of this side a number, and keep it until it is over.
 
-        A RECV gets its number when it meets a message. Requests of the peer do not
-        count towards the limit.
+        A RECV gets its number when it meets a message, a put or get of a device's
+        memory when it asks. Requests of the peer do not count towards the limit.
 
         Raises:
             UsageError: The table is full.
@@ -91,10 +96,8 @@ class RequestTable:
                 f"for some of them"
             )
         if self._next_id > REQUEST_ID_MAX:
-            raise UsageError(
-                "this connection has used all of its 2**31 request numbers; reconnect"
-            )
-        if request.kind is _RECV:
+            raise UsageError(_NO_NUMBERS)
+        if request.kind is _RECV or (request.on_device and request.kind is not _SEND):
             self._unmatched[id(request)] = request  # bounded: REQUESTS_MAX
         else:
             request.wire_id = RequestId(self._next_id)
@@ -102,6 +105,19 @@ class RequestTable:
             self._next_id += 2
         if request.deadline is not None:
             self._note_deadline(request)
+
+    def number(self, request: RequestRecord) -> None:
+        """Give a put or get of a device's memory its number, as it asks the peer.
+
+        Raises:
+            UsageError: None is left.
+        """
+        if self._next_id > REQUEST_ID_MAX:
+            raise UsageError(_NO_NUMBERS)
+        self._unmatched.pop(id(request), None)
+        request.wire_id = RequestId(self._next_id)
+        self._ours[self._next_id] = request  # bounded: REQUESTS_MAX
+        self._next_id += 2
 
     def match(self, request: RequestRecord, wire_id: RequestId) -> None:
         """Give a RECV the number of the message it has met."""
