@@ -167,18 +167,12 @@ class DeviceStaging:
         self._scatter(slot, arrival.buffer, into, partial(then, arrival))
         return True
 
-    def place(
-        self,
-        request: RequestRecord,
-        held: memoryview,
-        then: Callable[[RequestRecord], None],
-    ) -> None:
-        """Copy a message that was held to where its receive wants it; call ``then``.
+    def place(self, request: RequestRecord, held: memoryview) -> None:
+        """Copy a message that was held into its receive's memory, and end the receive.
 
         It waits for a slot, and leaves one for the link, which is not paused for it.
-        ``then`` is called at once if the receive has ended.
         """
-        self._unplaced.append(_Held(request, held, then))
+        self._unplaced.append(_Held(request, held))
         self._place_held()
 
     # --- the end ----------------------------------------------------------------------
@@ -244,20 +238,23 @@ class DeviceStaging:
 
     def _place_held(self) -> None:
         while self._unplaced:
-            request, held, then = self._unplaced[0]
+            request, held = self._unplaced[0]
             if request.over or not held.nbytes:
-                then(request)  # if it is over, its memory may be free already
+                # If it is over, its memory may be free already.
+                self._core.filled(request)
             else:
                 assert request.buffer is not None
                 into = self._buffers.part(request.buffer, 0, held.nbytes)
                 assert isinstance(into, Fragments)
                 assert into.device is not None
                 _, slots = self._slots[into.device]
-                if len(slots.free) < 2:  # noqa: PLR2004 - one is the link's
+                if len(slots.free) < 2:  # the last one is the link's
                     return
                 slot = slots.take(held.nbytes)
                 copy(held, slot.view)
-                self._scatter(slot, request.buffer, into, partial(then, request))
+                self._scatter(
+                    slot, request.buffer, into, partial(self._core.filled, request)
+                )
             self._unplaced.popleft()
 
     def _scatter(
@@ -317,7 +314,6 @@ class _Held(NamedTuple):
 
     request: RequestRecord
     held: memoryview
-    then: Callable[[RequestRecord], None]
 
 
 class _Slots:

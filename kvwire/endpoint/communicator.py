@@ -412,7 +412,8 @@ class Communicator(AsyncWith):
         """Lend memory that peers may reach, each with a grant.
 
         Args:
-            buffer: Contiguous memory, or fragments; writable if it may be put into.
+            buffer: Contiguous memory, also on a GPU, or fragments; writable if it may
+                be put into.
             access: ``"read"`` lets peers get, ``"write"`` put, ``"readwrite"`` both.
 
         Raises:

@@ -183,12 +183,15 @@ class Connection(AsyncWith):
 
         Args:
             tag: 0 to 2**64 - 1.
-            buffer: Contiguous memory; see :func:`kvwire.memory.buffers.as_payload`.
+            buffer: Contiguous memory, also a tensor on a GPU: then what the thread's
+                current stream has queued before the call is waited for.
             deadline: Seconds from now, a timedelta, or an instant of the loop's clock,
                 ``kvwire.Instant(loop.time() + 5)``; None for as long as it takes.
 
         Raises:
             UsageError: The buffer or tag cannot be used.
+            BackendUnavailable: A GPU does not work, or the connection cannot move its
+                memory; from the await if what was queued before has failed.
             ConnectionClosed: From the await: the connection is closing or closed.
             MessageTooLarge: From the await: it is over the receiver's limit.
             DeadlineExceeded: From the await.
@@ -231,13 +234,14 @@ class Connection(AsyncWith):
 
         Args:
             tag: 0 to 2**64 - 1.
-            into: Writable contiguous memory; the result is the number of bytes
-                received. Without it, the result is a new ``bytearray``, of at most
-                ``message_bytes``.
+            into: Writable contiguous memory, also a tensor on a GPU, as for
+                :meth:`send`; the result is the number of bytes received. Without it,
+                the result is a new ``bytearray``, of at most ``message_bytes``.
             deadline: As for :meth:`send`.
 
         Raises:
             UsageError: The memory or tag cannot be used.
+            BackendUnavailable: As for :meth:`send`.
             ConnectionClosed: From the await: no message of this tag is left, and none
                 can arrive.
             MessageTooLarge: From the await. With ``into``, the message waits for a
@@ -302,12 +306,14 @@ class Connection(AsyncWith):
         Completes when every byte is in the peer's memory. The result is their number.
 
         Args:
-            buffer: As many bytes as the grant, or the part ``grant[a:b]`` of it.
+            buffer: As many bytes as the grant, or the part ``grant[a:b]`` of it; also a
+                tensor on a GPU, as for :meth:`send`.
             grant: Made by the peer for this connection.
             deadline: As for :meth:`send`.
 
         Raises:
             UsageError: The sizes differ, or the grant is for another connection.
+            BackendUnavailable: As for :meth:`send`.
             ConnectionClosed: From the await: the connection is closing or closed.
             AccessDenied, StaleRegion, DeadlineExceeded: From the await. Part of the
                 bytes may have been written.
@@ -330,11 +336,13 @@ class Connection(AsyncWith):
 
         Args:
             grant: Made by the peer for this connection, or a part ``grant[a:b]``.
-            into: Writable memory of as many bytes.
+            into: Writable memory of as many bytes, also a tensor on a GPU, as for
+                :meth:`send`.
             deadline: As for :meth:`send`.
 
         Raises:
             UsageError: The sizes differ, or the grant is for another connection.
+            BackendUnavailable: As for :meth:`send`.
             ConnectionClosed: From the await: the connection is closing or closed.
             AccessDenied, StaleRegion, IntegrityError, DeadlineExceeded: From the await;
                 the contents of ``into`` are then undefined.
@@ -497,7 +505,9 @@ class Connection(AsyncWith):
         if record is None:
             return f"recv from {peer}, not posted: nobody awaits it"
         if record in self._on_device.unready:
-            return f"{record.kind.value} with {peer}, waits for what its device has queued"
+            return (
+                f"{record.kind.value} with {peer}, waits for what its device has queued"
+            )
         if record.kind in _MESSAGES:
             what = f"{record.kind.value} of tag {record.tag}, with {peer}"
             if record.state is RequestStage.POSTED:

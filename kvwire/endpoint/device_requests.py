@@ -121,12 +121,10 @@ class DeviceRequests:
             self._core.messages.provide(record, record.buffer)
         else:
             held = driver.held.pop(event.held)
-            driver.staging.place(record, held, self._core.filled)
+            driver.staging.place(record, held)
         driver.run()
 
 
 def target_of(grant: Grant, nbytes: int) -> AccessBody:
     """Return what a put or get names of the peer's memory."""
-    return AccessBody(
-        grant.grant, grant.generation, grant.token, grant.offset, nbytes
-    )
+    return AccessBody(grant.grant, grant.generation, grant.token, grant.offset, nbytes)

@@ -71,7 +71,9 @@ class Region:
         services = self._links.services
         if connection._services is not services:
             raise UsageError("grant: the connection is of another communicator")
-        memory = services.buffers.whole(self._record.buffer) if self._record.open else None
+        memory = (
+            services.buffers.whole(self._record.buffer) if self._record.open else None
+        )
         if isinstance(memory, Fragments) and memory.device is not None:
             connection._driver.staging.open(memory.device)
         row = connection._core.grant(self._record, offset, nbytes, wanted)

@@ -140,13 +140,7 @@ def _payload_of(buffer: Any, what: str) -> Payload:
     except (TypeError, ValueError, BufferError):
         if (described := _on_device(buffer, what)) is not None:
             return _device_bytes(described, what)
-        advice = "bytes, a bytearray, a NumPy array or a torch tensor"
-        if isinstance(buffer, str):
-            advice = "its bytes, text.encode()"
-        raise UsageError(
-            f"{what}: {type(buffer).__name__} is no memory that kvwire can use; pass "
-            f"{advice}"
-        ) from None
+        raise _no_memory(buffer, what) from None
     if view.format not in _PLAIN and _POINTERS.search(
         _FIELD_NAMES.sub("", view.format)
     ):
@@ -155,7 +149,7 @@ def _payload_of(buffer: Any, what: str) -> Payload:
             f"pointers, which mean nothing to a peer and must never come from one"
         )
     if not view.c_contiguous:
-        raise _not_contiguous(what, view.shape, view.strides)
+        raise _not_contiguous(what, view.shape or (), view.strides or ())
     if view.format == "B" and view.ndim == 1:
         return view
     if view.nbytes == 0:
@@ -211,6 +205,16 @@ def _device_bytes(view: TensorView, what: str) -> Payload:
         owner=view.owner,
         writable=view.writable,
         device=view.device,
+    )
+
+
+def _no_memory(buffer: object, what: str) -> UsageError:
+    advice = "bytes, a bytearray, a NumPy array or a torch tensor"
+    if isinstance(buffer, str):
+        advice = "its bytes, text.encode()"
+    return UsageError(
+        f"{what}: {type(buffer).__name__} is no memory that kvwire can use; pass "
+        f"{advice}"
     )
 
 

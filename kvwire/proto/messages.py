@@ -6,13 +6,15 @@ other is announced (ANNOUNCE), waits until a receive with memory for it is poste
 per tag, in order of arrival, so messages of one tag never overtake each other.
 
 A small message that meets a posted receive lands straight in its memory. One that meets
-no receive is held; credit bounds how many are. One for a receive into a device is held
-as well, until the front has put it there: the device may not be done with the memory.
-For that reason the front also permits the bytes of a larger message to move. A receive whose buffer is too small for
+no receive is held; credit bounds how many are. A receive whose buffer is too small for
 the message at the head of its queue fails, and the message stays for a larger buffer. A
 receive without a buffer fails as well if the message is over its limit. Then the
 message is refused with FAIL, and the next receive meets the next message: otherwise one
 announcement would fail every receive of its tag for ever.
+
+A device may not be done with memory that it has to send, or receives into. So a message
+for a device is always held, until the front has put it there, and a larger one moves
+only when the front permits it. Both take their turn in the queues at once.
 """
 
 from __future__ import annotations

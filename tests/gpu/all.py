@@ -67,6 +67,13 @@ STEPS: Final = (
         180,
     ),
     Step(
+        "messages, puts and gets of tensors",
+        ("tests.gpu.messages",),
+        ("tests.gpu.messages", "--simulated"),
+        "",
+        40,
+    ),
+    Step(
         "windows over IPC",
         ("tests.gpu.windows", "--seconds", "20"),
         ("tests.gpu.windows", "--seconds", "1", "--simulated"),

@@ -36,6 +36,7 @@ from kvwire.proto.records import (
     TransferRecord,
 )
 from kvwire.proto.regions import RegionRecord, RegionTable
+from kvwire.proto.state import RequestKind
 from kvwire.types import Access, BufferId, RequestId, Role
 from kvwire.wire.control import AccessBody, Body, encode_body
 from kvwire.wire.handshake_messages import ConnectionParameters
@@ -68,6 +69,7 @@ class Peer:
         aside: Sends a chunk on a lane, or returns None for the wire; see
             :class:`~tests.support.core_pair.pair_lanes.PairLanes`.
         span: How many bytes the way of the next chunk takes at once; 0 for a chunk.
+        wanted: What waits until :meth:`permit` says that a device has its memory free.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Peer:
         self.transfers: dict[RequestRecord, TransferRecord] = {}
         self.broken: ProtocolError | None = None
         self.lost = False
+        self.wanted: list[events.MemoryWanted] = []
         self.stalled = False
         self.slow = False
         self.place: Callable[[SegmentRecord], None] | None = self._place
@@ -151,6 +154,41 @@ class Peer:
         request = core.recv(tag, None, limit, deadline)
         self.collect()
         return request
+
+    def send_from_device(self, tag: int, data: bytes) -> RequestRecord:
+        """Announce a message of any size, whose memory is a device's."""
+        core, size = self.core, len(data)
+        return self._start(
+            data, lambda lent: core.send(tag, lent, size, None, on_device=True)
+        )
+
+    def recv_into_device(self, tag: int, nbytes: int) -> RequestRecord:
+        """Receive a message into a new buffer of a device."""
+        core = self.core
+        return self._start(
+            nbytes, lambda lent: core.recv(tag, lent, nbytes, None, on_device=True)
+        )
+
+    def reserve(self, kind: RequestKind, data: bytes | int) -> RequestRecord:
+        """Start a put or get of a device's memory; ``core.ask`` goes on with it."""
+        size = data if isinstance(data, int) else len(data)
+        return self._start(data, lambda lent: self.core.reserve(kind, lent, size, None))
+
+    def permit(self) -> None:
+        """A device has the memory of all that wants some free."""
+        wanted = self.wanted
+        self.wanted = []
+        for event in wanted:
+            request = event.request
+            assert request.buffer is not None
+            if event.held is None:
+                self.core.messages.provide(request, request.buffer)
+                continue
+            if not request.over:
+                held = self.content(event.held)
+                self.memory[request.buffer][: len(held)] = held
+            self.core.filled(request)
+        self.collect()
 
     def expose(
         self, data: bytes | int, access: Access = Access.READWRITE
@@ -383,7 +421,9 @@ class Peer:
 
     def _deal_with(self, event: events.Event) -> None:
         self.events.append(event)
-        if isinstance(event, events.MemoryWanted):
+        if isinstance(event, events.MemoryWanted) and event.request.on_device:
+            self.wanted.append(event)
+        elif isinstance(event, events.MemoryWanted):
             self.core.messages.provide(event.request, self.lend(event.nbytes))
         elif isinstance(event, events.MessageDropped):
             self.memory.pop(event.buffer, None)  # or it is among the freed
