@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from kvwire.errors import BackendUnavailable
 from kvwire.memory.device.copy_engine import CopyEngine, StreamWaiters
 from kvwire.memory.device.ops import DeviceOps, Event, device_errors
 from kvwire.memory.device.registry import device_ops
@@ -25,9 +26,16 @@ class Devices:
         # As many as there are devices in this host.
         self._copy_engines: dict[Device, CopyEngine] = {}
         self._waiters: dict[Device, StreamWaiters] = {}
+        self._closed = False
 
     def copy_engine(self, device: Device) -> CopyEngine:
-        """Return the copy engine for a device's memory. On the loop."""
+        """Return the copy engine for a device's memory. On the loop.
+
+        Raises:
+            BackendUnavailable: The device does not work, or it is too late for copies.
+        """
+        if self._closed:
+            raise BackendUnavailable(f"{device}: the communicator is closed")
         if device not in self._copy_engines:
             with device_errors(device):
                 # bounded by the devices of this host
@@ -61,6 +69,7 @@ class Devices:
 
     def close(self) -> None:
         """Release every stream once its work is done; never blocks."""
+        self._closed = True
         with self._lock:
             for waiters in self._waiters.values():
                 waiters.close()

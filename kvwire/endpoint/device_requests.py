@@ -97,7 +97,8 @@ class DeviceRequests:
             waiters = self._devices.waiters(device_ops(device))
             waiters.wait(waiters.assign(), after, done)
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
-            done(exc)
+            # Not now: the caller has not got the record yet.
+            self._driver.services.loop.call_soon(done, exc)
 
     def _settled(
         self, device: Device, record: RequestRecord, error: Exception | None

@@ -445,6 +445,40 @@ async def test_what_was_held_is_received_after_the_end(
         await pair.left.recv(1, into=target)
 
 
+async def test_a_closed_communicator_copies_nothing(
+    pair: Pair, near: SimulatedDevice
+) -> None:
+    await pair.right.send(1, content(SMALL))
+    await until(lambda: pair.left.unreceived)
+    await pair.near.close()
+    with pytest.raises(BackendUnavailable, match="the communicator is closed"):
+        pair.left.recv(1, into=zeros(near, SMALL))
+    assert bytes(await pair.left.recv(1)) == content(SMALL).tobytes()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_device_that_lets_nobody_wait(
+    pair: Pair,
+    near: SimulatedDevice,
+    stream: SimulatedStream,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+) -> None:
+    def wait(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    gate = Gate(stream)
+    monkeypatch.setattr(SimulatedStream, "wait", wait)
+    request, other = begin(pair, near, verb, SMALL)
+    with pytest.raises(BackendUnavailable, match=f"before the {verb}: out of memory"):
+        await request
+    await request.released()
+    if other is not None:
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+    gate.open.set()
+
+
 async def test_held_messages_leave_a_slot_to_the_link(
     pair: Pair, near: SimulatedDevice
 ) -> None:
