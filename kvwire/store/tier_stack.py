@@ -339,6 +339,12 @@ class TierStack:
                 return tier
             if name in nodes:
                 return nodes[name]
+        if "://" in name:
+            raise UsageError(
+                f"to={shown(name)}: a store moves blocks to nodes and to kvwire:// "
+                f"servers; an engine loads a prompt's blocks itself, so ask its "
+                f"proxy: POST /kv/move"
+            )
         raise UsageError(
             f"to={shown(name)}: no node of this name is connected; for tiers of this "
             f"store there are prefetch and demote"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvwire import BlockStore, StoreServer
+from kvwire import BlockStore, StoreServer, UsageError
 from kvwire.integrations.vllm.proxy.app import ProxyApp
 from kvwire.integrations.vllm.proxy.client import EngineClient
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
@@ -28,6 +28,7 @@ from tests.support.engines.proxies import (
     answer,
     app,
     call,
+    fails,
     fleet_in_turns,
     post,
     turns_until,
@@ -167,3 +168,49 @@ async def test_a_locate_shows_engines_that_report_their_blocks(
 async def test_without_a_store_there_are_no_verbs() -> None:
     said = await call(app(Engines()), "POST", "/kv/pin", json={"prompt": TOKENS})
     assert said.status_code == 404
+
+
+async def test_a_move_to_an_engine_lets_it_load_what_the_store_has(site: Site) -> None:
+    status, told = await site.order("move", prompt=[*TOKENS, 1], to=D1.url, model="m")
+    assert (status, told["blocks"]) == (200, ["done"] * 4)
+    asked = ("d1", {"prompt": TOKENS, "max_tokens": 1, "model": "m"})
+    assert site.network.asked[-1] == asked
+    # The tenant's key is for the store.
+    assert "authorization" not in site.network.headers["d1"]
+    # An engine loads from the first token on.
+    await site.store.delete(HASHES[2:3], CACHE, tenant="x")
+    status, told = await site.order("move", prompt=TOKENS, to=D2.url)
+    assert (status, told["prefix"]) == (200, 2)
+    assert told["blocks"] == ["done", "done", "missing", "deferred"]
+    why = {at[0]: reason for reason, at in told["reasons"].items()}
+    assert why[2] == "it is not in the store"
+    assert "one before it is not in the store" in why[3]
+    assert site.network.asked[-1] == ("d2", {"prompt": TOKENS[:8], "max_tokens": 1})
+    # Without any the engine would compute them, which is no move.
+    await site.store.delete(HASHES[:1], CACHE, tenant="x")
+    status, told = await site.order("move", prompt=TOKENS, to=D1.url)
+    assert (status, told["prefix"]) == (200, 0)
+    assert len([body for _, body in site.network.asked if body]) == 2
+
+
+async def test_a_move_to_an_engine_that_cannot_is_refused_or_deferred(
+    site: Site,
+) -> None:
+    site.network.handlers["d1"] = fails(503)
+    status, told = await site.order("move", prompt=TOKENS, to=D1.url)
+    assert (status, told["counts"]) == (200, {"deferred": 4})
+    assert list(told["reasons"]) == [f"{D1.url}: it has answered with 503"]
+    hashes = [one.hex() for one in HASHES]
+    for fields, why in (
+        ({"hashes": hashes, "to": D1.url}, "by prompt, messages or request"),
+        ({"prompt": TOKENS, "to": "http://d9"}, "no engine at 'http://d9'"),
+    ):
+        status, told = await site.order("move", **fields)
+        assert (status, why in told["error"]["message"]) == (400, True)
+    # And before anything else the store checks the key.
+    site.key = {}
+    status, told = await site.order("move", prompt=TOKENS, to=D2.url)
+    assert status == 401
+    assert not any(body for host, body in site.network.asked if host == "d2")
+    with pytest.raises(UsageError, match="ask its proxy"):
+        await site.store.move(HASHES, CACHE, to=D1.url, tenant="x")

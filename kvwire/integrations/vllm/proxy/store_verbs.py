@@ -3,25 +3,46 @@
 The store server carries them out and checks the client's key (``Authorization``), see
 :mod:`kvwire.store.server.orders`. The proxy only knows more ways to name blocks: by
 a request that is under way, or by a prompt, which an engine tokenizes.
+
+A move whose ``to`` is the URL of an engine is the proxy's own. No engine takes blocks
+from outside into its cache: it loads those of a prompt when it is asked for that. So
+the store is asked which leading blocks it has, and the engine for one token of exactly
+these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
-from kvwire.integrations.vllm.proxy.client import EngineClient, EngineResponse
+from kvwire.errors import UsageError, shown
+from kvwire.integrations.vllm.proxy.client import (
+    EngineClient,
+    EngineFailed,
+    EngineResponse,
+)
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.exchange import HttpAnswer, Refused, as_json
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.limits import (
+    PROXY_COPIES_MAX,
+    PROXY_COPY_S,
+    PROXY_EVENT_BYTES_MAX,
+)
 from kvwire.store.limits import STORE_ORDER_BYTES_MAX
+from kvwire.store.order import described
+from kvwire.store.placement import BlockState, Placement, Placing
 from kvwire.wire.control import DECODE_ERRORS
 
 _PROMPT: Final = ("prompt", "messages")
+_URLS: Final = ("http://", "https://")
+_BEHIND: Final = "an engine loads leading blocks, and one before it is not in the store"
 TOKENIZED: Final = ("model", *_PROMPT, "tools", "chat_template_kwargs")
 """The fields by which an engine tokenizes a prompt as it would for a completion."""
 
@@ -52,6 +73,7 @@ class StoreVerbs:
         self._fleet = fleet
         server = VllmServer(store.url.rstrip("/"), ())
         self._server = VllmEngine(server=server, role="store")
+        self._loads = asyncio.Semaphore(PROXY_COPIES_MAX)
 
     async def carry_out(
         self, path: str, order: dict[str, Any], headers: Mapping[str, str]
@@ -70,6 +92,13 @@ class StoreVerbs:
 
         Cancel safety: safe, the store may go on.
         """
+        to = str(order.get("to") or "")
+        engine: VllmEngine | None = None
+        asked = order
+        if to.startswith(_URLS) and path.endswith("/move"):
+            engine = self._engine(to, order)
+            path = f"{path.removesuffix('move')}locate"
+            order = {k: v for k, v in order.items() if k not in ("to", "keep")}
         tokens: list[int] | None = None
         if any(order.get(name) for name in _PROMPT):
             tokens = await self._tokens(order)
@@ -84,8 +113,71 @@ class StoreVerbs:
         async with self._client.ask(self._server, path, passed, order) as answer:
             said = await answer.body(STORE_ORDER_BYTES_MAX)
         if tokens and path.endswith("/locate") and answer.status == HTTPStatus.OK:
-            return as_json(self._with_engines(msgspec.json.decode(said), tokens))
+            told = msgspec.json.decode(said)
+            if engine is not None:
+                moved = await self._load(engine, tokens, told, asked.get("model"))
+                return as_json(described(moved))
+            return as_json(self._with_engines(told, tokens))
         return HttpAnswer(answer.status, {"content-type": "application/json"}, said)
+
+    def _engine(self, to: str, order: Mapping[str, Any]) -> VllmEngine:
+        """Return the engine that a move is for."""
+        if not any(order.get(name) for name in _PROMPT):
+            why = (
+                f"to={shown(to)}: an engine loads the blocks of a prompt, and no "
+                f"others: name them by prompt, messages or request"
+            )
+            raise Refused(HTTPStatus.BAD_REQUEST, why)
+        try:
+            return self._fleet.at(to)
+        except UsageError as exc:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"to: {exc}") from None
+
+    async def _load(
+        self,
+        engine: VllmEngine,
+        tokens: Sequence[int],
+        located: Mapping[str, Any],
+        model: str | None,
+    ) -> Placement:
+        """Let an engine load the leading blocks that the store has."""
+        placing = Placing(len(located["blocks"]))
+        for at, state in enumerate(located["blocks"]):
+            placing.rule(np.array([at]), BlockState[state.upper()])
+        for reason, which in located["reasons"].items():
+            for at in which:
+                placing.rule(np.array([at]), BlockState(placing.states[at]), reason)
+        there = located["prefix"]
+        behind = np.arange(there, placing.states.size)
+        behind = behind[placing.states[behind] == BlockState.DONE]
+        placing.rule(behind, BlockState.DEFERRED, _BEHIND)
+        if there:
+            why = await self._asked_for(
+                engine, tokens[: there * self._store.block_tokens], model
+            )
+            if why:
+                placing.rule(slice(there), BlockState.DEFERRED, f"{engine.url}: {why}")
+        return placing.end()
+
+    async def _asked_for(
+        self, engine: VllmEngine, tokens: Sequence[int], model: str | None
+    ) -> str:
+        """Ask an engine for one token after others; return why it did not answer."""
+        body = {"prompt": list(tokens), "max_tokens": 1}
+        if model:
+            body["model"] = model
+        try:
+            async with (
+                asyncio.timeout(PROXY_COPY_S),
+                self._loads,
+                self._client.ask(engine, "/v1/completions", {}, body) as answer,
+            ):
+                await answer.body(PROXY_EVENT_BYTES_MAX)
+        except TimeoutError:
+            return f"it has not answered within {PROXY_COPY_S:g} s"
+        except EngineFailed as exc:
+            return str(exc)
+        return f"it has answered with {answer.status}" if answer.is_error else ""
 
     async def _tokens(self, order: Mapping[str, Any]) -> list[int]:
         """Return the tokens of a prompt; an engine knows those of a text."""
