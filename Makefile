@@ -27,6 +27,7 @@ CLASSES_TESTS ?= tests/integrations/vllm_store/test_tier.py \
   tests/integrations/vllm/test_scheduler.py tests/integrations/vllm/test_worker.py
 S3_VENV := .venv-s3
 RAY_VENV := .venv-ray
+UCXX_VENV := .venv-ucxx
 # On Linux pip takes the build for CUDA, several GB, unless it is told otherwise;
 # docs/tutorial/prefill-decode.md says how.
 TORCH := torch==2.13.0
@@ -38,7 +39,7 @@ CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),example
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix failover test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix failover test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent test-targets
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -205,13 +206,21 @@ test-lmcache: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) --no-deps lmcache==0.5.6
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_lmcache.py $(ARGS)
 
+# What `kvwire certify` comes with, once each: with vLLM the others of its environment, and
+# ucxx in one of its own, since it needs an older UCX.
+test-targets: $(VLLM_STAMP) $(UCXX_VENV)/.installed
+	$(INSTALL) $(VLLM_VENV) --no-deps nixl nixl-cu12 lmcache==0.5.6 aiofile aiofiles caio \
+	  mooncake-transfer-engine-non-cuda
+	$(VLLM_VENV)/bin/python -m pytest tests/testing/certify/test_targets.py $(ARGS)
+	$(UCXX_VENV)/bin/python -m pytest tests/testing/certify/test_targets.py -k ucxx $(ARGS)
+
 # The backend of SGLang, likewise: its interface and factory, 39 MB, and none of its engine.
 test-sglang: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) --no-deps sglang==0.5.23 orjson pybase64
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_sglang.py $(ARGS)
 
 clean:
-	rm -rf mutants $(VENV) $(DEMO_VENV) $(TORCH_VENV) $(RAY_VENV) $(S3_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf mutants $(VENV) $(DEMO_VENV) $(TORCH_VENV) $(RAY_VENV) $(S3_VENV) $(UCXX_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamp is newer than what it was made from, so nothing is installed twice. README.md
 # is the description of what is installed. `make clean` is the way out of any trouble.
@@ -233,6 +242,9 @@ $(DEMO_STAMP): pyproject.toml README.md
 
 $(S3_VENV)/.installed: .ci/locked.txt
 	@$(INSTALL) $@ 'moto[s3]>=5' flask flask-cors
+
+$(UCXX_VENV)/.installed: pyproject.toml
+	@$(INSTALL) $@ -e . --group test ucxx-cu12
 
 $(RAY_VENV)/.installed: pyproject.toml
 	@$(INSTALL) $@ -e '.[ray]' --group test 'ray[serve]' tensordict $(TORCH)

@@ -15,9 +15,23 @@ from pathlib import Path
 from typing import Final
 
 from kvwire.errors import UsageError, nearest
+from kvwire.extras import needed_by
 
-TARGETS: Final = ("kvwire", "mooncake", "nixl", "redis", "s3", "toy", "ucx")
-"""Targets that come with kvwire: modules of ``kvwire.testing.certify.targets``."""
+TARGETS: Final = {
+    "gloo": "pip install torch",
+    "kvwire": "",
+    "lmcache": "pip install lmcache",
+    "mooncake": "pip install mooncake-transfer-engine-non-cuda",
+    "nixl": "pip install --no-deps nixl-cu12",
+    "redis": "pip install redis",
+    "s3": "pip install obstore",
+    "toy": "",
+    "ucx": "pip install libucx-cu12",
+    "ucxx": "pip install ucxx-cu12",
+    "vllm": "pip install vllm nixl",
+}
+"""Targets that come with kvwire, modules of ``kvwire.testing.certify.targets``, and how
+to install what each needs."""
 
 
 class End:
@@ -126,7 +140,9 @@ def load(target: str) -> End:
     """
     name, _, rest = target.partition(":")
     if name in TARGETS:
-        cls = importlib.import_module(f"kvwire.testing.certify.targets.{name}").TARGET
+        with needed_by(f"certify {name}", command=TARGETS[name]):
+            module = importlib.import_module(f"kvwire.testing.certify.targets.{name}")
+        cls = module.TARGET
         variant = rest
     else:
         wanted, _, variant = rest.partition(":")

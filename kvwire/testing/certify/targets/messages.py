@@ -1,0 +1,111 @@
+"""What transports have in common that only have messages.
+
+The left end asks for each operation by TCP, and the right one answers with a message of
+the transport. To withdraw is to answer no more, and to wait for answers under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import struct
+from typing import Final
+
+from kvwire.testing.certify.transport import End
+
+# Whether to put, the reference, and the tag of the message.
+_REQUEST: Final = struct.Struct("<?16sI")
+_TAG_BITS: Final = 31
+
+
+class MessageEnd(End):
+    """A server for requests; make a subclass of it."""
+
+    async def message(
+        self, sends: bool, memory: memoryview, tag: int, timeout_s: float | None
+    ) -> None:
+        """Send or receive a message."""
+        raise NotImplementedError
+
+    async def open(self, memory: memoryview) -> bytes:
+        self.offered: dict[bytes, memoryview] = {}
+        self.answers: dict[bytes, set[asyncio.Future[None]]] = {}
+        self.writers: set[asyncio.StreamWriter] = set()
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        return b"%d" % self.server.sockets[0].getsockname()[1]
+
+    async def connect(self, peer: bytes) -> None:
+        self.port = int(peer)
+
+    async def offer(self, data: memoryview) -> bytes:
+        reference = secrets.token_bytes(16)
+        self.offered[reference] = data
+        self.answers[reference] = set()
+        return reference
+
+    async def withdraw(self, reference: bytes) -> None:
+        del self.offered[reference]
+        answers = self.answers.pop(reference)
+        if answers:
+            await asyncio.wait(answers)
+
+    async def get(
+        self, reference: bytes, into: memoryview, timeout_s: float | None
+    ) -> bool:
+        return await self.asked(False, reference, into, timeout_s)
+
+    async def put(
+        self, reference: bytes, data: memoryview, timeout_s: float | None
+    ) -> bool:
+        return await self.asked(True, reference, data, timeout_s)
+
+    async def asked(
+        self, puts: bool, reference: bytes, mine: memoryview, timeout_s: float | None
+    ) -> bool:
+        tag = secrets.randbits(_TAG_BITS)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.writers.add(writer)
+        try:
+            writer.write(_REQUEST.pack(puts, reference, tag))
+            if not await reader.read(1):
+                return False
+            writer.write(b"y")
+            await self.message(puts, mine, tag, timeout_s)
+            return not puts or bool(await reader.read(1))
+        finally:
+            self.writers.discard(writer)
+            writer.transport.abort()
+
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.writers.add(writer)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            request = await reader.readexactly(_REQUEST.size)
+            puts, reference, tag = _REQUEST.unpack(request)
+            view = self.offered.get(reference)
+            if view is not None:
+                writer.write(b"y")
+                answers = self.answers[reference]
+                answer = asyncio.ensure_future(self.answer(reader, puts, view, tag))
+                answers.add(answer)
+                await asyncio.wait([answer])
+                answers.discard(answer)
+                if answer.exception() is None:
+                    writer.write(b"y")
+        self.writers.discard(writer)
+        writer.close()
+
+    async def answer(
+        self, reader: asyncio.StreamReader, puts: bool, view: memoryview, tag: int
+    ) -> None:
+        """Do its part of an operation, once the other end has begun with its own."""
+        await reader.readexactly(1)
+        await self.message(not puts, view, tag, None)
+
+    async def close(self) -> None:
+        self.offered.clear()
+        self.server.close()
+        for writer in self.writers:
+            writer.transport.abort()
