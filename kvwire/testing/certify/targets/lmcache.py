@@ -31,7 +31,6 @@ from lmcache.v1.platform.event_notifier import consume_fd
 from kvwire.memory.copy import address_of
 from kvwire.testing.certify.transport import End
 
-
 _MODEL: Final = "certify"
 
 
