@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -14,6 +16,7 @@ from rich.table import Table
 
 from kvwire import KVWireError, UsageError
 from kvwire.cli.console import console, show
+from kvwire.extras import needed_by
 from kvwire.testing.certify import report
 from kvwire.testing.certify.player import Played
 from kvwire.testing.certify.runner import (
@@ -76,7 +79,8 @@ def command(  # noqa: PLR0913 - each is an option of the command
         return 0
     if target.endswith(".json"):
         breach = _read(Path(target))
-        found = asyncio.run(play_again(breach, times=times, limit_s=limit_s))
+        with _named(breach.target):
+            found = asyncio.run(play_again(breach, times=times, limit_s=limit_s))
     else:
         work = certify(
             target,
@@ -87,7 +91,8 @@ def command(  # noqa: PLR0913 - each is an option of the command
             without=without or (),
             progress=_progress,
         )
-        found = asyncio.run(work)
+        with _named(target):
+            found = asyncio.run(work)
         for breach in found.breaches:
             path = into / report.file_name(breach)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(breach)) + b"\n")
@@ -120,11 +125,20 @@ def _read(path: Path) -> Breach:
         raise UsageError(f"certify: {path} is not a saved schedule: {exc}") from None
 
 
+def _named(target: str) -> AbstractContextManager[None]:
+    """Name what is not installed of a target, and how to install it."""
+    name = target.partition(":")[0]
+    if command := TARGETS.get(name):
+        return needed_by(f"certify {name}", command=command)
+    return contextlib.nullcontext()
+
+
 def _list() -> None:
     table = Table("target", "version", box=None, pad_edge=False)
     for target in TARGETS:
         try:
-            version = load(target).version
+            with _named(target):
+                version = load(target).version
         except (KVWireError, ImportError, OSError) as exc:
             version = f"cannot run here: {exc}"
         table.add_row(target, version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,15 @@ def test_what_comes_with_kvwire() -> None:
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [row[0] for row in rows[1:]] == list(TARGETS)
     assert ["toy", "1"] in rows
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("ucxx") is not None, reason="ucxx is installed here"
+)
+def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "ucxx"]) != 0
+    text = "certify ucxx needs ucxx, which is not installed: pip install ucxx-cu12"
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
