@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import os
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,8 @@ from kvwire.testing.certify.targets.messages import MessageEnd
 
 # Longer than the kit waits for anything.
 _FOREVER: Final = dt.timedelta(minutes=5)
+# Gloo would look for the address of this host's name.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 class GlooEnd(MessageEnd):
@@ -41,11 +44,7 @@ class GlooEnd(MessageEnd):
     def grouped(self, port: int) -> Any:
         if self.rank:
             self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        make = dist.ProcessGroupGloo
-        options: Any = make._Options()  # noqa: SLF001 - it has no public name
-        options._timeout = _FOREVER  # noqa: SLF001
-        options._devices = [make.create_device(hostname="127.0.0.1")]  # noqa: SLF001
-        return make(self.store, self.rank, 2, options)
+        return dist.ProcessGroupGloo(self.store, self.rank, 2, _FOREVER)
 
     async def message(
         self, sends: bool, memory: memoryview, tag: int, timeout_s: float | None

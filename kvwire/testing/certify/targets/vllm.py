@@ -53,6 +53,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvwire.aio import start_task
 from kvwire.memory.copy import address_of
 from kvwire.testing.certify.transport import End
 
@@ -151,7 +152,7 @@ class VllmEnd(End):
         handshake = self.worker.get_handshake_metadata()
         if handshake is not None:
             self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
-        self.steps = asyncio.create_task(self.run())
+        self.steps = start_task(self.run())
         return b""
 
     async def offer(self, data: memoryview) -> bytes:
