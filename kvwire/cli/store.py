@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import App, Parameter
@@ -20,11 +20,11 @@ from kvwire import Config, KVWireError, UsageError
 from kvwire.cli import store_verbs
 from kvwire.directory import Selector
 from kvwire.errors import without_password
+from kvwire.observe.view import TopTable, report_notes, report_tables, text_of
 from kvwire.store.limits import STORE_BERTH_BYTES
 from kvwire.store.server.client import ask_report, delete_all
-from kvwire.store.server.messages import StatsReport, TenantRow, TierRow
+from kvwire.store.server.messages import StatsReport, TierRow
 from kvwire.store.server.orders import StoreOrders
-from kvwire.store.tiers.base import TenantUse
 from kvwire.types import in_bytes, read_bytes
 
 app: App = App(name="store")
@@ -34,10 +34,6 @@ app.command(
     help="Run a trace of block hashes through tiers, in virtual time.",
 )
 store_verbs.add_to(app)
-
-_TIER_COLUMNS: Final = ("blocks", "used", "of", "read", "written", "evicted", "failed")
-_TENANT_COLUMNS: Final = ("used", "of", "pinned", "evicted", "hits", "misses")
-_CLIENT_COLUMNS: Final = ("open", "requests", "read", "written")
 
 
 @app.command
@@ -230,70 +226,25 @@ def _show(report: StatsReport) -> None:
     # Not wrapped: a name may be longer than a screen is wide.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(report.name + (", read-only" if report.read_only else ""))
-    tiers = [(tier.name, _numbers(tier)) for tier in report.tiers]
-    for line in _lines(_TIER_COLUMNS, tiers):
-        console.print(line)
-    tenants = [
-        (f"{row.name or 'no tenant'} in {tier}", _used(row, use))
-        for row in report.tenants
-        for tier, use in row.tiers
-    ]
-    for line in _lines(_TENANT_COLUMNS, tenants):
-        console.print(line)
-    for tier in report.tiers:
-        if tier.error:
-            console.print(f"{tier.name}: {tier.error}")
-    dropped = f", {report.dropped} dropped" if report.dropped else ""
-    console.print(f"\nclients: {len(report.clients)}{dropped}")
-    clients = [
-        (
-            f"{client.name} at {client.address}",
-            (
-                f"{client.requests:,}",
-                f"{client.asked:,}",
-                in_bytes(client.read_bytes),
-                in_bytes(client.written_bytes),
-            ),
-        )
-        for client in report.clients
-    ]
-    for line in _lines(_CLIENT_COLUMNS, clients):
-        console.print(line)
+    for table in report_tables(report):
+        if table.name == "clients":
+            for note in report_notes(report):
+                console.print(note)
+            dropped = f", {report.dropped} dropped" if report.dropped else ""
+            console.print(f"\nclients: {len(report.clients)}{dropped}")
+        for line in _lines(table):
+            console.print(line)
 
 
-def _numbers(tier: TierRow) -> Sequence[str]:
-    counts = tier.stats
-    return (
-        f"{counts.blocks:,}",
-        in_bytes(counts.used_bytes),
-        in_bytes(counts.size_bytes) if counts.size_bytes else "-",
-        f"{counts.read_blocks:,}",
-        f"{counts.written_blocks:,}",
-        f"{counts.evicted_blocks:,}",
-        f"{counts.damaged_blocks + counts.failed_blocks:,}",
-    )
-
-
-def _used(row: TenantRow, use: TenantUse) -> Sequence[str]:
-    return (
-        in_bytes(use.used_bytes),
-        in_bytes(use.quota_bytes) if use.quota_bytes else "-",
-        in_bytes(use.pinned_bytes),
-        f"{use.evicted_blocks:,}",
-        f"{row.counters.hit_blocks:,}",
-        f"{row.counters.missed_blocks:,}",
-    )
-
-
-def _lines(
-    head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]
-) -> Iterator[str]:
+def _lines(table: TopTable) -> Iterator[str]:
     """Return a table's lines: the head, then the name and the cells of each row."""
-    if not rows:
+    if not table.rows:
         return
-    columns = zip(head, *(cells for _, cells in rows), strict=True)
+    head = [column.name for column in table.columns[1:]]
+    rows = [[text_of(cell) for cell in row.cells] for row in table.rows]
+    columns = zip(head, *(cells for _, *cells in rows), strict=True)
     widths = [max(map(len, column)) for column in columns]
-    for name, cells in (("", head), *rows):
+    for name, *cells in (["", *head], *rows):
         if name:
             yield name
         shown = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))

@@ -45,6 +45,8 @@ class TransferSnapshot:
         nbytes: Payload bytes to move; 0 until its peer is known.
         landed_bytes: Bytes that have landed; with several consumers, the least.
         waits_for: What it waits for, in words.
+        waits_on: Who has the next move: ``"peer"``; ``"program"``, this side's own;
+            or ``"device"``, this side's.
     """
 
     id: str
@@ -57,6 +59,8 @@ class TransferSnapshot:
     nbytes: int
     landed_bytes: int
     waits_for: str
+    # A process of an older release does not have it.
+    waits_on: Literal["peer", "program", "device"] = "peer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +222,8 @@ def _transfer(view: TransferView) -> TransferSnapshot:
         layers_landed=progress.landed,
         nbytes=progress.nbytes,
         landed_bytes=progress.landed_bytes,
-        waits_for="; ".join((view.waits_for, *silent)),
+        waits_for="; ".join((view.next_move.text, *silent)),
+        waits_on=view.next_move.by,
     )
 
 

@@ -47,7 +47,7 @@ from kvwire.transfers.offer import TransferOffer, pack_have
 from kvwire.transfers.options import ReceiveOptions
 from kvwire.transfers.ports import SharedServices
 from kvwire.transfers.state import OFF_LINK, OVER, LegState, TransferState
-from kvwire.transfers.transfer import Progress, Transfer
+from kvwire.transfers.transfer import NextMove, Progress, Transfer
 from kvwire.types import whole
 
 _OF_CONTENT: Final = frozenset({"hashes", "content", "have"})
@@ -309,7 +309,11 @@ class Incoming(Transfer):
     # --- what snapshots show ----------------------------------------------------------
 
     @property
-    def _waits_for(self) -> str:
+    def _next_move(self) -> NextMove:
+        return NextMove("peer", self._missing_of_peer)
+
+    @property
+    def _missing_of_peer(self) -> str:
         if not self._legs:
             return self._unasked() if self._unasked else "no peer has pushed it"
         leg = self._legs[0]

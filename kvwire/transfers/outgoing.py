@@ -47,7 +47,7 @@ from kvwire.transfers.options import SendOptions, grown_lists
 from kvwire.transfers.ports import SharedServices
 from kvwire.transfers.ready_log import ReadyLog, ReadyRange, Which
 from kvwire.transfers.state import OFF_LINK, ON_LINK, LegInput, LegState
-from kvwire.transfers.transfer import Progress, Transfer
+from kvwire.transfers.transfer import NextMove, Progress, Transfer
 
 
 class Outgoing(Transfer):
@@ -275,29 +275,32 @@ class Outgoing(Transfer):
         return self._log.finished and bool(self._legs)
 
     @property
-    def _waits_for(self) -> str:
+    def _next_move(self) -> NextMove:
         peers = [shown(leg.link.peer.name) for leg in self._in(*OFF_LINK)]
         if peers:
-            return f"the connection to {', '.join(peers)} is lost"
+            return NextMove("peer", f"the connection to {', '.join(peers)} is lost")
         peers = [shown(leg.link.peer.name) for leg in self._in(LegState.ASKED)]
         if peers:
-            return f"the peer {', '.join(peers)} has not expected it"
+            return NextMove("peer", f"the peer {', '.join(peers)} has not expected it")
         if self._unasked and not self._legs:
-            return self._unasked()
-        if len(self._legs) < self._peers:
-            return f"{len(self._legs)} of {self._peers} consumers have pulled it"
+            return NextMove("peer", self._unasked())
+        legs, wanted = len(self._legs), self._peers
+        if legs < wanted:
+            return NextMove("peer", f"{legs} of {wanted} consumers have pulled it")
         marked, layers = self._log.layers
         if not self._log.finished:
-            text = f"{marked} of {layers} layers are marked"
-            return f"finish() has not been called: {text}"
+            text = (
+                f"finish() has not been called: {marked} of {layers} layers are marked"
+            )
+            return NextMove("program", text)
         if not self._log.all_in:
-            return "an event that a mark is behind has not fired"
+            return NextMove("device", "an event that a mark is behind has not fired")
         text = ", ".join(
             f"{shown(leg.link.peer.name)} has {leg.landed.layers} of {layers} layers"
             for leg in self._legs
             if leg.planned and leg.state is not LegState.OVER
         )
-        return f"the consumer has not taken all of it: {text}"
+        return NextMove("peer", f"the consumer has not taken all of it: {text}")
 
     @property
     def _progress(self) -> Progress:

@@ -270,7 +270,7 @@ class TransferRegistry:
                     "transfer %r is open for more than %g s: %s",
                     end.id,
                     WAITING_LOG_S,
-                    end._waits_for,
+                    end._next_move.text,
                 )
             end._seen_open = True
         if self.live:

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvwire.aio import AsyncWith, LoopThread, absolute, seconds_of
 from kvwire.backend import Payload
@@ -76,6 +76,19 @@ class Progress(NamedTuple):
     landed_bytes: int = 0
 
 
+class NextMove(NamedTuple):
+    """What has to happen next in an open transfer.
+
+    Attributes:
+        by: Who has to do it: the peer, or the way to it; this side's own program; or
+            this side's device.
+        text: What it is, in words.
+    """
+
+    by: Literal["peer", "program", "device"]
+    text: str
+
+
 class TransferView(NamedTuple):
     """Shows an open transfer, for snapshots.
 
@@ -84,7 +97,7 @@ class TransferView(NamedTuple):
         receives: This side is its consumer.
         links: The connections that carry it, or were the last to carry it.
         age_s: Seconds since it was asked for.
-        waits_for: What has to happen next.
+        next_move: What has to happen next.
         progress: How much of it there is, is marked and has landed.
     """
 
@@ -92,7 +105,7 @@ class TransferView(NamedTuple):
     receives: bool
     links: Sequence[ConnectionPort]
     age_s: float
-    waits_for: str
+    next_move: NextMove
     progress: Progress
 
 
@@ -207,7 +220,7 @@ class Transfer(AsyncWith):
             return f"{text}, over: {self._outcome.state}>"
         progress, age_s = self._progress, self._phases.age_s
         layers = f"{progress.landed} of {progress.layers} layers landed"
-        return f"{text} for {age_s:.1f} s, {layers}: {self._waits_for}>"
+        return f"{text} for {age_s:.1f} s, {layers}: {self._next_move.text}>"
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
         if self._outcome is None:
@@ -323,8 +336,8 @@ class Transfer(AsyncWith):
         return 0
 
     @property
-    def _waits_for(self) -> str:
-        """Describe what an open transfer waits for, in logs and outcomes."""
+    def _next_move(self) -> NextMove:
+        """What an open transfer waits for, in snapshots, logs and outcomes."""
         raise NotImplementedError
 
     @property
@@ -443,14 +456,16 @@ class Transfer(AsyncWith):
             self._watch_lease()
 
     def _expired(self) -> None:
-        error = DeadlineExceeded(f"the transfer's deadline passed: {self._waits_for}")
+        error = DeadlineExceeded(
+            f"the transfer's deadline passed: {self._next_move.text}"
+        )
         self._stop(error, WireCode.DEADLINE)
 
     def _lease_over(self) -> None:
         self._lease = None
         error = DeadlineExceeded(
             f"the lease of {self._lease_s:g} s ended while a peer was missing: "
-            f"{self._waits_for}"
+            f"{self._next_move.text}"
         )
         self._stop(error, WireCode.DEADLINE)
 
@@ -557,7 +572,7 @@ class Transfer(AsyncWith):
         links = [leg.link for leg in self._legs]
         age_s, progress = self._phases.age_s, self._progress
         return TransferView(
-            self._id, self._receives, links, age_s, self._waits_for, progress
+            self._id, self._receives, links, age_s, self._next_move, progress
         )
 
     # --- traces -----------------------------------------------------------------------

@@ -12,6 +12,7 @@ from rich.console import Console
 import kvwire
 from kvwire.cli.inspect import screen
 from kvwire.cli.main import main
+from kvwire.observe.view import process_view
 from tests.support.caches import Memory
 
 
@@ -67,7 +68,7 @@ def test_rates_and_trouble_are_on_the_screen() -> None:
     )
     console = Console(width=150, highlight=False, color_system=None)
     with console.capture() as shown:
-        console.print(screen([later], [now], ["x.sock: timed out"]))
+        console.print(screen(process_view([later], [now], ["x.sock: timed out"])))
     said = shown.get()
     assert "\x1b" not in said
     for text in ("1.5 MiB", "get 1.5 s", "full", "asked for", "timed out"):

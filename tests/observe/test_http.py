@@ -1,4 +1,4 @@
-"""``/metrics`` and ``/health`` of a store, read by a real client of HTTP."""
+"""``/metrics``, ``/health`` and ``/top`` of a store, read by a real client of HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvwire import BlockStore, ListenError, StoreServer
-from kvwire.observe import http as observe_http
+from kvwire.observe import listening
 from kvwire.observe.http import MetricsServer
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.orders import StoreOrders
@@ -85,7 +85,7 @@ async def test_whoever_asks_without_an_end_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch, *, takes: bool
 ) -> None:
     """However often something of it comes."""
-    monkeypatch.setattr(observe_http, "_SILENT_S", 0.2)
+    monkeypatch.setattr(listening, "_SILENT_S", 0.2)
 
     def trickle(where: tuple[str, int]) -> None:
         with socket.create_connection(where) as slow:
@@ -115,7 +115,7 @@ async def test_whoever_asks_and_goes_is_no_news(
                 try:
                     raise error
                 except (OSError, ValueError):
-                    server._server.handle_error(None, ("127.0.0.1", 1))
+                    server._thread._server.handle_error(None, ("127.0.0.1", 1))
     assert not capsys.readouterr().err
     (said,) = (one for one in caplog.records if one.name == "kvwire.store")
     assert said.exc_info
@@ -126,9 +126,23 @@ async def test_a_loop_that_is_stuck_is_not_healthy() -> None:
     async with BlockStore.open(["memory:1MiB"]) as store:
         with MetricsServer(store, "127.0.0.1:0") as server:
             # Called from the loop itself, which so has no turn to give.
-            status, _, body = server.answer("/health")
+            status, _, body = server.get("/health", {}, "127.0.0.1")
             assert status == HTTPStatus.SERVICE_UNAVAILABLE
             assert json.loads(body)["status"] == "stuck"
+
+
+async def test_a_page_of_a_loop_that_is_stuck_gets_the_reason() -> None:
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0") as served,
+    ):
+        with MetricsServer(
+            store, "127.0.0.1:0", served.communicator, StoreOrders(served)
+        ) as server:
+            # As above.
+            status, _, body = server.get("/top.json", {"host": "x"}, "127.0.0.1")
+    assert status == HTTPStatus.SERVICE_UNAVAILABLE
+    assert "event loop is blocked" in json.loads(body)["error"]
 
 
 async def test_tiers_in_trouble_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,3 +260,138 @@ async def test_without_keys_this_host_orders_and_a_reader_is_only_read() -> None
         with MetricsServer(store, "127.0.0.1:0") as server:
             status, told = await asyncio.to_thread(ordered, server, "/kv/pin", wanted)
             assert (status, told["error"]) == (404, "no orders are taken here")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("Host", "kv.example.com:9400"),
+        ("Origin", "http://kv.example.com"),
+        ("Origin", "http://[x"),
+    ],
+)
+async def test_a_page_of_another_host_orders_and_reads_nothing(
+    name: str, value: str
+) -> None:
+    """Its owner can point its name to 127.0.0.1, and browsers then let it ask."""
+    wanted = {"hashes": [one.hex() for one in A]}
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0") as served,
+    ):
+        await store.put(A, CACHE, range(4))
+        with MetricsServer(
+            store, "127.0.0.1:0", served.communicator, StoreOrders(served)
+        ) as server:
+            status, told = await asyncio.to_thread(
+                ordered, server, "/kv/pin", wanted, **{name: value}
+            )
+            assert (status, value in told["error"]) == (403, True)
+            status, told = await asyncio.to_thread(looked, server, **{name: value})
+            assert (status, value in told["error"]) == (403, True)
+
+
+# --- the page -------------------------------------------------------------------------
+
+
+def looked(
+    server: MetricsServer, key: str = "", **headers: str
+) -> tuple[int, dict[str, Any]]:
+    """Fetch what the page shows; return the status and the decoded answer."""
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    where = server.url.removesuffix("/metrics") + "/top.json"
+    request = urllib.request.Request(where, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code, json.loads(exc.read())
+
+
+def texts(shown: dict[str, Any], table: str) -> list[list[str]]:
+    """The texts of a table's rows."""
+    return [
+        [cell if isinstance(cell, str) else cell["text"] for cell in row["cells"]]
+        for one in shown["tables"]
+        if one["name"] == table
+        for row in one["rows"]
+    ]
+
+
+async def test_the_page_shows_a_tenant_its_own_and_the_operator_all(
+    tmp_path: Path,
+) -> None:
+    keys = {}
+    for who in ("x", "y", "all"):
+        write_key_file(tmp_path / who)
+        keys[who] = (tmp_path / who).read_text().strip()
+    tenants = [f"{who}?key={tmp_path}/{who}" for who in ("x", "y")]
+    async with (
+        BlockStore.open(["memory:1MiB"], tenants=tenants) as store,
+        StoreServer(store, "127.0.0.1:0", psk_file=str(tmp_path / "all")) as served,
+        BlockStore.open(
+            [
+                f"kvwire://{served.address.host}:{served.address.port}?psk_file={tmp_path}/y"
+            ]
+        ) as client,
+    ):
+        await store.put(A, CACHE, range(4), tenant="x")
+        await client.put(A, CACHE, range(4))
+        with MetricsServer(
+            store, "127.0.0.1:0", served.communicator, StoreOrders(served)
+        ) as server:
+            for key in ("", "ab" * 32, "nonsense"):
+                status, told = await asyncio.to_thread(looked, server, key)
+                assert (status, list(told)) == (401, ["error"])
+            _, of_x = await asyncio.to_thread(looked, server, keys["x"])
+            _, of_y = await asyncio.to_thread(looked, server, keys["y"])
+            status, of_all = await asyncio.to_thread(looked, server, keys["all"])
+            assert status == 200
+    # Not the process, the tiers, or another tenant; each is in the operator's view.
+    assert {one["name"] for one in of_x["tables"] if one["rows"]} == {"tenants"}
+    for shown, name, clients in ((of_x, "x", 0), (of_y, "y", 1)):
+        assert [row[0].split()[0] for row in texts(shown, "tenants")] == [name]
+        assert len(texts(shown, "clients")) == clients
+    assert len(texts(of_all, "tenants")) == 3
+    assert len(texts(of_all, "clients")) == len(texts(of_all, "connections")) == 1
+    assert texts(of_all, "tiers")[0][:2] == ["memory:1MiB", "8"]
+    assert texts(of_all, "processes")[0][0] == of_all["name"]
+
+
+async def test_the_files_of_the_page_are_for_everybody_and_hold_no_foreign_code() -> (
+    None
+):
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0") as served,
+    ):
+        with MetricsServer(store, "127.0.0.1:0") as server:
+            status, _ = await asyncio.to_thread(fetched, server, "/top")
+            assert status == 404  # nobody decides who may read it
+        with MetricsServer(
+            store, "127.0.0.1:0", served.communicator, StoreOrders(served)
+        ) as server:
+            for path in ("/top", "/top.css", "/top.js"):
+                status, headers, body = await asyncio.to_thread(
+                    server.get, path, {}, "10.0.0.1"
+                )
+                assert status == 200
+                policy = headers["content-security-policy"].split("; ")
+                assert "default-src 'none'" in policy
+                assert "script-src 'self'" in policy
+                assert not any("unsafe" in rule for rule in policy)
+                text = body.decode().replace("http://www.w3.org/2000/svg", "")
+                assert not [
+                    word
+                    for word in ("http:", "https:", "//cdn", "innerHTML", "eval(")
+                    if word in text
+                ]
+            status, told = await asyncio.to_thread(looked, server)
+            assert (status, told["name"]) == (200, served.communicator.name)
+            # From another host, without a key.
+            status, _, _ = await asyncio.to_thread(
+                server.get, "/top.json", {}, "10.0.0.1"
+            )
+            assert status == 401

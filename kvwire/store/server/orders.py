@@ -15,12 +15,15 @@ from typing import Any, Final
 
 import msgspec
 
+from kvwire import Snapshot
 from kvwire.errors import KVWireError, UsageError, error_text
 from kvwire.security.keys import read_key_file
+from kvwire.security.web_pages import why_foreign
 from kvwire.store.limits import STORE_ORDER_BYTES_MAX, STORE_VERB_TIMEOUT_S
 from kvwire.store.operations.verbs import carry_out
 from kvwire.store.order import VERBS, VerbOrder, described
 from kvwire.store.placement import READING, Placement
+from kvwire.store.server.messages import StatsReport
 from kvwire.store.server.server import StoreServer, served_by
 from kvwire.types import is_loopback
 from kvwire.wire.control import DECODE_ERRORS
@@ -31,12 +34,16 @@ _AWAY: Final = HTTPStatus.SERVICE_UNAVAILABLE
 _JSON: Final = "application/json"
 
 
-class _Refused(Exception):
-    """Report that an order is not carried out, with the HTTP status for it."""
+class OrderRefused(Exception):
+    """Report that an order is not carried out, with the HTTP status for it.
+
+    Attributes:
+        status: The status.
+    """
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
-        self.status = status
+        self.status: HTTPStatus = status
 
 
 class StoreOrders:
@@ -53,7 +60,8 @@ class StoreOrders:
     def __init__(self, server: StoreServer) -> None:
         self._served = served_by(server)
         self._loop = asyncio.get_running_loop()
-        config = server.communicator.config
+        self._communicator = server.communicator
+        config = self._communicator.config
         psk = config.trust == "psk"
         self._operator_key = read_key_file(config.psk_file) if psk else b""
         self._trust = config.trust
@@ -76,19 +84,22 @@ class StoreOrders:
             tenant = self._check(path, headers, client)
             verb = path.removeprefix(_PATH)
             return HTTPStatus.OK, self._carried_out(verb, body, tenant)
-        except _Refused as exc:
+        except OrderRefused as exc:
             return exc.status, {"error": str(exc)}
 
-    def _check(self, path: str, headers: Mapping[str, str], client: str) -> str:
-        """Return the tenant that may order something here; "" for the operator."""
-        if path.removeprefix(_PATH) not in VERBS:
-            why = f"there are {', '.join(_PATH + verb for verb in VERBS)}"
-            raise _Refused(HTTPStatus.NOT_FOUND, why)
-        # No page of another host can send this without being asked first.
-        if headers.get("content-type", "").partition(";")[0].strip() != _JSON:
-            why = f"content-type: send {_JSON}"
-            raise _Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
+    def reader(self, headers: Mapping[str, str], client: str) -> str:
+        """Return the tenant whose key a request shows, or "" for the operator's.
+
+        Args:
+            headers: The headers, with names in small letters.
+            client: The client's numeric address.
+
+        Raises:
+            OrderRefused: It shows no key of this server.
+        """
         if self._trust == "loopback" and is_loopback(client):
+            if why := why_foreign(headers, "start the server with --psk-file"):
+                raise OrderRefused(HTTPStatus.FORBIDDEN, why)
             return ""
         kind, _, shown = headers.get("authorization", "").partition(" ")
         try:
@@ -100,8 +111,27 @@ class StoreOrders:
         tenant = self._served.proofs.get(key_id(key), "") if key else ""
         if not tenant:
             why = "authorization: send Bearer and the tenant's or the operator's key"
-            raise _Refused(HTTPStatus.UNAUTHORIZED, why)
+            raise OrderRefused(HTTPStatus.UNAUTHORIZED, why)
         return tenant
+
+    def report(self, tenant: str) -> tuple[StatsReport, Snapshot | None]:
+        """Return the server's numbers, and its process; on the server's loop.
+
+        A tenant gets only its own numbers, and nothing of the process.
+        """
+        report = self._served.report(0, tenant)
+        return report, None if tenant else self._communicator.snapshot()
+
+    def _check(self, path: str, headers: Mapping[str, str], client: str) -> str:
+        """Return the tenant that may order something here; "" for the operator."""
+        if path.removeprefix(_PATH) not in VERBS:
+            why = f"there are {', '.join(_PATH + verb for verb in VERBS)}"
+            raise OrderRefused(HTTPStatus.NOT_FOUND, why)
+        # No page of another host can send this without being asked first.
+        if headers.get("content-type", "").partition(";")[0].strip() != _JSON:
+            why = f"content-type: send {_JSON}"
+            raise OrderRefused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
+        return self.reader(headers, client)
 
     def _carried_out(self, verb: str, body: bytes, tenant: str) -> dict[str, Any]:
         """Carry out a verb on the store's loop, and return its placement for JSON."""
@@ -112,31 +142,31 @@ class StoreOrders:
                 running = asyncio.run_coroutine_threadsafe(work, self._loop)
             except RuntimeError:
                 work.close()
-                raise _Refused(_AWAY, "the store is closed") from None
+                raise OrderRefused(_AWAY, "the store is closed") from None
             try:
                 return described(running.result(STORE_VERB_TIMEOUT_S))
             except (TimeoutError, CancelledError):
                 running.cancel()
                 why = f"it was not done within {STORE_VERB_TIMEOUT_S:g} s"
-                raise _Refused(_AWAY, why) from None
+                raise OrderRefused(_AWAY, why) from None
         except DECODE_ERRORS as exc:
             why = f"the body is not JSON as it is wanted: {exc}"
-            raise _Refused(HTTPStatus.BAD_REQUEST, why) from None
+            raise OrderRefused(HTTPStatus.BAD_REQUEST, why) from None
         except UsageError as exc:
-            raise _Refused(HTTPStatus.BAD_REQUEST, str(exc)) from None
+            raise OrderRefused(HTTPStatus.BAD_REQUEST, str(exc)) from None
         except (KVWireError, OSError) as exc:
-            raise _Refused(_AWAY, error_text(exc)) from None
+            raise OrderRefused(_AWAY, error_text(exc)) from None
 
     async def _placement(self, name: str, order: VerbOrder, tenant: str) -> Placement:
         verb = order.verb(name)
         hashes = order.named()
         if tenant and order.tenant not in ("", tenant):
             why = f"it is tenant {tenant}, and cannot act for {order.tenant!r}"
-            raise _Refused(HTTPStatus.FORBIDDEN, why)
+            raise OrderRefused(HTTPStatus.FORBIDDEN, why)
         if self._served.read_only and verb.kind not in READING:
-            raise _Refused(HTTPStatus.FORBIDDEN, "this server is read-only")
+            raise OrderRefused(HTTPStatus.FORBIDDEN, "this server is read-only")
         if self._served.access.is_closed():
-            raise _Refused(_AWAY, "the store is closed")
+            raise OrderRefused(_AWAY, "the store is closed")
         tiers = self._served.access.tiers
         namespaces = tiers.of_tenant(tenant or order.tenant)
         # The server's close waits for it.

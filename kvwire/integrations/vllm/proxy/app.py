@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import logging
 import math
 from collections.abc import (
@@ -20,7 +19,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -74,9 +72,16 @@ from kvwire.integrations.vllm.proxy.store_verbs import (
     StoreBehind,
     StoreVerbs,
 )
-from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
+from kvwire.integrations.vllm.proxy.view import (
+    ProxyCollector,
+    ProxyState,
+    fleet_view,
+    page_view,
+)
 from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.limits import KIB
+from kvwire.observe.page import PATHS, page_data, page_file
+from kvwire.security.web_pages import why_foreign
 from kvwire.store.limits import STORE_ORDER_BYTES_MAX
 from kvwire.store.order import VERBS
 from kvwire.types import in_bytes, is_loopback
@@ -201,6 +206,7 @@ class ProxyApp:
             "/health": (read, front.health),
             "/metrics": (read, front.metrics),
             "/fleet": (read, front.fleet),
+            **dict.fromkeys(PATHS, (read, front.page)),
             "/drain": (write, front.drain),
             "/migrate": (write, front.migrate),
             "/copy-ahead": (write, front.copy_ahead),
@@ -380,6 +386,14 @@ class _Front:
     async def fleet(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
         return as_json(fleet_view(self.state))
 
+    async def page(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
+        """Answer with a file of the page for people, or with what it shows."""
+        if (file := page_file(asked.path)) is not None:
+            headers, content = file
+            return HttpAnswer(headers=headers, body=content)
+        headers, content = page_data(page_view(self.state))
+        return HttpAnswer(headers=headers, body=content)
+
     async def drain(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
         """Send an engine no new requests, and move its streams where they can move.
 
@@ -460,8 +474,9 @@ class _Front:
             allowed = hmac.compare_digest(right, shown)
         else:
             allowed = is_loopback(asked.client)
-            if allowed:
-                _check_no_page(asked)
+            remedy = "start the proxy with --operator-key-file"
+            if allowed and (why := why_foreign(asked.headers, remedy)):
+                raise Refused(HTTPStatus.FORBIDDEN, why)
         if not allowed:
             why = "ask from this host, or with the operator's key"
             raise Refused(HTTPStatus.FORBIDDEN, why)
@@ -521,33 +536,6 @@ class _Migrate(msgspec.Struct):
 
 
 T = TypeVar("T")
-
-
-def _check_no_page(asked: HttpRequest) -> None:
-    """Refuse requests of web pages, which a browser on this host sends unasked."""
-    host = asked.headers.get("host", "")
-    origin = asked.headers.get("origin")
-    try:
-        of_this_proxy = origin is None or urlsplit(origin).netloc == host
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        of_this_proxy = False
-        name = ""
-    if not of_this_proxy:
-        why = f"origin {origin}: no page of another host may ask for this"
-        raise Refused(HTTPStatus.FORBIDDEN, why)
-    # The owner of a public name can point it to 127.0.0.1; public names contain a dot.
-    if "." in name and not (name.endswith(".localhost") or _is_address(name)):
-        why = f"host {host}: ask 127.0.0.1, or start the proxy with --operator-key-file"
-        raise Refused(HTTPStatus.FORBIDDEN, why)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 async def _order(asked: HttpRequest, kind: type[T]) -> T:

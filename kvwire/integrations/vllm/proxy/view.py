@@ -1,9 +1,9 @@
-"""The proxy's view of itself and its engines: ``/metrics`` and ``/fleet``."""
+"""The proxy's view of itself and its engines: ``/metrics``, ``/fleet`` and ``/top``."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -11,6 +11,16 @@ from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.limits import SNAPSHOT_ROWS_MAX
+from kvwire.observe.view import (
+    Column,
+    Marked,
+    Row,
+    TopTable,
+    TopView,
+    Wait,
+    waits_table,
+)
 
 with needed_by("the proxy", extra="vllm"):
     from prometheus_client.core import (
@@ -128,3 +138,97 @@ def fleet_view(state: ProxyState) -> dict[str, Any]:
         for asked in state.requests
     ]
     return {"engines": engines, "requests": requests}
+
+
+def page_view(state: ProxyState) -> TopView:
+    """Return what the page shows: the same as ``/fleet``, in tables."""
+    fleet = fleet_view(state)
+    admitted = state.admission
+    notes = [
+        f"{engine['url']}: {finding['text']}"
+        for engine in fleet["engines"]
+        for finding in engine["findings"]
+        if finding["state"] != "ok"
+    ]
+    if ignored := state.ignored():
+        notes.append(f"{ignored:,} entries of the directory could not be used")
+    name = f"proxy, {admitted.running:,} running and {admitted.waiting:,} waiting"
+    engines = fleet["engines"]
+    requests = sorted(fleet["requests"], key=lambda asked: -asked["for_s"])
+    up = {engine["url"]: engine["state"] == "up" for engine in engines}
+    waits = (
+        Wait(
+            f"requests of {asked['path']}",
+            ", ".join(asked["engines"]) or "the proxy",
+            asked["path"],
+            asked["for_s"],
+            f"the next to come is {asked['waits_for']}",
+            alarm=not all(up.get(url, False) for url in asked["engines"]),
+        )
+        for asked in requests
+    )
+    tables = (waits_table(waits), _engines(engines), _requests(requests))
+    return TopView(name, tables, tuple(notes))
+
+
+def _engines(engines: Sequence[Mapping[str, Any]]) -> TopTable:
+    rows = [
+        Row.of(
+            engine["url"],
+            engine["url"],
+            engine["role"],
+            Marked(engine["state"], alarm=engine["state"] in _TROUBLED),
+            Marked(str(engine["running"]), plot=engine["running"]),
+            Marked(f"{engine['load']:.0%}", share=engine["load"]),
+            f"{engine['answered']:,}",
+            f"{engine['failed']:,}",
+            ", ".join(engine["transports"]),
+            ", ".join(f"{key}={value}" for key, value in engine["labels"].items()),
+        )
+        for engine in engines
+    ]
+    return TopTable(
+        "engines",
+        "Engines",
+        (
+            Column("engine"),
+            Column("role"),
+            Column("state", "starting, up, slow, draining or down"),
+            Column("running", "requests that it has of this proxy", number=True),
+            Column("load", "how busy it says it is", number=True),
+            Column("answered", number=True),
+            Column("failed", number=True),
+            Column("over", "transports that can carry KV there"),
+            Column("labels"),
+        ),
+        tuple(rows),
+    )
+
+
+def _requests(requests: Sequence[Mapping[str, Any]]) -> TopTable:
+    rows = [
+        Row.of(
+            str(number),
+            asked["path"],
+            f"{asked['for_s']:.1f} s",
+            asked["waits_for"],
+            ", ".join(asked["engines"]),
+        )
+        for number, asked in enumerate(requests[:SNAPSHOT_ROWS_MAX])
+    ]
+    return TopTable(
+        "requests",
+        "Requests, the oldest first",
+        (
+            Column("path"),
+            Column("age", number=True),
+            Column("waits for", "what comes next"),
+            Column("engines"),
+        ),
+        tuple(rows),
+        len(requests) if len(requests) > len(rows) else 0,
+    )
+
+
+# States in which an engine takes no request, and nobody has asked for that.
+_TROUBLED: Final = ("down", "slow")

@@ -1,0 +1,561 @@
+"""What ``kvwire top`` shows: tables, for a terminal and for a page in a browser.
+
+Nothing here reads the clock or a socket: a view is made of the snapshots of processes
+and the report of a store server, and the proxy makes its own of its engines.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, TypeAlias
+
+import msgspec
+
+from kvwire import Snapshot
+from kvwire.errors import printable
+from kvwire.store.server.messages import StatsReport
+from kvwire.types import in_bytes
+
+NOBODY: Final = "no process answers: are they started with KVWIRE_INSPECT?"
+# What a transfer waits for, if not for its peer.
+_OWN: Final = {"program": "its own program", "device": "its device"}
+# How often an idle link sends a PING.
+_PING_S: Final = 2.0
+_SILENT_S: Final = 2 * _PING_S
+# Rates are of at least this time, so that several readers do not disturb each other,
+# and at most of this time, after which nobody has looked.
+_RATE_S: Final = 0.5
+_RATE_S_MAX: Final = 10.0
+
+
+class Marked(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A text in a table that is more than text.
+
+    Attributes:
+        text: The text.
+        share: How full or how far something is, from 0 to 1, as a bar shows it.
+        plot: The number, for a line over the last minutes.
+        alarm: Whether somebody should look at it.
+    """
+
+    text: str
+    share: float | None = None
+    plot: float | None = None
+    alarm: bool = False
+
+
+Cell: TypeAlias = str | Marked
+
+
+def text_of(cell: Cell) -> str:
+    """Return the text of a cell."""
+    return cell if isinstance(cell, str) else cell.text
+
+
+class Column(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The head of a column.
+
+    Attributes:
+        name: Its name.
+        about: What it shows, where the name does not say it.
+        number: Whether its texts are numbers.
+    """
+
+    name: str
+    about: str = ""
+    number: bool = False
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A row of a table.
+
+    Attributes:
+        key: Tells it from other rows in later views.
+        cells: A text for each column, printable even if a peer has chosen it.
+    """
+
+    key: str
+    cells: tuple[Cell, ...]
+
+    @classmethod
+    def of(cls, key: str, *cells: Cell) -> Row:
+        """Return a row, with texts of peers made printable."""
+        return cls(printable(key), tuple(map(_printable, cells)))
+
+
+class TopTable(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A table.
+
+    Attributes:
+        name: A word for it, such as ``"transfers"``.
+        title: What it shows.
+        columns: Its columns.
+        rows: Its rows, the most urgent first.
+        total: How many rows there would be, if some were left out.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    total: int = 0
+
+
+class TopView(msgspec.Struct, frozen=True):
+    """All that is shown at one time.
+
+    Attributes:
+        name: What is looked at, such as a server's name.
+        tables: The tables; some may have no rows.
+        notes: Sentences about what no table shows.
+    """
+
+    name: str
+    tables: tuple[TopTable, ...]
+    notes: tuple[str, ...] = ()
+
+
+class RateMemory:
+    """Remembers the snapshots before, so that a view can show rates. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # By incarnation. bounded: by the processes of the last look
+        self._last: dict[str, Snapshot] = {}
+        self._before: dict[str, Snapshot] = {}
+
+    def before(self, found: Sequence[Snapshot]) -> Sequence[Snapshot]:
+        """Return earlier snapshots of the same processes, and keep these."""
+        with self._lock:
+            before: dict[str, Snapshot] = {}
+            last: dict[str, Snapshot] = {}
+            for one in found:
+                key = one.incarnation
+                old = self._last.get(key)
+                if old is not None and one.at_s - old.at_s < _RATE_S:
+                    last[key] = old
+                    old = self._before.get(key)
+                else:
+                    last[key] = one
+                if old is not None and one.at_s - old.at_s < _RATE_S_MAX:
+                    before[key] = old
+            self._last, self._before = last, before
+            return tuple(before.values())
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """One reason for which something does not go on.
+
+    Attributes:
+        who: Who waits.
+        on: Whom or what it waits for.
+        what: What is held up, such as a transfer.
+        age_s: For how long; None if that is not known.
+        why: What has to happen next, in words.
+        alarm: Whether that may never happen by itself.
+    """
+
+    who: str
+    on: str
+    what: str
+    age_s: float | None
+    why: str
+    alarm: bool = False
+
+
+def waits_table(waits: Iterable[Wait]) -> TopTable:
+    """Return who waits for whom and why: a row for each pair, the longest first."""
+    groups: dict[tuple[str, str], list[Wait]] = {}
+    for one in waits:
+        groups.setdefault((one.who, one.on), []).append(one)
+    aged: list[tuple[float, Row]] = []
+    for (who, on), group in groups.items():
+        longest = max(group, key=lambda wait: wait.age_s or 0.0)
+        more = f" and {len(group) - 1:,} more" if len(group) > 1 else ""
+        age = "-" if longest.age_s is None else f"{longest.age_s:.1f} s"
+        row = Row.of(
+            f"{who} {on}",
+            who,
+            on,
+            printable(longest.what) + more,
+            Marked(age, alarm=any(wait.alarm for wait in group)),
+            longest.why,
+        )
+        aged.append((longest.age_s or 0.0, row))
+    return TopTable(
+        "waits",
+        "Who waits for whom, and why",
+        (
+            Column("who"),
+            Column("waits for"),
+            Column("with"),
+            Column("for", "how long the oldest has waited", number=True),
+            Column("because", "what the oldest needs next"),
+        ),
+        oldest_first(aged),
+    )
+
+
+def oldest_first(aged: Iterable[tuple[float, Row]]) -> tuple[Row, ...]:
+    """Return rows with the oldest first; those of one age do not change places."""
+    rows = sorted(aged, key=lambda item: (-round(item[0], 1), item[1].key))
+    return tuple(row for _, row in rows)
+
+
+# --- processes ------------------------------------------------------------------------
+
+
+def process_tables(
+    found: Sequence[Snapshot], before: Sequence[Snapshot]
+) -> tuple[TopTable, ...]:
+    """Return a table for each kind of open object.
+
+    Args:
+        found: The processes now.
+        before: The same processes a moment earlier, for rates.
+    """
+    return (
+        waits_table(_waits(found)),
+        _processes(found, before),
+        _transfers(found),
+        _stores(found),
+        _connections(found),
+    )
+
+
+def process_view(
+    found: Sequence[Snapshot], before: Sequence[Snapshot], silent: Iterable[str]
+) -> TopView:
+    """Return the view of live processes.
+
+    Args:
+        found: The processes now.
+        before: The same processes a moment earlier, for rates.
+        silent: Sentences about the processes that did not answer.
+    """
+    number = f"{len(found)} process{'' if len(found) == 1 else 'es'}"
+    notes = (*silent, *(() if found else (NOBODY,)))
+    return TopView(number, process_tables(found, before), tuple(map(printable, notes)))
+
+
+def _waits(found: Sequence[Snapshot]) -> Iterator[Wait]:
+    # Why producers do not go on, by themselves and the transfer: consumers show it too.
+    at_producers = {
+        (one.name, transfer.id): f"; at {one.name}, {transfer.waits_for}"
+        for one in found
+        for transfer in one.transfers
+        if transfer.side == "outgoing" and transfer.waits_on in _OWN
+    }
+    for one in found:
+        silent = {row.peer for row in one.connections if row.silent_s > _SILENT_S}
+        for transfer in one.transfers:
+            more = ""
+            if transfer.side == "incoming" and transfer.peers:
+                more = at_producers.get((transfer.peers[0], transfer.id), "")
+            yield Wait(
+                one.name,
+                _OWN.get(transfer.waits_on) or ", ".join(transfer.peers) or "a peer",
+                f"transfer {transfer.id}",
+                transfer.age_s,
+                transfer.waits_for + more,
+                alarm=not silent.isdisjoint(transfer.peers),
+            )
+        for store in one.stores:
+            trouble = [f"{tier}: {said}" for tier, said in store.trouble.items()]
+            for call in store.calls:
+                yield Wait(
+                    one.name,
+                    f"the store {store.name}",
+                    f"a {call.verb} of {call.blocks:,} blocks",
+                    call.age_s,
+                    "; ".join(trouble) or "the blocks are being moved",
+                    alarm=bool(trouble),
+                )
+        for name in one.asked:
+            why = "a peer has asked for it, and it is not published here"
+            yield Wait("a peer", one.name, f"transfer {name}", None, why)
+
+
+def _processes(found: Sequence[Snapshot], before: Sequence[Snapshot]) -> TopTable:
+    earlier = {one.incarnation: one for one in before}
+    rows: list[Row] = []
+    for one in found:
+        rates: list[Cell] = ["-", "-"]
+        old = earlier.get(one.incarnation)
+        if old is not None and one.at_s > old.at_s:
+            spent_s = one.at_s - old.at_s
+            per_s = [
+                max(0, int((one.counters[key] - old.counters[key]) / spent_s))
+                for key in ("received_bytes", "sent_bytes")
+            ]
+            rates = [Marked(in_bytes(rate), plot=rate) for rate in per_s]
+        failed = one.counters["transfers_partial"] + one.counters["transfers_failed"]
+        row = Row.of(
+            one.incarnation,
+            one.name,
+            str(one.pid),
+            str(one.open_connections),
+            str(one.open_transfers),
+            str(one.counters["transfers_complete"]),
+            str(failed),
+            *rates,
+        )
+        rows.append(row)
+    return TopTable(
+        "processes",
+        "Processes",
+        (
+            Column("process"),
+            Column("pid", number=True),
+            Column("conns", "connections that are open", number=True),
+            Column("open", "transfers without an outcome", number=True),
+            Column("done", "transfers that are complete", number=True),
+            Column("failed", "transfers that lack blocks", number=True),
+            Column("in/s", "KV bytes that have landed, a second", number=True),
+            Column("out/s", "KV bytes that peers have taken, a second", number=True),
+        ),
+        tuple(rows),
+    )
+
+
+def _transfers(found: Sequence[Snapshot]) -> TopTable:
+    aged: list[tuple[float, Row]] = []
+    for one in found:
+        for row in one.transfers:
+            way = "to" if row.side == "outgoing" else "from"
+            peers = ", ".join(row.peers)
+            share = row.landed_bytes / row.nbytes if row.nbytes else 0.0
+            made = Row.of(
+                f"{one.incarnation} {row.side} {row.id}",
+                one.name,
+                f"{row.id} {way} {peers}" if peers else row.id,
+                f"{row.layers_landed}/{row.layers_marked}/{row.layers}",
+                Marked(
+                    f"{in_bytes(row.landed_bytes)}/{in_bytes(row.nbytes)}",
+                    share=min(1.0, share),
+                ),
+                f"{row.age_s:.1f} s",
+                row.waits_for,
+            )
+            aged.append((row.age_s, made))
+    total = sum(one.open_transfers for one in found)
+    return TopTable(
+        "transfers",
+        "Open transfers, the oldest first",
+        (
+            Column("process"),
+            Column("transfer"),
+            Column("layers", "landed/marked/all", number=True),
+            Column("bytes", "landed/all", number=True),
+            Column("age", number=True),
+            Column("waits for"),
+        ),
+        oldest_first(aged),
+        total if total > len(aged) else 0,
+    )
+
+
+def _stores(found: Sequence[Snapshot]) -> TopTable:
+    rows: list[Row] = []
+    for one in found:
+        for row in one.stores:
+            calls = ", ".join(f"{c.verb} {c.age_s:.1f} s" for c in row.calls[:3])
+            trouble = "; ".join(row.trouble.values())
+            made = Row.of(
+                f"{one.incarnation} {row.name}",
+                one.name,
+                row.name,
+                calls or "-",
+                str(row.pinned_blocks),
+                str(row.counters["hit_blocks"]),
+                str(row.counters["missed_blocks"]),
+                Marked(trouble, alarm=bool(trouble)),
+            )
+            rows.append(made)
+    return TopTable(
+        "stores",
+        "Stores",
+        (
+            Column("process"),
+            Column("store"),
+            Column("calls", "the oldest puts and gets under way"),
+            Column("pinned", "blocks that may not be evicted now", number=True),
+            Column("hits", "blocks that gets have found", number=True),
+            Column("misses", "blocks that gets have not found", number=True),
+            Column("trouble", "the last failure of a tier"),
+        ),
+        tuple(rows),
+    )
+
+
+def _connections(found: Sequence[Snapshot]) -> TopTable:
+    rows: list[Row] = []
+    for one in found:
+        for number, row in enumerate(one.connections):
+            silent = f"{row.silent_s:.1f} s"
+            made = Row.of(
+                f"{one.incarnation} {number} {row.peer}",
+                one.name,
+                row.peer,
+                row.transport,
+                f"{row.age_s:.0f} s",
+                Marked(silent, alarm=row.silent_s > _SILENT_S),
+                in_bytes(row.queued_bytes),
+                str(row.unreceived),
+            )
+            rows.append(made)
+    total = sum(one.open_connections for one in found)
+    return TopTable(
+        "connections",
+        "Connections",
+        (
+            Column("process"),
+            Column("peer"),
+            Column("over", "the transport that carries its data now"),
+            Column("age", number=True),
+            Column("silent", "since the peer last sent anything", number=True),
+            Column("queued", "bytes that are not sent yet", number=True),
+            Column("unreceived", "messages that wait to be received", number=True),
+        ),
+        tuple(rows),
+        total if total > len(rows) else 0,
+    )
+
+
+# --- a served store -------------------------------------------------------------------
+
+
+def report_tables(report: StatsReport) -> tuple[TopTable, ...]:
+    """Return the tables of a store server's report: tiers, tenants, clients."""
+    return (_tiers(report), _tenants(report), _clients(report))
+
+
+def report_notes(report: StatsReport) -> tuple[str, ...]:
+    """Return sentences about a store server that no table shows."""
+    errors = [f"{tier.name}: {tier.error}" for tier in report.tiers if tier.error]
+    return tuple(map(printable, errors))
+
+
+def store_view(
+    report: StatsReport, found: Sequence[Snapshot], before: Sequence[Snapshot]
+) -> TopView:
+    """Return the view of a served store.
+
+    Args:
+        report: What the reader may see of the server.
+        found: The server's process; nothing for a tenant, who may not see it.
+        before: The same process a moment earlier, for rates.
+    """
+    processes = process_tables(found, before) if found else ()
+    notes = list(report_notes(report))
+    if report.dropped:
+        notes.append(f"{report.dropped:,} clients broke a rule and were dropped")
+    name = report.name + (", read-only" if report.read_only else "")
+    # First what waits, then the server's own numbers.
+    tables = (*processes[:1], *report_tables(report), *processes[1:])
+    return TopView(printable(name), tables, tuple(notes))
+
+
+def _tiers(report: StatsReport) -> TopTable:
+    rows: list[Row] = []
+    for tier in report.tiers:
+        counts = tier.stats
+        size = counts.size_bytes
+        broken = counts.damaged_blocks + counts.failed_blocks
+        row = Row.of(
+            tier.name,
+            Marked(tier.name, alarm=bool(tier.error)),
+            f"{counts.blocks:,}",
+            Marked(
+                in_bytes(counts.used_bytes),
+                share=min(1.0, counts.used_bytes / size) if size else None,
+            ),
+            in_bytes(size) if size else "-",
+            f"{counts.read_blocks:,}",
+            f"{counts.written_blocks:,}",
+            f"{counts.evicted_blocks:,}",
+            f"{broken:,}",
+        )
+        rows.append(row)
+    return TopTable(
+        "tiers",
+        "Tiers of the store, the fastest first",
+        (
+            Column("tier"),
+            Column("blocks", number=True),
+            Column("used", number=True),
+            Column("of", "the bytes that it may use", number=True),
+            Column("read", "blocks got from it", number=True),
+            Column("written", "blocks put into it", number=True),
+            Column("evicted", "blocks that made room for others", number=True),
+            Column("failed", "blocks damaged, not read or not written", number=True),
+        ),
+        tuple(rows),
+    )
+
+
+def _tenants(report: StatsReport) -> TopTable:
+    rows: list[Row] = []
+    for tenant in report.tenants:
+        for tier, use in tenant.tiers:
+            quota = use.quota_bytes
+            share = min(1.0, use.used_bytes / quota) if quota else None
+            row = Row.of(
+                f"{tenant.name} {tier}",
+                f"{tenant.name or 'no tenant'} in {tier}",
+                Marked(in_bytes(use.used_bytes), share=share),
+                in_bytes(quota) if quota else "-",
+                in_bytes(use.pinned_bytes),
+                f"{use.evicted_blocks:,}",
+                f"{tenant.counters.hit_blocks:,}",
+                f"{tenant.counters.missed_blocks:,}",
+            )
+            rows.append(row)
+    return TopTable(
+        "tenants",
+        "Tenants",
+        (
+            Column("tenant"),
+            Column("used", number=True),
+            Column("of", "its quota", number=True),
+            Column("pinned", "bytes that may not be evicted", number=True),
+            Column("evicted", "its blocks that made room for others", number=True),
+            Column("hits", "blocks that its gets have found", number=True),
+            Column("misses", "blocks that its gets have not found", number=True),
+        ),
+        tuple(rows),
+    )
+
+
+def _clients(report: StatsReport) -> TopTable:
+    rows: list[Row] = []
+    for client in report.clients:
+        where = f"{client.name} at {client.address}"
+        row = Row.of(
+            where,
+            where,
+            f"{client.requests:,}",
+            f"{client.asked:,}",
+            in_bytes(client.read_bytes),
+            in_bytes(client.written_bytes),
+        )
+        rows.append(row)
+    return TopTable(
+        "clients",
+        "Clients of the store",
+        (
+            Column("client"),
+            Column("open", "requests under way", number=True),
+            Column("requests", "requests since it connected", number=True),
+            Column("read", number=True),
+            Column("written", number=True),
+        ),
+        tuple(rows),
+    )
+
+
+def _printable(cell: Cell) -> Cell:
+    if isinstance(cell, str):
+        return printable(cell)
+    return msgspec.structs.replace(cell, text=printable(cell.text))
