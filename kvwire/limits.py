@@ -120,8 +120,6 @@ CONTROL_QUEUE_BYTES_MAX: Final = 4 * MIB
 CONNECTIONS_MAX: Final = 4096
 # Connections, transfers and calls in a snapshot: a megabyte of JSON at most.
 SNAPSHOT_ROWS_MAX: Final = 1000
-# What a process answers to its inspector: a snapshot or a trace, several times over.
-INSPECT_ANSWER_BYTES_MAX: Final = 64 * MIB
 # Six are here; the others are room for those of other distributions.
 BACKENDS_MAX: Final = 32
 # What CPU_SETSIZE of glibc has room for, and with it os.sched_setaffinity.

@@ -15,7 +15,7 @@ from typing import Final, Protocol, Self, TypeVar
 
 from kvwire import BlockStore, Communicator, Snapshot
 from kvwire.extras import needed_by
-from kvwire.observe.listening import HttpThread, Orders, Reply
+from kvwire.observe.listening import HttpReply, HttpThread, Orders
 from kvwire.observe.page import DATA, PAGE, page_data, page_file
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from kvwire.observe.view import RateMemory, store_view
@@ -95,46 +95,46 @@ class MetricsServer:
         """Stop answering."""
         self._thread.__exit__(*error)
 
-    def get(self, path: str, headers: Mapping[str, str], client: str) -> Reply:
+    def get(self, path: str, headers: Mapping[str, str], client: str) -> HttpReply:
         """Return the answer to a GET."""
         match path:
             case "/metrics":
                 metrics = generate_latest(self._registry)
-                return Reply.of(HTTPStatus.OK, CONTENT_TYPE_LATEST, metrics)
+                return HttpReply.of(HTTPStatus.OK, CONTENT_TYPE_LATEST, metrics)
             case "/health":
                 return self._health()
         if self.orders is not None:
             if path == DATA:
                 return self._top(self.orders, headers, client)
             if (file := page_file(path)) is not None:
-                return Reply(HTTPStatus.OK, *file)
+                return HttpReply(HTTPStatus.OK, *file)
         said = f"there are /metrics, /health and {PAGE}\n".encode()
-        return Reply.of(HTTPStatus.NOT_FOUND, "text/plain", said)
+        return HttpReply.of(HTTPStatus.NOT_FOUND, "text/plain", said)
 
     def _top(
         self, orders: ServerOrders, headers: Mapping[str, str], client: str
-    ) -> Reply:
+    ) -> HttpReply:
         try:
             tenant = orders.reader(headers, client)
         except OrderRefused as exc:
-            return Reply(exc.status, *page_data({"error": str(exc)}))
+            return HttpReply(exc.status, *page_data({"error": str(exc)}))
         found = self._on_loop(lambda: orders.report(tenant))
         if found is None:
             why = "the server's event loop is blocked, or ends"
-            return Reply(HTTPStatus.SERVICE_UNAVAILABLE, *page_data({"error": why}))
+            return HttpReply(HTTPStatus.SERVICE_UNAVAILABLE, *page_data({"error": why}))
         report, snapshot = found
         processes = [snapshot] if snapshot is not None else []
         before = self._rates.before(processes) if processes else ()
         view = store_view(report, processes, before)
-        return Reply(HTTPStatus.OK, *page_data(view))
+        return HttpReply(HTTPStatus.OK, *page_data(view))
 
-    def _health(self) -> Reply:
+    def _health(self) -> HttpReply:
         turns = self._on_loop(lambda: True)
         trouble = {name: said for name, said in self._store.report.items() if said}
         state = ("degraded" if trouble else "ok") if turns else "stuck"
         body = json.dumps({"status": state, "trouble": trouble}).encode() + b"\n"
         status = HTTPStatus.OK if turns else HTTPStatus.SERVICE_UNAVAILABLE
-        return Reply.of(status, _JSON, body)
+        return HttpReply.of(status, _JSON, body)
 
     def _on_loop(self, work: Callable[[], T]) -> T | None:
         """Return the result of `work` on the loop; None if the loop is blocked."""

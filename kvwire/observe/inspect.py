@@ -17,7 +17,7 @@ import msgspec
 
 from kvwire import Config, KVWireError, Snapshot, UsageError
 from kvwire.errors import shown
-from kvwire.limits import INSPECT_ANSWER_BYTES_MAX
+from kvwire.observe.limits import INSPECT_ANSWER_BYTES_MAX
 from kvwire.wire.control import DECODE_ERRORS
 
 # A busy loop answers late, a blocked one never.

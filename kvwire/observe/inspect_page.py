@@ -15,7 +15,7 @@ from pathlib import Path
 from kvwire import UsageError
 from kvwire.errors import KVWireError
 from kvwire.observe.inspect import snapshots, sockets
-from kvwire.observe.listening import Reply
+from kvwire.observe.listening import HttpReply
 from kvwire.observe.page import DATA, PAGE, page_data, page_file
 from kvwire.observe.view import RateMemory, process_view
 from kvwire.types import Address, is_loopback
@@ -50,20 +50,21 @@ class InspectPage:
             )
         return where
 
-    def get(self, path: str, headers: Mapping[str, str], client: str) -> Reply:
+    def get(self, path: str, headers: Mapping[str, str], client: str) -> HttpReply:
         """Return the answer to a GET."""
         if (file := page_file(path)) is not None:
-            return Reply(HTTPStatus.OK, *file)
+            return HttpReply(HTTPStatus.OK, *file)
         if path != DATA:
             said = f"there is {PAGE}\n".encode()
-            return Reply.of(HTTPStatus.NOT_FOUND, "text/plain", said)
+            return HttpReply.of(HTTPStatus.NOT_FOUND, "text/plain", said)
         shown = headers.get("authorization", "").encode()
         if not hmac.compare_digest(f"Bearer {self.key}".encode(), shown):
             why = "open the link that kvwire top has printed, or enter its key"
-            return Reply(HTTPStatus.UNAUTHORIZED, *page_data({"error": why}))
+            return HttpReply(HTTPStatus.UNAUTHORIZED, *page_data({"error": why}))
         try:
             found, silent = snapshots(sockets(self._folder))
         except KVWireError as exc:  # the folder has gone
-            found, silent = [], [str(exc)]
+            found = []
+            silent = [str(exc)]
         view = process_view(found, self._rates.before(found), silent)
-        return Reply(HTTPStatus.OK, *page_data(view))
+        return HttpReply(HTTPStatus.OK, *page_data(view))

@@ -20,17 +20,16 @@ from typing import Any, Final, NamedTuple, Protocol, Self
 
 from kvwire import ListenError
 from kvwire.backend import keep_from_children
+from kvwire.observe.limits import HTTP_CONNECTIONS_MAX
 from kvwire.types import Address
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 # The longest time that a silent client holds a thread.
 _SILENT_S: Final = 5.0
-# Connections at once; others are closed, since each needs a thread.
-_ASKERS_MAX: Final = 16
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     """The answer to one request."""
 
     status: HTTPStatus
@@ -43,10 +42,10 @@ class Reply(NamedTuple):
         return cls(status, {"content-type": kind}, body)
 
 
-class Get(Protocol):
+class HttpGet(Protocol):
     """Answers GET, on threads."""
 
-    def __call__(self, path: str, headers: Mapping[str, str], client: str) -> Reply:
+    def __call__(self, path: str, headers: Mapping[str, str], client: str) -> HttpReply:
         """Return the answer; the names of headers have small letters."""
 
 
@@ -78,7 +77,7 @@ class HttpThread:
     """
 
     def __init__(
-        self, address: str | Address, get: Get, orders: Orders | None = None
+        self, address: str | Address, get: HttpGet, orders: Orders | None = None
     ) -> None:
         where = Address.parse(address)
         try:
@@ -107,7 +106,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(
         self,
         where: tuple[str, int],
-        get: Get,
+        get: HttpGet,
         orders: Orders | None,
     ) -> None:
         sockaddr: Any
@@ -117,8 +116,8 @@ class _Server(ThreadingHTTPServer):
         super().__init__(sockaddr, _Request)
         self.get = get
         self.orders = orders
-        self._places = threading.BoundedSemaphore(_ASKERS_MAX)
-        # The time each connection was accepted. bounded: _ASKERS_MAX
+        self._places = threading.BoundedSemaphore(HTTP_CONNECTIONS_MAX)
+        # The time each connection was accepted. bounded: HTTP_CONNECTIONS_MAX
         self.since: dict[socket.socket, float] = {}
 
     def verify_request(self, request: object, client_address: object) -> bool:
@@ -190,7 +189,7 @@ class _Request(BaseHTTPRequestHandler):
             client = self.client_address[0]
             status, told = orders.answer(self._path, self._headers, client, body)
         content = json.dumps(told).encode() + b"\n"
-        self._answer(Reply.of(status, "application/json", content))
+        self._answer(HttpReply.of(status, "application/json", content))
 
     @property
     def _path(self) -> str:
@@ -200,7 +199,7 @@ class _Request(BaseHTTPRequestHandler):
     def _headers(self) -> dict[str, str]:
         return {name.lower(): value for name, value in self.headers.items()}
 
-    def _answer(self, reply: Reply) -> None:
+    def _answer(self, reply: HttpReply) -> None:
         self.send_response(reply.status)
         for name, value in reply.headers.items():
             self.send_header(name.title(), value)

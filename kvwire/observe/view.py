@@ -140,7 +140,8 @@ class RateMemory:
                     last[key] = one
                 if old is not None and one.at_s - old.at_s < _RATE_S_MAX:
                     before[key] = old
-            self._last, self._before = last, before
+            self._last = last
+            self._before = before
             return tuple(before.values())
 
 

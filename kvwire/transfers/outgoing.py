@@ -284,9 +284,9 @@ class Outgoing(Transfer):
             return NextMove("peer", f"the peer {', '.join(peers)} has not expected it")
         if self._unasked and not self._legs:
             return NextMove("peer", self._unasked())
-        legs, wanted = len(self._legs), self._peers
-        if legs < wanted:
-            return NextMove("peer", f"{legs} of {wanted} consumers have pulled it")
+        legs = len(self._legs)
+        if legs < self._peers:
+            return NextMove("peer", f"{legs} of {self._peers} consumers have pulled it")
         marked, layers = self._log.layers
         if not self._log.finished:
             text = (
