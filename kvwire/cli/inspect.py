@@ -52,8 +52,8 @@ def top(
         once: Print one snapshot and exit, instead of updating until Ctrl-C.
         json: Print snapshots as JSON, one line for each process.
         interval_s: Seconds between two updates.
-        serve: Show it in a browser: serve a page on this address of this host, such as
-            127.0.0.1:9401, to those who have the link that is printed.
+        serve: Serve it as a page on this address of this host, such as 127.0.0.1:9401,
+            and print the link, which contains the page's key.
     """
     paths = sockets(folder)
     if serve:
@@ -83,7 +83,7 @@ def _serve(folder: Path | None, address: str) -> None:
     with HttpThread(answers.checked(address), answers.get) as server:
         # The part behind # stays in the browser, and so out of logs.
         print(f"{server.url}{PAGE}#{answers.key}", flush=True)
-        print("who has this link may look; Ctrl-C ends", file=sys.stderr)
+        print("anyone with this link can read it; Ctrl-C ends", file=sys.stderr)
         threading.Event().wait()
 
 

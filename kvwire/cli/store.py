@@ -71,8 +71,8 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         write: When a put is complete: "through": once a disk has it; "back": once
             memory has it.
         metrics: Serve HTTP on this address, such as 127.0.0.1:9400: /metrics
-            (Prometheus) and /health for anyone, /kv/pin and the other verbs for clients
-            with a key. Needs the extra `metrics`.
+            (Prometheus) and /health for anyone; /kv/pin and the other verbs, and the
+            page /top, for clients with a key. Needs the extra `metrics`.
         tenant: A tenant's name, quotas and key; repeat the option for more: --tenant
             'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key'. A client with the
             key of --psk-file is the operator.

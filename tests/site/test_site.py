@@ -75,7 +75,7 @@ def test_each_page_leads_to_the_next_of_the_index(browser: Site) -> None:
     assert browser.find(".md-footer__link--prev").get_attribute("href").endswith(first)
 
 
-def test_a_name_leads_to_its_whole_signature(browser: Browser) -> None:
+def test_a_name_leads_to_its_whole_signature(browser: Site) -> None:
     browser.open("reference/api.html")
     browser.run(
         "document.querySelector('a[href$=\"#kvwire.Connection.pull\"]').click()"
@@ -87,7 +87,7 @@ def test_a_name_leads_to_its_whole_signature(browser: Browser) -> None:
     assert browser.find(signature, "lease_s: float")
 
 
-def test_a_key_leads_to_its_row_of_the_configuration(browser: Browser) -> None:
+def test_a_key_leads_to_its_row_of_the_configuration(browser: Site) -> None:
     browser.open("howto/directory.html")
     browser.run("document.querySelector('a[href$=\"#lease_s\"]').click()")
     there = "reference/configuration.html#lease_s"
