@@ -55,8 +55,6 @@ class DeviceStaging:
 
     def __init__(self, owner: PathOwner) -> None:
         self.ready: deque[Chunk] = deque()
-        # bounded: EAGER_WINDOW_MESSAGES, since their credit is not given back
-        self._unplaced: deque[_Held] = deque()
         self._owner = owner
         self._core = owner.core
         self._link = owner.link
@@ -172,8 +170,17 @@ class DeviceStaging:
 
         It waits for a slot, and leaves one for the link, which is not paused for it.
         """
-        self._unplaced.append(_Held(request, held))
-        self._place_held()
+        if request.over or not held.nbytes:
+            self._core.filled(request)  # if it is over, its memory may be free already
+            return
+        assert request.buffer is not None
+        into = self._buffers.part(request.buffer, 0, held.nbytes)
+        assert isinstance(into, Fragments)
+        assert into.device is not None
+        _, slots = self._slots[into.device]
+        # bounded: EAGER_WINDOW_MESSAGES, since their credit is not given back
+        slots.unplaced.append(_Held(request, held, into))
+        self._place_held(slots)
 
     # --- the end ----------------------------------------------------------------------
 
@@ -236,26 +243,20 @@ class DeviceStaging:
             self.sent(chunk)
             self._core.chunk_sent(chunk)
 
-    def _place_held(self) -> None:
-        while self._unplaced:
-            request, held = self._unplaced[0]
-            if request.over or not held.nbytes:
-                # If it is over, its memory may be free already.
-                self._core.filled(request)
+    def _place_held(self, slots: _Slots) -> None:
+        while slots.unplaced:
+            request, held, into = slots.unplaced[0]
+            done = partial(self._core.filled, request)
+            if request.over:
+                done()
+            elif len(slots.free) < 2:  # the last one is the link's
+                return
             else:
                 assert request.buffer is not None
-                into = self._buffers.part(request.buffer, 0, held.nbytes)
-                assert isinstance(into, Fragments)
-                assert into.device is not None
-                _, slots = self._slots[into.device]
-                if len(slots.free) < 2:  # the last one is the link's
-                    return
                 slot = slots.take(held.nbytes)
                 copy(held, slot.view)
-                self._scatter(
-                    slot, request.buffer, into, partial(self._core.filled, request)
-                )
-            self._unplaced.popleft()
+                self._scatter(slot, request.buffer, into, done)
+            slots.unplaced.popleft()
 
     def _scatter(
         self, slot: _Slot, buffer: BufferId, into: Payload, then: Callable[[], None]
@@ -286,13 +287,14 @@ class DeviceStaging:
         self.stage(chunk, source)
 
     def _resume(self) -> None:
-        if self._unplaced:
-            self._place_held()
+        # Held messages have their turn before the link, which may need every slot.
+        for _, slots in self._slots.values():
+            if slots.unplaced:
+                self._place_held(slots)
         if (
             self._paused
             and not self._ended
-            and not self._unplaced
-            and all(i.free for _, i in self._slots.values())
+            and all(i.free and not i.unplaced for _, i in self._slots.values())
         ):
             self._paused = False
             self._link.resume()
@@ -314,6 +316,7 @@ class _Held(NamedTuple):
 
     request: RequestRecord
     held: memoryview
+    into: Fragments
 
 
 class _Slots:
@@ -333,6 +336,8 @@ class _Slots:
         # The slot that has rested longest is next.
         self.free = deque(range(STAGING_SLOTS), maxlen=STAGING_SLOTS)
         self._used: set[int] = set()
+        # Inbound: what waits for a slot beside the link's payloads.
+        self.unplaced: deque[_Held] = deque()
 
     def take(self, nbytes: int) -> _Slot:
         """Take a free slot, cut to the length needed; there must be one."""

@@ -67,6 +67,7 @@ from kvwire.types import (
     Address,
     BufferId,
     Deadline,
+    Device,
     Grant,
     PeerInfo,
     TransportReport,
@@ -137,7 +138,8 @@ class Connection(AsyncWith):
         self._driver = ConnectionDriver(link, core, services, lanes, peer)
         self._shown = OwnWindows(self._driver, windows)
         self._opened = PeerWindows(self._driver)
-        self._on_device = DeviceRequests(self._driver)
+        # With the first request whose memory is a device's.
+        self._on_device: DeviceRequests | None = None
         self._on_ended = ended
         self._driver.serve(self, self._acts())
         self._driver.lane_setup.on_open = self._shown.lane_opened
@@ -504,7 +506,7 @@ class Connection(AsyncWith):
         peer = shown(self.peer.name)
         if record is None:
             return f"recv from {peer}, not posted: nobody awaits it"
-        if record in self._on_device.unready:
+        if self._on_device is not None and record in self._on_device.unready:
             return (
                 f"{record.kind.value} with {peer}, waits for what its device has queued"
             )
@@ -557,7 +559,7 @@ class Connection(AsyncWith):
         try:
             if type(memory) is Fragments and memory.device is not None:
                 assert lent is not None
-                record = self._on_device.post(request, memory.device, lent)
+                record = self._posted_on_device(request, memory.device, lent)
             elif kind is _RECV:
                 record = core.recv(what, lent, nbytes, deadline=at)
             else:
@@ -587,6 +589,13 @@ class Connection(AsyncWith):
         return request
 
     # --- inside -----------------------------------------------------------------------
+
+    def _posted_on_device(
+        self, request: Request[Any], device: Device, lent: BufferId
+    ) -> RequestRecord:
+        if self._on_device is None:
+            self._on_device = DeviceRequests(self._driver)
+        return self._on_device.post(request, device, lent)
 
     def _adopt(self, request: Request[Any]) -> None:
         """Start a request that waited for this connection; an error completes it."""
@@ -694,6 +703,7 @@ class Connection(AsyncWith):
     def _provide(self, event: MemoryWanted) -> None:
         """Allocate memory for the message that a receive without ``into`` has met."""
         if event.request.on_device:
+            assert self._on_device is not None
             self._on_device.wanted(event)
             return
         try:

@@ -160,6 +160,8 @@ def _payload_of(buffer: Any, what: str) -> Payload:
 
 def _check_tensor(torch: Any, tensor: Any, what: str) -> None:
     """Refuse a torch tensor whose bytes are not its values, one after the other."""
+    if tensor.is_nested:
+        raise UsageError(f"{what}: the tensor is nested; pass one of tensor.unbind()")
     if tensor.layout is not torch.strided:
         raise UsageError(
             f"{what}: the tensor's layout is {tensor.layout}; pass tensor.to_dense()"

@@ -165,6 +165,53 @@ def test_tensor() -> None:
         as_payload(tensor.T, writable=False)
     with pytest.raises(UsageError, match="tensor is on meta"):
         as_payload(torch.zeros(2, device="meta"), writable=False)
+    ones = torch.ones(2)
+    for made, advice in (
+        (ones.to_sparse(), "pass tensor.to_dense"),
+        (torch.nested.nested_tensor([ones, ones]), "pass one of tensor.unbind"),
+        (torch.zeros(2, dtype=torch.complex64).conj(), "pass tensor.resolve_conj"),
+        (ones.expand(3, 2), "pass tensor.contiguous"),
+    ):
+        with pytest.raises(UsageError, match=advice):
+            as_payload(made, writable=False)
+
+
+class OnGpu:
+    """An array that says where it lies on a GPU, as CuPy's and Numba's do."""
+
+    def __init__(self, shape: tuple[int, ...], **more: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": "<f4",
+            "data": (4096, False),
+            "version": 3,
+            **more,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 1
+
+
+def test_an_array_on_a_gpu() -> None:
+    """Its address is not looked at; what cannot be one piece is refused."""
+    payload = as_payload(OnGpu((2, 3), strides=(12, 4)), writable=True)
+    assert isinstance(payload, Fragments)
+    assert str(payload.device) == "cuda:1"
+    assert (payload.addresses.tolist(), payload.nbytes) == ([4096], 24)
+    alone = as_payload(OnGpu((1, 5), strides=(99, 4)), writable=False)
+    assert alone.nbytes == 20
+    for writable in (False, True):
+        empty = as_payload(OnGpu((3, 0)), writable=writable)
+        assert isinstance(empty, memoryview)
+        assert (empty.nbytes, empty.readonly) == (0, False)
+    frozen = OnGpu((2,), data=(4096, True))
+    assert as_payload(frozen, writable=False).nbytes == 8
+    with pytest.raises(UsageError, match="into: OnGpu is read-only"):
+        as_payload(frozen, writable=True, what="into")
+    with pytest.raises(UsageError, match=r"not C-contiguous \(shape \(2, 3\)"):
+        as_payload(OnGpu((2, 3), strides=(4, 8)), writable=False)
+    with pytest.raises(UsageError, match="masked array"):
+        as_payload(OnGpu((2,), mask=object()), writable=False)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100_000])
