@@ -78,7 +78,7 @@ def seconds_of(name: str, value: object) -> float:
     """
     seconds = _number(value)
     if not 0 < seconds < math.inf:
-        raise UsageError(f"{name}={value!r}: a number of seconds above 0")
+        raise UsageError(f"{name}={value!r}: pass a number of seconds above 0")
     return seconds
 
 
@@ -159,7 +159,7 @@ async def run_to_completion(work: Awaitable[T]) -> T:
 
 
 class Upkeep:
-    """Keep track of whether something is away, why, and when to try it again.
+    """Tracks whether a server or link is unreachable, why, and when to try again.
 
     The code that finds it away calls :meth:`lost` with the reason. The first loss after
     a pause begins the next one, whose length is random below a limit that doubles up to
@@ -215,7 +215,7 @@ class Upkeep:
         return asyncio.get_running_loop().time() < self._retry_at
 
     def lost(self, reason: str, *, within_s: float = math.inf) -> bool:
-        """Record that it is away.
+        """Record that it is unreachable.
 
         During a pause only the reason changes: running requests fail together, and
         count as one loss.
@@ -237,7 +237,7 @@ class Upkeep:
         return was_there
 
     def back(self) -> bool:
-        """Record that it is there.
+        """Record that it is reachable again.
 
         Returns:
             Whether it was away until now.
@@ -276,7 +276,7 @@ class Upkeep:
     def start(
         self, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> asyncio.Task[None]:
-        """Run work in a task, unless the last one still runs; return the task."""
+        """Run work in a task, unless the previous task still runs; return the task."""
         if self._task is None or self._task.done():
             self._task = start_task(work())
         return self._task
@@ -367,7 +367,7 @@ class LoopThread:
         _made.add(self)  # weak: it ends with its communicator
 
     async def leave(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Close at the end of an ``async with`` block, completely.
+        """Close at the end of an ``async with`` block, even if the task is cancelled.
 
         A cancel scope that cancels at each ``await`` does not interrupt it. In a child
         that was forked within the block and leaves it, for example by ``sys.exit``,
@@ -390,24 +390,24 @@ class LoopThread:
         if here != self.ident:
             owner = _thread_name(self.ident)
             raise UsageError(
-                f"{call}: called from thread {_thread_name(here)}, and what it is "
-                f"called on belongs to the event loop of thread {owner}: {_WAY_OUT}"
+                f"{call}: called from thread {_thread_name(here)}, but the object "
+                f"belongs to the event loop of thread {owner}: {_WAY_OUT}"
             )
         if running is not None or self.loop.is_closed():
             state = "is closed" if self.loop.is_closed() else "is not running"
             raise UsageError(
-                f"{call}: what it is called on belongs to another event loop, which "
-                f"{state}: open a communicator in each asyncio.run, or keep one loop"
+                f"{call}: the object belongs to another event loop, which {state}: "
+                "open a communicator in each asyncio.run, or keep one loop"
             )
 
     def check_process(self, call: str) -> None:
         """Refuse a call in a child that was forked from the object's own process."""
         if self.ident == FORKED:
             raise UsageError(
-                f"{call}: what it is called on belongs to process {self._pid}, and "
-                f"this is process {os.getpid()}, forked from it: open a communicator "
-                f"or an Engine after the fork, or start processes with "
-                f'multiprocessing.get_context("spawn")'
+                f"{call}: the object belongs to process {self._pid}, and this process "
+                f"{os.getpid()} was forked from it: open a communicator or an Engine "
+                "after the fork, or start processes with "
+                'multiprocessing.get_context("spawn")'
             )
 
 
@@ -458,8 +458,8 @@ class Opening(AsyncWith):
         """Refuse a second opening, since the first block closes what it has opened."""
         if self._begun:
             raise UsageError(
-                f"{self._call}: it was opened already; keep what it gave, or call it "
-                f"once more for another"
+                f"{self._call}: it was opened already; keep the object that it "
+                "returned, or call it again for another one"
             )
         self._begun = True
 

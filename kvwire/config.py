@@ -256,7 +256,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         self._check_tls()
         both = set(self.require) & set(self.forbid)
         if both:
-            raise UsageError(f"{sorted(both)} are both in require and in forbid")
+            raise UsageError(
+                f"{sorted(both)} are in require and also in forbid; remove them from "
+                "one"
+            )
         # The profile travels in one frame, together with the offer of transports.
         texts = "".join(f"{k}{v}" for k, v in self.profile.items())
         try:
@@ -279,14 +282,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return
         if ANYBODY in self.tls_peers and len(self.tls_peers) > 1:
             raise UsageError(
-                f'tls_peers names "{ANYBODY}", which is everybody, and others; leave '
-                f"out either"
+                f'tls_peers names "{ANYBODY}" (everybody) and other names; remove '
+                "one or the other"
             )
         if missing == ["tls_peers"]:
             raise UsageError(
-                'trust="mtls" needs tls_peers, the names of those who may connect and '
-                f'be connected to; ("{ANYBODY}",) means everybody whom the CA has '
-                "signed"
+                'trust="mtls" needs tls_peers, the names of the peers that may '
+                f'connect and be dialled; ("{ANYBODY}",) allows every certificate '
+                "that the CA has signed"
             )
         if missing:
             raise UsageError(f'trust="mtls" needs {", ".join(missing)}')
@@ -401,8 +404,8 @@ def _of_services(environment: Mapping[str, str]) -> frozenset[str]:
 @functools.cache  # one line in each process
 def _log_services(variables: frozenset[str]) -> None:
     logger.warning(
-        "passed over %d environment variables that describe a service named kvwire..., "
-        "such as %s; a pod has none of them with `enableServiceLinks: false`",
+        "ignored %d environment variables that describe a Kubernetes service named "
+        "kvwire..., such as %s; `enableServiceLinks: false` keeps them out of the pod",
         len(variables),
         min(variables),
     )
@@ -436,7 +439,7 @@ def _checked_keys(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     for key in values:
         if key not in FIELDS:
             hint = nearest(key, FIELDS)
-            raise UsageError(f"{origin}: there is no key {key!r}; {hint}")
+            raise UsageError(f"{origin}: unknown key {key!r}; {hint}")
     return dict(values)
 
 
@@ -464,7 +467,7 @@ def _read_value(key: str, value: Any) -> Any:
             raise UsageError(f"{value!r}: write true or false")
         return value.lower() in _YES
     if get_origin(_KINDS[key]) is Sequence:
-        raise UsageError(f"{value!r}: a list is needed, such as [{value!r}]")
+        raise UsageError(f"{value!r}: pass a list, such as [{value!r}]")
     return value
 
 
@@ -503,8 +506,8 @@ def local_path(text: str) -> str:
     path = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111 - no Path yet
     if path.startswith("~"):
         raise UsageError(
-            f"path {text!r}: no home folder is known for {path.partition('/')[0]}; "
-            f"write ./{path} for a folder of that name"
+            f"path {text!r}: {path.partition('/')[0]} has no known home folder; write "
+            f"./{path} if you mean a folder with that name"
         )
     return path
 

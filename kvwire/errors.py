@@ -323,8 +323,8 @@ def check_credentials(url: str) -> None:
     if bad:
         signs = ", ".join(f"{sign} as {quote(sign, safe='')}" for sign in sorted(bad))
         raise UsageError(
-            f"{without_password(url)!r}: the user name or password has a character "
-            f"that means something else in a URL; write {signs}"
+            f"{without_password(url)!r}: the user name or the password has a "
+            f"character that a URL reserves; write {signs}"
         )
 
 
@@ -412,7 +412,7 @@ def wrong_type(name: str, value: object, wanted: str) -> UsageError:
     kind = type(value).__name__
     hint = "; is an `await` missing?" if hasattr(value, "__await__") else ""
     article = "an" if kind[0] in "aeioAEIO" else "a"
-    return UsageError(f"{name}: {wanted} is needed, and this is {article} {kind}{hint}")
+    return UsageError(f"{name}: pass {wanted}, not {article} {kind}{hint}")
 
 
 # As many as a reader takes in at a glance.

@@ -53,7 +53,7 @@ class PlugInError(Exception):
 
 
 def plug_in(group: str, name: str, kind: type[Any]) -> type[Any] | None:
-    """Return the class that a distribution offers under a name; None if none does.
+    """Return the class that a distribution offers under a name, or None.
 
     Args:
         group: The group of entry points.
@@ -80,7 +80,7 @@ def plug_in(group: str, name: str, kind: type[Any]) -> type[Any] | None:
         raise PlugInError(f" cannot be imported: {text}") from exc
     if not isinstance(cls, type) or not issubclass(cls, kind):
         wanted = f"{kind.__module__.removesuffix('.base')}.{kind.__name__}"
-        raise PlugInError(f": {cls!r} is no {wanted}")
+        raise PlugInError(f": {cls!r} is not a {wanted}")
     return cls
 
 
@@ -111,7 +111,7 @@ class needed_by:  # noqa: N801 - a statement's word, as in contextlib
         if isinstance(exc, ImportError):
             raise NotInstalledError(
                 f"{self._what} needs {exc.name}, which cannot be imported: {exc}; "
-                f"install the system's package that has this library",
+                "install the system package that contains this library",
                 name=exc.name,
             ) from None
 

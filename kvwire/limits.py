@@ -1,4 +1,4 @@
-"""The bounds that several rooms share, each with its reason, related by assertions.
+"""The bounds that several rooms share, each with its reason; assertions relate them.
 
 A number from a peer is compared with a bound before it is used for anything. A bound
 that concerns one room stands in the room's own ``limits.py``. Units are in the names.

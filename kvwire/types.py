@@ -86,11 +86,13 @@ class Transitions(dict[tuple[S, Step], S], Generic[S, Step]):
 
     def __missing__(self, step: tuple[S, Step]) -> S:
         state, event = step
-        raise ValueError(f"{event.value} of {self._of} that is {state.value}")
+        raise ValueError(
+            f"{event.value} is not allowed for {self._of} in state {state.value}"
+        )
 
 
 class Role(enum.IntEnum):
-    """The side of a connection, by who opened it."""
+    """The role of a side: client, which opened the connection, or server."""
 
     CLIENT = 0
     SERVER = 1
@@ -199,8 +201,8 @@ class Address:
             return cls(scheme, rest)
         if "@" in rest:
             raise UsageError(
-                f"address {without_password(full)!r}: only scheme://host:port is "
-                f"understood, without a user name and a password"
+                f"address {without_password(full)!r}: write scheme://host:port, "
+                "without a user name and a password"
             )
         try:
             parts = urlsplit(full)
@@ -208,7 +210,7 @@ class Address:
         except ValueError as exc:
             raise UsageError(f"address {text!r}: {exc}") from None
         if parts.path not in ("", "/") or parts.query:
-            raise UsageError(f"address {text!r}: only scheme://host:port is understood")
+            raise UsageError(f"address {text!r}: write scheme://host:port")
         if parts.scheme == "inproc":
             return cls("inproc", full.removeprefix("inproc://").rstrip("/"))
         if port is None:
@@ -231,7 +233,7 @@ def check_file_name(text: str) -> None:
         why = "it has a NUL character"
     except UnicodeEncodeError as exc:
         why = f"{exc.encoding} has no {exc.object[exc.start : exc.end]!r}"
-    raise UsageError(f"path {text!r}: {why}; no file is called so")
+    raise UsageError(f"path {text!r}: {why}; no file can have this name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,7 @@ class PeerIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerInfo:
-    """Facts about the peer, as it claims them; TLS or a key proves some of them.
+    """The peer's claims about itself, some of them proved by TLS or a key.
 
     Attributes:
         name: The name it gives itself.
@@ -360,7 +362,9 @@ class Grant:
             UsageError: The step is not 1, or this is an index instead of a slice.
         """
         if not isinstance(part, slice):
-            raise UsageError("a grant is sliced, grant[a:b]; it has no single bytes")
+            raise UsageError(
+                "write grant[a:b]; a grant cannot be indexed by a single byte"
+            )
         start, stop, step = part.indices(self.nbytes)
         if step != 1:
             raise UsageError(f"grant[{start}:{stop}:{step}]: the step must be 1")
@@ -390,7 +394,7 @@ class Grant:
         try:
             if len(raw) != _GRANT.size:
                 raise UsageError(
-                    f"a grant has {_GRANT.size} bytes, these are {len(raw)}"
+                    f"a grant has {_GRANT.size} bytes, but these are {len(raw)}"
                 )
             magic, access, connection, grant, generation, token, offset, nbytes = (
                 _GRANT.unpack(raw)
@@ -402,8 +406,9 @@ class Grant:
         )
         if magic != _GRANT_MAGIC or not 1 <= access <= 3 or not in_range:
             raise UsageError(
-                f"these bytes are no grant of this version: they begin with {magic!r}, "
-                f"and one begins with {_GRANT_MAGIC!r}; both sides need the same kvwire"
+                "these bytes are not a grant of this version: they begin with "
+                f"{magic!r}, not {_GRANT_MAGIC!r}; use the same version of kvwire on "
+                "both sides"
             )
         return cls(
             access=Access(access),
@@ -417,7 +422,7 @@ class Grant:
 
 
 def text_of(id: str | bytes | int) -> str:
-    """Return the id of a transfer as a text, for people."""
+    """Return a transfer's id as text for people."""
     return id.hex() if isinstance(id, bytes) else str(id)
 
 
@@ -453,7 +458,7 @@ _SIZE: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 
 
 def read_bytes(text: str) -> int:
-    """Parse a number of bytes as people write it, such as ``4MiB``.
+    """Parse a number of bytes such as ``4MiB``.
 
     Raises:
         UsageError: It is not a number with a known unit.
@@ -483,7 +488,7 @@ def numeric_host(sockaddr: tuple[Any, ...]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a numeric address can be reached from this host only."""
+    """Return whether only this host can reach a numeric address."""
     try:
         ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -46,7 +46,7 @@ class InprocBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Return that it is available, since it always is."""
+        """Return that it is available, which is always true."""
         return Availability(available=True, reason="part of kvwire, no dependencies")
 
     async def listen(
@@ -169,7 +169,7 @@ class _Names:
 
 def _refused() -> ConnectionRefusedError:
     return ConnectionRefusedError(
-        errno.ECONNREFUSED, "nobody in this process listens there"
+        errno.ECONNREFUSED, "nothing in this process listens at that address"
     )
 
 

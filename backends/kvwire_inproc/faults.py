@@ -49,7 +49,7 @@ _CHANCES: Final = ("drop", "delay", "reorder", "duplicate", "corrupt", "stall", 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FaultPlan:
-    """How often each fault is injected into the frames that one side sends.
+    """The probability of each fault in the frames that one side sends.
 
     Chances are from 0 to 1, per frame, and independent of each other. Frames are
     counted from 0, for each direction of each link, control frames included.
@@ -91,7 +91,9 @@ class FaultPlan:
                 raise wrong_type(f"fault plan: {name}", value, "a number")
             number = float(value)
             if name in _CHANCES and not 0.0 <= number <= 1.0:
-                raise UsageError(f"fault plan: {name}={value!r} is no chance, 0 to 1")
+                raise UsageError(
+                    f"fault plan: {name}={value!r} must be a probability from 0 to 1"
+                )
             if not number >= 0:
                 raise UsageError(f"fault plan: {name}={value!r} is below 0")
 
@@ -209,7 +211,7 @@ class FaultyPipe(InprocPipe):
                 self._delay()
 
     def _duplicate(self, frame: PipeFrame) -> None:
-        """Put a copy before the frame: its memory stays lent until both are done."""
+        """Insert a copy before the frame; its memory stays lent until both are done."""
         twin = PipeFrame(frame.header, frame.payload, None)
         twin.judged = True
         self._frames.appendleft(twin)
@@ -247,7 +249,7 @@ class FaultyPipe(InprocPipe):
 
 
 def _flip_bit(frame: PipeFrame, where: float) -> None:
-    """Flip one bit in a copy, since the sender's memory must not change.
+    """Flip one bit in a copy; the sender's memory must not change.
 
     Header and payload are equally likely, however long the payload is.
     """

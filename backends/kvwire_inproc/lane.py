@@ -124,7 +124,7 @@ class InprocLane(Lane, LinkHandler):
     def header_received(self, link: Link, header: memoryview) -> Landing:
         descriptor, landing = self._awaited[0]
         if header[:_NUMBER_BYTES] != descriptor:
-            self._end(ConnectionLost("the peer sends another payload than it has said"))
+            self._end(ConnectionLost("the peer sent another payload than it announced"))
         elif len(self._awaited) == 1:
             link.pause()
         self._is_coming = True
@@ -151,7 +151,7 @@ class InprocLane(Lane, LinkHandler):
         self.loop.call_soon(self._handler.lane_closed, self, self._error)
 
     def _end_if_done(self) -> None:
-        """End a closed lane once everything it sent or expected is done."""
+        """End a closed lane once all its sends and receives are done."""
         if self._closing and not self._awaited and self._given_back == self._sent:
             self._end(None)
 

@@ -81,8 +81,8 @@ class InprocLink(Link):
         frame = PipeFrame(header, payload, token)
         if token is None and frame.payload_bytes > EAGER_BYTES_MAX:
             raise UsageError(
-                f"send: a payload of {frame.payload_bytes} bytes needs a token; up to "
-                f"{EAGER_BYTES_MAX} bytes go without"
+                f"send: a payload of {frame.payload_bytes} bytes needs a token; only "
+                f"payloads of up to {EAGER_BYTES_MAX} bytes need none"
             )
         self._unflushed.append(frame)
         self._unflushed_bytes += frame.nbytes
@@ -262,12 +262,13 @@ def _check_landing(landing: Landing, frame: PipeFrame) -> None:
     """
     if landing.length != frame.payload_bytes:
         raise UsageError(
-            f"landing: {landing.length} bytes for a payload of {frame.payload_bytes}"
+            f"landing: {landing.length} bytes do not fit a payload of "
+            f"{frame.payload_bytes}"
         )
     if landing.payload is not None and landing.payload.nbytes != landing.length:
         raise UsageError(
-            f"landing: a destination of {landing.payload.nbytes} bytes for a payload "
-            f"of {landing.length}"
+            f"landing: a destination of {landing.payload.nbytes} bytes does not fit a "
+            f"payload of {landing.length}"
         )
 
 

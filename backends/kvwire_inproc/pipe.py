@@ -19,7 +19,7 @@ from kvwire.memory.copy import copy
 
 
 class PipeFrame:
-    """A frame that was sent and is not yet delivered whole."""
+    """A sent frame that is not completely delivered."""
 
     __slots__ = ("header", "judged", "moved", "payload", "token")
 
@@ -72,7 +72,7 @@ class InprocPipe:
                 self.queued_bytes += sum(frame.nbytes for frame in frames)
 
     def finish(self) -> None:
-        """End cleanly: no frame follows the queued ones."""
+        """End cleanly, after the queued frames."""
         with self._lock:
             self._finishing = True
 

@@ -36,7 +36,7 @@ class LocalBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Return whether this system has the needed calls; it may still forbid them."""
+        """Return whether this system has the needed calls, allowed or not."""
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):
             return Availability(
                 available=False,
@@ -71,7 +71,7 @@ _CLOSED = {
 
 
 def findings() -> tuple[Finding, ...]:
-    """Return the kernel's permissions, and whether both ways of reading work here."""
+    """Return the kernel's permissions, and a check of both reading methods."""
     return (_scope(), _reads(), _arenas())
 
 

@@ -1,4 +1,4 @@
-"""Reads the blocks of a window: from memory that is mapped here, or of another process.
+"""Reads the blocks of a window, from mapped memory or from another process.
 
 Both ways copy the bytes of a batch, and then look at the generations of its blocks.
 :mod:`kvwire.memory.generations` shows why that suffices, provided that the look comes
@@ -94,7 +94,7 @@ MappedArena = tuple[int, SharedMapping]
 
 
 class WindowBlocks(ABC):
-    """The blocks of a window, as this process reads them."""
+    """Reads the blocks of a window."""
 
     way: str
     """The name of the way in reports."""
@@ -126,11 +126,11 @@ class WindowBlocks(ABC):
         return False
 
     def close(self) -> None:  # noqa: B027 - other processes need no descriptor
-        """Release what only ``owner_gone`` needs; a running read goes on."""
+        """Release the resources of ``owner_gone``; a running read continues."""
 
 
 class MappedBlocks(WindowBlocks):
-    """A window in arenas of its owner that are mapped here.
+    """A window in its owner's arenas, which are mapped here.
 
     Args:
         memory: The window.
@@ -198,7 +198,7 @@ class MappedBlocks(WindowBlocks):
             self._keep_current(batch, landed)
 
     def _keep_current(self, batch: BlockRead, landed: Bits) -> None:
-        """Keep the blocks whose generation is the ticket's."""
+        """Keep the blocks whose generation equals the ticket's."""
         found = self._generations[batch.entries[landed]]
         landed[landed] = found == batch.generations[landed]
 
@@ -314,7 +314,7 @@ class ProcessBlocks(WindowBlocks):
         return True
 
     def _look_again(self, batch: BlockRead, chosen: Bits, found: Array) -> None:
-        """Keep the blocks whose generation, as it was read, is the ticket's."""
+        """Keep the blocks whose generation, when read, equals the ticket's."""
         chosen[chosen] = found == batch.generations[chosen]
 
 
@@ -322,7 +322,7 @@ _fence: Final = threading.Lock()
 
 
 def _shift(span: Span, arenas: Sequence[MappedArena]) -> int:
-    """Return what to add to the owner's addresses of a span to read it here.
+    """Return the offset from the owner's addresses of a span to local ones.
 
     Raises:
         BackendUnavailable: No arena contains it.
@@ -364,4 +364,4 @@ def _iovecs(lengths: Array, bytes_: Array, generations: Array, cookie: int) -> A
 
 def _lost(code: int) -> ConnectionLost:
     error = OSError(code, os.strerror(code))
-    return ConnectionLost(f"local: the window's owner has gone: {cma.reason(error)}")
+    return ConnectionLost(f"local: the window's owner has ended: {cma.reason(error)}")

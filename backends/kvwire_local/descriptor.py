@@ -43,7 +43,7 @@ _TABLE: Final = np.dtype("<u4")
 
 
 class PlaceKind(enum.IntEnum):
-    """The kinds of memory that a payload can lie in."""
+    """The kinds of memory for a payload."""
 
     LATER = 0
     MEMORY = 1
@@ -173,4 +173,4 @@ def _lengths(descriptor: bytes, form: int, count: int, cut: list[int]) -> Array:
 
 
 def _refused(text: str) -> ProtocolError:
-    return ProtocolError(RULE, f"local: a descriptor of {text}")
+    return ProtocolError(RULE, f"local: invalid descriptor: {text}")

@@ -71,7 +71,7 @@ Handle = tuple[int, bytes]
 
 
 def shared_allocations(memory: WindowMemory) -> bytes:
-    """Return the allocations in which a window lies, for its reader.
+    """Return a window's allocations, for its reader.
 
     Raises:
         BackendUnavailable: One cannot be shared, or there are too many.
@@ -97,7 +97,7 @@ def shared_allocations(memory: WindowMemory) -> bytes:
 
 
 def read_allocations(body: bytes) -> tuple[MemoryKind, list[Handle]]:
-    """Read what :func:`shared_allocations` of the peer has returned.
+    """Decode the result of the peer's :func:`shared_allocations`.
 
     Raises:
         ProtocolError: It would not return that.
@@ -109,7 +109,9 @@ def read_allocations(body: bytes) -> tuple[MemoryKind, list[Handle]]:
         sized = count <= ALLOCATIONS_MAX and len(rest) == count * _ALLOCATION.size
         if kind is not None and sized:
             return kind, list(_ALLOCATION.iter_unpack(rest))
-    raise ProtocolError(RULE, f"local: {len(body)} bytes for a device's allocations")
+    raise ProtocolError(
+        RULE, f"local: {len(body)} bytes are not a list of device allocations"
+    )
 
 
 class DeviceBlocks(WindowBlocks):
@@ -152,7 +154,7 @@ class DeviceBlocks(WindowBlocks):
         return asyncio.Task(self._read(batch), loop=self._loop)
 
     async def _read(self, batch: BlockRead) -> Bits:
-        """Copy the bytes, and then look at the generations.
+        """Copy the bytes, then compare the generations.
 
         Cancel safety: a copy that was queued goes on, and ``busy`` reports it.
         """
@@ -183,7 +185,7 @@ class DeviceBlocks(WindowBlocks):
                 self._release()
 
     def _open(self, device: Device) -> asyncio.Future[DeviceWindow]:
-        """Return the window as it is open on a device, which may take milliseconds."""
+        """Open the window on a device, which may take milliseconds."""
         opening = self._opened.get(device)
         if opening is None:
             if self._closed:
@@ -204,7 +206,7 @@ class DeviceBlocks(WindowBlocks):
     def _move(
         self, window: DeviceWindow, batch: BlockRead, origin: Array, target: Array
     ) -> asyncio.Future[None]:
-        """Queue the copy of pieces; return what is done once it is over.
+        """Queue the copy of pieces; return a future for its end.
 
         Raises:
             DeviceFailed: The device does no work any more.
@@ -306,7 +308,7 @@ class DeviceWindow:
             raise
 
     def close(self) -> None:
-        """Close the allocations; nothing may read them any more. May wait."""
+        """Close the allocations, which nothing may be reading. May wait."""
         if hasattr(self, "moves"):
             self.moves.close()
         for allocation in self._allocations:
@@ -316,7 +318,7 @@ class DeviceWindow:
 def _cut(
     spans: Sequence[Span], bases: Sequence[int], opened: Sequence[OpenedAllocation]
 ) -> tuple[list[Span], list[int]]:
-    """Return the parts of spans within allocations, and what to add to each to read it.
+    """Return the parts of spans within allocations, with their local offsets.
 
     Raises:
         BackendUnavailable: A part of a span lies in no allocation.

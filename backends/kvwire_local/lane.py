@@ -116,7 +116,7 @@ class LocalLane(Lane):
 
     @property
     def description(self) -> str:
-        """Return how this side reads the other one."""
+        """Return the method by which this side reads the other one."""
         return self._rendezvous.description
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
@@ -150,7 +150,7 @@ class LocalLane(Lane):
         self._handler = handler
 
     def _on_rendezvous(self, task: asyncio.Task[RendezvousResult]) -> None:
-        """Handle the end of a server's rendezvous: the client came, or never will."""
+        """Handle the end of a server's rendezvous, with or without a client."""
         if task.cancelled():
             return
         error = task.exception()
@@ -161,7 +161,7 @@ class LocalLane(Lane):
             self._end(error)
 
     def _come_up(self, result: RendezvousResult) -> None:
-        """Start moving payloads, now that the two sides have met."""
+        """Start moving payloads after the rendezvous."""
         if self._ended:
             result.sock.close()
             return
@@ -202,7 +202,7 @@ class LocalLane(Lane):
 
     @property
     def queued_bytes(self) -> int:
-        """Return the bytes of payloads whose places the peer does not know yet."""
+        """Return the bytes of payloads with places that the peer does not know yet."""
         return self._outgoing.queued_bytes
 
     @property
@@ -247,7 +247,7 @@ class LocalLane(Lane):
             self._moving = False
 
     def _move(self) -> None:
-        """Read a batch, and report it if the peer was there all the time."""
+        """Read a batch, and report it if the peer was present all the time."""
         self._scheduled = False
         whole = self._incoming.read()
         if not whole:

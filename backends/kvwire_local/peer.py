@@ -1,4 +1,4 @@
-"""The peer process, and how this process reads its memory.
+"""The peer process, and the ways to read its memory.
 
 Its pid comes from the kernel. A cookie shows that the pid still names the same process
 as when the lane came up: 16 bytes derived from the lane's secret, at an address that
@@ -54,16 +54,18 @@ class PeerMemory:
         try:
             number = len(self._arenas)
             if body != ARENA_BODY.pack(number) or number >= ARENAS_MAX:
-                raise ProtocolError(RULE, f"local: the next arena is number {number}")
+                raise ProtocolError(
+                    RULE, f"local: the next arena must have number {number}"
+                )
             if _seals(fd) & SEALS != SEALS:
-                raise ProtocolError(RULE, "local: a descriptor that is no sealed arena")
+                raise ProtocolError(RULE, "local: the descriptor is not a sealed arena")
             arena = SharedMapping(fd, os.fstat(fd).st_size, writable=False)
         finally:
             os.close(fd)
         self._arenas.append(arena)  # bounded: ARENAS_MAX
 
     def reading(self, place: DescribedPlace, destination: Fragments) -> PeerRead | None:
-        """Return the reader of a payload; None while its arena is not announced.
+        """Return the reader of a payload; None until its arena is announced.
 
         Raises:
             ProtocolError: The payload extends beyond its arena.
@@ -77,7 +79,9 @@ class PeerMemory:
         arena = self._arenas[place.arena]
         ends = fragments.addresses + fragments.lengths
         if int(ends[0] if len(fragments) == 1 else ends.max()) > arena.nbytes:
-            raise ProtocolError(RULE, f"local: beyond an arena of {arena.nbytes} bytes")
+            raise ProtocolError(
+                RULE, f"local: the range is beyond the arena's {arena.nbytes} bytes"
+            )
         return MappedReading(fragments.shifted(arena.address), destination)
 
     def arena(self, number: int) -> SharedMapping:
@@ -91,7 +95,7 @@ class PeerMemory:
         return self._arenas[number]
 
     def close(self) -> None:
-        """Drop the arenas that the peer has shared; those in no window are unmapped."""
+        """Drop the peer's arenas, and unmap those that no window uses."""
         self._arenas = []
 
 
@@ -126,7 +130,7 @@ class MemoryReading:
             moved = min(cma.read(self._peer.pid, local, remote), self.rest)
         except OSError as exc:
             raise ConnectionLost(
-                f"local: a payload has gone: {cma.reason(exc)}"
+                f"local: a payload can no longer be read: {cma.reason(exc)}"
             ) from exc
         self.rest -= moved
         self._remote.rest = self._local.rest = self.rest

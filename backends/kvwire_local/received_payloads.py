@@ -39,7 +39,7 @@ class _Arrival:
 
 
 class ReceivedPayloads:
-    """The queue of payloads that a lane is to receive."""
+    """The queue of payloads that a lane will receive."""
 
     def __init__(self) -> None:
         self.peer: PeerMemory | None = None
@@ -50,7 +50,7 @@ class ReceivedPayloads:
         self._placed: deque[bytes] = deque()
 
     def __len__(self) -> int:
-        """Return how many payloads have not been read."""
+        """Return the number of unread payloads."""
         return len(self._arrivals)
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
@@ -61,7 +61,9 @@ class ReceivedPayloads:
     def placed(self, descriptor: bytes) -> None:
         """Record the peer's descriptor for the oldest payload without a place."""
         if len(self._placed) >= LANE_PAYLOADS_MAX:
-            raise ProtocolError(RULE, "local: more descriptors than payloads")
+            raise ProtocolError(
+                RULE, "local: the peer sent more descriptors than payloads"
+            )
         self._placed.append(descriptor)  # bounded: LANE_PAYLOADS_MAX
 
     def read(self) -> list[Landing]:
@@ -106,7 +108,9 @@ class ReceivedPayloads:
                 return False
             place = decode(self._placed.popleft(), arrival.landing.length)
             if place.kind is PlaceKind.LATER:
-                raise ProtocolError(RULE, "local: a place that is put off twice")
+                raise ProtocolError(
+                    RULE, "local: the peer deferred the same place twice"
+                )
             arrival.place = place
         payload = arrival.landing.payload
         if arrival.reading is None and payload is not None:

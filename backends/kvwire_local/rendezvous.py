@@ -1,4 +1,4 @@
-"""The rendezvous of a lane's two sides, where each finds out how it can read the other.
+"""The rendezvous of a lane's two sides: each finds its method to read the other.
 
 The server listens on an abstract Unix socket whose name is derived from the lane's
 secret. The client connects, and three greetings go over the socket, each authenticated
@@ -54,7 +54,7 @@ _STRANGER_S: Final = LANE_TIMEOUT_S / 2
 
 @dataclass(frozen=True, slots=True)
 class RendezvousResult:
-    """The result of a rendezvous: a socket, and how each side reads the other."""
+    """The result of a rendezvous: a socket, and each side's reading method."""
 
     sock: socket.socket
     peer: PeerMemory
@@ -84,7 +84,7 @@ class Rendezvous:
         self._cookie = np.frombuffer(bytearray(self._cookie_of(role)), np.uint8)
 
     def listen(self) -> socket.socket:
-        """Open the server's socket, which the client will connect to.
+        """Open the server's socket, to which the client will connect.
 
         Raises:
             BackendUnavailable: There can be no such socket here.
@@ -146,7 +146,7 @@ class Rendezvous:
         return RendezvousResult(sock, peer, is_read)
 
     def close(self) -> None:
-        """Withdraw the permissions that were given to the peer."""
+        """Withdraw the peer's permissions."""
         while self._permitted:
             self._tracers.withdraw(self._permitted.pop(), self._tracer)
 
@@ -268,7 +268,7 @@ class Host:
 
     @classmethod
     def here(cls) -> Self:
-        """Return those of this process.
+        """Return this process's host and namespace.
 
         Raises:
             BackendUnavailable: /proc does not have them.
@@ -302,7 +302,7 @@ class Host:
         return cls(boot_id, network)
 
     def require_same(self, other: Host) -> None:
-        """Refuse a peer that no Unix socket can lead to.
+        """Refuse a peer that a Unix socket cannot reach.
 
         Raises:
             BackendUnavailable: It is on another host or in another network namespace.

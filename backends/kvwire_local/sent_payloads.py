@@ -68,7 +68,7 @@ class Staging:
         return self._base + begin
 
     def give_back(self) -> None:
-        """Free the room of the payload that was placed first."""
+        """Free the space of the oldest placed payload."""
         self._rooms.popleft()
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Staging:
         self._view = memory.data
 
     def _room_for(self, nbytes: int) -> int | None:
-        """Return the beginning of so many free bytes in a row, or None."""
+        """Return the start of this number of contiguous free bytes, or None."""
         if not self._rooms:
             return 0 if nbytes <= self._nbytes else None
         first = self._rooms[0][0]
@@ -120,7 +120,7 @@ class _Sent:
 
 
 class SentPayloads:
-    """The queue of payloads that a lane has sent and the peer has not read."""
+    """The queue of sent payloads that the peer has not read."""
 
     def __init__(self) -> None:
         self.queued_bytes = 0
@@ -131,7 +131,7 @@ class SentPayloads:
         self._staging = Staging()
 
     def __len__(self) -> int:
-        """Return how many payloads the peer has not read."""
+        """Return the number of payloads that the peer has not read."""
         return len(self._unread)
 
     def come_up(self, arenas: SharedArenas) -> None:
@@ -151,7 +151,7 @@ class SentPayloads:
         return descriptor
 
     def place_later(self) -> None:
-        """Send the peer the places of waiting payloads, as far as there is room now."""
+        """Send the peer the places of waiting payloads, as far as there is room."""
         while self._later:
             descriptor = self._descriptor(self._later[0])
             if descriptor is None:
@@ -171,7 +171,9 @@ class SentPayloads:
         placed = len(self._unread) - len(self._later)
         if not 0 < count - self._read_count <= placed:
             raise ProtocolError(
-                RULE, f"local: {count} payloads read of {self._read_count} + {placed}"
+                RULE,
+                f"local: the peer reports {count} payloads as read, but only "
+                f"{self._read_count} + {placed} exist",
             )
         tokens = []
         while self._read_count < count:
@@ -210,7 +212,7 @@ class SentPayloads:
         return encode_piece(PlaceKind.ARENA, arenas.share(arena), begin, nbytes)
 
     def _in_place(self, fragments: Fragments, arenas: SharedArenas) -> bytes | None:
-        """Return the descriptor of a payload that is best read in place, or None."""
+        """Return the descriptor of a payload to read in place, or None."""
         count = len(fragments)
         if count > 1 and fragments.nbytes < _GATHER_BELOW_BYTES * count:
             return None

@@ -1,4 +1,4 @@
-"""The arenas that a lane has shared with its peer, by numbers that both sides count.
+"""The arenas that a lane has shared with its peer, numbered in order.
 
 An arena's descriptor travels on the socket before the first record that names the
 arena. A peer that has an arena can read all of it.
@@ -17,7 +17,7 @@ ARENA_BODY: Final = struct.Struct("<I")
 
 
 class ReadMethod(enum.IntFlag):
-    """How one side can read the other's memory."""
+    """The methods by which one side reads the other's memory."""
 
     MEMORY = 1
     ARENA = 2
@@ -38,7 +38,7 @@ class SharedArenas:
         self._shared: dict[int, int] = {}
 
     def has_room_for(self, arena: Arena) -> bool:
-        """Return whether the peer has an arena, or can still get it."""
+        """Return whether the peer has an arena or can still get it."""
         if ReadMethod.ARENA not in self.methods:
             return False
         return arena.serial in self._shared or len(self._shared) < ARENAS_MAX

@@ -67,7 +67,7 @@ class WindowTemplate:
         )
 
     def inside(self, batch: BlockRead) -> Bits:
-        """Return which blocks have an entry and lie in the tensors."""
+        """Return which blocks have an entry and are inside the tensors."""
         inside = batch.entries < np.uint64(self._entries)
         places = batch.offsets_from[:, np.newaxis] + (self._origin - self._low)
         granules = np.logical_and.reduce(places < self._room, axis=1)
@@ -77,7 +77,7 @@ class WindowTemplate:
         return inside
 
     def addresses(self, batch: BlockRead, chosen: Bits) -> tuple[Array, Array]:
-        """Return where the pieces of the chosen blocks are read, and written."""
+        """Return the source and target addresses of the chosen blocks' pieces."""
         granules = np.repeat(chosen, batch.per_block)[: batch.offsets_from.size]
         origin = batch.offsets_from[granules, np.newaxis] + self._origin
         target = batch.offsets_to[granules, np.newaxis] + self._target
@@ -136,7 +136,7 @@ class _Tensors:
 
 
 def checked_spans(spans: Sequence[tuple[int, int]]) -> list[Span]:
-    """Return a peer's tensors by address; those that overlap become one.
+    """Return a peer's tensors by address; overlapping ones are merged.
 
     Raises:
         ProtocolError: One is empty, or beyond the end of memory.
@@ -145,7 +145,9 @@ def checked_spans(spans: Sequence[tuple[int, int]]) -> list[Span]:
     for first, nbytes in sorted(spans):
         end = first + nbytes
         if first < 0 or nbytes < 1 or end > _ADDRESS_MAX:
-            raise ProtocolError(RULE, f"local: no memory has {nbytes} B at {first:#x}")
+            raise ProtocolError(
+                RULE, f"local: no exposed memory contains {nbytes} bytes at {first:#x}"
+            )
         if checked and first < checked[-1][1]:
             checked[-1] = (checked[-1][0], max(end, checked[-1][1]))
         else:
@@ -154,7 +156,7 @@ def checked_spans(spans: Sequence[tuple[int, int]]) -> list[Span]:
 
 
 def checked_table(table: tuple[int, int]) -> Span:
-    """Return where a peer's table of generations lies.
+    """Return the place of a peer's table of generations.
 
     Raises:
         ProtocolError: It is no table of aligned 64-bit numbers.
@@ -163,14 +165,14 @@ def checked_table(table: tuple[int, int]) -> Span:
     if first % ENTRY_BYTES or end % ENTRY_BYTES:
         raise ProtocolError(
             RULE,
-            f"local: generations are aligned numbers of {ENTRY_BYTES} bytes, and not "
+            f"local: generations must be aligned {ENTRY_BYTES}-byte numbers, not "
             f"{table[1]} bytes at {first:#x}",
         )
     return first, end
 
 
 def arguments(batch: BlockRead) -> tuple[bytes, bytes, int, int, bytes, bytes, int]:
-    """Return a batch as the compiled functions take it."""
+    """Return a batch in the form of the compiled functions."""
     return (
         batch.offsets_from.tobytes(),
         batch.offsets_to.tobytes(),

@@ -1,4 +1,4 @@
-"""Permits a peer to read this process, if the Yama security module restricts that.
+"""Permits a peer to read this process, if the Yama module restricts that.
 
 With ``kernel.yama.ptrace_scope = 1``, the default of Debian and Ubuntu, a process can
 read another one of the same user only if that one has named it with
@@ -34,7 +34,7 @@ CHOICES: Final = ("one", "none", "any")
 
 
 class TracerSlot:
-    """The one tracer that the kernel lets this process name."""
+    """The single tracer that the kernel lets this process name."""
 
     def __init__(
         self, name: Callable[[int], bool], scope_file: Path = SCOPE_FILE
@@ -68,7 +68,7 @@ class TracerSlot:
         return True
 
     def withdraw(self, pid: int, choice: str) -> None:
-        """End one lane's permission; with the last one, nobody is named any more."""
+        """End one lane's permission; the last end clears the tracer."""
         holder = pid if choice == "one" else _PR_SET_PTRACER_ANY
         self._named[holder] -= 1
         if self._named[holder] < 1:

@@ -1,4 +1,4 @@
-"""Windows of a lane: those that this side exposes, and those of the peer that it reads.
+"""Windows of a lane: exposed windows of this side, and opened ones of the peer.
 
 An owner's description of a window is a number. How the window is read follows on the
 socket, because it depends on what only the socket shows (the peer's user, and how it
@@ -93,7 +93,7 @@ class ExposedWindows:
         self._early: dict[int, WindowMemory | None] = {}
 
     def come_up(self, arenas: SharedArenas, uid: int) -> None:
-        """Announce the windows that were exposed before the two sides had met."""
+        """Announce the windows that were exposed before the rendezvous."""
         self._arenas = arenas
         self._uid = uid
         for number, memory in self._early.items():
@@ -139,7 +139,7 @@ class ExposedWindows:
             self._arenas.wire.say(LocalMessageType.CONCEALED, _NUMBER.pack(number))
 
     def _way(self, memory: WindowMemory, arenas: SharedArenas) -> tuple[_Kind, bytes]:
-        """Share a window's memory with the peer, and return how it is read.
+        """Share a window's memory with the peer, and return the reading method.
 
         Raises:
             BackendUnavailable: The peer cannot or may not read it.
@@ -184,7 +184,7 @@ class OpenedWindows:
         self._readers: weakref.WeakSet[LocalWindowReader] = weakref.WeakSet()
 
     def come_up(self, peer: PeerMemory) -> None:
-        """Read the memory of this process."""
+        """Use the memory of this peer process from now on."""
         self._peer = peer
 
     def open(self, description: bytes, memory: WindowMemory) -> LocalWindowReader:
@@ -210,14 +210,15 @@ class OpenedWindows:
             ProtocolError: The peer's lane would not send it.
         """
         if len(body) < _HEAD.size:
-            raise ProtocolError(RULE, f"local: a window's record of {len(body)} bytes")
+            raise ProtocolError(RULE, f"local: a window's record has {len(body)} bytes")
         number, code = _HEAD.unpack_from(body)
         kind = _KINDS.get(code)
         if number != self._count or kind is None or len(self._ways) >= WINDOWS_MAX:
             raise ProtocolError(
                 RULE,
-                f"local: window {number} of kind {code}; number {self._count} is next, "
-                f"and {len(self._ways)} of at most {WINDOWS_MAX} are open",
+                f"local: cannot open window {number} of kind {code}: the next number "
+                f"is {self._count}, and {len(self._ways)} of at most {WINDOWS_MAX} "
+                "are open",
             )
         self._count += 1
         self._ways[number] = (kind, body[_HEAD.size :])  # bounded: WINDOWS_MAX
@@ -268,7 +269,9 @@ class OpenedWindows:
         if kind is _Kind.DEVICE:
             return DeviceBlocks(reader.memory, body, peer)
         if len(body) % _ARENA.size:
-            raise ProtocolError(RULE, f"local: {len(body)} bytes for a list of arenas")
+            raise ProtocolError(
+                RULE, f"local: {len(body)} bytes are not a list of arenas"
+            )
         arenas = [
             (base, peer.arena(number)) for number, _, base in _ARENA.iter_unpack(body)
         ]
@@ -365,7 +368,7 @@ def _announce(arenas: SharedArenas, number: int, kind: _Kind, body: bytes) -> No
 
 
 def _arenas_of(memory: WindowMemory) -> list[Arena] | None:
-    """Return the arenas that all of a window lies in; None if some lies in none."""
+    """Return the arenas that contain a whole window, or None."""
     found: dict[int, Arena] = {}
     for first, nbytes in (*memory.spans, memory.table):
         arena = arena_at(first, first + nbytes)
@@ -382,7 +385,7 @@ def _number(body: bytes) -> int:
         ProtocolError: It is none.
     """
     if len(body) != _NUMBER.size:
-        raise ProtocolError(RULE, f"local: {len(body)} bytes for a window's number")
+        raise ProtocolError(RULE, f"local: {len(body)} bytes are not a window number")
     (number,) = _NUMBER.unpack(body)
     return int(number)
 

@@ -96,7 +96,7 @@ class LocalWire:
         self.say_rest()
 
     def say_rest(self) -> None:
-        """Send records that wait. If the peer has gone, only `hear` reports it."""
+        """Send waiting records. If the peer has ended, only `hear` reports it."""
         try:
             while self._unsaid:
                 record, fd = self._unsaid[0]
@@ -129,7 +129,7 @@ class LocalWire:
         return list(self._records()), there
 
     def peer_left(self) -> bool:
-        """Return whether the other end is closed, and all of its records received."""
+        """Return whether the other end is closed and all its records were received."""
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -140,7 +140,7 @@ class LocalWire:
     def take_fd(self) -> int:
         """Return the descriptor of an ARENA record, which the caller must close."""
         if not self._fds:
-            raise ProtocolError(RULE, "local: an arena without its descriptor")
+            raise ProtocolError(RULE, "local: an arena arrived without its descriptor")
         return self._fds.popleft()
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class LocalWire:
             os.close(self._fds.popleft())
 
     def _receive(self, *, all_of_it: bool) -> bool:
-        """Receive all that is there, or some; return False at the end of the stream."""
+        """Receive available bytes; return False at the end of the stream."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(
@@ -168,7 +168,9 @@ class LocalWire:
             if not data:
                 return False
             if len(self._received) > _HEARD_MAX or len(self._fds) > ARENAS_MAX:
-                raise ProtocolError(RULE, "local: more records than a lane has to say")
+                raise ProtocolError(
+                    RULE, "local: the peer sent more records than a lane may have"
+                )
             if not all_of_it:
                 return True
 
@@ -180,7 +182,10 @@ class LocalWire:
             number, length = _HEAD.unpack_from(received, begin)
             kind = _KINDS.get(number)
             if kind is None or length > DESCRIPTOR_BYTES_MAX:
-                raise ProtocolError(RULE, f"local: record {number} of {length} bytes")
+                raise ProtocolError(
+                    RULE,
+                    f"local: record {number} has an invalid length of {length} bytes",
+                )
             if len(received) < body + length:
                 break
             begin = body + length
@@ -196,7 +201,7 @@ class LocalWire:
 
 @dataclass(frozen=True, slots=True)
 class PeerProcess:
-    """The process at the other end of a socket, as the kernel knows it.
+    """The process at the other end of a socket, according to the kernel.
 
     Attributes:
         pid: Its number here; 0 if it is not visible.
@@ -208,12 +213,12 @@ class PeerProcess:
 
 
 def peer_process(sock: socket.socket) -> PeerProcess:
-    """Return the process that connected, or that listens."""
+    """Return the process at the other end."""
     try:
         found = sock.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
     except OSError as exc:
-        raise ConnectionLost(f"local: the peer has gone: {exc}") from exc
+        raise ConnectionLost(f"local: the peer has ended: {exc}") from exc
     pid, uid, _ = _CREDENTIALS.unpack(found)
     return PeerProcess(pid, uid)

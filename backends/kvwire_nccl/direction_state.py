@@ -1,4 +1,4 @@
-"""The state of one direction of a lane: it decides what to do next, and when.
+"""The state of one direction of a lane, which decides its next step.
 
 ::
 
@@ -63,7 +63,7 @@ class PayloadMove:
 
 @dataclass(slots=True, kw_only=True)
 class DirectionState:
-    """Decides what one direction does next."""
+    """Decides the next step of one direction."""
 
     start_timeout_s: float
     # The most time until the next of the moves in progress is done.
@@ -94,7 +94,7 @@ class DirectionState:
         )
 
     def begun(self, now: float) -> None:
-        """Record that the direction has begun to come up."""
+        """Record that the direction is starting."""
         if self.stage is DirectionStage.MADE:
             self.stage = DirectionStage.STARTING
             self._since = now
@@ -114,7 +114,7 @@ class DirectionState:
         return job
 
     def launched(self) -> None:
-        """Record that the library has taken the last move."""
+        """Record that the library has accepted the last move."""
         self._launched = True
 
     def done(self, now: float) -> PayloadMove:
@@ -123,7 +123,7 @@ class DirectionState:
         return self.moving.popleft()
 
     def quiet(self) -> None:
-        """Record that nothing touches any memory any more."""
+        """Record that nothing touches memory any more."""
         assert self.stage is DirectionStage.ENDING
         self.stage = DirectionStage.QUIET
         self.waiting.clear()
@@ -141,7 +141,7 @@ class DirectionState:
         self._closing = True
 
     def fail(self, error: Exception | None) -> None:
-        """End now; only the first error counts, and None is a wanted end."""
+        """End now; only the first error counts, and None means an intended end."""
         if self.stage not in (DirectionStage.ENDING, DirectionStage.QUIET):
             self.stage = DirectionStage.ENDING
             self.error = error

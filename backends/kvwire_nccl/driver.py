@@ -1,4 +1,4 @@
-"""The thread of one direction: takes the steps of its state, and reports to the loop.
+"""The thread of one direction: executes its steps, and reports to the loop.
 
 While moves are in progress the thread polls them at a bounded rate: NCCL has no call
 that waits for an operation, an error and a deadline at once. Otherwise it sleeps. A
@@ -133,7 +133,7 @@ class Driver:
             self._pause(START_LOOK_S)
 
     def _watch(self) -> None:
-        """Poll the moves in progress; on a stream they are done in order."""
+        """Poll the moves in progress, which complete in stream order."""
         newest = self._moves[-1].progress()
         if newest is not MoveProgress.QUEUED:
             with self._changed:
@@ -150,12 +150,12 @@ class Driver:
         self._pause(LOOK_S)
 
     def _pause(self, seconds: float) -> None:
-        """Wait a moment, or until the state is changed from outside."""
+        """Wait a short time, or until the state is changed from outside."""
         with self._changed:
             self._changed.wait(seconds)
 
     def _quarantine(self, error: Exception) -> None:
-        """Keep the memory, since nothing proves that it is no longer touched."""
+        """Keep the memory, because it may still be in use."""
         _log.error(
             "%s: the abort failed; its memory stays in quarantine",
             self._thread.name,

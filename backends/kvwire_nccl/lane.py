@@ -1,4 +1,4 @@
-"""A lane of two directions, each with a communicator and a thread of its own.
+"""A lane of two directions, each with its own communicator and thread.
 
 Descriptors are empty: both sides queue the payloads of a direction in the same order.
 Payload that the library cannot move (host memory) ends the lane with the reason, and
@@ -187,7 +187,8 @@ class NcclLane(Lane):
         if descriptor:
             raise ProtocolError(
                 "KVW-LN-07",
-                f"a descriptor of {len(descriptor)} bytes; over nccl it is empty",
+                f"the descriptor has {len(descriptor)} bytes; over nccl it must be "
+                "empty",
             )
         if self._ended:
             return

@@ -52,7 +52,7 @@ class MoveFailed(KVWireError):
 
 
 class MoveProgress(enum.Enum):
-    """How far one move is."""
+    """The progress of one move."""
 
     QUEUED = "queued"
     """NCCL has not taken it yet; nothing else may be given to NCCL."""
@@ -110,7 +110,7 @@ def load() -> Any:
 
 
 def loaded_version(core: Any) -> str:
-    """Return the version of libnccl, which may be the one that torch has loaded."""
+    """Return the version of libnccl, which torch may have loaded."""
     library = core.get_version().libnccl
     if library is None:
         raise BackendUnavailable("no libnccl.so.2 is found")
@@ -132,7 +132,7 @@ class NcclPipe:
         self._stream: Stream | None = None
 
     def begin(self) -> None:
-        """Start to come up with the peer."""
+        """Start connecting with the peer."""
         from cuda.core import Device as CudaDevice  # noqa: PLC0415 - comes with nccl4py
 
         core = self._library.core
@@ -145,7 +145,7 @@ class NcclPipe:
         self._comm.initialize(2, rank, self._unique_id, config)
 
     def taken(self) -> bool:
-        """Return whether it is up, and has taken the last call.
+        """Return whether it is up and has accepted the last call.
 
         Raises:
             MoveFailed: The communicator has failed; moves do not report that
@@ -208,7 +208,7 @@ class NcclMove:
             stream.gather(payload, self.packed)
 
     def progress(self) -> MoveProgress:
-        """Return how far it is; raise if it failed, and the communicator with it."""
+        """Return its progress; raise if it and the communicator have failed."""
         if self._event is None:
             if not self._pipe.taken():
                 return MoveProgress.QUEUED
@@ -225,5 +225,7 @@ def _number(settings: Mapping[str, str], key: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number <= 86_400:
-        raise UsageError(f"backends.nccl: {key}={text!r} is no number of 0 to 86,400")
+        raise UsageError(
+            f"backends.nccl: {key}={text!r} must be a number from 0 to 86,400"
+        )
     return number

@@ -82,7 +82,7 @@ class NixlBackend(Backend):
         return lane
 
     async def aclose(self) -> None:
-        """End the lanes, and wait until their reads are over.
+        """End the lanes, and wait until their reads have ended.
 
         Cancel safety: safe.
         """
@@ -92,4 +92,4 @@ class NixlBackend(Backend):
         if endings:
             await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
         if self._lanes:
-            _log.error("%d lanes have reads that are not over", len(self._lanes))
+            _log.error("%d lanes have reads that have not ended", len(self._lanes))

@@ -1,4 +1,4 @@
-"""The thread of a lane: reads payloads that the peer offers, and reports read ones.
+"""The thread of a lane: reads the peer's offered payloads, and reports them.
 
 ::
 
@@ -72,7 +72,7 @@ _THEIRS: Final = 64
 
 
 class NixlRead:
-    """The read of one payload of the peer, or of a part of its window.
+    """The read of one of the peer's payloads, or of a part of its window.
 
     Attributes:
         stage: A "payload" is reported once the peer was alive after it. The "bytes" of
@@ -184,7 +184,7 @@ class NixlDriver:
             self._changed.notify()
 
     def read(self, reads: list[NixlRead], offered: int = 0) -> None:
-        """Read these too; the peer was offered ``offered`` payloads of ours, in all."""
+        """Add reads; ``offered`` counts all payloads offered to the peer."""
         with self._changed:
             self._inbox += reads  # bounded: LANE_PAYLOADS_MAX, and windows' batches
             self._offered = max(self._offered, offered)
@@ -260,7 +260,7 @@ class NixlDriver:
             )
 
     def _is_busy(self) -> bool:
-        """Sleep until there is work and return True, or at the end False."""
+        """Sleep until there is work, and return True; return False at the end."""
         with self._changed:
             while not self._ending:
                 self._waiting += self._inbox  # bounded: LANE_PAYLOADS_MAX
@@ -327,7 +327,7 @@ class NixlDriver:
         self.agent.post(handle)
 
     def _collect(self) -> bool:
-        """Complete the reads that are over, in the order of sending."""
+        """Complete the ended reads, in the order of sending."""
         moved = False
         while self._reading:
             read = self._reading[0]
@@ -411,7 +411,7 @@ class NixlDriver:
             self._epolls = frozenset()
 
     def _rest(self) -> None:
-        """Wait for the next poll, or until the loop needs something."""
+        """Wait for the next poll, or until the loop has a request."""
         share = (time.monotonic() - self._moved_at) * _LOOK_SHARE
         with self._changed:
             if not (self._ending or self._inbox):
@@ -420,7 +420,7 @@ class NixlDriver:
     # --- the end ----------------------------------------------------------------------
 
     def _quiesce(self) -> None:
-        """Release all memory: wipe our word, wait for reads, and close the agent."""
+        """Release all memory: clear our word, wait for reads, and close the agent."""
         if not self._made:
             return
         self._page.memory[:WORD_BYTES] = bytes(WORD_BYTES)
@@ -434,8 +434,8 @@ class NixlDriver:
                 if not warned and time.monotonic() > began + 1:
                     warned = True
                     _log.warning(
-                        "%s: a read from a peer that does not answer cannot be "
-                        "cancelled; its memory stays in quarantine until it is over",
+                        "%s: a read from a silent peer cannot be cancelled; its "
+                        "memory stays in quarantine until the read ends",
                         self._thread.name,
                     )
                 time.sleep(_LOOK_S_MAX)
@@ -447,7 +447,7 @@ class NixlDriver:
         self.agent.close()
 
     def _linger(self) -> None:
-        """Wait until a peer that knows our address has connected: its notes show it."""
+        """Wait until a peer that knows our address has connected, as its notes show."""
         connects_itself = self._peer is not None and bool(self._peer.metadata)
         if connects_itself and not self._offered:
             return  # nobody knows our address

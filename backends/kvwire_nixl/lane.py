@@ -130,7 +130,7 @@ class NixlLane(Lane):
 
     @property
     def bootstrap(self) -> bytes:
-        """Return the bootstrap, and start creating the agent, since it will be used."""
+        """Return the bootstrap, and start creating the agent."""
         self._start()
         return self._bootstrap
 
@@ -191,7 +191,7 @@ class NixlLane(Lane):
 
     @property
     def queued_bytes(self) -> int:
-        """Return 0, since everything is offered at once."""
+        """Return 0, because everything is offered at once."""
         return 0
 
     @property

@@ -167,13 +167,13 @@ class NixlAgent:
         """
         heard = self._checked("loadRemoteMD", said)
         if heard.decode(errors="replace") != name:
-            raise ConnectionLost("nixl: the peer describes memory of another agent")
+            raise ConnectionLost("nixl: the peer described another agent's memory")
         self._peer = name
 
     # --- moving -----------------------------------------------------------------------
 
     def prepare(self, local: Rows, remote: Rows) -> int:
-        """Prepare a read of the peer's memory; row i of each list is the same piece."""
+        """Prepare a read of the peer's memory; equal rows of the lists correspond."""
         kind = self._bindings.DRAM_SEG
         make = self._bindings.nixlXferDList
         handle: int = self._checked(
@@ -193,16 +193,16 @@ class NixlAgent:
         return bool(state == self._bindings.NIXL_SUCCESS)
 
     def is_done(self, handle: int) -> bool:
-        """Return whether a read is over, and its note sent."""
+        """Return whether a read has ended and its note was sent."""
         state = self._checked("getXferStatus", handle)
         return bool(state == self._bindings.NIXL_SUCCESS)
 
     def release(self, handle: int) -> None:
-        """Release a read that is over."""
+        """Release an ended read."""
         self._checked("releaseXferReq", handle)
 
     def notes(self) -> list[bytes]:
-        """Return the notes received since the last call, from anybody."""
+        """Return the notes received since the last call, from all peers."""
         heard: dict[str, list[bytes]] = self._checked("getNotifs", {}, self._plugin)
         return [note for notes in heard.values() for note in notes]
 
@@ -211,7 +211,7 @@ class NixlAgent:
         self._checked("genNotif", self._peer, note, self._plugin)
 
     def close(self) -> None:
-        """Close the agent: from here on nobody reaches memory through it."""
+        """Close the agent; then no peer reaches memory through it."""
         with self._lock, _ENDING:
             self._agent = None
 

@@ -1,4 +1,4 @@
-"""Memory that an agent has registered: whole arrays that live long, and slots.
+"""Memory that an agent has registered: long-lived whole arrays, and slots.
 
 Registering memory with a network card takes as long as copying it. So the arrays that
 payloads lie in, such as the layers of a cache, are registered whole and once. They stay
@@ -124,7 +124,7 @@ class Ranges:
 
 
 class NixlSlot:
-    """Memory of the lane's own, for one payload at a time."""
+    """The lane's own memory, for one payload at a time."""
 
     __slots__ = ("memory", "range")
 
@@ -142,7 +142,7 @@ class NixlSlots:
         self._free: dict[int, list[NixlSlot]] = {}
 
     def take(self, nbytes: int) -> NixlSlot:
-        """Return a slot of at least so many bytes."""
+        """Return a slot of at least this number of bytes."""
         size = max(_SLOT_BYTES_MIN, 1 << (nbytes - 1).bit_length())
         free = self._free.get(size)
         if free:
@@ -152,7 +152,7 @@ class NixlSlots:
         return slot
 
     def give_back(self, slot: NixlSlot) -> None:
-        """Take back a slot that nobody reads or writes any more."""
+        """Take back a slot that nothing reads or writes any more."""
         free = self._free.setdefault(slot.range.nbytes, [])
         free.append(slot)  # bounded: LANE_PAYLOADS_MAX
 

@@ -68,7 +68,7 @@ class NixlSettings:
 
 
 def parse(given: Mapping[str, str]) -> NixlSettings:
-    """Parse a user's settings; return them with defaults for the rest.
+    """Parse a user's settings; add defaults for the others.
 
     Raises:
         UsageError: A name or a value is unknown.
@@ -81,15 +81,15 @@ def parse(given: Mapping[str, str]) -> NixlSettings:
     for name in given:
         if not name.startswith(PARAM) and name not in (PLUGIN, EXPOSE):
             raise UsageError(
-                f"backends.nixl: there is no setting {name!r}; "
-                f"{nearest(name, (PLUGIN, EXPOSE))}, and the plug-in's own parameters "
-                f'as "{PARAM}NAME"'
+                f"backends.nixl: unknown setting {name!r}; "
+                f"{nearest(name, (PLUGIN, EXPOSE))}; write the plug-in's own "
+                f'parameters as "{PARAM}NAME"'
             )
     plugin = given.get(PLUGIN, _UCX)
     if plugin in _STORAGE:
         raise UsageError(
-            f"backends.nixl: plug-in {plugin} moves data to storage; a lane goes to "
-            f"another process, as with UCX, LIBFABRIC or Mooncake"
+            f"backends.nixl: plug-in {plugin} moves data to storage; a lane needs one "
+            "that reaches another process, such as UCX, LIBFABRIC or Mooncake"
         )
     expose = given.get(EXPOSE, CACHES)
     if expose not in (CACHES, STAGING):

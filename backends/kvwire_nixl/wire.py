@@ -177,12 +177,12 @@ class LaneProofs:
         return NixlPlace(addresses, lengths, word, tuple(news))
 
     def note(self, count: int) -> bytes:
-        """Return a note that so many payloads have been read."""
+        """Return a note with the number of read payloads."""
         said = _COUNT.pack(count)
         return said + self._proof(b"read" + said, False)
 
     def read_notes(self, notes: Iterable[bytes]) -> tuple[int, bool]:
-        """Return how many payloads the peer has read, and whether a note is a goodbye.
+        """Return the number of payloads the peer has read, and whether it says goodbye.
 
         Notes that do not prove the secret are not the peer's, and are ignored.
         """

@@ -56,7 +56,7 @@ class TcpBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """Return a rank after ``local``, and before transports to be asked for."""
+        """Return a rank after ``local``, and before transports used only on request."""
         return 30
 
     @classmethod
@@ -196,7 +196,7 @@ def _numeric(address: Address) -> _Target:
             is empty, which would mean every address of this machine.
     """
     if not address.host:
-        raise OSError(errno.EADDRNOTAVAIL, f"{address}: no host is named")
+        raise OSError(errno.EADDRNOTAVAIL, f"{address}: the host is missing")
     family, _, _, _, sockaddr = socket.getaddrinfo(
         address.host,
         address.port,

@@ -120,7 +120,7 @@ class Duplex(ABC):
 
     @abstractmethod
     def _closed(self, error: Exception | None) -> None:
-        """Called last of all, with an error or None after a clean end."""
+        """Called last, with an error, or with None after a clean end."""
 
     @property
     def queued_bytes(self) -> int:
@@ -166,7 +166,7 @@ class Duplex(ABC):
             self._again = self._loop.call_soon(self._on_more)
 
     def _detach(self, reason: Exception) -> Wire:
-        """Give the socket away; this duplex has ended, for the given reason."""
+        """Hand over the socket; this duplex has ended, for the given reason."""
         self._quieten(reason)
         return self._wire
 
@@ -251,8 +251,7 @@ class Duplex(ABC):
         elif position := self._reader.position:
             self._end(
                 ConnectionLost(
-                    f"{self._remote} ended the connection in the middle, after "
-                    f"{position}"
+                    f"{self._remote} ended the connection prematurely, after {position}"
                 )
             )
         elif self._shut or not self._wire.opened or self._has_said_all():
@@ -263,7 +262,7 @@ class Duplex(ABC):
             self.close()
 
     def _has_said_all(self) -> bool:
-        """Return whether everything is sent, inside TLS also the end of the stream."""
+        """Return whether everything is sent, including TLS's end of stream."""
         if self._closing or self._queue.nbytes:
             return False
         self._wire.say_end()
@@ -337,7 +336,7 @@ class Duplex(ABC):
             self._handler_failed(exc)
 
     def _keep_rest(self) -> None:
-        """Copy borrowed memory in the queue, and wait until there is room."""
+        """Copy lent memory in the queue, and wait until there is room."""
         self._queue.own()
         due = self._wire.opened or self._wire.unsent
         if due and self._failure is None and not self._ended:
@@ -356,7 +355,7 @@ class Duplex(ABC):
     # --- ending -----------------------------------------------------------------------
 
     def _socket_failed(self, error: OSError) -> None:
-        """Drop the queue, and receive the data that the peer sent before it failed."""
+        """Drop the queue, and receive the data sent before the failure."""
         self._failure = error
         self._closing = True
         self._queue.clear()
@@ -399,7 +398,7 @@ class Duplex(ABC):
 
     @property
     def _gone(self) -> int:
-        """Return how many bytes the kernel took; it grows as the peer reads."""
+        """Return the bytes that the kernel took, which grow as the peer reads."""
         return self._queue.sent_bytes - self._wire.unsent
 
     def _on_linger(self, sent_before: int) -> None:

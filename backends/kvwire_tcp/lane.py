@@ -126,7 +126,8 @@ class TcpLane(Lane):
         if descriptor:
             raise ProtocolError(
                 "KVW-LN-07",
-                f"a descriptor of {len(descriptor)} bytes; over tcp it is empty",
+                f"the descriptor has {len(descriptor)} bytes; over tcp it must be "
+                "empty",
             )
         if self.reader.stopped:
             return
@@ -171,7 +172,7 @@ class TcpLane(Lane):
         return is_proof(preamble, secret, number, binding)
 
     def arrived(self, wire: Wire, remote: Address, preamble: bytes) -> None:
-        """Take a socket with its options set, which has received nothing else."""
+        """Use a socket with its options set, which has received nothing else."""
         # Its send buffer is empty, so the answer fits. If the peer is gone, we will
         # notice next.
         with contextlib.suppress(OSError):
@@ -231,7 +232,7 @@ class TcpLane(Lane):
     # --- from the socket --------------------------------------------------------------
 
     def closed(self, error: Exception | None) -> None:
-        """Handle the end of the socket, which touches no memory any more."""
+        """Handle the end of the socket, which no longer touches memory."""
         if self._aborted:
             error = None
         elif error is None and not self._ending:
@@ -281,7 +282,7 @@ class LaneSocket(Duplex):
 
     @property
     def takes_more(self) -> bool:
-        """Return whether more may be queued: neither side has ended."""
+        """Return whether more may be queued, because neither side has ended."""
         return not self._closing
 
     @property
@@ -299,7 +300,7 @@ class LaneSocket(Duplex):
 
 
 def _binding(wire: Wire) -> bytes:
-    """Return the bytes that bind a proof to this one wire."""
+    """Return the bytes that bind a proof to this wire."""
     proven = wire.proven()
     return b"" if proven is None else proven.binding
 

@@ -119,17 +119,19 @@ class TcpLink(Duplex, Link):
             self._resuming = self._loop.call_soon(self._go_on)
 
     def is_link(self) -> None:
-        """Pass frames directly to the handler from now on, since this is a link."""
+        """From now on pass frames directly to the handler: this is a link."""
         self._frames.handler = self._handler
 
     def is_lane(self, preamble: bytes) -> None:
-        """End the link: the socket is a lane's."""
+        """End the link, because the socket belongs to a lane."""
         assert self._pending_lanes is not None
-        wire = self._detach(ConnectionLost("it is not a connection but a lane of one"))
+        wire = self._detach(
+            ConnectionLost("the peer opened a lane here, not a connection")
+        )
         self._pending_lanes.claim_socket(wire, self._remote, preamble)
 
     def _go_on(self) -> None:
-        """Hand over frames that arrived during a pause, and watch the socket again."""
+        """Deliver frames that arrived during a pause, and watch the socket again."""
         self._resuming = None
         if self._ended:
             return

@@ -58,7 +58,7 @@ class TcpListener(Listener):
         return self._address
 
     async def close(self) -> None:
-        """Stop listening; accepted links go on.
+        """Stop listening; accepted links continue.
 
         Cancel safety: safe, it never waits.
         """

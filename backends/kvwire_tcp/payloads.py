@@ -1,4 +1,4 @@
-"""The receiver of a lane's payloads, which come as a plain byte stream without frames.
+"""Receives a lane's payloads, which are a plain byte stream without frames.
 
 Payloads come in the order in which they were expected, one directly after another, and
 each straight into its destination. Bytes that are not expected yet stay in the kernel,
@@ -46,7 +46,7 @@ class PayloadReader:
 
     @property
     def position(self) -> str:
-        """Return how much of the expected payload has come; "" if none is expected."""
+        """Return the progress of the expected payload as text; "" if there is none."""
         if not self._expected:
             return ""
         length = self._expected[0].length
@@ -54,7 +54,7 @@ class PayloadReader:
         return f"{length - self._rest} of {length} payload bytes, {more} more expected"
 
     def expect(self, landing: Landing) -> None:
-        """Append a payload to those that are expected."""
+        """Add an expected payload."""
         assert landing.length, "a payload has at least one byte"
         if landing.payload is not None:
             check_destination(landing.payload, landing.length)
@@ -69,7 +69,7 @@ class PayloadReader:
         self._target = None
 
     def receive(self, wire: Wire) -> int:
-        """Receive once, into the payload that is next; return the bytes received."""
+        """Receive once, into the next payload; return the bytes received."""
         if not self._expected:
             return self._look(wire)
         target = self._target
@@ -89,7 +89,7 @@ class PayloadReader:
         return count
 
     def deliver(self, count: int) -> None:
-        """Count received bytes, and report the payload that they complete."""
+        """Count received bytes, and report a completed payload."""
         self._rest -= count
         if self._rest:
             if type(self._target) is Iovecs:
@@ -111,7 +111,7 @@ class PayloadReader:
             self._target = Iovecs(payload)
 
     def _look(self, wire: Wire) -> int:
-        """Return 0 at the end of the stream; pause if there are bytes instead."""
+        """Return 0 at the end of the stream; pause if there are bytes."""
         if not wire.look():
             return 0
         self._early()

@@ -1,4 +1,4 @@
-"""Splits received bytes into frames, and puts each byte where it belongs.
+"""Splits received bytes into frames, and writes each byte to its place.
 
 There are two states. **Between payloads** bytes go into scratch, so that several small
 frames come with one system call. Complete frames are handed over from there, small
@@ -92,7 +92,7 @@ class FrameReader:
 
     @property
     def position(self) -> str:
-        """Return how far the current frame has arrived; "" between two frames."""
+        """Return the progress of the current frame as text; "" between frames."""
         if self._landing is not None:
             length = self._landing.length
             return f"{length - self._rest} of {length} payload bytes"
@@ -106,14 +106,14 @@ class FrameReader:
         return bytes(self._headers[: min(self._held, HEADER_BYTES)])
 
     def stop(self) -> None:
-        """Deliver nothing more, and drop references to the memory of a payload."""
+        """Deliver nothing more, and drop all references to payload memory."""
         self._left = self.beginning
         self.stopped = True
         self._held = 0
         self._landing = self._target = None
 
     def receive(self, wire: Wire) -> int:
-        """Receive once, to the place of the next bytes; return how many."""
+        """Receive once, to the place of the next bytes; return their number."""
         target = self._target
         rest = self._rest
         ahead = self._ahead
@@ -197,7 +197,7 @@ class FrameReader:
             scratch[: end - begin] = scratch[begin:end]
 
     def _enter(self, landing: Landing, arrived: memoryview) -> None:
-        """Begin a payload, of which only the bytes ``arrived`` are there."""
+        """Begin a payload that has only the bytes ``arrived`` so far."""
         payload = landing.payload
         length = landing.length
         self._ahead = SCRATCH_BYTES
@@ -226,21 +226,21 @@ class FrameReader:
 
 
 def check_destination(payload: Payload, length: int) -> None:
-    """Refuse memory that a payload cannot be received into.
+    """Refuse memory that cannot receive a payload.
 
     Raises:
         UsageError: It has another length, is read-only, or is not a view of bytes.
     """
     if payload.nbytes != length:
         raise UsageError(
-            f"landing: a destination of {payload.nbytes} bytes for a payload of "
-            f"{length}"
+            f"landing: a destination of {payload.nbytes} bytes does not fit a payload "
+            f"of {length}"
         )
     if not isinstance(payload, memoryview):
         if not payload.writable:
-            raise UsageError("landing: the destination is read-only fragments")
+            raise UsageError("landing: the destination's fragments are read-only")
     elif payload.readonly or payload.format != "B" or payload.ndim != 1:
         raise UsageError(
-            f"landing: the destination is no writable 1-D view of bytes (format "
+            "landing: the destination is not a writable 1-D view of bytes (format "
             f"{payload.format!r}, read-only: {payload.readonly})"
         )

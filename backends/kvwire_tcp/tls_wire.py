@@ -1,4 +1,4 @@
-"""TLS between our memory and a socket: an SSLObject, two memory BIOs, two buffers.
+"""TLS between memory and a socket: an SSLObject, two memory BIOs, two buffers.
 
 ::
 
@@ -127,7 +127,7 @@ class TlsWire:
     # --- the handshake ----------------------------------------------------------------
 
     def shake_hands(self) -> None:
-        """Continue the handshake until it is over.
+        """Continue the handshake until it has ended.
 
         Raises:
             BlockingIOError: It is the peer's turn.
@@ -231,7 +231,8 @@ class TlsWire:
             self._receive(PIECE_BYTES)
         if self.unsent > UNSENT_BYTES_MAX:
             raise ConnectionAbortedError(
-                errno.ECONNABORTED, "the peer asks for new keys faster than it reads"
+                errno.ECONNABORTED,
+                "the peer requests new TLS keys faster than it reads",
             )
         return count
 
@@ -281,7 +282,7 @@ class TlsWire:
         raise explained(error, self._role, opened=self.opened)
 
     def _read_ahead(self) -> None:
-        """Decrypt everything we hold, which is at most a piece and a record."""
+        """Decrypt all held bytes, which are at most a piece and a record."""
         filled = len(self._ahead)
         held = self._incoming.pending + self._tls.pending() + _RECORD_BYTES
         ahead = bytearray(filled + held)
@@ -329,7 +330,7 @@ class TlsWire:
 
 
 def _unshaken(code: int | None) -> ConnectionResetError:
-    """Return the error of a broken handshake; a peer without TLS may just end."""
+    """Return the error of a broken handshake; a peer without TLS may only hang up."""
     return ConnectionResetError(
         code, "it ended during the TLS handshake; is the peer's trust mtls as well?"
     )
@@ -338,5 +339,5 @@ def _unshaken(code: int | None) -> ConnectionResetError:
 def _cut_off() -> ConnectionResetError:
     return ConnectionResetError(
         errno.ECONNRESET,
-        "it was cut off: the stream has ended, and the peer has not said so inside TLS",
+        "the stream was cut off: it ended without TLS's close message",
     )

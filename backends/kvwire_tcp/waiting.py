@@ -23,7 +23,9 @@ async def hands_shaken(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
     """
     await _done(wire, loop, wire.shake_hands)
     if not wire.opened:
-        raise ConnectionResetError(errno.ECONNRESET, "it ended without a word")
+        raise ConnectionResetError(
+            errno.ECONNRESET, "the connection ended before any data"
+        )
 
 
 async def said(wire: Wire, data: bytes, loop: asyncio.AbstractEventLoop) -> None:
@@ -56,7 +58,7 @@ async def heard(wire: Wire, count: int, loop: asyncio.AbstractEventLoop) -> byte
 async def _done(
     wire: Wire, loop: asyncio.AbstractEventLoop, call: Callable[[], _T]
 ) -> _T:
-    """Call until it does not block, each time the socket may allow it."""
+    """Repeat a call until it does not block, whenever the socket is ready."""
     while True:
         try:
             return call()

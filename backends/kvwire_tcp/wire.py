@@ -1,4 +1,4 @@
-"""Moves bytes between memory and one socket: as they are, or inside TLS.
+"""Moves bytes between memory and one socket, plain or inside TLS.
 
 A link or lane decides when to send and to receive, and its queue and reader decide from
 where and to where. A *wire* is the one thing between them and the socket. So the rules
@@ -19,7 +19,7 @@ Bytes = bytes | memoryview
 
 
 class Wire(Protocol):
-    """Moves the bytes of a connected socket, encrypted or as they are.
+    """Moves the bytes of a connected socket, encrypted or plain.
 
     Each call that moves bytes does so once, never blocks, and returns how many of *our*
     bytes it has moved.
@@ -36,15 +36,15 @@ class Wire(Protocol):
 
     @property
     def opened(self) -> bool:
-        """Return whether bytes can be sent without receiving some first."""
+        """Return whether the handshake has ended, so that bytes can be sent."""
 
     @property
     def unsent(self) -> int:
-        """Return the bytes that the wire has taken and the kernel has not."""
+        """Return the bytes that the wire holds for the kernel."""
 
     @property
     def more(self) -> bool:
-        """Return whether it holds received bytes that do not show on the socket."""
+        """Return whether it holds received bytes that the socket does not signal."""
 
     def proven(self) -> PeerIdentity | None:
         """Return the peer's identity, if this wire proves it."""
@@ -65,10 +65,10 @@ class Wire(Protocol):
         """Receive; return 0 at the end of the stream."""
 
     def recv_two(self, target: memoryview, behind: memoryview) -> int:
-        """Receive into one view and, if the wire can, into another behind it."""
+        """Receive into one view and, if the wire can, into a second one."""
 
     def recv_list(self, part: Iovecs, behind: tuple[int, int] | None = None) -> int:
-        """Receive into the rest of a fragment list and, if the wire can, behind it.
+        """Receive into the rest of a fragment list and, if the wire can, beyond it.
 
         Args:
             part: The list. The call sets ``asked`` and leaves ``rest`` unchanged.
@@ -76,18 +76,18 @@ class Wire(Protocol):
         """
 
     def look(self) -> bool:
-        """Return whether bytes are there, without taking them; False at the end."""
+        """Return whether bytes are available, without reading; False at the end."""
 
     def flush(self) -> None:
         """Send everything that is ``unsent``."""
 
     def say_end(self) -> None:
-        """Prepare to send the end of the stream; this may make bytes unsent."""
+        """Prepare to send the end of the stream; this may add unsent bytes."""
 
 
 @final
 class PlainWire:
-    """Moves bytes over the socket as they are."""
+    """Moves plain bytes over the socket."""
 
     __slots__ = ("recv_into", "send", "sendmsg", "sock")
 

@@ -1,4 +1,4 @@
-"""The bytes that a link still has to send: a queue with frame borders marked on it.
+"""A link's unsent bytes: a queue with marked frame borders.
 
 Progress is counted in bytes since the link began, so a short write, wherever it ends,
 is one addition. A frame with a token is complete when ``sent_bytes`` has reached the
@@ -73,7 +73,7 @@ class SendQueue:
             self._borrowed.append(self._first + len(entries) - 1)
 
     def lend(self, payload: Payload, token: object) -> None:
-        """Queue a payload without a frame; it is lent until its token is given back."""
+        """Queue a payload without a frame, lent until its token is returned."""
         payload = simplest(payload)
         if isinstance(payload, memoryview):
             if payload.format != "B" or payload.ndim != 1 or not payload.contiguous:
@@ -85,7 +85,7 @@ class SendQueue:
         self._tokens.append((self.sent_bytes + self.nbytes, token))
 
     def transmit(self, wire: Wire) -> int:
-        """Offer the head of the queue to the wire, once; return the bytes taken."""
+        """Offer the head of the queue to the wire, once; return the accepted bytes."""
         entries = self._entries
         head = entries[0]
         if type(head) is Iovecs:
@@ -104,7 +104,7 @@ class SendQueue:
         return wire.sendmsg(views)
 
     def taken(self, count: int) -> Sequence[object]:
-        """Count ``count`` bytes as sent; return the tokens of frames this completes."""
+        """Count ``count`` bytes as sent; return the tokens of completed frames."""
         self.sent_bytes = sent = self.sent_bytes + count
         self.nbytes -= count
         if self.nbytes == 0:
@@ -122,7 +122,7 @@ class SendQueue:
         return done
 
     def own(self) -> None:
-        """Replace borrowed memory that is still queued by a copy."""
+        """Replace lent memory that is still queued by a copy."""
         for number in self._borrowed:
             position = number - self._first
             if position >= 0:

@@ -45,7 +45,7 @@ class UcxBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """Return a rank before TCP if a network card moves the bytes, else after."""
+        """Return a rank before TCP if a network card moves the bytes, else after it."""
         return diagnosis.rank()
 
     @classmethod
@@ -83,7 +83,7 @@ class UcxBackend(Backend):
         if self._lanes:
             # Freeing a context while lanes use it would end the process.
             left = len(self._lanes)
-            _log.error("%d lanes have not ended; UCX is left as it is", left)
+            _log.error("%d lanes have not ended, so UCX is not shut down", left)
             return
         for context in contexts.values():
             context.close()

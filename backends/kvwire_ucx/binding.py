@@ -1,4 +1,4 @@
-"""libucp as Python sees it: the structures and functions kvwire calls, nothing more.
+"""The Python binding of libucp: only the structures and functions that kvwire needs.
 
 The layouts are those of UCX 1.13, to which later versions only append: every structure
 begins with a mask of the fields its caller has set, so an older library never reads
@@ -163,7 +163,7 @@ class EndpointParams(Structure):
 
 
 class RequestParams(Structure):
-    """The C struct ``ucp_request_param_t``, read only during the call it is for."""
+    """The C struct ``ucp_request_param_t``, which UCX reads only during a call."""
 
     _fields_: ClassVar = [
         ("op_attr_mask", c_uint32),

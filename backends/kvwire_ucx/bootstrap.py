@@ -100,7 +100,7 @@ def parse(data: bytes) -> UcxBootstrap:
 
 
 def new_lane() -> int:
-    """Return a number for a lane that nobody else can guess."""
+    """Return an unguessable number for a lane."""
     return secrets.randbits(_LANE_BITS)
 
 

@@ -56,7 +56,7 @@ def rank() -> int:
 
 
 def summary(library: UcxLibrary) -> str:
-    """Return one line about UCX, without asking it for its devices."""
+    """Return one line about UCX, without querying its devices."""
     if not library.has_rdma:
         rdma = "built without RDMA"
     elif devices := rdma_devices():

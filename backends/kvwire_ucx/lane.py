@@ -94,7 +94,7 @@ class _State(enum.Enum):
 
 
 class _MessageParts:
-    """A payload in progress, and how many of its messages are not over."""
+    """A payload in progress, with the number of its pending messages."""
 
     __slots__ = ("left", "what")
 
@@ -260,7 +260,7 @@ class UcxLane(Lane):
 
     @property
     def queued_bytes(self) -> int:
-        """Return 0, since UCX takes everything at once."""
+        """Return 0, because UCX accepts everything at once."""
         return 0
 
     @property
@@ -447,7 +447,7 @@ class UcxLane(Lane):
             self._hang_up()
 
     def _heard(self, _status: int, _nbytes: int) -> None:
-        """Continue after the peer has received our bye and everything before it."""
+        """Continue after the peer has received our bye and all messages before it."""
         if not self._sends:
             self._hang_up()
 

@@ -93,7 +93,7 @@ class UcxLibrary:
 
     @property
     def has_rdma(self) -> bool:
-        """Return whether it came with the plug-in for RDMA, whatever the devices."""
+        """Return whether it has the plug-in for RDMA, with or without devices."""
         return any(Path(self.path).parent.glob("ucx/libuct_ib*.so*"))
 
     def status_text(self, status: int) -> str:
@@ -117,7 +117,7 @@ def load() -> UcxLibrary:
 
 @functools.cache
 def answer() -> UcxLibrary | str:
-    """Return the library, or the reason why there is none; cached."""
+    """Return the library, or the reason for its absence; cached."""
     try:
         return _load()
     except BackendUnavailable as exc:

@@ -1,4 +1,4 @@
-"""Descriptors of payloads, which are sent as one message or several.
+"""Descriptors of payloads, which travel as one or several messages.
 
 ::
 
@@ -44,7 +44,7 @@ def piece_lengths(payload: Payload) -> list[int]:
 
 
 def pieces(payload: Payload, lengths: list[int]) -> Iterator[Payload]:
-    """Yield the pieces of a payload that have these lengths, or all of it for []."""
+    """Yield a payload's pieces with these lengths, or all of it for []."""
     if not lengths:
         yield payload
         return

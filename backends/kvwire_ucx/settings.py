@@ -104,16 +104,16 @@ def parse(
             continue
         if key in _GONE:
             raise UsageError(
-                f"backends.ucx: there is no setting {key!r} any more; peers read "
-                f'finished blocks through windows, with one_sided_windows="peers"'
+                f"backends.ucx: setting {key!r} was removed; for peers that read "
+                'finished blocks use windows, with one_sided_windows="peers"'
             )
         if name.isupper() and name.isascii():
             ucx[name] = value
             named.add(name)
         else:
             raise UsageError(
-                f"backends.ucx: there is no setting {key!r}; there are "
-                f"{REQUIRE_RDMA}, and those of UCX in capitals, such as TLS"
+                f"backends.ucx: unknown setting {key!r}; use {REQUIRE_RDMA}, or one "
+                "of UCX's own in capitals, such as TLS"
             )
     ruled = {name for name in ucx if PREFIX + name in environment}
     return UcxSettings(
@@ -128,4 +128,4 @@ def _yes_or_no(key: str, value: str) -> bool:
         return True
     if value.lower() in _NO:
         return False
-    raise UsageError(f'backends.ucx: {key}={value!r}; it is "yes" or "no"')
+    raise UsageError(f'backends.ucx: {key}={value!r}; use "yes" or "no"')

@@ -293,7 +293,7 @@ class _Read:
         elif not future.done():
             text = window.windows.worker.context.library.status_text(status)
             future.set_exception(
-                ConnectionLost(f"ucx: the window cannot be read any more: {text}")
+                ConnectionLost(f"ucx: the window can no longer be read: {text}")
             )
         window.over()
 

@@ -44,7 +44,7 @@ class CompletionQueue(Generic[T]):
             self.on_loop(self._deliver)
 
     def leave(self, last_word: Callable[[], None]) -> None:
-        """Call ``last_word`` on the loop after everything queued was reported."""
+        """Call ``last_word`` on the loop after all queued completions."""
         self.on_loop(lambda: self._leave(last_word))
 
     def on_loop(self, call: Callable[[], None]) -> None:

@@ -68,7 +68,7 @@ class Looks(NamedTuple):
 
 @final
 class WindowRanges:
-    """The memory of a window as ranges, which both sides make alike.
+    """A window's memory as ranges, in the same order on both sides.
 
     The spans and the table are sorted by address, and joined where they touch. So a
     cache that lies in one piece is one range, with one key.
@@ -93,7 +93,7 @@ class WindowRanges:
         self._entries = nbytes // ENTRY_BYTES
 
     def gets(self, batch: BlockRead) -> tuple[Gets, Bits]:
-        """Return the gets of a batch, and which of its blocks they read."""
+        """Return the gets of a batch, and the blocks that they read."""
         good = batch.entries < self._entries
         offsets_from = batch.offsets_from
         offsets_to = batch.offsets_to

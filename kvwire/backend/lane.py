@@ -231,7 +231,7 @@ class Lane(ABC):
         raise BackendUnavailable(f"{type(self).__name__} cannot read windows")
 
     def conceal(self, memory: WindowMemory) -> None:  # noqa: B027 - nothing to end
-        """End what ``expose`` began; without effect if it is not exposed.
+        """End the reads that ``expose`` allowed; does nothing for other windows.
 
         Called once the peer has reported that it reads no longer, or has gone. Readers
         that the peer still has end.

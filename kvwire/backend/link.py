@@ -51,7 +51,7 @@ API_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The abilities of a backend; the core plans with these and nothing else.
+    """The abilities of a backend; the core relies on nothing else.
 
     Attributes:
         links: It has addresses of its own and carries control links.
@@ -74,7 +74,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Availability:
-    """Whether a backend can run here, and if not, what would change that.
+    """Whether a backend can run here, and the remedy if it cannot.
 
     Attributes:
         available: Whether it can be used now.
@@ -311,7 +311,7 @@ class Backend(ABC):
             if name not in cls.settings:
                 known = nearest(name, cls.settings) if cls.settings else "it has none"
                 raise UsageError(
-                    f"backends.{cls.scheme}: there is no setting {name!r}; {known}"
+                    f"backends.{cls.scheme}: unknown setting {name!r}; {known}"
                 )
             choices = cls.settings[name]
             if choices and value not in choices:

@@ -134,7 +134,7 @@ def _owner(point: metadata.EntryPoint) -> str:
 def _checked(name: str, cls: object) -> type[Backend]:
     if not isinstance(cls, type) or not issubclass(cls, Backend):
         raise BackendUnavailable(
-            f"backend {name!r}: {cls!r} is no kvwire.backend.Backend"
+            f"backend {name!r}: {cls!r} is not a kvwire.backend.Backend"
         )
     if getattr(cls, "scheme", None) != name:
         raise BackendUnavailable(

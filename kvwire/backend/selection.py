@@ -36,7 +36,10 @@ def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Co
             )
         names = (transport,) if isinstance(transport, str) else tuple(transport)
         if not names:
-            raise UsageError("transport: no name is given; None leaves the choice open")
+            raise UsageError(
+                "transport: the list is empty; name a transport, or pass None to let "
+                "kvwire choose"
+            )
         config = config.replace(require=names, prefer=names)
     usable = [name for name in config.require if registry.availability(name).available]
     if config.require and not usable:

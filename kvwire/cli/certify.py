@@ -49,7 +49,7 @@ def command(  # noqa: PLR0913 - each is an option of the command
     junit: Path | None = None,
     json: bool = False,
 ) -> int:
-    """Cancel, time out, kill and reconnect a transport, and judge every byte.
+    """Cancel, time out, kill and reconnect a transport, and check every byte.
 
     The exit status is 1 if a promise was broken. The smallest schedule that breaks it
     is written to a file, which runs again: kvwire certify FILE.json.

@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
 
 
 def _unread() -> int:
-    """Silence the output, which nothing reads, and return the exit status."""
+    """Silence the output after its reader has gone, and return the exit status."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
 

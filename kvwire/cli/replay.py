@@ -96,7 +96,7 @@ async def _play(replayed: Replay, trace: Path, stream: BinaryIO) -> None:
 def _progress(
     trace: Path, stream: BinaryIO, replayed: Replay
 ) -> Iterator[Callable[[], None] | None]:
-    """Show a bar on a terminal: how much of the file was read."""
+    """Show a bar on a terminal with the share of the file that was read."""
     screen = console(stderr=True)
     if not screen.is_terminal:
         yield None
@@ -153,11 +153,11 @@ def _show(report: ReplayReport) -> None:
 
 
 def _check_plot(path: Path) -> None:
-    """Refuse, before the replay, a picture that could not be drawn after it."""
+    """Check before the replay that the picture can be drawn after it."""
     if find_spec("matplotlib") is None:
         raise UsageError(f"--plot needs matplotlib: {install_command('plot')}")
     if path.suffix not in _SUFFIXES:
-        raise UsageError(f"--plot {path}: its name ends in {', '.join(_SUFFIXES)}")
+        raise UsageError(f"--plot {path}: the name must end in {', '.join(_SUFFIXES)}")
 
 
 def _draw(report: ReplayReport, path: Path) -> None:

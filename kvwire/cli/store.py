@@ -93,7 +93,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         # A selector is written in the same way.
         settings["labels"] = dict(Selector.parse(",".join(label or ())).terms)
     elif label or advertise:
-        raise UsageError("--label and --advertise are for a --directory")
+        raise UsageError("--label and --advertise need --directory")
     tenants = tenant or []
     opening = kvwire.BlockStore.open(tier, write=write, tenants=tenants, record=record)
     _run(_serve(listen, tier, opening, metrics, settings), listen)

@@ -232,7 +232,7 @@ def _tokens(file: str) -> list[int]:
 
 
 def _show(placement: Placement) -> None:
-    """Print a row for each run of blocks that became the same."""
+    """Print a row for each run of blocks with the same result."""
     table = Table("blocks", "state", "", box=None, pad_edge=False)
     for first, last in _runs(placement):
         held = [name for name, bits in placement.held.items() if bits[first]]

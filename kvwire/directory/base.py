@@ -90,7 +90,7 @@ class Directory(ABC):
                 hint = nearest(option, self.options) if self.options else "it has none"
                 raise UsageError(f"directory {self}: no option {option!r}; {hint}")
         if len(hosts) > 1 and not self.many_hosts:
-            raise UsageError(f"directory {self}: one host is needed, not {len(hosts)}")
+            raise UsageError(f"directory {self}: pass one host, not {len(hosts)}")
         self.given: dict[str, str] = {**self.options, **given}
         self.ignored: int = 0
         self.reason: str = ""
@@ -162,8 +162,8 @@ class Directory(ABC):
             if 0 < value < float("inf"):
                 return value
         raise UsageError(
-            f"directory {self}: {option}={self.given[option]!r}; a number of seconds "
-            f"above 0 is needed"
+            f"directory {self}: {option}={self.given[option]!r}; pass a number of "
+            "seconds above 0"
         )
 
     # --- members ----------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Directory(ABC):
                 members.suspend(asyncio.get_running_loop().time())
                 if upkeep.lost(reason):
                     logger.warning(
-                        "watching directory %s: %s; tried again", self, reason
+                        "watching directory %s failed: %s; retrying", self, reason
                     )
 
     async def members(self, selector: Selector | str = "") -> tuple[Record, ...]:
@@ -318,7 +318,7 @@ class Directory(ABC):
             except OSError as exc:
                 if upkeep.lost(_text(exc)):
                     logger.warning(
-                        "announcing %r in directory %s: %s; tried again",
+                        "announcing %r in directory %s failed: %s; retrying",
                         record.name,
                         self,
                         upkeep.reason,
@@ -332,7 +332,7 @@ class Directory(ABC):
     async def _changes(
         self, members: Members, upkeep: Upkeep
     ) -> AsyncGenerator[Change, None]:
-        """Yield changes until a lease is over, so that everything must be read anew.
+        """Yield changes until a lease expires; then all entries must be read again.
 
         The server may have silently lost the watch while the member lives. So no member
         leaves because one watch is silent: the next watch reads all entries first, and
@@ -346,7 +346,9 @@ class Directory(ABC):
                     if members.doubts:
                         await asyncio.wait({pending}, timeout=DIRECTORY_LIST_S)
                         if not pending.done():
-                            raise TimeoutError(f"no list within {DIRECTORY_LIST_S:g} s")
+                            raise TimeoutError(
+                                f"no list arrived within {DIRECTORY_LIST_S:g} s"
+                            )
                     else:
                         patience_s = members.expires_in(loop.time())
                         await asyncio.wait({pending}, timeout=patience_s)
@@ -369,7 +371,7 @@ class Directory(ABC):
                 await run_to_completion(end_task(pending))
 
     def _take(self, members: Members, batch: Batch) -> list[Change]:
-        """Apply a batch to a table, and count invalid records."""
+        """Apply a batch of entries to a table, and count invalid records."""
         now = asyncio.get_running_loop().time()
         members.resume(now)
         self.reason = ""
@@ -381,9 +383,7 @@ class Directory(ABC):
                 changes.append(change)
         self.ignored += members.ignored - known
         if members.ignored and not known:
-            logger.warning(
-                "directory %s: an entry was ignored: %s", self, members.reason
-            )
+            logger.warning("directory %s: ignored an entry: %s", self, members.reason)
         return changes
 
 

@@ -74,7 +74,7 @@ async def warn_of_unknown_name(address: Address) -> None:
             )
     except OSError as exc:
         logger.warning(
-            "others are told to dial %s, and this host does not find that name: %s",
+            "the announced address is %s, but this host cannot resolve that name: %s",
             address,
             exc.strerror or "its resolver does not answer",
         )

@@ -42,7 +42,8 @@ class FileDirectory(Directory):
         path = unquote(self.url.path)
         if self.url.netloc not in ("", "localhost") or "\0" in path:
             raise UsageError(
-                f'directory {self}: it is a folder of this machine; write "file:/path"'
+                f"directory {self}: the folder must be on this machine; write "
+                '"file:/path"'
             )
         # A folder that somebody has named may be one that users share.
         self._is_default = not path

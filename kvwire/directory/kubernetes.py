@@ -213,7 +213,7 @@ def _api_of_pod() -> str:
 
 async def _accepted(answer: httpx.Response) -> None:
     if answer.status_code != httpx.codes.OK:
-        raise OSError(f"the API server says {answer.status_code}")
+        raise OSError(f"the API server answered with status {answer.status_code}")
 
 
 def _parts(answer: Any) -> aclosing[Any]:
@@ -223,7 +223,9 @@ def _parts(answer: Any) -> aclosing[Any]:
 
 def _check_size(nbytes: int) -> None:
     if nbytes > KUBERNETES_ANSWER_BYTES_MAX:
-        raise OSError(f"an answer of more than {KUBERNETES_ANSWER_BYTES_MAX} bytes")
+        raise OSError(
+            f"the API server's answer has more than {KUBERNETES_ANSWER_BYTES_MAX} bytes"
+        )
 
 
 def _changed(

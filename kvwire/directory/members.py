@@ -92,9 +92,9 @@ class Members:
         try:
             record = Record.decode(raw)
             if record.key != key:
-                raise UsageError("a record under a key that is not its own")
+                raise UsageError("the record's key and its address differ")
             if known is None and len(self._members) >= MEMBERS_MAX:
-                raise UsageError(f"more than {MEMBERS_MAX} members")
+                raise UsageError(f"the directory has more than {MEMBERS_MAX} members")
         except UsageError as exc:
             self.ignored += 1
             self.reason = str(exc)
@@ -125,7 +125,7 @@ class Members:
         return Change(ChangeKind.LEFT, member.record)
 
     def expire(self, now: float) -> list[Change]:
-        """Remove members whose lease is over; return the changes."""
+        """Remove members whose lease has expired; return the changes."""
         changes: list[Change] = []
         while (member := self._first_over(now)) is not None:
             del self._members[heapq.heappop(self._leases)[1]]
@@ -133,7 +133,7 @@ class Members:
         return changes
 
     def doubt(self, now: float) -> bool:
-        """Return whether a lease is over for the first time since its last renewal.
+        """Return whether a lease has expired for the first time since its last renewal.
 
         If so, ``doubts`` is set, and all entries have to be read anew before
         :meth:`expire`, because a watch can fail without a sign.
@@ -148,7 +148,7 @@ class Members:
         return True
 
     def expires_in(self, now: float) -> float | None:
-        """Return the seconds until the next lease may be over; None without leases."""
+        """Return the seconds until the next lease may expire; None without leases."""
         if self._suspended_at is not None or not self._members:
             return None
         return max(0.0, self._leases[0][0] - now)
@@ -161,7 +161,7 @@ class Members:
         return True
 
     def resume(self, now: float) -> None:
-        """Resume suspended leases: the directory is back."""
+        """Resume suspended leases, because the directory is reachable again."""
         if self._suspended_at is None:
             return
         away_s = now - self._suspended_at
@@ -175,7 +175,7 @@ class Members:
         self._index_leases()
 
     def _first_over(self, now: float) -> _Member | None:
-        """Return the member whose lease has been over for longest, or None."""
+        """Return the member whose lease expired first, or None."""
         if self._suspended_at is not None:
             return None
         while self._leases and self._leases[0][0] <= now:

@@ -70,14 +70,13 @@ class NatsDirectory(Directory):
         self._lease_s = self.seconds("lease_s")
         if not re.fullmatch(r"[-\w]+", self.given["bucket"], re.ASCII):
             raise UsageError(
-                f"directory {self}: bucket={self.given['bucket']!r}; letters, digits, "
-                f"- and _ are allowed"
+                f"directory {self}: bucket={self.given['bucket']!r}; use letters, "
+                "digits, - and _"
             )
         replicas = self.given["replicas"]
         if not replicas.isdecimal() or not 1 <= int(replicas) <= _REPLICAS_MAX:
             raise UsageError(
-                f"directory {self}: replicas={replicas!r}; a bucket has 1 to "
-                f"{_REPLICAS_MAX} of them"
+                f"directory {self}: replicas={replicas!r}; pass 1 to {_REPLICAS_MAX}"
             )
         credentials, _, hosts = self.url.netloc.rpartition("@")
         if not all(hosts.split(",")):
@@ -103,9 +102,10 @@ class NatsDirectory(Directory):
             bucket = await self._opened()
             if lease_s > self._kept_s:
                 raise UsageError(
-                    f"directory {self}: a lease of {lease_s:g} s, and the bucket "
-                    f"{self.given['bucket']!r} keeps entries for {self._kept_s:g} s: "
-                    f"make the bucket with a longer TTL; kvwire makes it with ?lease_s="
+                    f"directory {self}: a lease of {lease_s:g} s is longer than the "
+                    f"{self._kept_s:g} s for which bucket {self.given['bucket']!r} "
+                    "keeps entries: make the bucket with a longer TTL; kvwire makes "
+                    "it with ?lease_s="
                 )
             await bucket.put(_name(key), value)
 
@@ -130,7 +130,7 @@ class NatsDirectory(Directory):
                     except nats.errors.TimeoutError:
                         if delivered > received:
                             raise ConnectionError(
-                                "entries were lost on the way"
+                                "the server skipped entries"
                             ) from None
                         # It fails where the consumer, or its stream, is no more.
                         delivered, _ = await _progress(entries)
@@ -201,7 +201,7 @@ class NatsDirectory(Directory):
 
     async def _connected_to(self, server: str) -> Client:
         async def quiet(_: Exception) -> None:
-            """Drop reported errors: the failing call raises them as well."""
+            """Ignore reported errors, because the failing call raises them too."""
 
         client = Client()
         try:
@@ -248,8 +248,8 @@ class NatsDirectory(Directory):
         status = await found.status()
         if status.stream_info.config.mirror is not None:
             raise UsageError(
-                f"directory {self}: the bucket {bucket!r} mirrors another and takes no "
-                f"entries; name the other"
+                f"directory {self}: the bucket {bucket!r} mirrors another bucket and "
+                "takes no entries; name the original"
             )
         return found, status.ttl or float("inf")
 
@@ -271,8 +271,8 @@ class NatsDirectory(Directory):
                 if exc.description:  # such as a bucket that is full
                     raise ConnectionError(exc.description) from exc
                 raise ConnectionError(
-                    "the server has no JetStream, or none yet: start nats-server with "
-                    "-js; in a cluster most servers have to be there"
+                    "JetStream is missing or not ready: start nats-server with -js; "
+                    "a cluster needs most of its servers"
                 ) from exc
             except Exception:
                 # The bucket may be gone with what the server has forgotten.
@@ -302,13 +302,13 @@ async def _closed(client: Client) -> None:
 
 
 async def _progress(entries: Any) -> tuple[int, int]:
-    """Return how many entries a subscription has sent, and has still to send."""
+    """Return the numbers of sent and of pending entries of a subscription."""
     info = await entries.consumer_info()
     return info.delivered.consumer_seq, info.num_pending or 0
 
 
 def _living(entries: Sequence[Msg], now: datetime | None) -> dict[str, bytes | None]:
-    """Return the entries of a bucket whose lease is not over.
+    """Return the entries of a bucket whose lease has not expired.
 
     A bucket may keep entries far longer than leases. Ages are by the server's clock,
     since this machine's may differ.

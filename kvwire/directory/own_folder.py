@@ -44,7 +44,7 @@ def own_folder(folder: Path, called: str) -> Path:
     else:
         return folder
     raise UsageError(
-        f"{called}: it has to be a folder that this user alone may enter; {fault}"
+        f"{called}: it must be a folder that only this user can enter; {fault}"
     )
 
 
@@ -73,9 +73,8 @@ def temporary_folder() -> Path:
         temporary = tempfile.gettempdir()
     except OSError as exc:
         raise UsageError(
-            f"processes of one user share a folder for temporary files, and there is "
-            f"none that can be written to: set XDG_RUNTIME_DIR or TMPDIR to one "
-            f"({exc.strerror or exc})"
+            "found no writable folder for temporary files: set XDG_RUNTIME_DIR or "
+            f"TMPDIR to one ({exc.strerror or exc})"
         ) from None
     return Path(temporary) / f"kvwire-{os.geteuid()}"
 

@@ -116,7 +116,8 @@ class RayDirectory(Directory):
         super().__init__(url)
         if self.url.netloc:
             raise UsageError(
-                f"directory {self}: write ray:NAME; RAY_ADDRESS says where Ray is"
+                f"directory {self}: write ray:NAME, and put Ray's address into "
+                "RAY_ADDRESS"
             )
         self._name = self.url.path.strip("/") or "directory"
         self._table: Any = None

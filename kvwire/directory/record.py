@@ -62,7 +62,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if not isinstance(text, str):
                 raise wrong_type("record", text, "text")
             if not text.isprintable():
-                raise UsageError(f"{shown(text)} has characters that do not print")
+                raise UsageError(f"{shown(text)} has characters that cannot be printed")
 
     @property
     def key(self) -> str:
@@ -88,20 +88,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """
         if len(raw) > limits.RECORD_BYTES_MAX:
             raise UsageError(
-                f"a record of {len(raw)} bytes; {limits.RECORD_BYTES_MAX} are allowed"
+                f"the record has {len(raw)} bytes; at most {limits.RECORD_BYTES_MAX} "
+                "are allowed"
             )
         try:
             return _DECODER.decode(raw)
         # The second is for what is nested too deeply.
         except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
-            raise UsageError(f"no record: {shown(str(exc), 200)}") from None
+            raise UsageError(f"not a valid record: {shown(str(exc), 200)}") from None
 
 
 def _plain(value: object) -> object:
     """Return another library's number or text, such as NumPy's, as Python's own."""
     if isinstance(value, (Real, str)):
         return float(value) if isinstance(value, Real) else str(value)
-    raise wrong_type("record", value, "text, or a number,")
+    raise wrong_type("record", value, "text or a number")
 
 
 _DECODER = msgspec.json.Decoder(Record)

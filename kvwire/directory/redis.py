@@ -73,7 +73,7 @@ class RedisDirectory(Directory):
         async with self._used() as client:
             name = self._prefix + key
             if not await client.commands.set(name, value, px=int(lease_s * 1000)):
-                raise ConnectionError("a SET was not answered by OK")
+                raise ConnectionError("the server's answer to SET was not OK")
             await client.channel.publish(self._channel, key.encode() + b"\n" + value)
 
     async def erase(self, key: str) -> None:
@@ -114,7 +114,7 @@ class RedisDirectory(Directory):
             raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc
 
     async def _next(self, client: RedisClient, channel: PubSub) -> dict[str, Any]:
-        """Wait for a message; test the server while none arrives."""
+        """Wait for a message; test the server if none arrives."""
         for _ in range(2):
             message: dict[str, Any] | None = await channel.get_message(
                 timeout=_SILENCE_S
@@ -122,7 +122,7 @@ class RedisDirectory(Directory):
             if message is not None:
                 return message
             await self._stir(client, channel)
-        raise TimeoutError(f"silent for {2 * _SILENCE_S:g} s")
+        raise TimeoutError(f"the server sent nothing for {2 * _SILENCE_S:g} s")
 
     async def _stir(self, client: RedisClient, channel: PubSub) -> None:
         """Publish a message on the channel, once the server has accepted a write.

@@ -245,7 +245,7 @@ class RedisServers:
                 self.client = await self._found()
 
     async def renew(self, doubtful: Collection[str]) -> set[str]:
-        """Connect anew, and reread the slots of a cluster.
+        """Reconnect, and read the slots of a cluster again.
 
         Returns:
             Those of the doubtful nodes of a cluster that still take no writes.
@@ -358,8 +358,7 @@ class RedisServers:
                 if mode == "sentinel":
                     raise UsageError(
                         f"{place} is a Sentinel: name the servers that it watches, "
-                        f"redis://HOST:6379,HOST:6379; the one that takes writes is "
-                        f"found"
+                        "redis://HOST:6379,HOST:6379; kvwire finds the primary"
                     )
                 if mode == "cluster":
                     client.commands = await self._cluster(place)
@@ -448,7 +447,7 @@ async def _mode(client: Redis) -> str:
     facts = answer if isinstance(answer, dict) else {}
     mode = facts.get(b"mode")
     if facts.get(b"role") in (b"replica", b"slave") and mode != b"cluster":
-        raise exceptions.ReadOnlyError("it is a replica")
+        raise exceptions.ReadOnlyError("the server is a read-only replica")
     return mode.decode() if isinstance(mode, bytes) else ""
 
 
@@ -467,7 +466,7 @@ async def _write(client: Redis | RedisCluster, key: str) -> None:
 async def _given_up(
     trying: Iterable[asyncio.Task[RedisClient]], found: RedisClient | None
 ) -> None:
-    """End all attempts, and close the clients that will not be used."""
+    """End all attempts, and close the unused clients."""
     for task in trying:
         await end_task(task)
         if not task.cancelled() and task.exception() is None:
@@ -491,7 +490,7 @@ def _file(what: str, option: str, text: str) -> str:
     """Return the path of a file that an option names."""
     path = local_path(text)
     if not Path(path).is_file():
-        raise UsageError(f"{what}: {option}={text!r}: there is no such file")
+        raise UsageError(f"{what}: {option}={text!r}: the file does not exist")
     return path
 
 
@@ -513,7 +512,7 @@ def _hosts_of(what: str, url: str) -> list[dict[str, Any]]:
         except ValueError as exc:
             raise UsageError(f"{what}: {exc}") from None
         if path and "db" not in parsed:
-            raise UsageError(f"{what}: /{path} is no number of a database")
+            raise UsageError(f"{what}: /{path} is not a database number")
         found.append(dict(parsed))
     return found
 

@@ -34,6 +34,6 @@ def open_directory(url: str) -> Directory:
         raise BackendUnavailable(f"directory {scheme!r}{exc}") from exc
     if cls is None:
         kinds = ", ".join(sorted(set(metadata.entry_points(group=GROUP).names)))
-        raise UsageError(f"no directory of the kind {scheme!r}; there is: {kinds}")
+        raise UsageError(f"unknown kind of directory {scheme!r}; choose one of {kinds}")
     directory: Directory = cls(url)
     return directory

@@ -41,22 +41,26 @@ class Selector:
             return text
         if len(text) > SELECTOR_CHARS_MAX:
             raise UsageError(
-                f"a selector of {len(text)} characters; {SELECTOR_CHARS_MAX} are "
-                f"allowed"
+                f"the selector has {len(text)} characters; at most "
+                f"{SELECTOR_CHARS_MAX} are allowed"
             )
         terms: dict[str, str] = {}
         for part in text.split(",") if text.strip() else ():
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if not key or not equals:
-                raise UsageError(f"selector {text!r}: {part!r} is no term; {_SHAPE}")
+                raise UsageError(
+                    f"selector {text!r}: {part!r} is not a valid term; {_SHAPE}"
+                )
             if key in terms:
                 raise UsageError(
-                    f"selector {text!r}: {key!r} is there twice; a member has one"
+                    f"selector {text!r}: {key!r} appears twice; a member has each "
+                    "label once"
                 )
             terms[key] = value
         if len(terms) > RECORD_FIELDS_MAX:
             raise UsageError(
-                f"a selector of {len(terms)} terms; {RECORD_FIELDS_MAX} are allowed"
+                f"the selector has {len(terms)} terms; at most {RECORD_FIELDS_MAX} "
+                "are allowed"
             )
         return cls(tuple(terms.items()))
 

@@ -62,7 +62,7 @@ class BufferTable:
         return self._payloads.pop(buffer)
 
     def undrained(self, buffers: Iterable[BufferId]) -> list[BufferId]:
-        """Return which of these buffers may still be touched."""
+        """Return those of the given buffers that a transport may still touch."""
         return [buffer for buffer in buffers if buffer in self._payloads]
 
     def on_drained(self, buffer: BufferId, call: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Checksums of payloads: which payloads get one, and whether it matches.
+"""Checksums of payloads: the choice of payloads that get one, and the comparison.
 
 A payload's own header shows whether it has a checksum, so the sender decides alone. A
 checksum reads the payload once more, from memory that is not in the cache: 0.05 s per
@@ -81,7 +81,7 @@ class ScratchPool:
             self._spare.append(memory)  # bounded: LINK_QUEUE_BYTES
 
     def pass_on(self, owner: object, to: object) -> None:
-        """Give an owner's memory, if it has any, another owner."""
+        """Give an owner's memory, if any, to another owner."""
         memory = self._lent.pop(owner, None)
         if memory is not None:
             self._lent[to] = memory  # bounded: LINK_QUEUE_BYTES
@@ -155,7 +155,7 @@ class ChecksumPolicy:
 def landing_for(
     place: Payload, header: Header, copies: ScratchPool, owner: object
 ) -> Payload:
-    """Return where to receive a payload that belongs in ``place``.
+    """Return the memory in which to receive a payload for ``place``.
 
     A checked payload for small fragments is received in one piece, and :func:`arrived`
     copies it once it is known to be intact. :meth:`ChecksumPolicy.seal` has the reason.
@@ -177,7 +177,7 @@ def arrived(received: Payload | None, place: Payload | None, header: Header) -> 
 
 
 def matches(payload: Payload | None, header: Header) -> bool:
-    """Return whether a payload matches its header, as far as it was checked."""
+    """Return whether a payload matches its header's checksum, if there is one."""
     if not header.flags & _CHECKED or payload is None:
         return True
     if type(payload) is memoryview:  # without another call: nearly all small frames

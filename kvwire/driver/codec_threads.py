@@ -1,4 +1,4 @@
-"""Threads that encode and decode for transfers with ``codec=``, so that loops go on."""
+"""Threads that encode and decode transfers with ``codec=``, beside the loop."""
 
 from __future__ import annotations
 

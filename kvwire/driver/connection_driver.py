@@ -117,7 +117,7 @@ class _Landing(Landing):
 
 
 class ConnectionDriver(LinkHandler):
-    """Run the link and the lanes of one connection, once its handshake is over.
+    """Run the link and the lanes of one connection, after its handshake.
 
     Attributes:
         core: Decides what is sent, and what an arrived frame means.
@@ -192,7 +192,7 @@ class ConnectionDriver(LinkHandler):
         self.set_timer()
 
     def serve(self, front: object, acts: EventActs) -> None:
-        """Dispatch the core's events to the object that users hold, from now on.
+        """From now on, dispatch the core's events to the user's object.
 
         Args:
             front: That object.
@@ -306,7 +306,7 @@ class ConnectionDriver(LinkHandler):
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
-        """Refuse a request of the peer, which gets the error's text and the code."""
+        """Refuse a peer's request; the peer gets the error's text and code."""
         self.core.refuse(request, error, code)
 
     # --- the link ---------------------------------------------------------------------
@@ -469,7 +469,7 @@ class ConnectionDriver(LinkHandler):
             self._buffers.collect()
 
     def set_timer(self) -> None:
-        """Set the timer to the core's next look at the clock."""
+        """Set the timer to the time that the core asks for."""
         at = self.core.next_tick
         if self._timer is not None:
             if at >= self._timer_at:
@@ -479,7 +479,7 @@ class ConnectionDriver(LinkHandler):
         self._timer = self._loop.call_at(at, self._safely, self._tick)
 
     def _send(self, core: ConnectionCore, *, put_off: bool) -> None:
-        """Flush frames, and send chunks until the link is full or others have a turn.
+        """Flush frames, and send chunks until the link is full or other tasks must run.
 
         It stops when a callback within a flush leaves the core with events, or with
         frames, which are numbered before the next chunk. With ``put_off``, payload
@@ -516,7 +516,7 @@ class ConnectionDriver(LinkHandler):
             self._again = self._loop.call_soon(self._safely, self._next_run)
 
     def _put_off(self) -> None:
-        """Move the scheduled turn behind the waiters that were just woken."""
+        """Reschedule the next turn after the waiters that were just woken."""
         if self._again is not None and self._times_put_off < _PUT_OFF_MAX:
             self._times_put_off += 1
             self._again.cancel()
@@ -591,7 +591,7 @@ class ConnectionDriver(LinkHandler):
         return chunk.length
 
     def _destination(self, arrival: ChunkArrival, part: Payload) -> Payload:
-        """Return where a payload lands first that belongs in a part of a buffer."""
+        """Return the first destination of a payload for a part of a buffer."""
         if not isinstance(part, Fragments) or part.device is None:
             return part
         if arrival.lane and self._scheduler.takes(arrival.lane, part.device.kind):
@@ -599,7 +599,7 @@ class ConnectionDriver(LinkHandler):
         return self.staging.land(arrival, part)
 
     def _in_place(self, arrival: ChunkArrival) -> None:
-        """Report to the core a staged payload that is now in its place."""
+        """Report to the core that a staged payload is in its place."""
         if self._closed:
             return
         try:
@@ -622,7 +622,7 @@ class ConnectionDriver(LinkHandler):
             self._broken(exc)
 
     def check_ended(self) -> None:
-        """End the connection once link, lanes and staging touch no memory any more."""
+        """End the connection once link, lanes and staging no longer touch memory."""
         if not self._closed or self.ended.done():
             return
         if not self.lane_setup.busy and self.lanes.quiet and self.staging.quiet:
@@ -661,8 +661,8 @@ class ConnectionDriver(LinkHandler):
         self._copies.trim()
         for tag in overdue(self._unreceived, core.messages.oldest, now):
             logger.warning(
-                "peer %s: a message of tag %d waits for more than %g s, and nobody "
-                "receives it; discard(tag) drops what is not wanted",
+                "peer %s: no receive is posted for a message with tag %d that "
+                "arrived more than %g s ago; discard(tag) drops unwanted messages",
                 core.agreement.peer,
                 tag,
                 WAITING_LOG_S,

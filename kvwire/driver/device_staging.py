@@ -1,4 +1,4 @@
-"""Staging of device memory for transports that know host memory only.
+"""Staging of device memory, for transports that support only host memory.
 
 Outbound, a chunk whose bytes lie on a device is first copied into a slot of pinned host
 memory, and then sent from there like any other::
@@ -71,7 +71,7 @@ class DeviceStaging:
         self._ended = False
 
     def open(self, device: Device) -> None:
-        """Allocate the slots for a device, so that no transfer lacks them half way."""
+        """Allocate the slots for a device before a transfer starts."""
         copy_engine = self._devices.copy_engine(device)
         if copy_engine.failed:
             raise BackendUnavailable(f"{device} has failed: {copy_engine.failed}")
@@ -103,11 +103,11 @@ class DeviceStaging:
     # --- outbound ---------------------------------------------------------------------
 
     def whole(self, buffer: BufferId) -> Payload:
-        """Return all of a buffer, where it has always been."""
+        """Return all of a buffer, in its original memory."""
         return self._buffers.whole(buffer)
 
     def stage(self, chunk: Chunk, source: Fragments) -> None:
-        """Copy a chunk to the host; it is in ``ready`` after that."""
+        """Copy a chunk to the host; afterwards the chunk is in ``ready``."""
         assert source.device is not None
         slots, _ = self._slots[source.device]
         if not slots.free:
@@ -148,7 +148,7 @@ class DeviceStaging:
         *,
         intact: bool,
     ) -> bool:
-        """Copy an arrived payload to its place; call ``then`` once it is there.
+        """Copy an arrived payload to its place, and then call ``then``.
 
         Returns:
             Whether it was staged, so that ``then`` is called later.
@@ -185,7 +185,7 @@ class DeviceStaging:
     # --- the end ----------------------------------------------------------------------
 
     def lane_gone(self, number: int) -> None:
-        """Free the slots of a lane that touches no memory any more."""
+        """Free the slots of a lane that no longer touches memory."""
         for chunk in [c for c in self.leaving if c.lane == number]:
             self.sent(chunk)
         for arrival in [a for a in self.landing if a.lane == number]:
@@ -194,7 +194,7 @@ class DeviceStaging:
             self._resume()
 
     def link_gone(self) -> None:
-        """Record the end of the control link: nothing more is sent or reported."""
+        """Record the end of the control link; then nothing is sent or reported."""
         self._ended = True
         self.waiting = None
         self.ready.clear()
@@ -208,7 +208,7 @@ class DeviceStaging:
         then: Callable[[], None],
         copy_engine: CopyEngine,
     ) -> None:
-        """Begin a copy under a hold of its own, and call `then` when it is done."""
+        """Begin a copy with its own hold, and call `then` at its end."""
         holds = self._buffers.holds
         holds.take(buffer)
         self._copying += 1
@@ -302,7 +302,7 @@ class DeviceStaging:
     def _failed(self, copy_engine: CopyEngine, error: Exception) -> None:
         if not copy_engine.failed:
             logger.error(
-                "%s failed; what it was copying stays held",
+                "%s failed; the buffers of its copy stay held",
                 copy_engine.ops.device,
                 exc_info=error,
             )
@@ -320,7 +320,7 @@ class _Held(NamedTuple):
 
 
 class _Slots:
-    """Pinned memory for one device and direction, in slots that are used in turn.
+    """Pinned memory for one device and direction, divided into slots.
 
     When none is free, the next user waits. That is the whole back-pressure, and it
     needs no number from a peer.

@@ -1,4 +1,4 @@
-"""The devices whose memory one communicator moves, opened when they are needed."""
+"""The devices whose memory one communicator moves, opened on first use."""
 
 from __future__ import annotations
 

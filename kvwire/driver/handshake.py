@@ -1,4 +1,4 @@
-"""The driver of a handshake: it moves its frames, and negotiates the transport.
+"""The driver of a handshake: it moves the frames and negotiates the transport.
 
 The connection is made within the call that brings the handshake's last frame, since the
 bytes right behind it may be the peer's first frame of the connection.
@@ -114,7 +114,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         self._flush(self.link)
 
     def hand_over(self, handler: LinkHandler) -> None:
-        """Let the link call another handler, from the next frame on."""
+        """From the next frame on, let the link call another handler."""
         self._switch.switch(handler)
         self.ended.set_result(None)
 
@@ -171,10 +171,10 @@ class HandshakeDriver(LinkHandler, Generic[T]):
             self.done.set_result(self._agreed(self, self.handshake.agreement))
 
     def frame_sent(self, link: Link, token: object) -> None:
-        """Do nothing, since frames of a handshake have no token."""
+        """Do nothing: a handshake's frames have no token."""
 
     def link_writable(self, link: Link) -> None:
-        """Do nothing, since a handshake never waits for room."""
+        """Do nothing: a handshake never waits for room."""
 
     def link_closed(self, link: Link, error: Exception | None) -> None:
         self.ended.set_result(None)
@@ -189,13 +189,13 @@ class HandshakeDriver(LinkHandler, Generic[T]):
             lost = ConnectionLost(
                 f"the connection ended while the handshake waited for "
                 f"{self.handshake.state.name}"
-                + (f": {error}" if error else f", without a word from the peer{hint}")
+                + (f": {error}" if error else f", and the peer sent no reason{hint}")
             )
             lost.__cause__ = error
             self.done.set_exception(lost)
 
     def timeout(self, timeout_s: float) -> HandshakeError:
-        """Return the error for a peer that took too long, or does not speak kvwire."""
+        """Return the error for a peer that was too slow, or does not speak kvwire."""
         return self._stranger() or HandshakeTimeout(
             f"no handshake within {timeout_s:g} s; it waited for "
             f"{self.handshake.state.name} from the peer"
@@ -211,7 +211,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         return None
 
     def _know_peer(self, link: Link) -> None:
-        """Bind the handshake to the identity that TLS has proved, in ``mtls`` mode."""
+        """In ``mtls`` mode, bind the handshake to the identity that TLS has proved."""
         handshake = self.handshake
         if handshake.identity.trust is not TrustMode.MTLS:
             return
@@ -271,8 +271,8 @@ def _check_first(header: bytes) -> None:
         )
     if header and header[0] not in _TYPES:
         raise HandshakeError(
-            f"the peer does not speak kvwire: it begins with {header!r}; is it "
-            f"the right host and port?"
+            f"the peer does not speak kvwire: its first bytes are {header!r}; check "
+            "the host and the port"
         )
 
 

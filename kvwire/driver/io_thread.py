@@ -100,7 +100,7 @@ class IOThread:
 
     @property
     def ended(self) -> bool:
-        """Whether no call is accepted any more."""
+        """Whether the thread has stopped accepting calls."""
         return self._ended
 
     @property
@@ -109,7 +109,7 @@ class IOThread:
         return self._forked
 
     def at_end(self, end: Callable[[], Awaitable[None]], within_s: float) -> None:
-        """Set the function that a close runs on the loop, and its time limit."""
+        """Set the function that ``close`` runs on the loop, and its time limit."""
         self._at_end = end
         self._end_within_s = within_s
 
@@ -132,7 +132,7 @@ class IOThread:
         except TimeoutError:
             # The coroutine's own, such as ETIMEDOUT, or that of waiting.
             if call.result.cancel():
-                raise TimeoutError(f"not within {timeout:g} s") from None
+                raise TimeoutError(f"not done within {timeout:g} s") from None
             return call.result.result()
         except BaseException:
             call.abandon()
@@ -161,7 +161,7 @@ class IOThread:
         return self.call(call())
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run a function on the loop soon; nothing happens if the thread has ended."""
+        """Schedule a function on the loop; does nothing if the thread has ended."""
         self.check_process()
         if not self._ended:
             with contextlib.suppress(RuntimeError):  # it has ended at this moment
@@ -171,8 +171,8 @@ class IOThread:
         """Refuse a forked child, in which the thread does not exist."""
         if self._forked:
             raise UsageError(
-                f"this Engine is of process {self._pid}, before the fork; make a new "
-                f"one in this process, {os.getpid()}"
+                f"this Engine was made in process {self._pid}, before the fork; make "
+                f"a new one in this process, {os.getpid()}"
             )
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class IOThread:
         while not self._over.wait(CLOSE_SLACK_S):
             if not self._turns():
                 logger.error(
-                    "thread %s does not end: its event loop stands still%s",
+                    "thread %s does not end: its event loop is blocked%s",
                     self._thread.name,
                     _where(self._thread),
                 )
@@ -222,8 +222,8 @@ class IOThread:
     def _check_other_thread(self) -> None:
         if threading.current_thread() is self._thread:
             raise UsageError(
-                "an Engine cannot be waited for from its own thread, which does the "
-                "work; its callbacks use kvwire's coroutines"
+                "an Engine's own thread cannot wait for the Engine, because that "
+                "thread does the work; in callbacks use kvwire's coroutines"
             )
 
     def _hand_over(self, call: _Call[Any]) -> None:
@@ -238,7 +238,7 @@ class IOThread:
             raise ClosedOK("the Engine is closed") from None
 
     def _turns(self) -> bool:
-        """Return whether the loop takes a turn within the time limit of a close."""
+        """Return whether the loop takes a turn within ``close``'s time limit."""
         turned = threading.Event()
         try:
             self._loop.call_soon_threadsafe(turned.set)
@@ -295,7 +295,7 @@ class IOThread:
             await self._end()  # of what was made meanwhile
             if left := _others():
                 logger.error(
-                    "tasks that do not end, though they were cancelled: %s",
+                    "these tasks were cancelled and have not ended: %s",
                     "; ".join(map(repr, left)),
                 )
             with contextlib.suppress(TimeoutError):
@@ -314,7 +314,7 @@ class IOThread:
 
 
 class _Call(Generic[T]):
-    """Hand a coroutine over to the loop, or take it back: never both.
+    """Passes a coroutine to the loop, or takes it back, but never both.
 
     Attributes:
         result: The future on which any thread waits.
@@ -329,7 +329,7 @@ class _Call(Generic[T]):
         self._open_calls = open_calls
 
     def begin(self) -> None:
-        """Run it on the loop, unless it was taken back."""
+        """Run the coroutine on the loop, unless it was taken back."""
         with contextlib.suppress(IndexError):
             task = start_task(self._coroutine.pop())
             task.add_done_callback(self._settle)

@@ -26,10 +26,10 @@ class PathOwner(Protocol):
     services: Services
 
     def run(self) -> None:
-        """Do everything that the core asks for now."""
+        """Do everything that the core requests now."""
 
     def check_ended(self) -> None:
-        """Note that a path may have touched memory for the last time."""
+        """Check whether the connection can end, because a path has become quiet."""
 
     def lane_broke(self, endpoint: LaneEndpoint) -> None:
-        """Note that a lane was open and has broken; another one is opened for it."""
+        """Handle a broken lane, which gets a replacement."""

@@ -1,4 +1,4 @@
-"""Messages that no receive takes, named in the log once."""
+"""Log messages that no receive takes, each once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Seen: TypeAlias = "dict[int, tuple[object, float | None]]"
 
 
 def overdue(seen: Seen, oldest: Mapping[int, object], now: float) -> list[int]:
-    """Return the tags whose oldest message has waited too long, each message once.
+    """Return the tags whose oldest message is overdue; report each message once.
 
     Args:
         seen: The state between calls; it is changed.

@@ -94,7 +94,7 @@ class Acceptor:
         return listeners[0].address
 
     def accept(self, link: Link, backend: Backend) -> None:
-        """Start the handshake of an inbound link, in a task of its own."""
+        """Start the handshake of an inbound link, in a separate task."""
         links = self._links
         reason = self._why_not(link, backend)
         if reason:
@@ -157,7 +157,7 @@ class Acceptor:
                 self.inbound.put(connection)
 
     def _level(self, error: KVWireError, remote: Address | None) -> int:
-        """Return the log level for a refusal; only a wrong key concerns an operator.
+        """Return the log level for a refusal: a warning only for a wrong key.
 
         A host that keeps trying with a wrong key gives one warning per interval; a
         stranger that speaks another protocol gives none.
@@ -218,7 +218,7 @@ class AcceptQueue(AsyncIterator[Connection]):
         self._changed.set()
 
     def close(self) -> None:
-        """End every iteration, and forget the waiting connections."""
+        """End every iteration, and drop the waiting connections."""
         self._closed = True
         self._waiting.clear()
         self._changed.set()

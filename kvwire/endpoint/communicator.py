@@ -68,7 +68,7 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 
 class Communicator(AsyncWith):
-    """Connects to peers and is connected to. Made by :func:`kvwire.open`."""
+    """Connects to peers and accepts their connections. Made by :func:`kvwire.open`."""
 
     def __init__(self, config: Config) -> None:
         check_transports(config)
@@ -146,7 +146,7 @@ class Communicator(AsyncWith):
 
     @property
     def quarantined_bytes(self) -> int:
-        """Return how many bytes of ended requests a transport may still touch."""
+        """Return the bytes of ended requests that a transport may still touch."""
         return self._services.buffers.quarantined_bytes
 
     @property
@@ -157,7 +157,7 @@ class Communicator(AsyncWith):
     # --- connections ------------------------------------------------------------------
 
     async def listen(self, address: str | Address) -> Address:
-        """Accept connections on an address; they come out of :meth:`connections`.
+        """Accept connections on an address; :meth:`connections` returns them.
 
         Args:
             address: ``"host:port"`` or ``"scheme://..."``; port 0 takes any free one.
@@ -290,7 +290,7 @@ class Communicator(AsyncWith):
         if where not in peers:
             if len(peers) >= PEERS_MAX:
                 raise UsageError(
-                    f"{len(peers)} peers: close() those that are not needed"
+                    f"{len(peers)} peers are open, which is the limit; close() some"
                 )
             peer = Peer(self._links, self._membership, self._recovery, peers, where)
             peers[where] = peer  # bounded: PEERS_MAX
@@ -364,8 +364,8 @@ class Communicator(AsyncWith):
             raise wrong_type("labels", labels, "a mapping of names to texts")
         for name in FIELDS & (labels or {}).keys():
             raise UsageError(
-                f"labels: selectors take {name!r} for what a record says by itself; "
-                f"give the label another name"
+                f"labels: {name!r} is a field that every record has; give the label "
+                "another name"
             )
         specs = {} if cache is None else spec_digests(cache)
         if cache is not None and not model:
@@ -379,7 +379,8 @@ class Communicator(AsyncWith):
             check_dialable(Address.parse(address))
         except UsageError as exc:
             raise UsageError(
-                f"announce: {exc}; pass address=, by which others reach it"
+                f"announce: {exc}; pass address=, the address that other hosts can "
+                "reach"
             ) from None
         record = Record(
             name=self.name,
@@ -396,7 +397,7 @@ class Communicator(AsyncWith):
         self._membership.announce(record)
 
     async def withdraw(self) -> None:
-        """Withdraw the announcement: the directory sends no new peer here.
+        """Withdraw the announcement, so that no new peer finds this communicator.
 
         Connections stay as they are. Never raises; if the directory cannot be reached
         the lease ends the record.
@@ -477,7 +478,7 @@ class Communicator(AsyncWith):
         return incoming
 
     def transfers(self) -> tuple[TransferSnapshot, ...]:
-        """Show the transfers that are open now, oldest first, and what each waits for.
+        """Return the open transfers, oldest first, with their reasons for waiting.
 
         For operators and logs: it looks at every open transfer.
         """
@@ -485,7 +486,7 @@ class Communicator(AsyncWith):
         return transfer_snapshots(self._registry.views())
 
     def snapshot(self) -> Snapshot:
-        """Show what is open now: connections, transfers, stores on this loop, counters.
+        """Return the open connections, transfers and stores, and the counters.
 
         Plain values, which ``msgspec.json.encode`` takes; ``kvwire top`` shows the same
         of a live process. See docs/howto/observe.md.
@@ -551,8 +552,8 @@ class Communicator(AsyncWith):
             await asyncio.wait([d.ended for d in links.drivers], timeout=patience_s)
         if links.drivers:
             logger.error(
-                "%d connections have transports that may still touch memory; %d bytes "
-                "of it stay in quarantine",
+                "the transports of %d connections may still touch memory; %d bytes "
+                "stay in quarantine",
                 len(links.drivers),
                 self.quarantined_bytes,
             )
@@ -581,7 +582,7 @@ class Communicator(AsyncWith):
         await self._thread.leave(self.close)
 
     def _stop(self) -> None:
-        """Start nothing new from now on: no transfer, no connection, no peer."""
+        """Refuse new transfers, connections and peers from now on."""
         if not self._links.closed:
             self._links.closed = True
             self._acceptor.inbound.close()

@@ -164,7 +164,7 @@ class Connection(AsyncWith):
 
     @property
     def transport_report(self) -> TransportReport:
-        """Return each transport that was considered, and why it was taken or not."""
+        """Return each considered transport, and why it was or was not chosen."""
         return self._driver.active.report
 
     @property
@@ -271,7 +271,7 @@ class Connection(AsyncWith):
 
     @property
     def unreceived(self) -> dict[int, int]:
-        """Return how many messages of each tag wait to be received, announced ones too.
+        """Return the number of unreceived messages per tag, including announced ones.
 
         Bounded by the receive window (``window_messages``, ``window_bytes``) and by the
         number of requests: beyond it senders wait.
@@ -279,7 +279,7 @@ class Connection(AsyncWith):
         return self._core.messages.unreceived
 
     def discard(self, tag: int) -> int:
-        """Drop the messages of a tag, now and until the next ``recv`` of that tag.
+        """Drop a tag's messages, present and future, until the next ``recv`` of it.
 
         Use it for answers that are no longer needed. The sender gets its credit back;
         the send of a message that was only announced fails with
@@ -385,7 +385,7 @@ class Connection(AsyncWith):
         blocks: Blocks,
         **options: Unpack[ReceiveOptions],
     ) -> Incoming:
-        """Ask the peer for a transfer that it publishes, now or later.
+        """Request a transfer that the peer publishes, now or later.
 
         Args:
             id: The name both applications know it by.
@@ -545,7 +545,7 @@ class Connection(AsyncWith):
             self._buffers.on_drained(record.buffer, call)
 
     def _post(self, request: Request[Any]) -> Request[Any]:
-        """Start a request in the core, and let the driver act on it."""
+        """Start a request in the core, and run the driver."""
         core = self._core
         kind = request._kind
         what = request._what
@@ -648,13 +648,14 @@ class Connection(AsyncWith):
             raise wrong_type("grant", grant, "a kvwire.Grant of the peer")
         if grant.connection != self._digest:
             raise UsageError(
-                f"this grant was made for connection {grant.connection.hex()[:8]}, not "
-                f"for this one ({self._digest.hex()[:8]}): the peer has to grant anew"
+                f"this grant was made for connection {grant.connection.hex()[:8]}, "
+                f"not for this one ({self._digest.hex()[:8]}): ask the peer for a new "
+                "grant"
             )
         if nbytes != grant.nbytes:
             raise UsageError(
-                f"the buffer has {nbytes} bytes and the grant {grant.nbytes}; pass "
-                f"grant[a:b] of the same length"
+                f"the buffer has {nbytes} bytes and the grant has {grant.nbytes}; "
+                "pass grant[a:b] of the same length"
             )
         check_size(nbytes)
         if nbytes:
@@ -701,7 +702,7 @@ class Connection(AsyncWith):
             leg.refuse(exc, WireCode.PROFILE)
 
     def _provide(self, event: MemoryWanted) -> None:
-        """Allocate memory for the message that a receive without ``into`` has met."""
+        """Allocate memory for a message that matches a receive without ``into``."""
         if event.request.on_device:
             assert self._on_device is not None
             self._on_device.wanted(event)
@@ -781,7 +782,7 @@ def checked_tag(tag: Any) -> int:
     """
     number = whole(tag)
     if number is None or not 0 <= number <= _TAG_MAX:
-        raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
+        raise UsageError(f"tag={tag!r}: pass an integer from 0 to 2**64 - 1")
     return number
 
 
@@ -793,5 +794,6 @@ def check_size(nbytes: int) -> None:
     """
     if nbytes > REQUEST_BYTES_MAX:
         raise UsageError(
-            f"{nbytes} bytes in one request; {REQUEST_BYTES_MAX} are the most"
+            f"{nbytes} bytes are too many for one request; the limit is "
+            f"{REQUEST_BYTES_MAX}"
         )

@@ -116,7 +116,7 @@ class Dialling:
         return error
 
     def _each(self, silent: str) -> str:
-        """Return why each address failed; ``silent`` for those without an answer."""
+        """Return why each address failed; ``silent`` if it did not answer."""
         failures = self._failures
         reasons = [
             str(failures[address].strerror or failures[address])
@@ -210,6 +210,6 @@ def _interleaved(addresses: Sequence[Address]) -> list[Address]:
 
 
 def _abort_link(task: asyncio.Task[Link]) -> None:
-    """End a link that came up after another one was chosen."""
+    """End a link that connected after another one was chosen."""
     if not task.cancelled() and task.exception() is None:
         task.result().abort()

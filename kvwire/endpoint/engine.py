@@ -1,4 +1,4 @@
-"""Synchronous access to a communicator, which runs on an I/O thread of its own.
+"""Synchronous access to a communicator, which runs on its own I/O thread.
 
 For engines that are not asyncio programs: a scheduler's step loop, a worker's forward
 pass. Marks are handed over without waiting; a wait blocks the calling thread on a lock
@@ -43,7 +43,7 @@ _CLOSE_SLACK_S: Final = 30.0
 
 
 class Engine:
-    """Runs a communicator on a thread of its own, for any thread to call.
+    """Runs a communicator on its own thread; any thread may call it.
 
     Args:
         config: A Config, the path of a TOML file, or None for the environment alone.
@@ -78,7 +78,7 @@ class Engine:
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2)
 
     def listen(self, address: str | Address) -> Address:
-        """Accept connections on an address; they come out of :meth:`accept`.
+        """Accept connections on an address; :meth:`accept` returns them.
 
         Returns:
             The bound address, with the real port.
@@ -96,7 +96,7 @@ class Engine:
         transport: str | Iterable[str] | None = None,
         timeout_s: float | None = None,
     ) -> EngineConnection:
-        """Connect to a communicator or engine that listens, and wait for that.
+        """Connect to a listening communicator or engine, and wait for the connection.
 
         Args:
             address: Where it listens.
@@ -130,7 +130,7 @@ class Engine:
         return EngineConnection(self, connection)
 
     def snapshot(self) -> Snapshot:
-        """Show what is open now, as plain values."""
+        """Return the open connections, transfers and stores, as plain values."""
         return self._thread.run(self._communicator.snapshot)
 
     def publish(
@@ -140,7 +140,7 @@ class Engine:
         blocks: Blocks,
         **options: Unpack[PublishOptions],
     ) -> EngineOutgoing:
-        """Offer a transfer to the peer that pulls it by its id; does not wait for one.
+        """Offer a transfer to the peer that pulls its id; does not wait for the peer.
 
         Arguments, options and errors are those of :meth:`kvwire.Communicator.publish`.
         """
@@ -189,7 +189,7 @@ class Engine:
         )
 
     def window(self, where: str, name: str) -> EngineRemoteWindow:
-        """Open a window of a peer, and wait for that.
+        """Open a window of a peer, and wait until it is open.
 
         The peer is dialled now, and again by the next ``get`` after its connection has
         ended.
@@ -276,7 +276,7 @@ class EngineConnection:
 
     @property
     def transport_report(self) -> TransportReport:
-        """Return each transport that was considered, and why it was taken or not."""
+        """Return each considered transport, and why it was or was not chosen."""
         return self._connection.transport_report
 
     def pull(
@@ -286,7 +286,7 @@ class EngineConnection:
         blocks: Blocks,
         **options: Unpack[ReceiveOptions],
     ) -> EngineIncoming:
-        """Ask the peer for a transfer that it publishes; does not wait for it.
+        """Request a transfer that the peer publishes; does not wait for it.
 
         Arguments, options and errors are those of :meth:`kvwire.Connection.pull`.
         """
@@ -314,7 +314,7 @@ class EngineConnection:
         )
 
     def window(self, name: str) -> EngineRemoteWindow:
-        """Open a window of the peer, and wait for that.
+        """Open a window of the peer, and wait until it is open.
 
         Raises:
             KVWireError: As :meth:`kvwire.Connection.window`.
@@ -323,7 +323,7 @@ class EngineConnection:
         return EngineRemoteWindow(self._engine, opened)
 
     def close(self) -> None:
-        """End the connection gracefully, and wait for that."""
+        """Close the connection gracefully, and wait until it has ended."""
         self._thread.call(self._connection.close())
 
     def abort(self, reason: str = "aborted by this side") -> None:
@@ -347,7 +347,7 @@ class EngineWindow:
         return self._window.offer(blocks)
 
     def withdraw(self, blocks: Blocks | None = None) -> None:
-        """End that right, as :meth:`kvwire.Window.withdraw`; never waits."""
+        """Forbid reading blocks, as :meth:`kvwire.Window.withdraw`; never waits."""
         self._window.withdraw(blocks)
 
     def close(self) -> None:
@@ -393,7 +393,7 @@ class EngineRemoteWindow:
         return self._thread.call(read())
 
     def close(self) -> None:
-        """End reading; the owner learns it."""
+        """Stop reading, and notify the owner."""
         self._thread.call(self._window.close())
 
 
@@ -464,7 +464,7 @@ class EngineOutgoing(_EngineTransfer):
         self._end.ready(layers, blocks, group=group, after=after)
 
     def extend(self, blocks: Blocks) -> None:
-        """Name more blocks, as :meth:`kvwire.Outgoing.extend`; never waits."""
+        """Add blocks, as :meth:`kvwire.Outgoing.extend`; never waits."""
         self._end.extend(blocks)
 
     def finish(self, *, partial: bool = False) -> None:

@@ -48,7 +48,7 @@ class Inspector:
         self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def start(self) -> None:
-        """Start to serve, and to dump on a signal, as the configuration asks.
+        """Start serving snapshots and handling the signal, as configured.
 
         Raises:
             UsageError: The folder cannot be used.
@@ -62,7 +62,10 @@ class Inspector:
                 f"{os.getpid()}-{self._links.identity.incarnation.hex()[:8]}{_ENDING}"
             )
             if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
-                raise UsageError(f"inspect={config.inspect!r}: too long for a socket")
+                raise UsageError(
+                    f"inspect={config.inspect!r}: the path is too long for a Unix "
+                    "socket"
+                )
             self._services.ring = open_ring(self._services.loop)
             self.path = path
             # Begins to serve, and to wait for that, once there is what close() ends.
@@ -107,7 +110,9 @@ class Inspector:
         try:
             loop.add_signal_handler(signal.SIGUSR1, _dump_all, loop)
         except (RuntimeError, ValueError) as exc:
-            logger.warning("inspect_signal: only the main thread gets signals: %s", exc)
+            logger.warning(
+                "inspect_signal: only the main thread receives signals: %s", exc
+            )
             return
         _dumping.setdefault(loop, {})[self] = None  # bounded: its communicators
 

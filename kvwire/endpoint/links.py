@@ -84,7 +84,7 @@ class Links:
 
     @property
     def ended(self) -> bool:
-        """Whether new links are refused, for whatever reason."""
+        """Whether new links are refused, for any reason."""
         return self._ended or (self.closed and not self.services.registry.unsettled)
 
     def end(self) -> None:
@@ -92,7 +92,7 @@ class Links:
         self._ended = True
 
     def check_open(self) -> None:
-        """Refuse to begin anything new on a communicator that is closed.
+        """Raise if the communicator is closed.
 
         Raises:
             ClosedOK: It is.
@@ -229,7 +229,7 @@ class Links:
         return opening
 
     def revoked(self, region: RegionRecord) -> None:
-        """End the peers' puts and gets in a region that was revoked or closed."""
+        """End the peers' puts and gets in a revoked or closed region."""
         for connection in list(self.connections):
             connection._core.region_revoked(region.id)
             connection._driver.run()
@@ -242,7 +242,7 @@ class Links:
     def _agreed(
         self, opening: HandshakeDriver[Connection], agreement: Agreement
     ) -> Connection:
-        """Make the connection of a handshake that succeeded."""
+        """Make the connection after a successful handshake."""
         services = self.services
         config = self.services.config
         peer = replace(
@@ -279,7 +279,7 @@ class Links:
     def _connection_ended(
         self, connection: Connection, error: ConnectionClosed
     ) -> None:
-        """Forget a connection that has ended; one that was lost may be recovered."""
+        """Remove an ended connection; a lost one may be recovered."""
         self.connections.pop(connection, None)
         if isinstance(error, ClosedOK):
             logger.debug("connection to %s closed: %s", connection.peer, error)
@@ -291,7 +291,7 @@ class Links:
 
 
 def _at(address: Address, error: E) -> E:
-    """Put the address in front of the text of a connection error; return the error."""
+    """Prepend the address to a connection error's text; return the error."""
     error.args = (f"{address}: {error}", *error.args[1:])
     return error
 

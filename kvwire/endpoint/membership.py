@@ -1,4 +1,4 @@
-"""One communicator and its directory: it watches the members, and announces itself.
+"""A communicator's part in its directory: watches members and announces itself.
 
 The directory that the configuration names is made with the communicator, and connected
 when it is first needed. It is watched once a peer is named by a selector. If the
@@ -52,12 +52,12 @@ class Membership:
         self.members: dict[str, Record] = {}
 
     def listen(self, listener: Callable[[Change], None]) -> None:
-        """Call a peer with every change from now on."""
+        """Send every later change to a peer."""
         self._begin_watching()
         self._listeners.append(listener)  # bounded: PEERS_MAX
 
     async def meant_by(self, selector: Selector) -> list[Record]:
-        """Return the members that match a selector, as far as this side knows.
+        """Return the known members that match a selector.
 
         Raises:
             ConnectError: Nothing is known yet, and the directory cannot be reached.
@@ -86,7 +86,7 @@ class Membership:
         self._listeners.remove(listener)
 
     def announce(self, record: Record) -> None:
-        """Announce a record, in place of the last one; returns at once."""
+        """Announce a record, which replaces the last one; returns at once."""
         directory = self._opened()
         self._announced = record.key
         directory.check(record)
@@ -145,4 +145,6 @@ def spec_digests(cache: PagedCache) -> dict[str, str]:
 def _say_why(task: asyncio.Task[None]) -> None:
     """Log the error that ended the announcement, which only a faulty plug-in raises."""
     if not task.cancelled() and task.exception() is not None:
-        logger.error("the directory has failed", exc_info=task.exception())
+        logger.error(
+            "the task that watches the directory has failed", exc_info=task.exception()
+        )

@@ -55,7 +55,7 @@ class Observers:
         self.traced: bool = False
 
     def add(self, watcher: Observer) -> None:
-        """Call an observer for every transfer that begins from now on.
+        """Call an observer for every transfer that begins later.
 
         An observer with a method ``trace_context`` is a tracer. The method returns the
         caller's trace, in the format of

@@ -1,4 +1,4 @@
-"""A peer, named by address or by selector: which process to dial, and when to change.
+"""A peer that is named by address or selector, and the choice of the process to dial.
 
 A peer has one connection at a time. It is dialled when something needs it, and again
 after it has ended. Attempts are bounded: they are made only while a caller waits, at
@@ -122,12 +122,12 @@ class Peer:
 
     @property
     def where(self) -> str:
-        """Return the address or the selector that names it."""
+        """Return the peer's address or selector."""
         return self._where
 
     @property
     def connection(self) -> Connection | None:
-        """Return the connection for the next request; None without one."""
+        """Return the connection for the next request; None if there is none."""
         last = self._last
         return None if last is None or last._core.closed else last
 
@@ -250,7 +250,7 @@ class Peer:
         blocks: Blocks,
         **options: Unpack[ReceiveOptions],
     ) -> Incoming:
-        """Ask the peer for a transfer that it publishes, now or later.
+        """Request a transfer that the peer publishes, now or later.
 
         The arguments are those of :meth:`Connection.pull <kvwire.Connection.pull>`.
 
@@ -334,7 +334,7 @@ class Peer:
         return self._post(Request(self, kind, what, payload, absolute(deadline)))
 
     def _start(self, end: Incoming | Outgoing) -> None:
-        """Ask the peer for a transfer, now or as soon as there is a connection."""
+        """Request a transfer from the peer, now or as soon as there is a connection."""
         self._links.check_open()
         connection = None if self._closed else self.connection
         if connection is not None:
@@ -437,7 +437,8 @@ class Peer:
                 return await asyncio.shield(found)
         except TimeoutError:
             raise ConnectError(
-                f"peer {self._where!r}: none in {patience_s:g} s; {self._reason}",
+                f"peer {self._where!r}: no member to connect to within {patience_s:g} "
+                f"s; {self._reason}",
                 address=self._where,
             ) from None
         finally:
@@ -527,7 +528,7 @@ class Peer:
         if record.incarnation not in ("", who):
             connection.abort("the directory names another start of the peer")
             raise ConnectError(
-                f"{record.address} is {who[:8]} now, and no longer "
+                f"{record.address} now belongs to {who[:8]}, no longer to "
                 f"{record.incarnation[:8]}",
                 address=record.address,
             )

@@ -63,7 +63,7 @@ class Reconnector:
         self._run(self._recover(connection, gone=heard and _was_reset(error)))
 
     def taken_over(self, connection: Connection, resumes: bytes) -> None:
-        """Replace a lost connection by one that its peer has dialled anew."""
+        """Replace a lost connection by one that its peer has redialled."""
         if not self._links.ended:
             self._run(self._take_over(connection, resumes))
 
@@ -90,7 +90,7 @@ class Reconnector:
         self._registry.reattach(connection._driver)
 
     async def _recover(self, connection: Connection, *, gone: bool) -> None:
-        """Replace a lost link; ``gone`` if its process seems to have ended."""
+        """Replace a lost link; ``gone`` if the peer's process has probably ended."""
         registry = self._registry
         origin = connection.peer.origin
         # Not wait_closed(): in a forked child that refuses, and nobody reads its error.
@@ -136,7 +136,7 @@ class Reconnector:
             )
 
     async def _redial(self, lost: Connection) -> None:
-        """Redial until it works or nothing waits for it.
+        """Redial until it succeeds or nothing waits for the connection.
 
         If a peer is silent, leases end the waiting. If its kernel refuses the port, the
         process has ended or restarts: it gets ``restart_grace_s``. Transfers that have
@@ -180,7 +180,7 @@ class Reconnector:
             upkeep.lost(reason, within_s=left_s)
 
     async def _met(self, new: Connection, lost: Connection) -> bool:
-        """Check which process answered a redial; return whether redialling is over."""
+        """Check which process answered a redial; return whether to stop redialling."""
         origin = lost.peer.origin
         if new.peer.origin == origin:
             self._note_redial(origin)

@@ -38,7 +38,7 @@ class Region:
 
     @property
     def access(self) -> Access:
-        """Return the widest access that a grant of it may allow."""
+        """Return the widest access that its grants may allow."""
         return self._record.access
 
     def grant(
@@ -70,7 +70,7 @@ class Region:
             raise wrong_type("grant", connection, "a kvwire.Connection")
         services = self._links.services
         if connection._services is not services:
-            raise UsageError("grant: the connection is of another communicator")
+            raise UsageError("grant: the connection belongs to another communicator")
         memory = (
             services.buffers.whole(self._record.buffer) if self._record.open else None
         )

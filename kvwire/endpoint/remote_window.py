@@ -1,4 +1,4 @@
-"""A peer's window, as its reader holds it."""
+"""The reader's end of a peer's window."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class RemoteWindow:
 
     @property
     def serial(self) -> bytes:
-        """Return the window's serial, which is in its tickets; another one reopened."""
+        """Return the serial, which is in its tickets; a reopening changes it."""
         return self._opened.serial
 
     @property
     def specs(self) -> dict[str, KVSpec]:
-        """Return what each group of the owner's cache holds."""
+        """Return the spec of each group of the owner's cache."""
         return {group.name: group.spec for group in self._opened.geometry.groups}
 
     @property
@@ -108,8 +108,8 @@ class RemoteWindow:
         groups = [group.name for group in opened.geometry.groups]
         if set(groups) != set(blocks) or set(groups) != set(generations):
             raise UsageError(
-                f"ticket: groups {', '.join(sorted(blocks))}; the window has "
-                f"{', '.join(sorted(groups))}"
+                f"ticket: it has the groups {', '.join(sorted(blocks))}, and the "
+                f"window has {', '.join(sorted(groups))}"
             )
         ids = [
             np.asarray(blocks[name], np.int64) + first
@@ -118,7 +118,7 @@ class RemoteWindow:
         drawn = [np.asarray(generations[name], np.uint64) for name in groups]
         counts = [one.size for one in ids]
         if counts != [one.size for one in drawn]:
-            raise UsageError("ticket: not one generation for each block")
+            raise UsageError("ticket: it must have one generation for each block")
         return write_ticket(
             opened.serial, counts, np.concatenate(ids), np.concatenate(drawn)
         )
@@ -177,7 +177,7 @@ class RemoteWindow:
         return read.begin(self._opened, self._queue)
 
     async def close(self) -> None:
-        """End reading; the owner learns it. Reads under way end as ``gone``.
+        """Stop reading, and notify the owner. Running reads end as ``gone``.
 
         Cancel safety: safe, it is closed either way.
         """
@@ -200,7 +200,7 @@ class RemoteWindow:
         return request
 
     def _withdraw(self, request: Request[Any]) -> None:
-        """Do nothing: only receives are withdrawn."""
+        """Do nothing: only receives can be withdrawn."""
 
     def _when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
         read: Reading = request._what
@@ -224,11 +224,11 @@ class RemoteWindow:
         groups = self._opened.geometry.groups
         if len(groups) != 1 or groups[0].spec.kind != "state":
             raise UsageError(
-                f"into: window {self.name!r} has blocks of a cache; pass a PagedCache"
+                f"into: window {self.name!r} exposes a cache; pass a PagedCache"
             )
         cache = as_cache("into", memory, groups[0].spec.head_dim)
         if not cache.writable:
-            raise UsageError("into: read-only memory; nothing can land in it")
+            raise UsageError("into: this memory is read-only; pass writable memory")
         return cache
 
     def _without_connection(self, read: Reading) -> Request[Outcome]:
@@ -262,7 +262,7 @@ class RemoteWindow:
                     self._begin(read)
 
     def _begin(self, read: Reading) -> None:
-        """Begin a read that has waited; what its caller did wrong is in the outcome."""
+        """Begin a read that has waited; the outcome contains the caller's errors."""
         if read.over:
             return  # cancelled, or late: the blocks are its caller's again
         try:

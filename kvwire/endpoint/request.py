@@ -224,7 +224,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
             self._watch_memory()
 
     def _watch_memory(self) -> None:
-        """Pass the callbacks for the memory's release on to the owner."""
+        """Pass the release callbacks to the owner."""
         watchers = self._watchers
         self._watchers = ()
         assert self._owner is not None
@@ -271,7 +271,7 @@ class RequestOwner(Protocol):
         """Post a request that is not posted yet, or was withdrawn; return it."""
 
     def _withdraw(self, request: Request[Any]) -> None:
-        """Withdraw a receive that has met no message; do nothing for other requests."""
+        """Withdraw a receive without a message; do nothing for other requests."""
 
     def _when_released(self, request: Request[Any], call: Callable[[], None]) -> None:
         """Call once the request's memory is free."""

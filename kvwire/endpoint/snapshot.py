@@ -92,7 +92,7 @@ class ConnectionSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreCallSnapshot:
-    """Shows one put or get of a store that is under way.
+    """Shows one running put or get of a store.
 
     Attributes:
         verb: ``"put"`` or ``"get"``.
@@ -126,7 +126,7 @@ class StoreSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Shows what is open on a communicator, and the stores on its loop.
+    """Shows the open objects of a communicator, and the stores on its loop.
 
     Attributes:
         name: The name of the communicator.

@@ -106,8 +106,8 @@ class Window:
             fresh = np.ascontiguousarray(generations, np.uint64)
             if fresh.shape != entries.shape:
                 raise UsageError(
-                    f"offer: generations of shape {fresh.shape} for {entries.size} "
-                    f"blocks"
+                    f"offer: generations has shape {fresh.shape} for {entries.size} "
+                    "blocks; pass one for each block"
                 )
             self._generations.renew(entries, fresh)
         counts = [ids.size for ids in lists.values()]
@@ -116,7 +116,7 @@ class Window:
         )
 
     def withdraw(self, blocks: Blocks | None = None) -> None:
-        """End the right to read blocks; from here they may be written to.
+        """Forbid reading blocks; after that you may write to them.
 
         Returns at once, whatever readers do: one that is in the middle of a block
         reports it as missing.
@@ -135,7 +135,7 @@ class Window:
             self._generations.renew(self._entries(self._cache.block_lists(blocks)))
 
     async def close(self) -> None:
-        """Withdraw all blocks, and return when no transport touches the memory.
+        """Withdraw all blocks, and wait until no transport touches the memory.
 
         There is no deadline: a reader that does not answer is ended by its connection's
         liveness check.
@@ -189,19 +189,23 @@ class WindowTable:
         """Make a window; see Communicator.expose."""
         if not is_name(name) or not name:
             raise UsageError(
-                f"expose: name={name!r}: a text of 1 to {NAME_CHARS_MAX} characters"
+                f"expose: name={name!r}: pass a string of 1 to {NAME_CHARS_MAX} "
+                "characters"
             )
         if name in self.open:
-            raise UsageError(f"expose: there is a window {name!r}; close it first")
+            raise UsageError(f"expose: a window named {name!r} is open; close it first")
         if len(self.open) >= WINDOWS_MAX:
-            raise UsageError(f"expose: {WINDOWS_MAX} windows are open; close some")
+            raise UsageError(
+                f"expose: {WINDOWS_MAX} windows are open, which is the limit; close "
+                "some"
+            )
         cache = as_cache("expose", memory, block_bytes)
         window = Window(self, name, cache, self._thread)
         self.open[name] = window  # bounded: WINDOWS_MAX
         return window
 
     def remove(self, window: Window) -> None:
-        """End a window at every connection that shows it."""
+        """End a window on every connection that shows it."""
         self.open.pop(window.name, None)
         for call in list(self.closing):
             call(window)
@@ -228,10 +232,11 @@ def as_cache(
         raise wrong_type(verb, memory, "contiguous host memory")
     if type(block_bytes) is not int or block_bytes < 1 or payload.nbytes % block_bytes:
         raise UsageError(
-            f"{verb}: block_bytes={block_bytes!r} of memory of {payload.nbytes} bytes"
+            f"{verb}: block_bytes={block_bytes!r} does not fit memory of "
+            f"{payload.nbytes} bytes"
         )
     if not payload.nbytes:
-        raise UsageError(f"{verb}: memory of 0 bytes")
+        raise UsageError(f"{verb}: the memory has 0 bytes")
     spec = KVSpec(
         layers=1,
         kv_heads=1,

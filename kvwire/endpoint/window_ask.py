@@ -1,4 +1,4 @@
-"""Gets from a window by messages: those that begin in one turn of the loop go together.
+"""Gets from a window by messages; gets of the same loop turn share a request.
 
 A request of the connection has blocks of one read or of several, in the order of groups
 and of a bounded size.
@@ -36,7 +36,7 @@ _U4: Final = np.dtype("<u4")
 
 
 class ReadQueue:
-    """The reads by messages of one window, which go together.
+    """Collects the reads by messages of one window.
 
     Attributes:
         opened: The window, open on one connection.
@@ -48,7 +48,7 @@ class ReadQueue:
         self._reads: list[Reading] = []  # bounded: REQUESTS_MAX, one turn of the loop
 
     def add(self, read: Reading) -> None:
-        """Ask for a read's blocks, with all others of this turn of the loop."""
+        """Request a read's blocks, together with the others of this loop turn."""
         if not self._reads:
             self._loop.call_soon(self._send)
         self._reads.append(read)
@@ -73,7 +73,7 @@ class ReadQueue:
 
 
 class WindowAsk:
-    """One request of a connection, for blocks of one read or of several.
+    """A connection's request for blocks of one or several reads.
 
     Attributes:
         parts: The reads, in the order of the request's blocks.
@@ -89,7 +89,7 @@ class WindowAsk:
         self.together = together
 
     def done(self, event: RequestDone) -> None:
-        """Hand each read its blocks; ask again for those of a refused list."""
+        """Give each read its blocks; request the blocks of a refused list again."""
         record = event.request
         record.context = None
         answer = record.answer
@@ -107,7 +107,7 @@ class WindowAsk:
                 stale = unpacked(answer.stale, total)
                 if not (answer.sent or stale.any()):
                     raise ProtocolError(
-                        "KVW-WN-03", "WINDOW_GOT without bytes and without a reason"
+                        "KVW-WN-03", "WINDOW_GOT has neither bytes nor a reason"
                     )
             except ProtocolError as exc:
                 self.opened.windows.driver.core.fail(exc)
@@ -120,14 +120,14 @@ class WindowAsk:
             begin = end
 
     def cancel(self) -> None:
-        """Cancel it, unless blocks of another read come with it."""
+        """Cancel it, unless it also fetches blocks for another read."""
         if len(self.parts) == 1 and self.record is not None:
             self.opened.windows.driver.core.cancel(self.record)
             self.opened.windows.driver.run()
 
 
 def _ask(opened: OpenedWindow, reads: list[Reading]) -> None:
-    """Ask for the blocks of reads of one view, in requests of bounded size."""
+    """Request the blocks of one view's reads, in requests of bounded size."""
     view = reads[0].view
     assert view is not None
     try:
@@ -155,7 +155,7 @@ def _ask(opened: OpenedWindow, reads: list[Reading]) -> None:
 
 
 def _taken(view: WindowView, wanted: list[Part]) -> list[Part]:
-    """Remove from the list what goes into one request, in the order of groups."""
+    """Remove one request's blocks from the list, in the order of groups."""
     room_blocks = WINDOW_GET_BLOCKS_MAX
     room_bytes = WINDOW_GET_BYTES_MAX
     room_pieces = KV_PIECES_MAX
@@ -198,7 +198,7 @@ def _landing(view: WindowView, taken: list[Part]) -> Fragments:
 def _post(
     opened: OpenedWindow, view: WindowView, number: int, taken: list[Part]
 ) -> None:
-    """Ask the owner for blocks, in one frame."""
+    """Request blocks from the owner, in one frame."""
     counts = [0] * len(view.places)
     nbytes = 0
     entries = generations = b""

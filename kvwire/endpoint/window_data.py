@@ -17,7 +17,7 @@ from kvwire.memory.pieces import copy_pieces
 
 
 def gathered(parts: Sequence[tuple[BlockPlaces, Ids]], nbytes: int) -> memoryview:
-    """Return a copy of granules: of each group, the distances from block 0."""
+    """Return a copy of granules, which are given per group as offsets from block 0."""
     data = mid_page_memory(nbytes)
     line: int = data.__array_interface__["data"][0]
     for place, offsets in parts:
@@ -26,7 +26,7 @@ def gathered(parts: Sequence[tuple[BlockPlaces, Ids]], nbytes: int) -> memoryvie
 
 
 def move_granules(place: BlockPlaces, offsets: Ids, line: int, *, gather: bool) -> int:
-    """Copy granules to an address, side by side, or from there; return their bytes."""
+    """Copy granules to or from a contiguous range; return the number of bytes."""
     addresses, run = place.in_order(offsets)
     total = run * addresses.size
     side_by_side = np.arange(line, line + total, run, dtype=np.uint64)

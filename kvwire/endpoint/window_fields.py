@@ -1,4 +1,4 @@
-"""What frames about windows hold as plain bytes: geometries, memory, sets of blocks.
+"""Encodes the byte fields of window frames: geometries, memory, sets of blocks.
 
 The memory of a window is described for readers in place.
 """
@@ -41,7 +41,7 @@ _BASE: Final = np.dtype("<i8")
 
 
 def encode_memory(table: int, where: tuple[Placed, ...]) -> bytes | None:
-    """Return the description; None if it has too many bytes to be sent."""
+    """Return the description; None if it is too long to be sent."""
     groups = tuple(
         _Group(place.bases.astype(_BASE, copy=False).tobytes(), place.strides)
         for place in where
@@ -61,7 +61,7 @@ def decode_memory(
     try:
         memory = _DECODER.decode(data)
         if len(memory.groups) != len(geometry.groups):
-            raise UsageError(f"{len(memory.groups)} groups")
+            raise UsageError(f"the window has {len(memory.groups)} groups")
         where = tuple(
             Placed(
                 np.frombuffer(given.bases, _BASE).reshape(
@@ -80,7 +80,7 @@ def decode_memory(
 
 
 def encode_geometry(geometry: Geometry) -> bytes:
-    """Return a geometry as the frames about windows have it."""
+    """Return a geometry as window frames encode it."""
     return msgspec.msgpack.encode(geometry.encoded)
 
 
@@ -98,15 +98,15 @@ def read_geometry(data: bytes) -> Geometry:
 
 
 def packed(bits: Bits) -> bytes:
-    """Return bits as WINDOW_GOT has them."""
+    """Return bits as WINDOW_GOT encodes them."""
     return np.packbits(bits, bitorder="little").tobytes()
 
 
 def unpacked(data: bytes, count: int) -> Bits:
-    """Return the bits of WINDOW_GOT; all False without any."""
+    """Return the bits of WINDOW_GOT; all False if it has none."""
     if not data:
         return np.zeros(count, np.bool_)
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
     if bits.size < count:
-        raise ProtocolError("KVW-WN-03", "WINDOW_GOT for fewer blocks than a get has")
+        raise ProtocolError("KVW-WN-03", "WINDOW_GOT covers fewer blocks than its get")
     return bits[:count].astype(np.bool_)

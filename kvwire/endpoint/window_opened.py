@@ -75,7 +75,7 @@ class OpenedWindow:
         self._numbers: dict[bytes, int] = {}  # bounded: WINDOW_VIEWS_MAX
 
     def view(self, cache: PagedCache) -> WindowView:
-        """Return the map from its blocks to those of a cache of this side.
+        """Return the map from its blocks to the blocks of a local cache.
 
         Raises:
             ProfileMismatch: They do not fit together.
@@ -101,7 +101,8 @@ class OpenedWindow:
             number = len(self._numbers)
             if number >= WINDOW_VIEWS_MAX:
                 raise UsageError(
-                    f"{WINDOW_VIEWS_MAX} caches of different shape read this window"
+                    f"{WINDOW_VIEWS_MAX} caches of different shapes already read this "
+                    "window, which is the limit"
                 )
             self._numbers[geometry] = number
             core = self.windows.driver.core
@@ -110,7 +111,7 @@ class OpenedWindow:
         return number
 
     def adopt(self, lane: int, memory: bytes, access: bytes) -> None:
-        """Read the window in place from now on, over a lane of this number.
+        """From now on, read the window in place, over the lane with this number.
 
         Raises:
             ProtocolError: No owner would describe its memory so.
@@ -148,7 +149,7 @@ class OpenedWindow:
                 self._coming = None
 
     def lost(self, reader: WindowReader, error: KVWireError) -> None:
-        """Read by messages from now on, because a reader cannot."""
+        """From now on read by messages, because the reader has failed."""
         if reader in (self.reader, self._coming):
             logger.info("a window is read by messages: %s", error)
             self.drop_reader()
@@ -157,7 +158,7 @@ class OpenedWindow:
             self.windows.driver.run()
 
     def drop_reader(self) -> None:
-        """Read by messages from now on."""
+        """From now on read by messages only."""
         for reader in (self.reader, self._coming):
             if reader is not None:
                 reader.close()
@@ -168,12 +169,12 @@ class OpenedWindow:
         self._lane = None
 
     def note(self, read: asyncio.Future[Any]) -> None:
-        """Let the owner wait for a read in place that has begun, or for its memory."""
+        """Record a read in place or its memory, so that the owner waits for it."""
         self._under_way.add(read)  # bounded: one for each get
         read.add_done_callback(self._over)
 
     def close(self) -> None:
-        """End it; report that to the owner once nothing here reads its memory."""
+        """Close it, and notify the owner once nothing here reads its memory."""
         self.gone = self.gone or "this side closed the window"
         self.drop_reader()
         if not self._under_way:
@@ -186,7 +187,7 @@ class OpenedWindow:
 
 
 class WindowOpening:
-    """A window of the peer that has been asked for.
+    """A requested window of the peer, before the answer.
 
     Attributes:
         found: Its result.
@@ -199,7 +200,7 @@ class WindowOpening:
         self.found: asyncio.Future[OpenedWindow] = found
 
     def done(self, event: RequestDone) -> None:
-        """Take the answer."""
+        """Handle the answer."""
         answer = event.request.answer
         event.request.context = None
         windows = self._windows
@@ -240,7 +241,7 @@ class PeerWindows:
         self._ended = False
 
     def acts(self) -> EventActs:
-        """Return the handler of each event about them."""
+        """Return the handler of each window event."""
         return {
             WindowMemoryOffered: self._memory_offered,
             WindowClosed: self._closed,
@@ -297,13 +298,13 @@ class PeerWindows:
             opened.close()
 
     def closed(self, opened: OpenedWindow) -> None:
-        """Report to the owner that a window is read no more."""
+        """Notify the owner that this side has stopped reading a window."""
         if self.by_number.pop(opened.number, None) is not None and not self._ended:
             self.driver.core.windows.close(opened.number)
             self.driver.run()
 
     def end(self, error: ConnectionClosed) -> None:
-        """End them, with the connection."""
+        """End all windows, because the connection ends."""
         self._ended = True
         for opened in self.by_number.values():
             opened.gone = f"gone: {error}"

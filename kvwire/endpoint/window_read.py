@@ -1,4 +1,4 @@
-"""One get from a window: in place where a lane can, else by messages.
+"""One get from a window: in place if a lane supports it, otherwise by messages.
 
 Whatever the way, a read is the same: blocks with the generations of a ticket go to
 blocks of a cache of this side, and those whose generation has changed are missing.
@@ -47,7 +47,7 @@ _OTHER: Final = "withdrawn: the ticket is of another window, or of the owner bef
 
 
 class Part(NamedTuple):
-    """Blocks of one group of a read that are asked for: their positions in its ticket.
+    """A read's requested blocks in one group, as positions in its ticket.
 
     Attributes:
         first: The position of the group's first block.
@@ -59,7 +59,7 @@ class Part(NamedTuple):
     positions: Ids
 
     def offsets(self, view: WindowView) -> Ids:
-        """Return where each granule of them lands."""
+        """Return the destination of each granule."""
         read = self.read
         place = view.places[self.group]
         granules = view.per_owner[self.group]
@@ -72,21 +72,21 @@ class Part(NamedTuple):
 
 
 class Asked(Protocol):
-    """A request of the connection that brings blocks of a read."""
+    """A connection's request that fetches blocks for a read."""
 
     def cancel(self) -> None:
-        """Cancel it, unless blocks of another read come with it."""
+        """Cancel it, unless it also fetches blocks for another read."""
 
 
 class AskQueue(Protocol):
-    """Asks the owner of a window for blocks by messages."""
+    """Requests blocks from a window's owner by messages."""
 
     def add(self, read: Reading) -> None:
-        """Ask for the blocks of a read that are still to do."""
+        """Request the remaining blocks of a read."""
 
 
 class Reading:
-    """One ``get``: what has landed, what was lost and why, and what is still to do.
+    """One ``get``: its landed, lost and remaining blocks.
 
     Attributes:
         named: The ticket.
@@ -126,7 +126,7 @@ class Reading:
         self._results: BlockResults | None = None
 
     def begin(self, opened: OpenedWindow, queue: AskQueue) -> Request[Outcome]:
-        """Read now what can be read in place, and ask for the rest.
+        """Read blocks in place where possible, and request the others.
 
         Args:
             opened: The window.
@@ -152,7 +152,7 @@ class Reading:
         return request
 
     def request(self) -> Request[Outcome]:
-        """Return the request that users hold."""
+        """Return the user's request."""
         request = self._request
         if request is None:
             request = self._request = Request(
@@ -177,7 +177,7 @@ class Reading:
     def _begin_in_place(
         self, opened: OpenedWindow, view: WindowView, reader: WindowReader
     ) -> Request[Outcome]:
-        """Read one group at once if it is small; else in turns."""
+        """Read a small group at once, and a large one in batches."""
         named = self.named
         nbytes = sum(
             count * size
@@ -224,7 +224,7 @@ class Reading:
     def _batch(
         self, opened: OpenedWindow, view: WindowView, index: int, part: slice
     ) -> BlockRead:
-        """Return the read of some of a group's blocks, by their positions in it."""
+        """Return a batch that reads some of a group's blocks, given by position."""
         assert opened.memory is not None
         _, owner = opened.memory
         theirs, pieces_from, pieces_to, run = view.pieces(owner)[index]
@@ -256,7 +256,7 @@ class Reading:
     async def _in_turns(
         self, opened: OpenedWindow, view: WindowView, reader: WindowReader
     ) -> None:
-        """Read in batches that keep the loop for a short time; then complete.
+        """Read in batches that block the loop only briefly; then complete.
 
         Cancel safety: it is cancelled with its loop only.
         """
@@ -305,7 +305,7 @@ class Reading:
     # --- by messages ------------------------------------------------------------------
 
     def landed(self, ask: Asked, part: Part, line: int) -> int:
-        """Copy blocks that have come side by side, from an address; return their bytes.
+        """Copy contiguous received blocks to their places; return the number of bytes.
 
         Their generations were compared behind the owner's copy.
         """
@@ -328,7 +328,7 @@ class Reading:
         return nbytes
 
     def todo(self) -> Ids:
-        """Return the positions of the blocks that have neither landed nor failed."""
+        """Return the positions of blocks that have neither landed nor failed."""
         if self._results is None:
             return np.arange(self.named.entries.size)
         return self._results.todo()
@@ -341,7 +341,7 @@ class Reading:
         error: KVWireError | None,
         answer: object,
     ) -> None:
-        """Note what a request has brought of this read, and go on with the rest."""
+        """Record a request's result for this read, and continue with the rest."""
         if self.over:
             return
         if error is not None:
@@ -365,13 +365,13 @@ class Reading:
     # --- results ----------------------------------------------------------------------
 
     def _known(self) -> BlockResults:
-        """Return what is known of each block."""
+        """Return each block's result."""
         if self._results is None:
             self._results = BlockResults(self.named.entries.size)
         return self._results
 
     def fail_rest(self, reason: str) -> None:
-        """End the read: what has not landed is missing for this reason."""
+        """End the read; the remaining blocks are missing for this reason."""
         if self.over:
             return
         self._known().lose(self.todo(), reason)
@@ -379,7 +379,7 @@ class Reading:
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether a device has failed that may write to the blocks for ever."""
+        """Return whether a failed device may write to the blocks for ever."""
         read = self.under_way
         return (
             read is not None
@@ -390,14 +390,14 @@ class Reading:
 
     @property
     def lent(self) -> list[BufferId]:
-        """Return the buffers that may still be written to."""
+        """Return the buffers that a transport may still write to."""
         if not self.buffers:
             return []
         table = self._opened.windows.driver.services.buffers
         return table.undrained(self.buffers)
 
     def cancel(self) -> None:
-        """End the read with RequestCancelled; its memory may be busy for a while."""
+        """End the read with RequestCancelled; its memory may still be in use."""
         self.over = True
         for ask in list(self.asked):
             ask.cancel()

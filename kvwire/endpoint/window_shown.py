@@ -1,4 +1,4 @@
-"""The windows of this side that one peer has open: the owner answers its gets.
+"""The owner's side of windows that one peer has open: it answers the peer's gets.
 
 It compares generations, sends the blocks straight from the cache, and compares again
 once its link no longer reads them.
@@ -67,7 +67,7 @@ _U8: Final = np.dtype("<u8")
 
 
 class ShownView(NamedTuple):
-    """The geometry of a peer's cache, as this side's blocks are read for it.
+    """A peer's geometry, with the map from this side's blocks.
 
     Attributes:
         places: Where blocks lie, by group.
@@ -79,7 +79,7 @@ class ShownView(NamedTuple):
 
 
 class ShownWindow:
-    """A window of this side that the peer has open."""
+    """A window of this side, opened by the peer."""
 
     def __init__(self, number: int, window: Window) -> None:
         self.number = number
@@ -90,7 +90,7 @@ class ShownWindow:
         self.lanes: list[tuple[LaneEndpoint, WindowMemory]] = []
 
     def view(self, geometry: bytes) -> ShownView | str:
-        """Return where the blocks lie that a reader of this geometry gets."""
+        """Return the places of blocks for a reader with this geometry."""
         cache = self.window._cache
         try:
             walks = view_walks(self.window._geometry, read_geometry(geometry))
@@ -103,7 +103,7 @@ class ShownWindow:
 
 
 class _Named(NamedTuple):
-    """What a get names.
+    """The contents of a get request.
 
     Attributes:
         shown: The window.
@@ -119,7 +119,7 @@ class _Named(NamedTuple):
 
 
 class OwnWindows:
-    """The windows of this side that the peer of one connection has open.
+    """This side's windows that one connection's peer has open.
 
     Attributes:
         by_number: The windows.
@@ -134,7 +134,7 @@ class OwnWindows:
         self.served: dict[RequestRecord, tuple[ShownWindow, Ids, Array]] = {}
 
     def acts(self) -> EventActs:
-        """Return the handler of each event about them."""
+        """Return the handler of each window event."""
         return {
             WindowAsked: self._asked,
             WindowViewed: self._viewed,
@@ -179,7 +179,7 @@ class OwnWindows:
         )
 
     def lane_opened(self, endpoint: LaneEndpoint) -> None:
-        """Let the peer read open windows over a lane that has come up."""
+        """Let the peer read open windows over a new lane."""
         knows = self._driver.lanes.knows
         for shown in self.by_number.values():
             shown.lanes = [lane for lane in shown.lanes if knows(lane[0].lane)]
@@ -267,7 +267,7 @@ class OwnWindows:
         self._driver.core.windows.serve(request, buffer)
 
     def _read_together(self, event: WindowReadTogether) -> None:
-        """Answer a small get at once: copy the blocks, and compare afterwards."""
+        """Answer a small get at once: copy blocks, then compare generations."""
         windows = self._driver.core.windows
         try:
             found = self._named(event.body)
@@ -288,7 +288,7 @@ class OwnWindows:
             windows.withhold(event.wire_id, packed(~same))
 
     def _named(self, body: WindowGet) -> _Named:
-        """Return what a WINDOW_GET names.
+        """Return the contents of a WINDOW_GET.
 
         It computes no table that is larger than what a well-meant get needs.
 
@@ -301,7 +301,9 @@ class OwnWindows:
         if shown is None:
             raise StaleRegion("the window was closed")
         if body.together and shown.window._cache.device is not None:
-            raise ProtocolError(_GET_RULE, "blocks of a device do not come together")
+            raise ProtocolError(
+                _GET_RULE, "blocks in device memory must arrive in one message"
+            )
         view = shown.views.get(body.view, "the window has no such view")
         if isinstance(view, str):
             raise ProfileMismatch(view)
@@ -340,7 +342,7 @@ class OwnWindows:
         self._driver.core.finish_read(request, stale, sent=True)
 
     def _hide(self, window: Window) -> None:
-        """End a window at the peer; it answers when its lanes read it no more.
+        """End a window at the peer, which answers once its lanes have stopped reading.
 
         A peer that has it on no lane reads nothing by itself: it is not waited for.
         """
@@ -371,7 +373,7 @@ class OwnWindows:
             self._forget(shown)
 
     def end(self) -> None:
-        """End them, with the connection."""
+        """End all windows, because the connection ends."""
         windows = list(self.by_number.values())
         self.by_number.clear()
         for shown in windows:

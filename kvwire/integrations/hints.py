@@ -1,4 +1,4 @@
-"""KV hints: what an orchestrator asks of the KV of one request.
+"""KV hints: an orchestrator's wishes for the KV of one request.
 
 vLLM and SGLang carry an envelope beside a request and leave its actions to connectors.
 An envelope has a version and a list of actions, each with a type, a version of its own
@@ -78,11 +78,11 @@ class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def at_arrival(self) -> bool:
-        """Whether it is carried out when its request arrives."""
+        """Whether it is executed when its request arrives."""
         return self.execute_at == "arrival"
 
     def blocks(self, block_tokens: int, count: int) -> slice:
-        """Return which of a request's first blocks lie within its tokens."""
+        """Return the full blocks within its token range."""
         last = count if self.end is None else min(count, self.end // block_tokens)
         return slice(-(-self.start // block_tokens), last)
 
@@ -95,14 +95,14 @@ class ShareHint(Hint, frozen=True, kw_only=True):
 
 
 class PrefetchHint(Hint, frozen=True, kw_only=True):
-    """Bring blocks up into a tier."""
+    """Copy blocks into a higher tier."""
 
     tier: _Name = "memory"
     execute_at: _When = "arrival"
 
 
 class DemoteHint(Hint, frozen=True, kw_only=True):
-    """Let memory go of blocks that a tier below has."""
+    """Free memory of blocks that a lower tier has."""
 
     tier: str = ""
 
@@ -182,7 +182,7 @@ def hints_of(request: object) -> Hints:
 def _carried_out(
     hint: Hint, store: BlockStore, hashes: Hashes, cache: PagedCache
 ) -> Awaitable[Placement]:
-    """Begin the verb that a hint stands for."""
+    """Begin the store verb for a hint."""
     match hint:
         case ShareHint():
             return store.move(hashes, cache, to=hint.to, keep=True)
@@ -195,22 +195,22 @@ def _carried_out(
         case RetainHint():
             priority = hint.priority
             return store.retain(hashes, cache, priority=priority, ttl_s=hint.ttl_s)
-    raise AssertionError("a hint is of one of the five types")
+    raise AssertionError("a hint has one of the five types")
 
 
 class HintLog:
-    """Logs what became of hints, each reason once."""
+    """Logs the results of hints, each reason once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
 
     def refused(self, request_id: str, reasons: Iterable[str]) -> None:
-        """Log why hints of a request are not carried out."""
+        """Log why a request's hints were refused."""
         for reason in reasons:
             if reason not in self._said and len(self._said) < _REFUSALS_MAX:
                 self._said.add(reason)
                 logger.warning(
-                    "request %s: refused: %s; the request goes on",
+                    "request %s: hint refused: %s; the request continues without it",
                     sayable(request_id),
                     sayable(reason),
                 )
@@ -223,7 +223,7 @@ class HintLog:
         hashes: Hashes,
         cache: PagedCache,
     ) -> Placement | None:
-        """Carry out a hint, and log what became of it; None if it was refused.
+        """Execute a hint and log its result; return None if it was refused.
 
         Cancel safety: as the store's verb.
         """
@@ -238,7 +238,7 @@ class HintLog:
 
 
 class _RefusedError(Exception):
-    """An action cannot be carried out here."""
+    """An action cannot be executed here."""
 
 
 def _action(action: _Action) -> Hint:
@@ -247,11 +247,11 @@ def _action(action: _Action) -> Hint:
     kind = _TYPES.get(name.removeprefix("kv.").lower())
     if kind is None:
         known = ", ".join(f"kv.{one}" for one in _TYPES)
-        raise _RefusedError(f"action_type={shown(name)}: there is {known}")
+        raise _RefusedError(f"action_type={shown(name)}: use one of {known}")
     if action.action_version not in HINT_VERSIONS:
         version = shown(action.action_version)
         known = " and ".join(HINT_VERSIONS)
-        raise _RefusedError(f"{name}: action_version={version}; {known} are known")
+        raise _RefusedError(f"{name}: action_version={version}; use one of {known}")
     payload = {_ALIASES.get(key, key): value for key, value in action.payload.items()}
     payload["name"] = f"{name} {action.action_id}".rstrip()[:256]
     try:
@@ -261,8 +261,8 @@ def _action(action: _Action) -> Hint:
     if isinstance(hint, ShareHint) and "://" in hint.to:
         # Or whoever sends a request could send KV to any place.
         raise _RefusedError(
-            f"{name}: to={shown(hint.to)}: name a node of the store's servers; a "
-            f"request cannot send KV to an address"
+            f"{name}: to={shown(hint.to)}: name a node of the store's cluster; a "
+            "request may not send KV to an address"
         )
     return hint
 

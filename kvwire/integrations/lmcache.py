@@ -96,7 +96,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """Look up which objects are in the store, each by its key and length."""
+        """Look up objects in the store by key and length."""
         number = next(self._numbers)
         asked = []
         for key in keys:
@@ -116,7 +116,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
             return self._bitmaps.pop(task_id, None)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Do nothing, since nothing was locked."""
+        """Do nothing: lookups take no locks."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         number = next(self._numbers)
@@ -185,8 +185,9 @@ class _Weights:
             return weights_name(model)
         except UsageError as exc:
             logger.error(
-                'nothing of this model is kept: adapter_params: %s; set "fingerprint" '
-                "to a text that names the weights, the same on all that share KV",
+                "KV of this model is not stored: adapter_params: %s; set "
+                '"fingerprint" to a text that names the weights, the same in all '
+                "processes that share KV",
                 exc,
             )
             return ""

@@ -17,7 +17,7 @@ class Markable(Protocol):
         """Mark block positions of one layer as immutable; from any thread."""
 
     def finish(self) -> None:
-        """Commit: no more marks will come; from any thread."""
+        """Commit, because no more marks follow; from any thread."""
 
 
 class LayerMarks:
@@ -53,7 +53,7 @@ class LayerMarks:
         if num_tokens < 1 or block_tokens < 1:
             raise UsageError(
                 f"LayerMarks: num_tokens={num_tokens}, block_tokens={block_tokens}: "
-                "both are at least 1"
+                "both must be at least 1"
             )
         self._out = out
         self._num_tokens = num_tokens
@@ -61,7 +61,7 @@ class LayerMarks:
         self._last_layer = last_layer
 
     def __call__(self, layer: int, start: int, stop: int) -> None:
-        """Mark tokens ``start`` to before ``stop`` of a layer as written."""
+        """Mark the tokens in ``range(start, stop)`` of a layer as written."""
         if start >= self._num_tokens:
             return
         size = self._block_tokens

@@ -74,7 +74,7 @@ class PageStore:
         return PagedCache(spec, [bytes_], AxisOrder("block dim"))
 
     def require_room(self, pages: PagedCache) -> None:
-        """Refuse pages for which some tier has no room; see :class:`BlockStore`."""
+        """Refuse pages that do not fit every tier; see :class:`BlockStore`."""
         require_room(self._engine, self._store, pages)
 
     def present(self, keys: Sequence[bytes], pages: PagedCache) -> Future[list[bool]]:
@@ -106,7 +106,7 @@ class PageStore:
     def carry_out(
         self, request_id: str, hint: Hint, keys: Sequence[bytes], pages: PagedCache
     ) -> Future[Placement | None]:
-        """Carry out a hint of a request on stored pages, and log what became of it."""
+        """Execute a request's hint on stored pages, and log the result."""
         of = request_id, hint, self._store, keys, pages
         return self._engine.start(lambda _: self._hints.carry_out(*of))
 
@@ -115,7 +115,7 @@ class PageStore:
         return self._engine.start(lambda _: self._store.delete_all(pages))
 
     def close(self) -> None:
-        """Close the store once running work is over. May be called repeatedly."""
+        """Close the store once running work has ended. May be called repeatedly."""
         if self._closed:
             return
         self._closed = True
@@ -147,13 +147,13 @@ class Unsaved:
         for reason in outcome.missing.reasons if outcome else ():
             if reason not in self._said and len(self._said) < _REASONS_MAX:
                 self._said.add(reason)
-                logger.warning("blocks are not saved: %s", reason)
+                logger.warning("blocks were not saved: %s", reason)
 
 
 def open_store(
     name: str, tiers: Sequence[str], write: Write, record: str = ""
 ) -> tuple[Engine, BlockStore]:
-    """Open a store on an engine of its own, which is closed if opening fails."""
+    """Open a store on a new engine, which is closed if opening fails."""
 
     async def opened(_: Communicator) -> BlockStore:
         return await BlockStore.open(tiers, write=write, record=record)
@@ -167,7 +167,7 @@ def open_store(
 
 
 def require_room(engine: Engine, store: BlockStore, cache: PagedCache) -> None:
-    """Raise UsageError if a tier of the store has no room for one block of a cache."""
+    """Raise UsageError if a cache's block does not fit a tier of the store."""
 
     async def check(_: Communicator) -> None:
         store.require_room(cache)

@@ -68,7 +68,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
     def __init__(self, storage_config: Any, arguments: Any = None) -> None:
         extra = storage_config.extra_config or {}
         if "tiers" not in extra:
-            raise UsageError("extra_config: write tiers, such as ['memory:1GiB']")
+            raise UsageError("extra_config: add \"tiers\", such as ['memory:1GiB']")
         self._config = storage_config
         self._weights = extra.get("fingerprint") or _weights(storage_config.model_name)
         self._pools: dict[str, _Pool] = {}
@@ -169,7 +169,9 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
             elif one.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(one.keys or ()))
             else:
-                raise UsageError(f"{one.name}: {one.hit_policy} is not kept by kvwire")
+                raise UsageError(
+                    f"{one.name}: {one.hit_policy} is not supported by kvwire"
+                )
             fine = {end for end in usable if all(here[max(0, end - window) : end])}
             if fine:
                 hits[one.name] = max(fine)
@@ -177,14 +179,14 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         return PoolTransferResult(max(restorable, default=0), hits, restorable)
 
     def clear(self) -> bool:
-        """Delete the pages of this model, whichever engine stored them."""
+        """Delete this model's pages, also those that other engines stored."""
         assert self._store is not None
         for pool in self._pools.values():
             self._store.delete_all(_page(self._store, pool.nbytes)).result()
         return True
 
     def close(self) -> None:
-        """Close the store once running work is over. May be called repeatedly."""
+        """Close the store once running work has ended. May be called repeatedly."""
         store = self._store
         self._store = None
         if store is not None:
@@ -215,7 +217,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         return store.present(pool.keys(hashes), _page(store, pool.nbytes)).result()
 
     def _fill(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
-        """Read pages into a pool; return for each whether it is whole."""
+        """Read pages into a pool; return for each whether it is complete."""
         pool = self._pools[name]
         offsets = pool.offsets(hashes, indices)
         if offsets is None:

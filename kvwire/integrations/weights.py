@@ -83,14 +83,16 @@ def weights_name(model: str, *, revision: str = "", cache: str = "") -> str:
         found = _files(_place(model, revision, cache))
         if not found:
             raise UsageError(
-                f"model={shown(model)}: none of its files on this host are weights "
+                f"model={shown(model)}: found no weights among its files on this host "
                 f"({', '.join(_PATTERNS[1:])})"
             )
         return _name(tuple(found))
     except UsageError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise UsageError(f"model={shown(model)}: its weights: {exc}") from None
+        raise UsageError(
+            f"model={shown(model)}: cannot read its weights: {exc}"
+        ) from None
 
 
 def _place(model: str, revision: str, cache: str) -> Path:
@@ -108,8 +110,8 @@ def _place(model: str, revision: str, cache: str) -> Path:
             ]
             if len(snapshots) != 1:
                 raise UsageError(
-                    f"model={shown(model)}: {len(snapshots)} revisions of it are on "
-                    f"this host; give the path of one"
+                    f"model={shown(model)}: {len(snapshots)} of its revisions are on "
+                    "this host; give the path of one"
                 )
             return snapshots[0]
         return Path(
@@ -121,8 +123,8 @@ def _place(model: str, revision: str, cache: str) -> Path:
         raise
     except Exception as exc:  # noqa: BLE001 - of a library that raises many kinds
         raise UsageError(
-            f"model={shown(model)}: neither a path nor a repository that has been "
-            f"downloaded to this host ({type(exc).__name__})"
+            f"model={shown(model)}: it is neither a path nor a repository downloaded "
+            f"to this host ({type(exc).__name__})"
         ) from None
 
 
@@ -169,7 +171,7 @@ def _tensors(file: _File) -> list[_Piece]:
     with file.path.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > min(file.nbytes, _HEADER_BYTES_MAX):
-            raise ValueError(f"{file.path} has no header of safetensors")
+            raise ValueError(f"{file.path} has no safetensors header")
         header = json.loads(opened.read(size))
     header.pop("__metadata__", None)
     found = []

@@ -1,4 +1,4 @@
-"""Block lists: which blocks a transfer moves, and in which order.
+"""Block lists: the blocks that a transfer moves, in order.
 
 The list is in token order: its block at position 0 holds the request's first
 ``block_tokens`` tokens, and so on. A *position* counts within the list, a block *id*
@@ -67,14 +67,14 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
     if isinstance(blocks, list | np.ndarray) or not isinstance(blocks, Mapping):
         if len(pools) != 1:
             raise UsageError(
-                f"blocks: this cache has the groups {', '.join(pools)}; pass "
-                "{group: ids}, with [] for a group that has none"
+                f"blocks: this cache has the groups {', '.join(pools)}; pass {{group: "
+                "ids}, with [] for a group without blocks"
             )
         blocks = {next(iter(pools)): blocks}
     for name in blocks:
         if name not in pools:
             raise UsageError(
-                f"blocks: no group {name!r}; this cache has {', '.join(pools)}"
+                f"blocks: unknown group {name!r}; this cache has {', '.join(pools)}"
             )
     for name in pools:
         if name not in blocks:
@@ -88,7 +88,8 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
         total += lists[name].size
     if not 0 < total <= limits.KV_BLOCKS_MAX:
         raise UsageError(
-            f"blocks: {total} blocks; a transfer has 1 to {limits.KV_BLOCKS_MAX}"
+            f"blocks: the lists have {total} blocks; a transfer takes 1 to "
+            f"{limits.KV_BLOCKS_MAX}"
         )
     return lists
 
@@ -113,12 +114,14 @@ class BlockSet(AbstractSet[tuple[str, int]]):
             UsageError: There is no such group.
         """
         if group not in self._ids:
-            raise UsageError(f"no group {group!r}; there is {', '.join(self._ids)}")
+            raise UsageError(
+                f"unknown group {group!r}; the groups are {', '.join(self._ids)}"
+            )
         return self._ids[group]
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Return the names of all groups, also of those without blocks in this set."""
+        """Return the names of all groups, including groups without blocks here."""
         return tuple(self._ids)
 
     def __contains__(self, block: object) -> bool:
@@ -181,7 +184,7 @@ class MissingOfGroup:
 
 
 class MissingBlocks(Mapping[tuple[str, int], str]):
-    """Why blocks did not land, by (group, block id).
+    """The reasons why blocks did not land, by (group, block id).
 
     Args:
         groups: The missing blocks of each group of the transfer.
@@ -355,7 +358,7 @@ def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:
         return np.empty(0, np.int64)
     if given.ndim != 1 or given.dtype.kind not in "iu":
         raise UsageError(
-            f"blocks of group {group!r}: a flat sequence of block ids, not "
+            f"blocks of group {group!r}: pass a flat sequence of block ids, not "
             f"{given.ndim}-dimensional {given.dtype.name}"
         )
     checked = given.astype(np.int64)
@@ -372,7 +375,7 @@ def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:
         twice = np.flatnonzero(np.diff(checked[order]) == 0)
         position = int(order[twice + 1].min())
         raise UsageError(
-            f"blocks of group {group!r}: block id {int(checked[position])} is there "
+            f"blocks of group {group!r}: block id {int(checked[position])} appears "
             f"twice, again at position {position}"
         )
     return checked

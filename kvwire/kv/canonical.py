@@ -113,7 +113,7 @@ def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
         listed = [printable(", ".join(side)) for side in (names, others)]
         raise ProfileMismatch(
             f"cache groups: the producer has {listed[0]}, the consumer {listed[1]}; "
-            f"both need the same, in the same order",
+            "both need the same groups in the same order",
             fields=("groups",),
         )
     pairs = zip(producer.groups, consumer.groups, strict=True)
@@ -161,7 +161,7 @@ def _negotiate_group(producer: GroupGeometry, consumer: GroupGeometry) -> Canoni
 
 
 def _common_tokens(producer: GroupGeometry, consumer: GroupGeometry, where: str) -> int:
-    """Return the number of tokens that the two block lists stand for.
+    """Return the number of tokens in the two block lists.
 
     Raises:
         ProfileMismatch: The lists are not for the same tokens.
@@ -192,7 +192,7 @@ def _list_of(side: GroupGeometry) -> str:
 def _choose_order(
     parts: Canonical, producer: GroupGeometry, consumer: GroupGeometry
 ) -> tuple[str, ...]:
-    """Return the side's memory order with which both make fewer fragments."""
+    """Return the memory order of the side that leads to fewer fragments."""
     extents = parts.extents(len(parts.layers), parts.granules)
     elements = math.prod(extents.values())
 
@@ -204,7 +204,7 @@ def _choose_order(
 
 
 def _run(order: tuple[str, ...], extents: dict[str, int], side: GroupGeometry) -> int:
-    """Return how many elements of the walk lie together on one side, without gaps.
+    """Return the number of contiguous elements of the walk on one side.
 
     Blocks count as never adjacent, since neither side knows the other's block ids.
     """
@@ -220,7 +220,7 @@ def _run(order: tuple[str, ...], extents: dict[str, int], side: GroupGeometry) -
 
 
 def _gapless_strides(side: GroupGeometry) -> dict[str, int]:
-    """Return the strides within a block, in elements, as if nothing were padded."""
+    """Return the strides within a block, in elements, without padding."""
     extents = extents_of(side.spec)
     strides: dict[str, int] = {}
     stride = 1

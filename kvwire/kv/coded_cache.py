@@ -57,7 +57,7 @@ class CodedCache:
     def __init__(self, cache: PagedCache, lists: BlockLists, codec: RowCodec) -> None:
         if not any(_is_coded(group.spec) for group in cache.groups.values()):
             raise UsageError(
-                f"codec={codec.name!r}: this cache has no tokens of "
+                f"codec={codec.name!r}: it needs a cache whose elements are "
                 f"{', '.join(sorted(FLOATS))}; leave codec= out"
             )
         sources: dict[str, GroupSource] = {}

@@ -1,4 +1,4 @@
-"""Which layers of which blocks were marked, or have landed, as bits of integers.
+"""The marked or landed layers of each block, as bits of integers.
 
 Marks are made in the middle of a forward pass, so one mark must cost only a few integer
 operations. Layers added for all blocks are bits of one integer; each other layer has an
@@ -18,7 +18,7 @@ ANY: Final = -1
 
 
 class Coverage:
-    """The cells (layer, block) of one group that were added so far.
+    """The cells (layer, block) that have been added to one group.
 
     Attributes:
         whole_layers: One bit per layer, set once all its blocks were added.
@@ -118,17 +118,17 @@ class Coverage:
 
     @property
     def left(self) -> int:
-        """Return how many cells are yet to be added."""
+        """Return the number of cells not added yet."""
         layers = self._layers - self.whole_layers.bit_count()
         return layers * self._blocks - sum(map(int.bit_count, self._bits.values()))
 
     @property
     def untouched(self) -> int:
-        """Return how many layers have no added block."""
+        """Return the number of layers without an added block."""
         return (self._all_layers & ~self.whole_layers & ~self._begun).bit_count()
 
     def first_gap(self) -> tuple[int, int]:
-        """Return the first (layer, block) yet to be added; there must be one."""
+        """Return the first (layer, block) not added yet; there must be one."""
         assert not self.complete
         layer = _lowest(self._all_layers & ~self.whole_layers)
         return layer, _lowest(self._all_blocks & ~self._bits.get(layer, 0))

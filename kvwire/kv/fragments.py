@@ -61,7 +61,7 @@ class Fragments:
         starts: Array | None = None,
         piece_bytes: int = 0,
     ) -> None:
-        """Check the arrays, unless ``starts`` is given, which vouches for them."""
+        """Check the arrays, unless ``starts`` shows that they are valid."""
         if starts is None:
             _check(addresses, lengths)
             starts = np.zeros(lengths.size + 1, np.uint64)
@@ -112,7 +112,8 @@ class Fragments:
         """Return the bytes ``[offset, offset + length)`` as fragments."""
         if offset < 0 or length < 0 or offset > self.nbytes - length:
             raise UsageError(
-                f"fragments: range {offset}+{length} of a stream of {self.nbytes} bytes"
+                f"fragments: the range {offset}+{length} is outside the stream of "
+                f"{self.nbytes} bytes"
             )
         if length == self.nbytes:
             return self
@@ -154,7 +155,7 @@ class Fragments:
         return part
 
     def selected(self, which: Ids | Bits) -> Fragments:
-        """Return some fragments, by position or mask, as a stream of their own."""
+        """Return some fragments, by position or mask, as a new stream."""
         return self._part(self.addresses[which], self.lengths[which])
 
     def merged(self) -> Fragments:
@@ -191,7 +192,7 @@ class Fragments:
 
 
 def concatenated(parts: Sequence[Fragments]) -> Fragments:
-    """Return several lists as one stream; they are alike in device and writability."""
+    """Join lists into one stream; all must have one device and one writability."""
     first = parts[0]
     return Fragments(
         np.concatenate([part.addresses for part in parts]),
@@ -232,6 +233,8 @@ def _check(addresses: Array, lengths: Array) -> None:
     if addresses.dtype != UINT64 or lengths.dtype != UINT64:
         raise UsageError("fragments: addresses and lengths must be uint64 arrays")
     if addresses.shape != lengths.shape or addresses.ndim != 1:
-        raise UsageError("fragments: addresses and lengths must be 1-D and as long")
+        raise UsageError(
+            "fragments: addresses and lengths must be 1-D and of the same length"
+        )
     if not np.logical_and.reduce(lengths):
-        raise UsageError("fragments: a fragment of 0 bytes")
+        raise UsageError("fragments: a fragment has 0 bytes")

@@ -42,7 +42,8 @@ class GroupGeometry:
             raise UsageError(f"{where}: order {self.order!r} is not one of {AXES}")
         if not 0 <= self.blocks <= limits.KV_BLOCKS_MAX:
             raise UsageError(
-                f"{where}: {self.blocks} blocks; 0 to {limits.KV_BLOCKS_MAX} can be"
+                f"{where}: {self.blocks} blocks; 0 to {limits.KV_BLOCKS_MAX} are "
+                "allowed"
             )
         if self.tokens is None:
             return
@@ -55,7 +56,7 @@ class GroupGeometry:
 
     @property
     def capacity(self) -> int:
-        """Return how many tokens are valid: by default, all that the blocks hold."""
+        """Return the number of valid tokens: by default, all in the blocks."""
         if self.tokens is not None:
             return self.tokens
         return self.blocks * self.spec.block_tokens
@@ -90,7 +91,8 @@ class Geometry:
             raise UsageError("geometry: not a list of groups")
         if not 1 <= len(fields) <= limits.KV_GROUPS_MAX:
             raise UsageError(
-                f"geometry: {len(fields)} groups; 1 to {limits.KV_GROUPS_MAX} can be"
+                f"geometry: {len(fields)} groups; 1 to {limits.KV_GROUPS_MAX} are "
+                "allowed"
             )
         return cls(tuple(_decode_group(group) for group in fields))
 
@@ -137,7 +139,8 @@ def checked_tokens(
     unknown = sorted(map(str, tokens.keys() - cache.groups.keys()))
     if unknown:
         raise UsageError(
-            f"tokens: no group {', '.join(unknown)}; there is {', '.join(cache.groups)}"
+            f"tokens: unknown group {', '.join(unknown)}; the groups are "
+            f"{', '.join(cache.groups)}"
         )
     given: Mapping[str, int | None] = tokens
     return {
@@ -150,7 +153,7 @@ def checked_tokens(
 def _checked_count(tokens: object, group: str) -> int:
     count = whole(tokens)
     if count is None:
-        raise UsageError(f"group {group!r}: tokens={tokens!r}: a number of tokens")
+        raise UsageError(f"group {group!r}: tokens={tokens!r}: pass a number of tokens")
     return count
 
 
@@ -167,12 +170,14 @@ def _spec_of(pairs: tuple[object, ...]) -> KVSpec:
 
 def _decode_group(fields: object) -> GroupGeometry:
     if not isinstance(fields, tuple | list) or len(fields) < 5:
-        raise UsageError("geometry: a group is (name, spec, order, blocks, tokens)")
+        raise UsageError(
+            "geometry: a group must be (name, spec, order, blocks, tokens)"
+        )
     name, pairs, order, blocks, tokens = fields[:5]
     if not isinstance(name, str) or not 1 <= len(name) <= limits.NAME_CHARS_MAX:
-        raise UsageError("geometry: a group's name is not a short text")
+        raise UsageError("geometry: a group's name is not a short string")
     if not isinstance(order, str) or len(order) > limits.NAME_CHARS_MAX:
-        raise UsageError(f"geometry: the order of group {name!r} is not a short text")
+        raise UsageError(f"geometry: the order of group {name!r} is not a short string")
     if type(blocks) is not int or type(tokens) not in (int, type(None)):
         raise UsageError(f"geometry: the counts of group {name!r} are not numbers")
     return GroupGeometry(

@@ -62,7 +62,7 @@ class HashScheme:
         object.__setattr__(self, "block_tokens", size)
         if type(size) is not int or not 1 <= size <= limits.KV_BLOCK_TOKENS_MAX:
             raise UsageError(
-                f"HashScheme: block_tokens={size!r}: a number from 1 to "
+                f"HashScheme: block_tokens={size!r}: pass a number from 1 to "
                 f"{limits.KV_BLOCK_TOKENS_MAX}"
             )
 
@@ -104,8 +104,8 @@ class HashScheme:
         count = len(data) // step
         if extra and not all(0 <= position < count for position in extra):
             raise UsageError(
-                f"block_hashes: extra is for blocks {sorted(extra)}; there are {count} "
-                "full ones"
+                f"block_hashes: extra names blocks {sorted(extra)}, but the prompt "
+                f"has only {count} full blocks"
             )
         link = self.root(salt) if parent is None else parent
         hashes: list[BlockHash] = []
@@ -205,10 +205,12 @@ def _token_bytes(tokens: TokenIds) -> bytes:
         return b""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise UsageError(
-            f"block_hashes: a flat sequence of token ids, not {ids.ndim}-dimensional "
-            f"{ids.dtype.name}"
+            "block_hashes: pass a flat sequence of token ids, not "
+            f"{ids.ndim}-dimensional {ids.dtype.name}"
         )
     if int(ids.min()) < 0 or int(ids.max()) > _TOKEN_MAX:
         wrong = ids.min() if int(ids.min()) < 0 else ids.max()
-        raise UsageError(f"block_hashes: token id {int(wrong)} is not 0 to 2**31 - 1")
+        raise UsageError(
+            f"block_hashes: token id {int(wrong)} is outside 0 to 2**31 - 1"
+        )
     return ids.astype("<i4").tobytes()

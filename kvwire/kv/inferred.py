@@ -1,4 +1,4 @@
-"""The spec of a cache, as far as its tensors show it.
+"""Infers a cache's spec from its tensors.
 
 A tensor of five dimensions has blocks, keys and values, tokens, heads and elements, so
 its shape and a layout give every number of a spec. Shapes with two readings are
@@ -23,7 +23,7 @@ _LATENT: Final = 3
 
 
 class SpecFields(TypedDict, total=False):
-    """The fields of :class:`kvwire.KVSpec` that no tensor shows."""
+    """The fields of :class:`kvwire.KVSpec` that tensors do not determine."""
 
     dtype: DType
     shard: tuple[int, int]
@@ -36,7 +36,7 @@ class SpecFields(TypedDict, total=False):
 def inferred(
     tensors: object, layout: Layout, block_tokens: int | None, fields: SpecFields
 ) -> tuple[KVSpec, object, Layout]:
-    """Return the spec, the tensors as PagedCache takes them, and their axis order.
+    """Return the spec, the tensors for PagedCache, and their axis order.
 
     Raises:
         UsageError: The tensors have no shape of a cache, or one with two readings.
@@ -49,12 +49,12 @@ def inferred(
         entries = list(tensors.values()) if isinstance(tensors, Mapping) else tensors
         if block_tokens is not None:
             raise UsageError(
-                "PagedCache.of: block_tokens is for caches of transformers; the "
-                "tensors of others have a dimension for it"
+                "PagedCache.of: block_tokens is only for a cache of the transformers "
+                "library; other tensors have a dimension for it"
             )
     alone = not isinstance(entries, list | tuple)
     if not alone and not entries:
-        raise UsageError("PagedCache.of: there are no tensors")
+        raise UsageError("PagedCache.of: pass at least one tensor")
     first = entries if alone else entries[0]
     apart = isinstance(first, list | tuple)
     view = tensor_view(first[0] if apart else first, "PagedCache.of: the first tensor")
@@ -81,18 +81,18 @@ def _dims(view: TensorView, layout: Layout, *, alone: bool, apart: bool) -> Dims
         dims = parse_layout(layout)
         if len(dims) != len(shape):
             raise UsageError(
-                f"PagedCache.of: shape {shape} has {len(shape)} dimensions, and layout "
-                f"{layout!r} {len(dims)}"
+                f"PagedCache.of: shape {shape} has {len(shape)} dimensions, and "
+                f"layout {layout!r} has {len(dims)}"
             )
         if alone and "layer" not in {axis for dim in dims for axis in dim}:
             raise UsageError(
-                f"PagedCache.of: one tensor, and layout {layout!r} has no axis "
-                f"'layer'; pass a list with one tensor for each layer"
+                f"PagedCache.of: got one tensor, but layout {layout!r} has no axis "
+                "'layer'; pass a list with one tensor per layer"
             )
         return dims
     if alone:
         raise UsageError(
-            "PagedCache.of: one tensor for all layers: name its axes, such as "
+            "PagedCache.of: for one tensor of all layers, name its axes, such as "
             "layout='block layer kv token head dim'"
         )
     names = [name for name in ALIASES[layout].split() if name != "kv"]
@@ -106,14 +106,14 @@ def _dims(view: TensorView, layout: Layout, *, alone: bool, apart: bool) -> Dims
             names.insert(at[0], "kv")
             return tuple((name,) for name in names)
     raise UsageError(
-        f"PagedCache.of: shape {shape}{' of a pair' if apart else ''} can be read in "
-        f"more than one way, or in none; name its axes, such as "
-        f"layout='kv block token head dim'"
+        f"PagedCache.of: shape {shape}{' of a pair' if apart else ''} is ambiguous or "
+        "fits no known layout; name its axes, such as layout='kv block token head "
+        "dim'"
     )
 
 
 def _extents(view: TensorView, dims: Dims) -> dict[str, int]:
-    """Return the extent of each axis; of folded ones all but one are known."""
+    """Return each axis's extent; all but one folded axis must be known."""
     extents: dict[str, int] = {}
     for axes, size in zip(dims, view.shape, strict=True):
         others = [axis for axis in axes if axis != "kv"]
@@ -123,7 +123,7 @@ def _extents(view: TensorView, dims: Dims) -> dict[str, int]:
             continue
         if len(others) > 1 or size % both:
             raise UsageError(
-                f"PagedCache.of: a dimension of {size} is not enough to know "
+                f"PagedCache.of: a dimension of {size} does not determine "
                 f"{' and '.join(axes)}; pass a KVSpec to PagedCache instead"
             )
         if both > 1:
@@ -139,8 +139,8 @@ def _dtype(view: TensorView, fields: SpecFields) -> DType:
         return dtype_name(view.dtype)
     except UsageError:
         raise UsageError(
-            f"PagedCache.of: elements of type {view.dtype}; say what they hold, such "
-            f"as dtype='bfloat16'"
+            f"PagedCache.of: the elements have type {view.dtype}; pass the type that "
+            "they represent, such as dtype='bfloat16'"
         ) from None
 
 
@@ -149,13 +149,14 @@ _PAGED_ROW: Final = AxisOrder("head block token dim")
 
 
 def _of_transformers(cache: Any, block_tokens: int | None) -> list[tuple[Any, Any]]:
-    """Return the keys and values of each layer of a cache of transformers, in blocks.
+    """Return a transformers cache's keys and values per layer, in blocks.
 
     They are views: shape (heads, blocks, block tokens, head dim).
     """
     if block_tokens is None:
         raise UsageError(
-            "PagedCache.of: a cache of transformers has no blocks; pass block_tokens="
+            "PagedCache.of: a cache of the transformers library has no blocks; pass "
+            "block_tokens="
         )
     entries = []
     for index, layer in enumerate(cache.layers):
@@ -171,9 +172,9 @@ def _of_transformers(cache: Any, block_tokens: int | None) -> list[tuple[Any, An
             rows, _, tokens, _ = tensor.shape
             if rows != 1 or tokens % block_tokens:
                 raise UsageError(
-                    f"PagedCache.of: {name} of layer {index} are {rows} sequences of "
-                    f"{tokens} tokens; blocks of {block_tokens} tokens need one "
-                    f"sequence with a multiple of that, as in StaticCache"
+                    f"PagedCache.of: {name} of layer {index} hold {rows} sequences of "
+                    f"{tokens} tokens; pass one sequence whose length is a multiple "
+                    f"of {block_tokens}, as in StaticCache"
                 )
             pair.append(tensor.detach()[0].unflatten(1, (-1, block_tokens)))
         entries.append((pair[0], pair[1]))

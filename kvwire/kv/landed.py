@@ -1,4 +1,4 @@
-"""Which parts of a transfer have landed: one bit per layer and granule.
+"""The landed parts of a transfer: one bit per layer and granule.
 
 When all chunks of a segment were verified, all its cells become landed at once. In a
 segment that stays incomplete, a cell has landed if no missing byte range touches it.
@@ -23,7 +23,7 @@ _COMPLETE: Final = operator.attrgetter("complete")
 
 
 class Landed:
-    """The landed cells of one transfer, as one side sees them.
+    """The landed cells of one transfer, from one side's view.
 
     With ``held``, cells that the consumer had before the transfer count as landed.
     """
@@ -110,7 +110,7 @@ class Landed:
         by_rows = chain.from_iterable(map(_boxes, told))
         if room < 0 or len(list(islice(by_rows, len(boxes) + 1))) > len(boxes):
             raise UsageError(
-                f"landed: {len(boxes)} boxes that overlap, or are not cut by rows"
+                f"landed: {len(boxes)} boxes overlap or do not follow rows"
             )
         for box in boxes:
             self.mark(box)
@@ -148,7 +148,7 @@ class Landed:
 
     @property
     def left(self) -> int:
-        """Return how many cells have not landed."""
+        """Return the number of cells that have not landed."""
         return sum(cells.left for cells in self._groups)
 
     @property
@@ -158,12 +158,12 @@ class Landed:
 
     @property
     def layers(self) -> int:
-        """Return how many layers, over all groups, have landed for every block."""
+        """Return the number of layers, in all groups, that landed for every block."""
         return sum(cells.whole_layers.bit_count() for cells in self._groups)
 
     @property
     def nbytes(self) -> int:
-        """Return how many payload bytes landed; those held before do not count."""
+        """Return the landed payload bytes, without bytes held before."""
         return sum(
             (cells.blocks_of(layer) & moving).bit_count() * part.granule_bytes
             for part, cells, moving in zip(
@@ -189,7 +189,7 @@ class Landed:
         return True
 
     def by_layer(self, group: int) -> Bits:
-        """Return which layers of which local blocks landed: (layers, blocks)."""
+        """Return for each layer and local block whether it landed."""
         cells = self._all_cells(group)
         per_block = self.plan.maps[group].granules_per_block
         blocks = self.plan.lists[self.plan.groups[group].group].size
@@ -202,13 +202,13 @@ class Landed:
         return whole
 
     def blocks(self, group: int) -> Bits:
-        """Return which local blocks landed in every layer: (blocks,)."""
+        """Return for each local block whether it landed in every layer."""
         whole: Bits = np.logical_and.reduce(self.by_layer(group), axis=0)
         return whole
 
     @property
     def usable_tokens(self) -> int:
-        """Return how many leading tokens are usable, by :func:`common_tokens`."""
+        """Return the number of usable leading tokens; see :func:`common_tokens`."""
         tokens = [walk.tokens for walk in self.plan.groups]
         states = any(g.spec.kind == "state" for g in self.plan.local.groups)
         leading = map(self._leading_tokens, range(len(tokens)))
@@ -216,7 +216,7 @@ class Landed:
 
     @property
     def usable_prefix(self) -> int:
-        """Return :attr:`usable_tokens` as blocks of the group that lists the most."""
+        """Return :attr:`usable_tokens` in blocks of the group with the most blocks."""
         tokens = [walk.tokens for walk in self.plan.groups]
         longest = tokens.index(max(tokens))
         group = self.plan.local.groups[longest]
@@ -242,7 +242,7 @@ class Landed:
 
 
 def leading_tokens(landed: Bits, block_tokens: int, tokens: int) -> int:
-    """Return how many leading tokens of a group's list landed: of ``tokens`` at all."""
+    """Return the number of a group's leading tokens that landed, at most ``tokens``."""
     leading = landed.size if landed.all() else int(landed.argmin())
     return min(leading * block_tokens, tokens)
 
@@ -250,7 +250,7 @@ def leading_tokens(landed: Bits, block_tokens: int, tokens: int) -> int:
 def common_tokens(
     tokens: Collection[int], leading: Iterable[int], complete: bool, states: bool
 ) -> int:
-    """Return how many leading tokens landed in every layer and group.
+    """Return the number of leading tokens that landed in every layer and group.
 
     A group that lists fewer tokens than another is a window: it holds the last tokens
     only. A window for an earlier end is not available, so an incomplete transfer with a

@@ -1,4 +1,4 @@
-"""Layouts: which cache axis each dimension of a tensor is, and the stride of each axis.
+"""Layouts: the cache axis of each tensor dimension, and the stride of each axis.
 
 A layout is an axis order in einops style: ``"block kv token head dim"``. Parentheses
 fold several axes into one dimension: ``"block head token (kv dim)"`` has the key and
@@ -60,12 +60,12 @@ def parse_layout(text: str) -> Dims:
     for axis in named:
         if axis not in AXES:
             raise UsageError(
-                f"layout {text!r}: no axis {axis!r}; the axes are {', '.join(AXES)}, "
-                f"the short forms {' and '.join(ALIASES)}; "
+                f"layout {text!r}: unknown axis {axis!r}; the axes are "
+                f"{', '.join(AXES)}, the short forms {' and '.join(ALIASES)}; "
                 f"{nearest(axis, (*AXES, *ALIASES))}"
             )
         if named.count(axis) > 1:
-            raise UsageError(f"layout {text!r}: axis {axis!r} is there twice")
+            raise UsageError(f"layout {text!r}: axis {axis!r} appears twice")
     if "block" not in named:
         raise UsageError(f"layout {text!r}: axis 'block' is missing")
     return tuple(dims)
@@ -111,8 +111,9 @@ def choose_dims(
             return tuple((axis,) for axis in candidate)
     wanted = ", ".join(_with_extent(axis, extents) for axis in names)
     raise UsageError(
-        f"{where}: shape {shape} is not {layout} of this spec, which is ({wanted}); "
-        "for another order name the axes, such as layout='kv block token head dim'"
+        f"{where}: shape {shape} does not fit layout {layout}, which is ({wanted}) "
+        "for this spec; for another order name the axes, such as layout='kv block "
+        "token head dim'"
     )
 
 
@@ -190,7 +191,7 @@ def _with_extent(axis: str, extents: Mapping[str, int]) -> str:
 def _check_axes(
     dims: Dims, layout: str, spec: KVSpec, *, layered: bool, apart: bool, where: str
 ) -> None:
-    """Refuse a written layout that lacks an axis of the tensor or has one too many."""
+    """Refuse a layout whose axes do not match the tensor's."""
     named = {axis for dim in dims for axis in dim}
     extents = extents_of(spec)
     elsewhere = {a for a, gone in (("layer", not layered), ("kv", apart)) if gone}
@@ -198,18 +199,18 @@ def _check_axes(
         if axis in named and axis in elsewhere and extents[axis] > 1:
             reason = "layer" if axis == "layer" else "key and value"
             raise UsageError(
-                f"{where}: layout {layout!r} has axis {axis!r}, but there is one "
+                f"{where}: layout {layout!r} has axis {axis!r}, but you passed one "
                 f"tensor for each {reason}"
             )
         if axis not in named | elsewhere and axis != "block" and extents[axis] > 1:
             raise UsageError(
-                f"{where}: layout {layout!r} lacks axis {axis!r}, of which the spec "
-                f"has {extents[axis]}"
+                f"{where}: layout {layout!r} lacks axis {axis!r}; the spec gives it "
+                f"size {extents[axis]}"
             )
 
 
 def _check_strides(axes: Mapping[str, Axis], item_bytes: int, where: str) -> None:
-    """Refuse elements that overlap, run backwards, or do not lie side by side."""
+    """Refuse elements that overlap, run backwards, or are not contiguous."""
     wide = {name: axis for name, axis in axes.items() if axis.extent > 1}
     for name, axis in wide.items():
         if axis.stride <= 0:
@@ -226,7 +227,7 @@ def _check_strides(axes: Mapping[str, Axis], item_bytes: int, where: str) -> Non
     inner = min(wide, key=lambda name: wide[name].stride, default="")
     if inner and wide[inner].stride != item_bytes:
         raise UsageError(
-            f"{where}: axis {inner!r} is the innermost and has a stride of "
-            f"{wide[inner].stride} bytes; its elements of {item_bytes} bytes must lie "
-            "side by side"
+            f"{where}: the innermost axis {inner!r} has a stride of "
+            f"{wide[inner].stride} bytes; its elements of {item_bytes} bytes must be "
+            "contiguous"
         )

@@ -31,7 +31,7 @@ class GroupMemory(Protocol):
 
     @property
     def spec(self) -> KVSpec:
-        """What the group holds."""
+        """The group's spec."""
 
     @property
     def bases(self) -> Addresses:
@@ -43,11 +43,11 @@ class GroupMemory(Protocol):
 
     @property
     def owners(self) -> object:
-        """What keeps the memory alive."""
+        """The objects that keep the memory alive."""
 
     @property
     def writable(self) -> bool:
-        """Whether it can receive."""
+        """Whether the memory is writable."""
 
     @property
     def device(self) -> Device | None:
@@ -72,7 +72,7 @@ class Steps:
         self._block: Fragments | None = None
 
     def blocks(self, ids: Ids) -> Fragments:
-        """Return all layers of some blocks, block by block, if granules are blocks."""
+        """Return all layers of some blocks, block by block; granules must be blocks."""
         behind = ids * self.memory.strides["block"]
         if ids.size != 1:
             return self.fragments(self.walk.layers, behind)
@@ -81,7 +81,7 @@ class Steps:
         return self._block.shifted(behind.item(0))
 
     def fragments(self, layers: range, behind: Ids) -> Fragments:
-        """Return, merged, the granules that begin ``behind`` bytes after block 0."""
+        """Return the granules at ``behind`` bytes after block 0, with runs merged."""
         relative, run, shape = self.of(layers)
         addresses = relative + behind.reshape(shape)
         return Fragments.uniform(

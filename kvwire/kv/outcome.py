@@ -1,4 +1,4 @@
-"""How a transfer ended: which blocks landed, which are missing and why, and timings.
+"""A transfer's outcome: landed blocks, missing blocks with reasons, and timings.
 
 A partial transfer is an outcome, not an exception. Blocks are named by (group, block
 id), because ids of two groups collide. Sets and mappings are backed by arrays: a
@@ -38,7 +38,7 @@ from kvwire.kv.plan import PlanTemplate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """How long one end of a transfer waited, in seconds, by reason.
+    """The seconds that one end of a transfer waited, by reason.
 
     At each moment an end waits for one thing, so the phases add up to the time from the
     call to the outcome. The two ends may differ, since each counts its own waits.
@@ -100,7 +100,7 @@ class Outcome:
 
     @property
     def unnamed(self) -> int:
-        """Return how many positions of a growing transfer never got a block."""
+        """Return the number of a growing transfer's positions without a block."""
         return sum(int(np.add.reduce(ids == UNNAMED)) for ids in self.lists.values())
 
     @property
@@ -152,7 +152,7 @@ def outcome_of_all(
     layers_grouped: int,
     nbytes: int,
 ) -> Outcome:
-    """Return the outcome of a transfer that landed completely."""
+    """Return the outcome of a complete transfer."""
     usable_prefix, usable_tokens = template.landed
     return Outcome(
         complete=True,
@@ -209,7 +209,7 @@ def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
         UsageError: There is no outcome, or they have different block lists.
     """
     if not outcomes:
-        raise UsageError("join: there is no outcome to join")
+        raise UsageError("join: pass at least one outcome")
     first = outcomes[0]
     if len(outcomes) == 1:
         return first

@@ -1,4 +1,4 @@
-"""A paged KV cache as kvwire sees it: which bytes of which tensors are which element.
+"""A paged KV cache: the mapping from its elements to bytes of tensors.
 
 Whatever the tensors' shapes, a cache group comes down to a table of base addresses (one
 per layer and component) and four strides (block, token, head, dim). The *memory order*
@@ -107,7 +107,8 @@ class PagedCache:
                 raise wrong_type(f"group {name!r}", source, "(spec, tensors)")
         if not 1 <= len(groups) <= limits.KV_GROUPS_MAX:
             raise UsageError(
-                f"PagedCache: {len(groups)} groups; 1 to {limits.KV_GROUPS_MAX} can be"
+                f"PagedCache: {len(groups)} groups; 1 to {limits.KV_GROUPS_MAX} are "
+                "allowed"
             )
         made = {
             name: CacheGroup(
@@ -159,7 +160,7 @@ class PagedCache:
     def _only(self) -> CacheGroup:
         if len(self.groups) != 1:
             raise UsageError(
-                f"PagedCache: has the groups {', '.join(self.groups)}; ask "
+                f"PagedCache: this cache has the groups {', '.join(self.groups)}; use "
                 "cache.groups[name]"
             )
         return next(iter(self.groups.values()))
@@ -220,8 +221,8 @@ _INNER: Final = ("block", "token", "head", "dim")
 def _check_name(name: object) -> None:
     if not name or not is_name(name):
         raise UsageError(
-            f"PagedCache: group name {name!r}: a text of 1 to {limits.NAME_CHARS_MAX} "
-            "characters"
+            f"PagedCache: group name {name!r}: pass a string of 1 to "
+            f"{limits.NAME_CHARS_MAX} characters"
         )
 
 
@@ -239,7 +240,7 @@ def _entries(tensors: object, spec: KVSpec, group: str) -> list[tuple[object, ..
         if len(entry) != len(entries[0]) or len(entry) not in (1, spec.components):
             raise UsageError(
                 f"group {group!r}: tensors[{index}] is {len(entry)} tensors; pass one "
-                f"for each layer or {spec.components} (components), the same for all"
+                f"for each layer, or {spec.components} (components) for each"
             )
     return entries
 
@@ -288,14 +289,14 @@ def _check_alike(
     for axis in _INNER:
         if axes[axis].extent != first[axis].extent:
             raise UsageError(
-                f"{where}: {axes[axis].extent} {axis}s, the first tensor has "
-                f"{first[axis].extent}"
+                f"{where}: it has {axes[axis].extent} {axis}s, and the first tensor "
+                f"has {first[axis].extent}"
             )
         if axes[axis].stride != first[axis].stride:
             raise UsageError(
                 f"{where}: axis {axis!r} has a stride of {axes[axis].stride} bytes, "
-                f"that of the first tensor is {first[axis].stride}; make a cache group "
-                "for tensors of each kind"
+                f"and the first tensor's is {first[axis].stride}; make one cache "
+                "group per kind of tensor"
             )
 
 
@@ -304,8 +305,9 @@ def _check_device(
 ) -> None:
     if device != first:
         raise UsageError(
-            f"{where}: in memory of {device or 'the host'}, the first {what} in that "
-            f"of {first or 'the host'}; a cache lies on one device"
+            f"{where}: it is in memory of {device or 'the host'}, the first {what} is "
+            f"in memory of {first or 'the host'}; put all tensors of a cache on one "
+            "device"
         )
 
 

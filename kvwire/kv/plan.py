@@ -1,4 +1,4 @@
-"""A transfer as one side plans it: segments, their bytes and their local memory.
+"""One side's plan of a transfer: segments, their bytes and their local memory.
 
 Theory
 ------
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class PlanSide(enum.Enum):
-    """The end of a transfer that a plan is for."""
+    """The end of a transfer to which a plan belongs."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
@@ -140,7 +140,7 @@ class TransferPlan:
     ) -> None:
         if side is PlanSide.CONSUMER and not cache.writable:
             raise UsageError(
-                "this cache has a tensor that is not writable: nothing can land in it"
+                "a tensor of this cache is read-only; receiving needs writable tensors"
             )
         self.side = side
         ids = cache.block_lists(blocks)
@@ -169,12 +169,12 @@ class TransferPlan:
             self.nbytes = sum(self.nbytes_of(segment) for segment in self.segments())
         if self.nbytes > limits.REQUEST_BYTES_MAX:
             raise UsageError(
-                f"this transfer has {self.nbytes} bytes, more than the "
-                f"{limits.REQUEST_BYTES_MAX} of one request; list fewer blocks"
+                f"this transfer has {self.nbytes} bytes, and one request carries at "
+                f"most {limits.REQUEST_BYTES_MAX}; list fewer blocks"
             )
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the whole transfer: a segment of each group that the peer has too."""
+        """Return the whole transfer: a segment for each group that both sides have."""
         found = (
             self.marked(index, range(held.spec.layers), range(self.lists[name].size))
             for name, index in self.indices.items()
@@ -210,7 +210,7 @@ class TransferPlan:
         if found is not None:
             return found
         names = ", ".join(self.indices)
-        raise UsageError(f"no group {group!r}; there is {names}")
+        raise UsageError(f"unknown group {group!r}; the groups are {names}")
 
     def check(self, segment: Segment) -> int:
         """Return the bytes of a segment that a peer named, after checking it.
@@ -220,7 +220,8 @@ class TransferPlan:
         """
         if not 0 <= segment.group < len(self.groups):
             raise UsageError(
-                f"segment: group {segment.group} of {len(self.groups)} groups"
+                f"segment: group {segment.group} does not exist; there are "
+                f"{len(self.groups)} groups"
             )
         walk = self.groups[segment.group]
         first = segment.layer
@@ -234,8 +235,8 @@ class TransferPlan:
         last = segment.granule + segment.granules
         if segment.granules < 1 or first < 0 or last > walk.granules:
             raise UsageError(
-                f"segment: granules {first} to {last - 1} of {walk.granules} in group "
-                f"{walk.group!r}"
+                f"segment: granules {first} to {last - 1} are outside the "
+                f"{walk.granules} granules of group {walk.group!r}"
             )
         group_map = self.maps[segment.group]
         if not group_map.moves_all:
@@ -275,17 +276,18 @@ class TransferPlan:
         return slice(segment.granule // per_block, -(-last // per_block))
 
     def covering(self, segments: Iterable[Segment]) -> dict[str, Bits]:
-        """Return which positions of each block list the segments cover."""
+        """Return the positions of each block list that the segments cover."""
         found = {name: np.zeros(ids.size, np.bool_) for name, ids in self.lists.items()}
         for segment in segments:
             found[self.groups[segment.group].group][self.positions(segment)] = True
         return found
 
     def touched(self, segment: Segment, offset: int, nbytes: int) -> Bits:
-        """Return which cells of a segment a byte range touches: (layers, granules)."""
+        """Return the cells of a segment that a byte range touches."""
         if offset < 0 or nbytes < 0 or offset > self.nbytes_of(segment) - nbytes:
             raise UsageError(
-                f"segment: bytes {offset}+{nbytes} of {self.nbytes_of(segment)}"
+                f"segment: bytes {offset}+{nbytes} are outside its "
+                f"{self.nbytes_of(segment)} bytes"
             )
         walk = self.groups[segment.group]
         granules = self.maps[segment.group].moved(segment.granule_slice)
@@ -330,10 +332,10 @@ def _check_pieces(walk: Canonical, local: GroupGeometry) -> None:
     most = max(limits.KV_PIECES_MAX, nbytes // limits.KV_PIECE_BYTES)
     if count > most:
         raise ProfileMismatch(
-            f"group {walk.group!r}: {nbytes} bytes in the order "
-            f"{' '.join(walk.order)} lie in {count} pieces here, where the memory "
-            f"order is {' '.join(local.order)}, and {most} are allowed; use one layout "
-            f"on both sides, or list fewer blocks",
+            f"group {walk.group!r}: {nbytes} the two layouts differ so much that "
+            f"{nbytes} bytes become {count} pieces, more than {most} (order on the "
+            f"wire: {' '.join(walk.order)}; in memory: {' '.join(local.order)}); use "
+            "one layout on both sides, or list fewer blocks",
             fields=("order",),
         )
 
@@ -341,17 +343,17 @@ def _check_pieces(walk: Canonical, local: GroupGeometry) -> None:
 def _wanted(
     groups: tuple[Canonical, ...], consumer: Geometry, have: Mapping[str, Bits]
 ) -> tuple[Bits, ...]:
-    """Return which granules of each group the consumer lacks."""
+    """Return the granules of each group that the consumer lacks."""
     for name in have.keys() - {walk.group for walk in groups}:
-        raise UsageError(f"have: no group {name!r}")
+        raise UsageError(f"have: unknown group {name!r}")
     wanted = []
     for walk, end in zip(groups, consumer.groups, strict=True):
         held = have.get(walk.group, np.zeros(end.blocks, np.bool_))
         if held.shape != (end.blocks,) or held.dtype != np.bool_:
             raise UsageError(
-                f"have: group {walk.group!r} has {held.dtype.name} of shape "
-                f"{held.shape}; the consumer's list has {end.blocks} blocks, one bool "
-                "for each"
+                f"have: group {walk.group!r} got {held.dtype.name} of shape "
+                f"{held.shape}; pass one bool for each of the consumer's {end.blocks} "
+                "blocks"
             )
         per_block = end.spec.block_tokens // walk.granule_tokens
         wanted.append(~np.repeat(held, per_block)[: walk.granules])

@@ -1,4 +1,4 @@
-"""A pool of blocks with a prefix cache: who holds each block, and what it contains.
+"""A pool of blocks with a prefix cache: each block's holders and content.
 
 Theory
 ------
@@ -61,11 +61,11 @@ class BlockPool:
         size = whole(block_tokens)
         if blocks is None or blocks < 1:
             raise UsageError(
-                f"BlockPool: num_blocks={num_blocks!r}: a number, at least 1"
+                f"BlockPool: num_blocks={num_blocks!r}: pass a number of at least 1"
             )
         if size is None or not 1 <= size <= limits.KV_BLOCK_TOKENS_MAX:
             raise UsageError(
-                f"BlockPool: block_tokens={block_tokens!r}: a number from 1 to "
+                f"BlockPool: block_tokens={block_tokens!r}: pass a number from 1 to "
                 f"{limits.KV_BLOCK_TOKENS_MAX}"
             )
         self.num_blocks: int = blocks
@@ -81,20 +81,20 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Return how many blocks :meth:`allocate` can hand out, cached or not."""
+        """Return the number of blocks that :meth:`allocate` can return."""
         return len(self._blank) + len(self._cached_free)
 
     @property
     def cached_blocks(self) -> int:
-        """Return how many blocks, held or free, have named content."""
+        """Return the number of blocks, held or free, with named content."""
         return len(self._by_hash)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks these tokens need."""
+        """Return the number of blocks that these tokens need."""
         return -(-num_tokens // self.block_tokens)
 
     def ref_count(self, block: int) -> int:
-        """Return how many times a block is held.
+        """Return the number of holds of a block.
 
         Raises:
             UsageError: There is no such block.
@@ -112,7 +112,7 @@ class BlockPool:
         return self._hashes[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take free blocks, each held once; their cached content is forgotten.
+        """Take free blocks, each held once; they lose their cached content.
 
         Raises:
             UsageError: Too few blocks are free; none was taken.
@@ -120,7 +120,7 @@ class BlockPool:
         if not 0 <= count <= self.free_blocks:
             raise UsageError(
                 f"allocate({count}): {self.free_blocks} of {self.num_blocks} blocks "
-                "are free; ask pool.free_blocks first"
+                "are free; check pool.free_blocks first"
             )
         refs = self._refs
         rest = max(0, len(self._blank) - count)
@@ -169,7 +169,7 @@ class BlockPool:
         return found  # type: ignore[return-value]  # it ends before the first None
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Hold held or cached blocks once more, such as :meth:`lookup` returned.
+        """Hold held or cached blocks once more, for example from :meth:`lookup`.
 
         Raises:
             UsageError: A block is free and has no content, or is listed twice; none was
@@ -180,7 +180,9 @@ class BlockPool:
         hashes = self._hashes
         for block in blocks:
             if not refs[block] and hashes[block] is None:
-                raise UsageError(f"touch: block {block} is free and nothing is in it")
+                raise UsageError(
+                    f"touch: block {block} is free and has no cached content"
+                )
         for block in blocks:
             if refs[block] == 0:
                 del self._cached_free[block]
@@ -203,16 +205,16 @@ class BlockPool:
                 known = named[block]
                 if known is not None and known != name:
                     raise UsageError(
-                        f"cache: block {block} is named {known.hex()[:8]} already, not "
-                        f"{name.hex()[:8]}; a block's content changes only after "
-                        f"evict()"
+                        f"cache: block {block} already has the hash "
+                        f"{known.hex()[:8]}, not {name.hex()[:8]}; call evict() "
+                        "before its content changes"
                     )
         for block, name in zip(blocks, hashes, strict=True):
             if by_hash.setdefault(name, block) == block:
                 named[block] = name
 
     def evict(self, blocks: Sequence[int]) -> None:
-        """Forget the content of blocks, such as those that a transfer left damaged.
+        """Drop the content of blocks, for example after a damaged transfer.
 
         Raises:
             UsageError: There is no such block, or one is listed twice; none was
@@ -234,7 +236,7 @@ class BlockPool:
             self._on_removed(removed)
 
     def _take_cached(self, count: int) -> list[int]:
-        """Take the first free cached blocks and forget their content."""
+        """Take the first free cached blocks, and drop their content."""
         take = self._cached_free.popitem
         hashes = self._hashes
         by_hash = self._by_hash
@@ -258,10 +260,12 @@ class BlockPool:
             return
         if min(blocks) < 0 or max(blocks) >= self.num_blocks:
             wrong = next(b for b in blocks if not 0 <= b < self.num_blocks)
-            raise UsageError(f"block {wrong} is not one of 0 to {self.num_blocks - 1}")
+            raise UsageError(
+                f"block {wrong} does not exist; the pool has 0 to {self.num_blocks - 1}"
+            )
         if len(set(blocks)) != len(blocks):
             twice = next(b for b in blocks if blocks.count(b) > 1)
-            raise UsageError(f"block {twice} is there twice")
+            raise UsageError(f"block {twice} appears twice")
 
     def _check_held(self, blocks: Sequence[int]) -> None:
         self._check(blocks)

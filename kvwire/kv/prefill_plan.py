@@ -85,7 +85,7 @@ class PrefillRequest(Generic[Id]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan(Generic[Id]):
-    """Which requests decode, which prefill what, and which wait for another.
+    """The requests that can decode, must prefill, or wait for another request.
 
     Attributes:
         ready: Requests that go straight to decode.
@@ -107,7 +107,7 @@ def plan_prefill(
     *,
     holes: bool = False,
 ) -> PrefillPlan[Id]:
-    """Decide for each request what to prefill, and in which order.
+    """Decide the token ranges that each request prefills, and their order.
 
     Args:
         requests: The requests, the most urgent first: of several that share a lost
@@ -126,7 +126,7 @@ def plan_prefill(
     ids = [request.id for request in known]
     if len(set(ids)) != len(ids):
         twice = next(name for name in ids if ids.count(name) > 1)
-        raise UsageError(f"plan_prefill: request {twice!r} is there twice")
+        raise UsageError(f"plan_prefill: request {twice!r} appears twice")
     ends = list(outcomes.values() if isinstance(outcomes, Mapping) else outcomes)
     for end in ends:
         if not isinstance(end, Outcome):
@@ -173,8 +173,9 @@ class _Request(Generic[Id]):
         cached = whole(request.cached_tokens)
         if tokens is None or cached is None or not 0 <= cached <= tokens or not tokens:
             raise UsageError(
-                f"{where}: num_tokens={request.num_tokens!r} and cached_tokens="
-                f"{request.cached_tokens!r}: the first is at least 1 and the larger"
+                f"{where}: num_tokens={request.num_tokens!r} and "
+                f"cached_tokens={request.cached_tokens!r}: num_tokens must be at "
+                "least 1 and larger than cached_tokens"
             )
         given = request.blocks
         names = tuple(given) if isinstance(given, Mapping) else (DEFAULT_GROUP,)
@@ -198,7 +199,7 @@ class _Request(Generic[Id]):
         return cls(request.id, tokens, cached, lists, sizes, full[0])
 
     def tokens_in(self, group: str) -> Ids:
-        """Return how many of the request's tokens are in each block of a group."""
+        """Return the number of the request's tokens in each block of a group."""
         size = self.block_tokens[group]
         counts = np.full(self.lists[group].size, size, np.int64)
         counts[-1:] -= -self.num_tokens % size
@@ -243,7 +244,7 @@ class _Blocks(Generic[Id]):
             self._valid[name][at] = 0
 
     def usable_tokens(self, request: _Request[Id]) -> int:
-        """Return how many leading tokens of a request need not be computed."""
+        """Return the number of a request's usable leading tokens."""
         usable = request.num_tokens
         for name, ids in request.lists.items():
             at, _ = self._find(name, ids)
@@ -257,12 +258,12 @@ class _Blocks(Generic[Id]):
         return 0 if request.has_window and usable < request.num_tokens else usable
 
     def read(self, request: _Request[Id]) -> None:
-        """Record that a request decodes from its blocks: nobody may write to them."""
+        """Record that a request decodes from its blocks, which must not change."""
         at, _ = self._find(request.main, request.lists[request.main])
         self._owner[request.main][at] = _READ
 
     def lost(self, request: _Request[Id], usable: int, *, only_holes: bool) -> Bits:
-        """Return which tokens of a request have to be computed: (num_tokens,)."""
+        """Return for each token of a request whether it must be computed."""
         lost: Bits = np.arange(request.num_tokens) >= usable
         if not only_holes or request.has_window:
             return lost
@@ -277,7 +278,7 @@ class _Blocks(Generic[Id]):
     def claim(
         self, request: _Request[Id], lost: Bits
     ) -> tuple[tuple[TokenRange, ...], _Request[Id] | None]:
-        """Assign to a request the lost tokens that no request before it computes.
+        """Assign a request the lost tokens that no earlier request computes.
 
         Returns the ranges it has to compute, and the owner it has to wait for.
 
@@ -303,8 +304,8 @@ class _Blocks(Generic[Id]):
             name = int(request.lists[group][taken[0]])
             raise UsageError(
                 f"plan_prefill: request {request.id!r} lacks block {name} of group "
-                f"{group!r}, which another request has after different blocks; blocks "
-                "can be shared only as a prefix"
+                f"{group!r}, which another request has after other blocks; requests "
+                "can share blocks only as a common prefix"
             )
         last = np.flatnonzero(theirs)[-1:]
         # After: this request is the owner of every block with a token in `mine`.
@@ -340,7 +341,7 @@ class _Blocks(Generic[Id]):
         valid[at] = np.maximum(valid[at], tokens[landed][known])
 
     def _find(self, name: str, ids: Ids) -> tuple[Ids, Bits]:
-        """Return the known ids' places in the table, and which of ``ids`` those are."""
+        """Return the known ids' places in the table, and a mask of known ``ids``."""
         # Ascending; sorting it for each request would take too long.
         table = self._ids[name]
         at = np.searchsorted(table, ids)
@@ -368,7 +369,7 @@ def _common_sizes(requests: Sequence[_Request[Id]]) -> dict[str, int]:
             if sizes.setdefault(name, size) != size:
                 raise UsageError(
                     f"plan_prefill: request {request.id!r} has block_tokens={size} in "
-                    f"group {name!r}, another has {sizes[name]}"
+                    f"group {name!r}, and another request has {sizes[name]}"
                 )
     return sizes
 

@@ -121,7 +121,7 @@ class KVSpec:
 
     @property
     def replicas(self) -> int:
-        """Return how many shards hold the same heads as this one."""
+        """Return the number of shards that hold the same heads as this one."""
         return self.kv_heads * self.shard[1] // self.total_kv_heads
 
     @property
@@ -248,7 +248,7 @@ class KVSpec:
 
 
 def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
-    """Return, for each head here, which peer shard moves it: indices into ``there``.
+    """Return for each local head the index in ``there`` of the shard that moves it.
 
     Each head moves exactly once, and the indices are in order of the heads. Where
     several shards hold the same heads, this shard's rank picks one, so that replicas
@@ -266,7 +266,7 @@ def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
     head = here.heads.start
     while head < here.heads.stop:
         if head not in holders:
-            raise UsageError(f"shards: none of {len(there)} peers holds KV head {head}")
+            raise UsageError(f"shards: no peer of {len(there)} holds KV head {head}")
         replicas = holders[head]
         chosen.append(replicas[here.shard[0] % len(replicas)])
         head = overlap(here.heads, there[chosen[-1]].heads).stop
@@ -304,7 +304,7 @@ def dtype_name(dtype: object) -> DType:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UsageError(
-            f"KVSpec: dtype={str(dtype)!r} is none of {', '.join(DTYPE_BYTES)}; "
+            f"KVSpec: dtype={str(dtype)!r} is not one of {', '.join(DTYPE_BYTES)}; "
             f"{nearest(name, DTYPE_BYTES)}"
         )
     return cast("DType", name)
@@ -312,7 +312,9 @@ def dtype_name(dtype: object) -> DType:
 
 def _check_count(name: str, value: object, most: int, least: int = 1) -> None:
     if type(value) is not int or not least <= value <= most:
-        raise UsageError(f"KVSpec: {name}={value!r}: a number from {least} to {most}")
+        raise UsageError(
+            f"KVSpec: {name}={value!r}: pass a number from {least} to {most}"
+        )
 
 
 def _check_kind(spec: KVSpec) -> None:
@@ -320,12 +322,12 @@ def _check_kind(spec: KVSpec) -> None:
         _check_count("head_dim", spec.head_dim, limits.KV_HEAD_DIM_MAX)
         return
     if spec.kind != "state":
-        raise UsageError(f'KVSpec: kind={spec.kind!r}: "tokens" or "state"')
+        raise UsageError(f'KVSpec: kind={spec.kind!r}: use "tokens" or "state"')
     _check_count("head_dim", spec.head_dim, limits.KV_STATE_BYTES_MAX)
     shape = (spec.kv_heads, spec.block_tokens, spec.components, str(spec.dtype))
     if shape != (1, 1, 1, "uint8"):
         raise UsageError(
-            f"KVSpec: a state has kv_heads=1, block_tokens=1, components=1 and "
+            'KVSpec: kind="state" needs kv_heads=1, block_tokens=1, components=1 and '
             f"dtype='uint8', not {shape}"
         )
 
@@ -333,7 +335,7 @@ def _check_kind(spec: KVSpec) -> None:
 def _check_fingerprint(value: object) -> None:
     if not is_name(value):
         raise UsageError(
-            f"KVSpec: fingerprint={value!r}: a text of at most "
+            f"KVSpec: fingerprint={value!r}: pass a string of at most "
             f"{limits.NAME_CHARS_MAX} characters, such as a model's name and revision"
         )
 
@@ -377,7 +379,9 @@ def _texts(pairs: object) -> dict[str, str]:
             raise UsageError("KVSpec: the peer's description is not a list of pairs")
         name, value = pair
         if not isinstance(name, str) or not isinstance(value, str):
-            raise UsageError("KVSpec: the peer's description has more than texts")
+            raise UsageError(
+                "KVSpec: the peer's description has values that are not strings"
+            )
         values[name] = value
     return values
 

@@ -59,13 +59,13 @@ class TensorView:
         raw = dtype in _NOT_IN_NUMPY and self.dtype.startswith(_RAW_PREFIXES)
         if not raw or self.item_bytes != DTYPE_BYTES[dtype]:
             raise UsageError(
-                f"{where}: dtype is {self.dtype} and the spec says {dtype}; elements "
-                "are moved as they are, never converted"
+                f"{where}: dtype is {self.dtype}, but the spec has {dtype}; kvwire "
+                "never converts elements"
             )
 
 
 def tensor_view(tensor: object, where: str) -> TensorView:
-    """Return where the elements of an array or tensor lie; a view covers its part only.
+    """Return the place of an array's or tensor's elements; a view covers only its part.
 
     Raises:
         UsageError: Its type, device or byte order is not supported.
@@ -119,7 +119,7 @@ def check_array(array: np.ndarray[Any, Any], where: str) -> None:
 
 
 def refuse_masked(values: object, where: str) -> None:
-    """Refuse a masked array: anything that reads its memory would ignore the mask.
+    """Refuse a masked array, because a read of its memory would ignore the mask.
 
     Raises:
         UsageError: It has a mask.
@@ -133,19 +133,20 @@ def refuse_masked(values: object, where: str) -> None:
 def _check_elements(dtype: np.dtype[Any], where: str) -> None:
     if dtype.fields is not None:
         raise UsageError(
-            f"{where}: dtype is {dtype}, which has fields; elements must be one number"
+            f"{where}: dtype is {dtype}, which has fields; each element must be one "
+            "number"
         )
     if not dtype.isnative:
         raise UsageError(
-            f"{where}: dtype {dtype.str} has the other byte order than this machine, "
-            f'and elements are moved as they are; pass array.astype("{dtype.name}")'
+            f"{where}: dtype {dtype.str} has the opposite byte order of this machine, "
+            f'and kvwire never converts elements; pass array.astype("{dtype.name}")'
         )
 
 
 def _masked(where: str) -> UsageError:
     return UsageError(
-        f"{where}: a masked array, whose mask lies elsewhere; pass a plain one, "
-        f"such as array.filled() or array.compressed()"
+        f"{where}: a masked array keeps its mask in another array; pass a plain "
+        "array, such as array.filled() or array.compressed()"
     )
 
 
@@ -220,8 +221,8 @@ def _cuda_index(array: Any, where: str) -> int:
     if hasattr(array, "__dlpack_device__"):
         return int(array.__dlpack_device__()[1])
     raise UsageError(
-        f"{where}: a {type(array).__name__} does not say which GPU it is on (neither "
-        "by .device.id nor by __dlpack_device__); wrap it with cupy.asarray"
+        f"{where}: a {type(array).__name__} does not name its GPU (it has neither "
+        ".device.id nor __dlpack_device__); wrap it with cupy.asarray"
     )
 
 
@@ -234,13 +235,13 @@ def _view_of_dlpack(array: Any, where: str) -> TensorView:
         pointer = _get_pointer(capsule, b"dltensor")
     except (BufferError, RuntimeError, TypeError, ValueError) as exc:
         raise UsageError(
-            f"{where}: a {type(array).__name__} that DLPack does not export: {exc}"
+            f"{where}: DLPack cannot export this {type(array).__name__}: {exc}"
         ) from None
     tensor = _Tensor.from_address(pointer)
     if not 0 <= tensor.ndim <= _NDIM_MAX or tensor.lanes != 1 or tensor.bits % 8:
         raise UsageError(
-            f"{where}: DLPack says {tensor.ndim} dimensions of {tensor.lanes} x "
-            f"{tensor.bits} bits; elements must be one number of whole bytes"
+            f"{where}: DLPack describes {tensor.ndim} dimensions of {tensor.lanes} x "
+            f"{tensor.bits} bits; each element must be one number of whole bytes"
         )
     item_bytes = tensor.bits // 8
     shape = tuple(tensor.shape[: tensor.ndim])
@@ -305,6 +306,5 @@ def _dtype(code: int, bits: int) -> str:
 
 def _unknown(where: str, device: str) -> UsageError:
     return UsageError(
-        f"{where}: device is {device}; kvwire moves host memory and that of CUDA "
-        "devices, so pass a tensor on one of these"
+        f"{where}: device is {device}; pass a tensor in host memory or on a CUDA device"
     )

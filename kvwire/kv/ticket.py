@@ -59,7 +59,9 @@ class Ticket(NamedTuple):
             UsageError: It is of several groups, or a position is out of range.
         """
         if len(self.counts) != 1:
-            raise UsageError("positions: the ticket is of several groups")
+            raise UsageError(
+                "positions: the ticket has several groups; split it by group first"
+            )
         chosen = positions if isinstance(positions, slice) else np.asarray(positions)
         try:
             entries = self.entries[chosen]
@@ -96,18 +98,22 @@ def read_ticket(ticket: object) -> Ticket:
         )
     size = len(ticket)
     if size < _HEAD.size:
-        raise UsageError(f"ticket: {size} bytes are too few")
+        raise UsageError(f"ticket: {size} bytes are too few for a ticket")
     magic, serial, groups = _HEAD.unpack_from(ticket)
     if magic != _MAGIC or not 1 <= groups <= KV_GROUPS_MAX:
-        raise UsageError("ticket: these bytes are none, or of another version")
+        raise UsageError(
+            "ticket: these bytes are not a ticket, or come from another version"
+        )
     begin = _HEAD.size + _U4.itemsize * groups
     begin += -begin % _U8.itemsize
     if size < begin:
-        raise UsageError(f"ticket: {size} bytes, and {begin} before the first block")
+        raise UsageError(
+            f"ticket: it has {size} bytes, but its blocks begin at byte {begin}"
+        )
     counts = struct.unpack_from(f"<{groups}I", ticket, _HEAD.size)
     total = sum(counts)
     if not 0 < total <= KV_BLOCKS_MAX or size != begin + _BLOCK_BYTES * total:
-        raise UsageError(f"ticket: {size} bytes for {total} blocks")
+        raise UsageError(f"ticket: {size} bytes do not fit {total} blocks")
     generations = np.frombuffer(ticket, _U8, total, begin)
     entries = np.frombuffer(ticket, _U4, total, begin + _U8.itemsize * total)
     return Ticket(serial, counts, entries.astype(np.int64), generations)

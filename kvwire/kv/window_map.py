@@ -1,4 +1,4 @@
-"""How the blocks of an exposed cache map onto those of a reader's cache.
+"""The map from an exposed cache's blocks to a reader's blocks.
 
 A transfer plans for two block lists. A window has none: any of its blocks may be read
 into any block of the reader. So the plan is a template, made once for two geometries,
@@ -41,7 +41,7 @@ def geometry_of_pools(cache: PagedCache) -> Geometry:
 
 
 class ViewWalk(NamedTuple):
-    """How the blocks of one group map onto those of a reader.
+    """The map from one group's blocks to a reader's blocks.
 
     Attributes:
         walk: Through the smallest run of tokens that both sides can move.
@@ -53,7 +53,7 @@ class ViewWalk(NamedTuple):
 
 
 def view_walks(owner: Geometry, reader: Geometry) -> tuple[ViewWalk, ...]:
-    """Return how the blocks of each group map onto those of a reader.
+    """Return the map from each group's blocks to a reader's blocks.
 
     Raises:
         ProfileMismatch: The two caches do not fit together; it names the fields.
@@ -85,17 +85,17 @@ def _view_walk(
     most = pieces_max(nbytes)
     if count > most:
         raise ProfileMismatch(
-            f"group {walk.group!r}: a block of {nbytes} bytes lies in {count} pieces, "
-            f"where the memory orders are {' '.join(owner.order)} and "
-            f"{' '.join(reader.order)}, and {most} are allowed; use one layout on both "
-            f"sides",
+            f"group {walk.group!r}: the two layouts differ so much that a block of "
+            f"{nbytes} bytes becomes {count} pieces, more than {most} (memory orders: "
+            f"{' '.join(owner.order)} and {' '.join(reader.order)}); use one layout "
+            "on both sides",
             fields=("order",),
         )
     return ViewWalk(walk, count)
 
 
 def pieces_max(nbytes: int) -> int:
-    """Return in how many pieces the blocks of one get may lie."""
+    """Return the limit of pieces for the blocks of one get."""
     return max(limits.KV_PIECES_MAX, nbytes // limits.KV_PIECE_BYTES)
 
 
@@ -109,7 +109,7 @@ def _of_tokens(group: GroupGeometry, tokens: int) -> GroupGeometry:
 
 
 class BlockPlaces(Steps):
-    """Where one side's blocks of one group lie, granule by granule.
+    """The places of one side's blocks of one group, granule by granule.
 
     Attributes:
         block_bytes: The bytes of one block of this side that the walk moves.
@@ -138,7 +138,7 @@ class BlockPlaces(Steps):
         return self._pieces
 
     def in_order(self, offsets: Ids) -> tuple[Array, int]:
-        """Return the address of each piece of some granules, one after the other."""
+        """Return the address of each piece of some granules, in order."""
         pieces, run = self.pieces()
         return np.add.outer(offsets.view(np.uint64), pieces).ravel(), run
 
@@ -178,7 +178,7 @@ _STRIDES = ("block", "token", "head", "dim")
 
 
 def placed(cache: PagedCache) -> tuple[Placed, ...]:
-    """Return where the groups of a cache lie in this process."""
+    """Return the places of a cache's groups in this process."""
     return tuple(
         Placed(
             group.bases,
@@ -206,8 +206,9 @@ class PeerGroup:
         self.strides: dict[str, int] = dict(zip(_STRIDES, where.strides, strict=True))
         if where.bases.shape != (group.spec.layers, group.spec.components):
             raise ProfileMismatch(
-                f"group {group.name!r}: a table of {where.bases.shape} addresses for "
-                f"{group.spec.layers} layers and {group.spec.components} components",
+                f"group {group.name!r}: a table of {where.bases.shape} addresses does "
+                f"not fit {group.spec.layers} layers and {group.spec.components} "
+                "components",
                 fields=("bases",),
             )
 
@@ -232,10 +233,12 @@ def spans_of(
             low += min(0, reach)
             high += max(0, reach)
         if high - low >= 2**62:
-            raise UsageError(f"group {group.name!r}: strides {place.strides}")
+            raise UsageError(
+                f"group {group.name!r}: strides {place.strides} are not valid"
+            )
         table = np.sort(place.bases, axis=None)
         if int(table[0]) + low < 0 or int(table[-1]) + high >= 2**62:
-            raise UsageError(f"group {group.name!r}: addresses out of range")
+            raise UsageError(f"group {group.name!r}: its addresses are out of range")
         begins.append(table + low)
         ends.append(table + high)
     begin = np.concatenate(begins)

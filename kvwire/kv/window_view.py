@@ -1,4 +1,4 @@
-"""One get from a window: where its blocks land, and what became of each.
+"""One get from a window: the destination and the result of each block.
 
 A ticket lists blocks of the owner, a read lands them in blocks of this side. The two
 need not have the same size: a last block of this side may be filled in part.
@@ -40,7 +40,7 @@ from kvwire.types import Device, MemoryKind
 
 
 class WindowView:
-    """The map from the blocks of a peer's window to those of a cache of this side.
+    """The map from a peer's window to the blocks of a local cache.
 
     Attributes:
         geometry: This cache's.
@@ -64,7 +64,7 @@ class WindowView:
         walks = view_walks(owner, self.geometry)
         if not cache.writable:
             raise UsageError(
-                "this cache has a tensor that is not writable: nothing can land in it"
+                "a tensor of this cache is read-only; receiving needs writable tensors"
             )
         self.places: tuple[BlockPlaces, ...] = tuple(
             BlockPlaces(walk, cache.groups[walk.group]) for walk, _ in walks
@@ -108,7 +108,7 @@ class WindowView:
         return self._pieces
 
     def check(self, ticket: Ticket, lists: BlockLists, first: Sequence[int]) -> None:
-        """Refuse a ticket whose blocks are not the window's, or do not fit the list.
+        """Refuse a ticket that does not fit the window or the block list.
 
         Args:
             ticket: The ticket.
@@ -121,7 +121,7 @@ class WindowView:
         """
         if len(ticket.counts) != len(self.places):
             raise UsageError(
-                f"ticket: of {len(ticket.counts)} groups; the window has "
+                f"ticket: it has {len(ticket.counts)} groups, and the window has "
                 f"{len(self.places)}"
             )
         begin = 0
@@ -133,8 +133,8 @@ class WindowView:
             granules = count * self.per_owner[index]
             if ids.size != -(-granules // place.granules_per_block):
                 raise UsageError(
-                    f"blocks: {ids.size} for a ticket of {count} blocks in group "
-                    f"{place.walk.group!r}, which fill "
+                    f"blocks: you passed {ids.size}, but the ticket's {count} blocks "
+                    f"of group {place.walk.group!r} fill "
                     f"{-(-granules // place.granules_per_block)} here"
                 )
             if not count:
@@ -144,14 +144,15 @@ class WindowView:
                 or int(np.maximum.reduce(entries)) >= first[index + 1]
             ):
                 raise UsageError(
-                    f"ticket: names a block beyond the "
-                    f"{first[index + 1] - first[index]} of group {place.walk.group!r}"
+                    "ticket: it names a block beyond the "
+                    f"{first[index + 1] - first[index]} blocks of group "
+                    f"{place.walk.group!r}"
                 )
 
     def whole(
         self, ticket: Ticket, lists: BlockLists, nbytes: int, wire_s: float
     ) -> Outcome:
-        """Return the outcome of a read of one group that has landed completely."""
+        """Return the outcome of a complete read of one group."""
         place = self.places[0]
         (ids,) = lists.values()
         tokens = ticket.counts[0] * self.per_owner[0] * place.walk.granule_tokens
@@ -170,7 +171,7 @@ class WindowView:
     def outcome(
         self, ticket: Ticket, lists: BlockLists, results: BlockResults, wire_s: float
     ) -> Outcome:
-        """Return the outcome of a read whose every block has a result."""
+        """Return the outcome, once every block has a result."""
         here: dict[str, Ids] = {}
         missing: dict[str, MissingOfGroup] = {}
         tokens: dict[str, int] = {}
@@ -225,7 +226,7 @@ class WindowView:
 
 
 class BlockResults:
-    """What became of each block of a ticket; for some it is not known yet.
+    """The result of each block of a ticket, as far as it is known.
 
     Attributes:
         landed: Which blocks have landed: (blocks,).
@@ -239,7 +240,7 @@ class BlockResults:
         self.reasons: list[str] = []
 
     def note(self, positions: Ids, landed: Bits, otherwise: str) -> None:
-        """Record which blocks have landed, and why the others have not."""
+        """Record the landed blocks, and the reason for the others."""
         self.landed[positions] = landed
         if not all_of(landed):
             self._lose(positions[~landed], otherwise)
@@ -250,7 +251,7 @@ class BlockResults:
             self._lose(positions, reason)
 
     def todo(self) -> Ids:
-        """Return the positions of the blocks that have neither landed nor failed."""
+        """Return the positions of blocks without a result."""
         return np.flatnonzero(~self.landed & (self.codes == 0))
 
     @property

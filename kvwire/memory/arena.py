@@ -1,4 +1,4 @@
-"""Memory that other processes of this host can map, for caches that ``local`` moves.
+"""Memory for caches that other processes of this host can map.
 
 An arena is a piece of anonymous memory with a descriptor (``memfd_create``). Arrays and
 tensors in it are ordinary memory in this process. Another process that receives the
@@ -85,7 +85,7 @@ class Arena:
         if nbytes < 1:
             raise UsageError(f"arena: nbytes={nbytes}; at least 1 byte is needed")
         if sys.platform != "linux":
-            raise UsageError("arena: memory can be shared by descriptor on Linux only")
+            raise UsageError("arena: only Linux can share memory by descriptor")
         self.nbytes: int = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._mapped_bytes = self.nbytes + mmap.PAGESIZE
         # Used bytes of the mapping.
@@ -118,7 +118,9 @@ class Arena:
         shape = (shape,) if isinstance(shape, int) else shape
         count = int(np.prod(shape, dtype=object))
         if kind.hasobject or count < 0:
-            raise UsageError(f"arena: no array of {shape} {kind} can be shared")
+            raise UsageError(
+                f"arena: an array of shape {shape} and type {kind} cannot be shared"
+            )
         if count == 0:
             return np.empty(shape, kind)
         return self.buffer(count * kind.itemsize).view(kind).reshape(shape)
@@ -137,8 +139,8 @@ class Arena:
         used = begin - MID_PAGE_BYTES
         if nbytes < 1 or used + nbytes > self.nbytes:
             raise UsageError(
-                f"arena: {nbytes} bytes of an arena of {self.nbytes}, of which {used} "
-                f"are used; make it larger"
+                f"arena: {nbytes} bytes do not fit: {used} of its {self.nbytes} bytes "
+                "are used; make a larger arena"
             )
         self._used = begin + nbytes
         # The array references the mapping, so the mapping cannot be unmapped under it.
@@ -167,11 +169,11 @@ class Arena:
         return self._fd
 
     def holds(self, first: int, end: int) -> bool:
-        """Return whether the addresses from ``first`` to before ``end`` lie in it."""
+        """Return whether the addresses in ``range(first, end)`` are in it."""
         return self.address <= first and end <= self.address + self._mapped_bytes
 
     def close(self) -> None:
-        """Unmap it here. Processes that have mapped it keep the pages until they end.
+        """Unmap it here. Other processes keep their mappings until they end.
 
         Raises:
             UsageError: Arrays, tensors or views of it are alive.
@@ -182,12 +184,12 @@ class Arena:
             self._map.close()
         except BufferError:
             raise UsageError(
-                "arena: arrays or tensors in it are still alive; drop them first"
+                "arena: arrays or tensors in it are still referenced; drop them first"
             ) from None
         self._forget()
 
     def release(self) -> bool:
-        """Close it; memory that is still used goes with the last array or tensor in it.
+        """Close it; memory in use is freed with the last array or tensor in it.
 
         Returns:
             Whether all of the memory was freed at once.
@@ -200,7 +202,7 @@ class Arena:
         return False
 
     def _forget(self) -> None:
-        """Make no further use of it, and close its descriptor."""
+        """Drop it, and close its descriptor."""
         self._closed = True
         with _lock:
             _arenas.remove(self)
@@ -251,7 +253,7 @@ def arena_of(fragments: Fragments) -> Arena | None:
 
 
 def arena_at(first: int, end: int) -> Arena | None:
-    """Return the arena that has the addresses from ``first`` to before ``end``."""
+    """Return the arena with the addresses in ``range(first, end)``."""
     with _lock:
         return next((arena for arena in _arenas if arena.holds(first, end)), None)
 
@@ -294,11 +296,11 @@ class SharedMapping:
         self._advise(mmap.MADV_HUGEPAGE)
 
     def array(self, begin: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return a part of it; as long as the array lives, ``close`` fails."""
+        """Return a part of it as an array; ``close`` fails while the array lives."""
         return np.frombuffer(self._reserved, np.uint8, nbytes, self._begin + begin)
 
     def populate(self) -> None:
-        """Allocate all pages, huge ones if possible; a rest comes on first use."""
+        """Allocate all pages, huge ones if possible; others follow on first use."""
         # The kernel makes a huge page out of small ones only if one of those was
         # written to.
         first_bytes = self.array(0, self.nbytes)[::HUGE_PAGE_BYTES]
@@ -328,7 +330,7 @@ class SharedMapping:
             raise OSError(code, f"mmap: {os.strerror(code)}")
 
     def _advise(self, advice: int) -> None:
-        """Give the kernel an advice; a kernel that does not know it just ignores it."""
+        """Give the kernel an advice, which an older kernel ignores."""
         _libc().madvise(self.address, self.nbytes, advice)
 
 

@@ -84,7 +84,7 @@ def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
             return view
     if isinstance(buffer, Fragments):
         if writable and not buffer.writable:
-            raise UsageError(f"{what}: these fragments are read-only memory")
+            raise UsageError(f"{what}: the memory of these fragments is read-only")
         return buffer
     payload = _payload_of(buffer, what)
     read_only = (
@@ -146,7 +146,8 @@ def _payload_of(buffer: Any, what: str) -> Payload:
     ):
         raise UsageError(
             f"{what}: {type(buffer).__name__} of format {view.format!r} holds "
-            f"pointers, which mean nothing to a peer and must never come from one"
+            "pointers, which are meaningless in another process; pass an array of "
+            "numbers"
         )
     if not view.c_contiguous:
         raise _not_contiguous(what, view.shape or (), view.strides or ())
@@ -168,8 +169,8 @@ def _check_tensor(torch: Any, tensor: Any, what: str) -> None:
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise UsageError(
-            f"{what}: the tensor is on {tensor.device}; kvwire moves host memory and "
-            f"that of CUDA devices, so pass tensor.cpu()"
+            f"{what}: the tensor is on {tensor.device}; kvwire moves memory of the host "
+            f"and of CUDA devices, so pass tensor.cpu()"
         )
     if not tensor.is_contiguous():
         raise UsageError(
@@ -215,7 +216,7 @@ def _no_memory(buffer: object, what: str) -> UsageError:
     if isinstance(buffer, str):
         advice = "its bytes, text.encode()"
     return UsageError(
-        f"{what}: {type(buffer).__name__} is no memory that kvwire can use; pass "
+        f"{what}: {type(buffer).__name__} is not memory that kvwire can use; pass "
         f"{advice}"
     )
 
@@ -225,7 +226,7 @@ def _not_contiguous(
 ) -> UsageError:
     return UsageError(
         f"{what}: the memory is not C-contiguous (shape {shape}, strides {strides}); "
-        f"pass a contiguous array or a copy of it"
+        f"pass a contiguous array or make a copy"
     )
 
 

@@ -64,7 +64,7 @@ def read_bytes(pid: int, address: int, length: int) -> bytes:
     remote = (ctypes.c_uint64 * 2)(address, length)
     moved = read(pid, (ctypes.addressof(local), 1), (ctypes.addressof(remote), 1))
     if moved != length:
-        raise OSError(errno.EFAULT, f"process_vm_readv: {moved} of {length} bytes")
+        raise OSError(errno.EFAULT, f"process_vm_readv: read {moved} of {length} bytes")
     return bytes(buffer)
 
 

@@ -1,4 +1,4 @@
-"""The compiled functions of ``_copy.c``, where kvwire was installed with a C compiler.
+"""The compiled functions of ``_copy.c``, if kvwire was installed with a C compiler.
 
 The library knows nothing of Python. It is loaded twice: its functions as ones that keep
 the GIL, and as ones that release it. Without it, and with one of another version, each
@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 
 class CompiledFunction(NamedTuple):
-    """A function in C, as one that keeps the GIL and as one that releases it."""
+    """A C function, in a version that keeps the GIL and one that releases it."""
 
     held: Callable[..., Any]
     released: Callable[..., Any]
@@ -35,7 +35,7 @@ of that time.
 def compiled_function(
     name: str, *kinds: Any, result: Any = None, library: Path = LIBRARY
 ) -> CompiledFunction | None:
-    """Return a function of the library; None if it is not built or has no such name.
+    """Return a function of the library, or None if it is missing.
 
     Args:
         name: Its name.
@@ -59,7 +59,7 @@ def compiled_function(
 
 @functools.cache
 def _is_outdated(library: Path) -> bool:
-    """Return whether a library was compiled from another source than the one beside it.
+    """Return whether a library was compiled from another source than the present one.
 
     In a tree of sources the functions' arguments may have changed since. A wheel has no
     source, and its library is of its own version.

@@ -29,7 +29,8 @@ def copy(source: Payload, destination: Payload) -> None:
     """
     if source.nbytes != destination.nbytes:
         raise UsageError(
-            f"copy: {source.nbytes} bytes into a destination of {destination.nbytes}"
+            f"copy: {source.nbytes} bytes do not fit a destination of "
+            f"{destination.nbytes}"
         )
     if isinstance(destination, Fragments):
         read_only = not destination.writable

@@ -144,12 +144,12 @@ class Generations:
             self._fence()
         if beyond:
             raise UsageError(
-                f"generations: {beyond} of {places.size} ids are not from 0 to "
+                f"generations: {beyond} of {places.size} ids are outside 0 to "
                 f"{self._count - 1}"
             )
 
     def same(self, ids: Ids, generations: Array) -> Bits:
-        """Return for each block whether this is still its generation.
+        """Return for each block whether its generation is unchanged.
 
         It is not the generation of a block that does not exist. What this thread has
         read before, it read before this look.
@@ -204,7 +204,7 @@ class Generations:
 
 
 def require_order() -> None:
-    """Refuse a processor on which Python alone cannot order its memory accesses.
+    """Refuse a processor on which Python code cannot order memory accesses.
 
     Raises:
         BackendUnavailable: This is one.
@@ -218,7 +218,7 @@ def require_order() -> None:
 
 
 def _places(ids: Ids) -> Array:
-    """Return block ids; a negative one becomes one beyond any table."""
+    """Return block ids; a negative id becomes larger than any table."""
     return np.asarray(ids, np.int64).view(np.uint64)
 
 

@@ -25,7 +25,7 @@ IOVECS_MAX: Final = 1024
 
 @final
 class Iovecs:
-    """The part of a fragment list that has not been moved yet.
+    """The remaining part of a fragment list, which has not been moved yet.
 
     Args:
         fragments: The list, of at least 1 byte; this object keeps it alive.
@@ -127,7 +127,7 @@ class Iovecs:
         copy(source, fragments.slice(fragments.nbytes - self.rest, len(source)))
 
     def gather(self, target: memoryview) -> int:
-        """Copy the next bytes, including the head, into ``target``, as many as fit.
+        """Copy the next bytes, including the head, into ``target`` until it is full.
 
         Returns:
             How many; they still count as not moved.

@@ -91,7 +91,7 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
 
 
 def copy_alike(pieces: Fragments, line: int, *, gather: bool) -> bool:
-    """Copy pieces of one length to an address, side by side, or from there.
+    """Copy pieces of one length to or from a contiguous range.
 
     Returns False, having copied nothing, if the pieces differ in length or another way
     is faster.
@@ -150,7 +150,7 @@ def _gather_and_scatter(origin: Array, target: Array, length: int) -> None:
 def _move_items(
     source: Items, read: Places | None, destination: Items, written: Places | None
 ) -> None:
-    """Copy items of one array into another, at certain places on each side or all."""
+    """Copy items of one array into another, all or at given indices."""
     length = source.itemsize
     count = (source if read is None else read).size
     batch = max(1, _BATCH_BYTES // length)
@@ -166,7 +166,7 @@ def _move_items(
 
 
 def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
-    """Return an array that has the pieces as items, and their indices; None for all.
+    """Return an array with the pieces as items, and their indices (None for all).
 
     The array may span memory that is not ours or not even mapped: only indexed items
     are touched.
@@ -190,7 +190,7 @@ def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
 
 
 def _taken(source: Items, places: Places, length: int) -> Items:
-    """Return a batch of pieces side by side, valid until this thread takes another.
+    """Return pieces as contiguous bytes, valid until this thread's next batch.
 
     New memory for each batch would be faulted in page by page, which takes longer than
     the copy, because malloc returns the end of its heap to the kernel at once.
@@ -204,7 +204,7 @@ def _taken(source: Items, places: Places, length: int) -> Items:
 
 
 def _take(source: Items, places: Places, items: Items) -> None:
-    """Copy pieces side by side into ``items``."""
+    """Copy pieces contiguously into ``items``."""
     if source.flags.c_contiguous:
         # In any other mode NumPy copies into memory of its own first.
         source.take(places, out=items, mode="clip")

@@ -1,4 +1,4 @@
-"""What a communicator has done and holds, for monitoring.
+"""Monitoring: a communicator's counts, metrics, traces and snapshots.
 
 :mod:`kvwire.observe.prometheus` needs the extra ``metrics``. Without it,
 ``communicator.counters`` and the other attributes read here are plain numbers.

@@ -1,4 +1,4 @@
-"""Distributions of transfers, and counts by peer, added up by a watcher."""
+"""A watcher that adds up distributions of transfers, and counts by peer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TransferDistributions:
         self._known: dict[str, None] = {}
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """Do nothing, since a transfer is counted at its end."""
+        """Do nothing: transfers are counted at their end."""
 
     def ended(
         self,

@@ -44,8 +44,8 @@ def sockets(folder: Path | None) -> list[Path]:
         found = Config.load().inspect
         if not found:
             raise UsageError(
-                "name the folder, or set KVWIRE_INSPECT to it, here and where the "
-                "processes to look into are started"
+                "name the folder, or set KVWIRE_INSPECT to it, both here and for the "
+                "processes that you want to inspect"
             )
         folder = Path(found)
     if folder.is_socket():
@@ -83,7 +83,7 @@ def _ask_all(
 
 
 def _answer(path: Path, what: str, kind: type[T]) -> T | str | None:
-    """Return a process's answer, or why there is none; None if it was killed."""
+    """Return a process's answer, or the reason for none; None if it was killed."""
     try:
         return _ask(path, what, kind)
     except ConnectionRefusedError:
@@ -103,13 +103,13 @@ def _ask(path: Path, what: str, kind: type[T]) -> T:
         except TimeoutError:
             raise KVWireError(_why_silent(_pid_of_peer(client))) from None
     if not answer.endswith(b"\n"):
-        raise KVWireError("no whole answer")
+        raise KVWireError("the process did not answer completely")
     found: Any = msgspec.json.decode(answer, type=kind)
     return found  # type: ignore[no-any-return]
 
 
 def _pid_of_peer(client: socket.socket) -> int:
-    """Return the process at the other end; 0 if the system does not tell."""
+    """Return the process at the other end; 0 if it is unknown."""
     if not hasattr(socket, "SO_PEERCRED"):
         return 0
     credentials = struct.Struct("3i")  # pid, uid, gid

@@ -14,7 +14,7 @@ _COLUMNS_DIGITS_MAX: Final = 4
 
 
 def prepare_output() -> None:
-    """Let the output take every character, on lines of a printable width."""
+    """Let the output accept every character, on lines of a printable width."""
     columns = os.environ.get("COLUMNS", "")
     fits = columns.isdecimal() and len(columns) <= _COLUMNS_DIGITS_MAX
     if not fits or int(columns) < _COLUMNS_MIN:

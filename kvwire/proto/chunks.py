@@ -1,4 +1,4 @@
-"""Payload under way: the chunks to send, and the places of incoming ones.
+"""Payload in flight: the chunks to send, and the places of incoming chunks.
 
 A request's bytes travel as chunks: pieces at multiples of the agreed chunk size, each
 in a frame of its own with its position. So chunks may arrive in any order, none can
@@ -70,7 +70,7 @@ class Chunk(msgspec.Struct, eq=False):
 
     @property
     def unsaid(self) -> bool:
-        """Whether its header has to carry the segment's mark."""
+        """Whether its header must carry the segment's mark."""
         mover = self.mover
         return isinstance(mover, SegmentRecord) and mover.unsaid is not None
 
@@ -101,7 +101,7 @@ class ChunkMover:
     # --- sending ----------------------------------------------------------------------
 
     def begin_send(self, request: RequestRecord) -> None:
-        """Let a request take turns to send from now on."""
+        """From now on let a request take turns to send."""
         assert request.kind in SENDING
         assert request.state is RequestStage.MOVING
         self._scheduler.add(request)
@@ -114,18 +114,18 @@ class ChunkMover:
 
     @property
     def busy(self) -> bool:
-        """Whether payload waits to be sent, or the link has not sent some yet."""
+        """Whether some payload has not been sent yet."""
         return bool(self._leaving or self._scheduler.count or self._again)
 
     def keep(self, chunk: Chunk) -> None:
-        """Hold the memory of a chunk that the link has got, until ``chunk_sent``."""
+        """Hold the memory of a chunk that the link has, until ``chunk_sent``."""
         self._holds.take(chunk.buffer)
         chunk.mover.in_flight += 1
         self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX, as it is the only one
 
     @property
     def due_bytes(self) -> int:
-        """Return the bytes left of the request or segment that sends next."""
+        """Return the remaining bytes of the request or segment that sends next."""
         if self._again:
             return self._again[0].length
         mover = self._scheduler.head()
@@ -200,7 +200,7 @@ class ChunkMover:
             self.on_read_sent(mover)
 
     def chunk_missed(self, chunk: Chunk) -> None:
-        """Queue a chunk that was lost with its lane; it is sent before all others.
+        """Queue a chunk that was lost with its lane, before all others.
 
         A burst is sent again as single chunks, which every transport can carry.
         """
@@ -320,13 +320,13 @@ class ChunkMover:
             self._requests.finish(request)
 
     def release(self, arrival: ChunkArrival) -> None:
-        """Drop an arrival's hold: the link has written all of it."""
+        """Drop an arrival's hold, because the link has written all of it."""
         assert arrival.buffer is not None
         self._landing.pop(arrival)
         self._holds.drop(arrival.buffer)
 
     def missed(self, arrival: ChunkArrival) -> None:
-        """Forget an arrival that was lost with its lane; it will be sent again."""
+        """Drop an arrival that was lost with its lane and will be sent again."""
         self.release(arrival)
         # The number is free again, or the chunk sent anew would count as a double.
         for number in self.numbers(arrival):
@@ -368,7 +368,7 @@ class ChunkMover:
         return min(chunks * self._chunk_bytes, mover.nbytes - mover.moved)
 
     def _missed_chunk(self) -> Chunk | None:
-        """Return the next chunk that was lost with its lane and is still wanted."""
+        """Return the next lost chunk that must still be sent."""
         while self._again:
             chunk = self._again.popleft()
             if chunk.request.state is RequestStage.MOVING:

@@ -193,7 +193,7 @@ class ConnectionCore:
 
     @property
     def open_requests(self) -> int:
-        """Return the number of requests, of either side, that are not over."""
+        """Return the number of both sides' open requests."""
         return len(self._requests)
 
     def silence_s(self, now: float) -> float:
@@ -201,13 +201,13 @@ class ConnectionCore:
         return self._liveness.silence_s(now)
 
     def hears_us(self, now: float) -> bool:
-        """Return whether the peer receives what we send, judging by its answers."""
+        """Return whether the peer receives our frames, judging by its answers."""
         return self._liveness.hears(now)
 
     # --- the link ---------------------------------------------------------------------
 
     def header_received(self, raw: bytes | memoryview) -> ChunkArrival:
-        """Accept the next header, and return where its body goes."""
+        """Accept the next header, and return the place for its body."""
         header = self._framing.accept_header(raw)
         if self.error is not None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
@@ -237,7 +237,7 @@ class ConnectionCore:
         body: bytes | memoryview = b"",
         intact: bool = True,
     ) -> None:
-        """Act on a frame that is complete.
+        """Act on a complete frame.
 
         Args:
             arrival: The result of ``header_received``.
@@ -284,11 +284,11 @@ class ConnectionCore:
         self._settle(now)
 
     def heard(self, now: float) -> None:
-        """Note a sign of life: bytes of an incomplete frame."""
+        """Record a sign of life: bytes of an incomplete frame."""
         self._liveness.heard(now)
 
     def chunk_sent(self, chunk: Chunk) -> bool:
-        """Drop a chunk's hold, since the link or lane has finished with it.
+        """Drop a chunk's hold, because the link or lane has finished with it.
 
         Returns:
             Whether it is dropped. A chunk on a lane keeps its hold until the peer has
@@ -481,7 +481,7 @@ class ConnectionCore:
             self._settle()
 
     def open_window(self, name: str, deadline: float | None) -> RequestRecord:
-        """Ask the peer for one of its windows."""
+        """Request one of the peer's windows."""
         self._check_open()
         request = self._record(RequestKind.OPEN_WINDOW, None, 0, deadline)
         self.windows.open(request, name)
@@ -490,14 +490,14 @@ class ConnectionCore:
     def read_window(
         self, buffer: BufferId | None, body: WindowGet, deadline: float | None
     ) -> RequestRecord:
-        """Read blocks of a window of the peer into a buffer, or together into none."""
+        """Read blocks of a peer's window, into a buffer or as one frame."""
         self._check_open()
         request = self._record(RequestKind.READ, buffer, body.nbytes, deadline)
         self.windows.get(request, body)
         return request
 
     def finish_read(self, request: RequestRecord, stale: bytes, *, sent: bool) -> None:
-        """Answer a get from a window of this side; a close may have waited for it."""
+        """Answer a get from this side's window; a close may have waited for this."""
         self.windows.finish(request, stale, sent=sent)
         if self.phase is not _OPEN:
             self._settle()
@@ -509,7 +509,7 @@ class ConnectionCore:
         self._settle()
 
     def withdraw(self, request: RequestRecord) -> bool:
-        """End a receive that has met no message yet; return False if it has."""
+        """End a receive without a message; return False if it already has one."""
         if not self.messages.withdraw(request):
             return False
         error = RequestCancelled("the receive was withdrawn")
@@ -536,7 +536,7 @@ class ConnectionCore:
         pull: bool,
         deadline: float | None,
     ) -> RequestRecord:
-        """Ask the peer for a KV transfer; ``pull`` if this side is the consumer."""
+        """Request a KV transfer; ``pull`` means that this side is the consumer."""
         kind = RequestKind.INCOMING if pull else RequestKind.OUTGOING
         if self.phase is not _OPEN:
             self._check_open()
@@ -547,7 +547,7 @@ class ConnectionCore:
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
-        """End a request of either side; its owner gets the error, the peer the code."""
+        """End either side's request; its owner gets the error, the peer the code."""
         self._abandon(request, error, code)
         self._settle()
 
@@ -567,7 +567,7 @@ class ConnectionCore:
         self._settle()
 
     def fail(self, error: KVWireError) -> None:
-        """End at once, because of a failure here or a rule that the peer broke."""
+        """End at once, after a failure here or a protocol error of the peer."""
         if isinstance(error, ConnectionClosed):
             self._end(error)
             return
@@ -606,12 +606,14 @@ class ConnectionCore:
 
     def _unheard(self) -> ConnectionLost:
         """Return the error of a connection whose peer no longer receives from us."""
-        lost = ConnectionLost("the peer lives, and has heard nothing from this side")
+        lost = ConnectionLost(
+            "the peer is alive but has received nothing from this side"
+        )
         lost.__cause__ = PeerUnresponsive("nothing came to the peer")
         return lost
 
     def _settle(self, now: float | None = None) -> None:
-        """Send the reports that are due, and end a close that has delivered all."""
+        """Send the due reports, and finish a close that has delivered everything."""
         # Runs after each step. Before: parts of the core have noted what they owe the
         # peer. After: those frames are in the outbox, or `speak_by` has their time, and
         # a side that closes with nothing left to deliver has sent CLOSE.
@@ -635,7 +637,7 @@ class ConnectionCore:
             self._end(self._closing, graceful=True)
 
     def _close_error(self, text: str) -> ClosedOK:
-        """Return this close's error; its text is from the side that closed first."""
+        """Return this close's error, with the text of the side that closed first."""
         if self._closing is None:
             self._closing = ClosedOK(text)
         return self._closing

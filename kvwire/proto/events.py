@@ -41,9 +41,9 @@ class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryWanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports a message whose two ends have met, and which needs the front's memory.
+    """Reports a matched message that needs memory from the front.
 
-    That is one for a RECV without memory, or one whose memory here is a device's. Call
+    Either a RECV came without memory, or the message's memory here is a device's. Call
     ``provide``, or ``filled`` if there is a held message.
 
     Attributes:
@@ -77,7 +77,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the peer asks for a KV transfer; call ``agree``, or fail it."""
+    """Reports the peer's request for a KV transfer; call ``agree``, or fail it."""
 
     request: RequestRecord
     id: bytes
@@ -130,7 +130,7 @@ class WindowMemoryOffered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowViewed(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports the geometry of a cache that the peer's gets will land in."""
+    """Reports the geometry of the cache into which the peer will read."""
 
     body: WindowViewBody
 
@@ -150,7 +150,7 @@ class WindowReadTogether(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowSent(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the bytes of a get have left; compare again, and ``finish``."""
+    """Reports that a get's bytes have left; compare again, and ``finish``."""
 
     request: RequestRecord
 
@@ -168,7 +168,7 @@ class WindowLeft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports to a server that the client wants a lane; ``answer`` or ``lane_gone``."""
+    """Reports a client's request for a lane; call ``answer`` or ``lane_gone``."""
 
     lane: int
     backend: str

@@ -33,7 +33,7 @@ _SEALED: Final = int(Flag.SEALED)
 
 
 class Framing:
-    """Makes the frames that one side sends on a link, and checks those it receives.
+    """Makes one side's frames for a link, and checks the received frames.
 
     Attributes:
         sent: Frames encoded so far.
@@ -49,7 +49,7 @@ class Framing:
         self._open_key: bytes | None = None
 
     def use_seals(self, role: Role, seal: dict[Role, bytes]) -> None:
-        """Seal control frames from now on, and require seals from the peer."""
+        """From now on seal control frames, and require the peer's seals."""
         self._seal_key = seal[role]
         self._open_key = seal[role.other]
 

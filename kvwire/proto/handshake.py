@@ -97,7 +97,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """The result of a handshake that has succeeded.
+    """The result of a successful handshake.
 
     Attributes:
         role: The role of this side.
@@ -121,7 +121,7 @@ class Agreement:
 
 
 class HandshakeState(enum.Enum):
-    """The frame, or the decision, that a handshake waits for."""
+    """The frame or decision for which a handshake waits."""
 
     HELLO = FrameType.HELLO
     ACCEPT = FrameType.ACCEPT
@@ -292,8 +292,8 @@ class Handshake(ABC):
             return _trust_error(mine.trust, said.trust, told=True)
         if said.code == WireCode.BUSY:
             return HandshakeError(
-                "the peer has as many connections as it takes: close some, or raise "
-                "its connections_max"
+                "the peer has reached its connections_max: close some connections, "
+                "or raise it"
             )
         text = f"the peer refused the connection with code {said.code}"
         error = error_from_code(said.code, text)
@@ -305,7 +305,7 @@ class Handshake(ABC):
         return self.identity.trust is TrustMode.MTLS and not self._secret
 
     def _check_profile(self, theirs: tuple[tuple[str, str], ...]) -> None:
-        """Raise ProfileMismatch if a field that both sides name differs (KVW-HS-08)."""
+        """Raise ProfileMismatch if a field of both sides differs (KVW-HS-08)."""
         mine = dict(self.identity.profile)
         differing = [
             (name, mine[name], value)
@@ -370,8 +370,9 @@ class ClientHandshake(Handshake):
         if accept.incarnation == identity.incarnation:
             self.refuse(WireCode.OTHER)
             raise HandshakeError(
-                "this communicator itself listens there: dial the address of another "
-                "one, and check what that one announces or advertises",
+                "this communicator dialled its own address: dial the other one's "
+                "address, and check the address that the other one announces or "
+                "advertises",
                 fields=(OWN_INCARNATION,),
             )
         self._accept = accept
@@ -418,7 +419,7 @@ class ServerHandshake(Handshake):
         self._proof = b""
 
     def choose(self, choice: TransportChoice) -> None:
-        """Send CHOICE; if it takes a transport, the handshake has succeeded."""
+        """Send CHOICE; if it chooses a transport, the handshake has succeeded."""
         hello = self._hello
         offer = self.offer
         assert self.state is HandshakeState.DECISION
@@ -505,7 +506,7 @@ def no_transport(choice: TransportChoice) -> ProfileMismatch:
     """Return the error for a CHOICE without a transport, with the reason for each."""
     listed = "; ".join(f"{shown(v.name)}: {shown(v.reason)}" for v in choice.verdicts)
     return ProfileMismatch(
-        f"no transport suits both sides: {listed or 'none was offered'}",
+        f"the two sides have no transport in common: {listed or 'none was offered'}",
         fields=("backends",),
     )
 
@@ -513,7 +514,7 @@ def no_transport(choice: TransportChoice) -> ProfileMismatch:
 def _trust_error(
     mine: TrustMode, theirs: TrustMode, *, told: bool = False
 ) -> AuthenticationFailed:
-    """Return the error for a wrong proof; ``told`` if the peer's REFUSE reports it."""
+    """Return the error for a wrong proof; ``told`` if the peer reported it."""
     if mine is not theirs:
         return AuthenticationFailed(
             f"trust modes differ: this side {mine.name.lower()}, peer "

@@ -1,4 +1,4 @@
-"""Lanes: payload beside the control link, counted so that none is lost or doubled.
+"""Lanes: payload beside the control link; counts ensure that each arrives once.
 
 Each side has an endpoint of a lane. Lanes open one after the other, in one exchange::
 
@@ -78,7 +78,7 @@ _CHECKED: Final = int(Flag.CHECKED)
 
 
 class LaneStage(enum.Enum):
-    """The stages of a lane; they decide which frames may name it."""
+    """The stages of a lane, which determine the allowed frames."""
 
     ASKED = "asked"
     """The client has sent LANE_OPEN; an endpoint is being made, here or there."""
@@ -198,7 +198,7 @@ class LaneTable:
             self._outbox.send(FrameType.LANE_READY, LaneReady(lane=number))
 
     def end_initial_set(self) -> None:
-        """Client: send LANE_READY of lane 0; data uses the lanes that are open now."""
+        """Client: send LANE_READY for lane 0; data uses the open lanes from now on."""
         self.initial_set_done = True
         self._outbox.send(FrameType.LANE_READY, LaneReady(lane=0))
 
@@ -231,7 +231,7 @@ class LaneTable:
         self._outbox.report(LaneBootstrapped(lane=body.lane, bootstrap=body.bootstrap))
 
     def ready_received(self, body: LaneReady) -> None:
-        """Handle LANE_READY: a lane is open, or with lane 0 the initial set is done."""
+        """Handle LANE_READY: a lane is open; lane 0 means the whole initial set."""
         if self._role is Role.CLIENT or (self.initial_set_done and not body.lane):
             raise UnexpectedFrame("KVW-LN-02", f"LANE_READY of lane {body.lane}")
         if not body.lane:
@@ -250,7 +250,7 @@ class LaneTable:
     # --- sending ----------------------------------------------------------------------
 
     def room(self, number: int, window_bytes: int) -> bool:
-        """Return whether a lane is open and has less than its window under way."""
+        """Return whether a lane is open and its window is not full."""
         lane = self._lanes[number]
         return (
             lane.stage is LaneStage.OPEN
@@ -290,7 +290,7 @@ class LaneTable:
         )
 
     def payload_sent(self, chunk: Chunk) -> bool:
-        """Note that our endpoint has finished a chunk; return whether its hold ends."""
+        """Record that our endpoint has sent a chunk; return whether its hold ends."""
         lane = self._lanes[chunk.lane]
         chunk.quiet = True
         return self._release(lane, chunk)
@@ -344,7 +344,7 @@ class LaneTable:
         return lane is not None and arrival.index in lane.arriving
 
     def payload_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
-        """Handle a payload that our endpoint has received, or dropped as asked."""
+        """Handle a payload that our endpoint has received or dropped."""
         lane = self._lanes[arrival.lane]
         del lane.arriving[arrival.index]
         lane.beyond.add(arrival.index)  # bounded: LANE_PAYLOADS_MAX
@@ -356,7 +356,7 @@ class LaneTable:
             self._landed(arrival, intact)
 
     def acknowledge(self) -> None:
-        """Send LANE_ACK or LANE_CLOSE for each lane with something unreported."""
+        """Send LANE_ACK or LANE_CLOSE for each lane with unreported events."""
         for lane in self.unreported:
             if lane.stage is LaneStage.CLOSED:
                 self._send_close(lane, "the lane is closed")
@@ -369,7 +369,7 @@ class LaneTable:
     # --- closing ----------------------------------------------------------------------
 
     def close(self, number: int, reason: str) -> None:
-        """Send LANE_CLOSE; our endpoint has ended and touches no memory."""
+        """Send LANE_CLOSE, because our endpoint has ended and touches no memory."""
         lane = self._lanes[number]
         if lane.stage is LaneStage.CLOSED:
             return
@@ -409,7 +409,7 @@ class LaneTable:
             self._outbox.report(LaneClosed(lane=body.lane, reason=reason))
 
     def link_gone(self) -> None:
-        """Drop the holds of closed lanes, since the control link has ended."""
+        """Drop closed lanes' holds, because the control link has ended."""
         self._ended = True
         for lane in self._lanes.values():
             for chunk in list(lane.waiting.values()):
@@ -424,7 +424,7 @@ class LaneTable:
         self._last = number
 
     def _find(self, number: int, rule: str) -> LaneRecord:
-        """Return the lane that a frame of the peer names."""
+        """Return the lane that a peer's frame names."""
         if number > self._last:
             raise UnexpectedFrame(rule, f"lane {number} was never opened")
         lane = self._lanes.get(number)
@@ -470,7 +470,7 @@ class LaneTable:
 
 
 def _as_data(header: Header, body: LaneData) -> Header:
-    """Return the header that the chunk would have had on the control link.
+    """Return the header that the chunk would have on the control link.
 
     Its type stays LANE_DATA, since a payload on a lane may be several chunks.
     """

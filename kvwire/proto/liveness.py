@@ -73,7 +73,7 @@ class Liveness:
         self.due: float = now + interval_s
 
     def heard(self, now: float) -> None:
-        """Note that bytes of the peer arrived at ``now``, unless later ones have."""
+        """Record that bytes of the peer arrived at ``now``, unless later ones did."""
         self.heard_at = max(self.heard_at, now)
 
     def silence_s(self, now: float) -> float:
@@ -87,7 +87,7 @@ class Liveness:
         return now - self._asked_at < self._interval_s
 
     def look(self, now: float) -> LivenessVerdict:
-        """Return what to do about the peer's silence; call it at ``due``."""
+        """Return the action for the peer's silence; call it at ``due``."""
         # After: `due` lies ahead, by one interval at most. DEAD is returned only by a
         # look that is on time, or that follows a late one which found silence too.
         if now < self.due:
@@ -142,7 +142,7 @@ class Liveness:
 
 
 class Keepalive:
-    """Decides when this side has to send a PING because it has sent nothing else.
+    """Decides when this side must send a PING because it has been silent.
 
     A side that only receives has nothing to send. If its peer sends faster than the
     wire carries, the peer's pings wait behind megabytes of payload, no answer can

@@ -121,7 +121,7 @@ class Messages:
         return self._framing.payload(_MESSAGE, nbytes, 0, 0, tag, check)
 
     def end_eager(self) -> None:
-        """Stop eager messages, since the connection is no longer open."""
+        """Stop eager messages, because the connection is no longer open."""
         self._may_send_bytes = -1
 
     def announce(self, request: RequestRecord) -> None:
@@ -169,7 +169,7 @@ class Messages:
             self._meet(tag)
 
     def withdraw(self, request: RequestRecord) -> bool:
-        """Withdraw a receive that has met no message; return whether it was."""
+        """Withdraw a receive without a message; return whether that was possible."""
         queue = self._posted.get(request.tag)
         if (
             request.state is not RequestStage.POSTED
@@ -183,14 +183,14 @@ class Messages:
         return True
 
     def discard(self, tag: int) -> int:
-        """Drop the messages of a tag, now and until it is received again.
+        """Drop a tag's messages until it is received again.
 
         Returns how many were here, on their way or announced.
         """
         if tag in self._posted:
             raise UsageError(
-                f"discard of tag {tag}, and a receive waits for its messages: cancel "
-                f"the receive first"
+                f"discard(tag={tag}): a receive waits for this tag; cancel that "
+                "receive first"
             )
         self._unwanted[tag] = None  # bounded: DISCARDED_TAGS_MAX
         self._unwanted.move_to_end(tag)
@@ -204,7 +204,7 @@ class Messages:
 
     @property
     def unreceived(self) -> dict[int, int]:
-        """Return how many messages of each tag wait for a receive."""
+        """Return the number of messages per tag that wait for a receive."""
         return {tag: len(queue) for tag, queue in self._waiting.items()}
 
     @property
@@ -333,7 +333,7 @@ class Messages:
             self._trim(tag)
 
     def refuse_announced(self) -> None:
-        """Refuse announced messages with FAIL, now and from now on.
+        """Refuse present and future announced messages with FAIL.
 
         Otherwise two sides that close at the same time would wait for each other's
         receives.
@@ -344,17 +344,17 @@ class Messages:
             self._tell_refused(wire_id)
 
     def peer_closed(self) -> None:
-        """Forget announcements, which cannot be answered; keep held messages."""
+        """Drop announcements, which cannot be answered; keep held messages."""
         for wire_id in list(self._announced):
             self.withdrawn(wire_id)
 
     @property
     def posted(self) -> list[RequestRecord]:
-        """Return the receives that have met no message; a snapshot."""
+        """Return the receives without a message; a snapshot."""
         return [request for queue in self._posted.values() for request in queue]
 
     def link_gone(self) -> None:
-        """Forget messages that are incomplete; keep those that are whole."""
+        """Drop incomplete messages; keep complete ones."""
         for arrival, waiting in self._arriving.items():
             if waiting is None:
                 assert arrival.buffer is not None
@@ -463,7 +463,7 @@ class Messages:
             self._nothing_to_move(request)
 
     def _nothing_to_move(self, request: RequestRecord) -> None:
-        """End an announced message of 0 bytes, for which no payload follows."""
+        """End an announced message of 0 bytes, which has no payload."""
         request.advance(RequestInput.MOVED)
         self._requests.finish(request)
 

@@ -1,4 +1,4 @@
-"""put and get: the side that asks, and the side whose memory was granted.
+"""put and get: the requesting side, and the side that has granted memory.
 
 The owner of the memory takes part in both, and checks the grant before a byte of it is
 read or written. The bytes are payload like any other; some lanes read them in place. A

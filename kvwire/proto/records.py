@@ -80,7 +80,7 @@ class ChunkSet:
 
 
 class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
-    """Holds one request: a movement of bytes, as this side sees it.
+    """Holds one request: this side's view of a movement of bytes.
 
     Attributes:
         kind: The kind of movement.
@@ -172,7 +172,7 @@ class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
 
 
 class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
-    """Holds the part of a transfer's request that other requests do not have.
+    """Holds the fields of a request that only transfers have.
 
     Attributes:
         id: The id that both applications have given it.
@@ -221,7 +221,7 @@ class ChunkPlace(enum.Enum):
 
 
 class ChunkArrival(msgspec.Struct, eq=False):
-    """A frame whose header was accepted and whose body is under way.
+    """A frame with an accepted header, whose body is arriving.
 
     Its payload arrives on the control link, or as payload ``index`` of a lane.
     """

@@ -57,7 +57,10 @@ class RegionTable:
     def register(self, buffer: BufferId, nbytes: int, access: Access) -> RegionRecord:
         """Make a region out of a buffer."""
         if len(self._open) >= REGIONS_MAX:
-            raise UsageError(f"{REGIONS_MAX} regions are open; close some of them")
+            raise UsageError(
+                f"{REGIONS_MAX} regions are open, which is the limit; close some of "
+                "them"
+            )
         self._last += 1
         region = RegionRecord(
             id=RegionId(self._last),
@@ -113,12 +116,14 @@ class Grants:
         offset, nbytes = _range_of(region, offset, nbytes)
         if access & ~region.access:
             raise UsageError(
-                f"grant: {access} of a region registered for {region.access}"
+                f"grant: access={access}, but the region is registered for "
+                f"{region.access}"
             )
         self._drop_dead()
         if len(self._rows) >= GRANTS_MAX:
             raise UsageError(
-                f"{GRANTS_MAX} grants are open on this connection; revoke some regions"
+                f"{GRANTS_MAX} grants are open on this connection, which is the "
+                "limit; revoke some regions"
             )
         self._last += 1
         row = GrantRow(
@@ -164,7 +169,7 @@ class Grants:
         return row
 
     def _drop_dead(self) -> None:
-        """Forget stale grants, if there is no room for a new one."""
+        """Drop stale grants, if there is no room for a new one."""
         if len(self._rows) < GRANTS_MAX:
             return
         self._rows = {
@@ -183,7 +188,7 @@ class Grants:
 
 
 def _range_of(region: RegionRecord, offset: int, nbytes: int | None) -> tuple[int, int]:
-    """Return the range to grant, after checking that it lies in the region."""
+    """Return the range to grant, after checking that it is in the region."""
     first = whole(offset)
     length = whole(region.nbytes - (first or 0) if nbytes is None else nbytes)
     if (
@@ -193,7 +198,7 @@ def _range_of(region: RegionRecord, offset: int, nbytes: int | None) -> tuple[in
     ):
         length_asked = "" if nbytes is None else f", nbytes={nbytes!r}"
         raise UsageError(
-            f"grant: offset={offset!r}{length_asked} of a region of "
+            f"grant: offset={offset!r}{length_asked} is outside the region of "
             f"{region.nbytes} bytes"
         )
     return first, length

@@ -82,7 +82,7 @@ class RequestTable:
         return self._deadlines[0][0] if self._deadlines else None
 
     def start(self, request: RequestRecord) -> None:
-        """Give a request of this side a number, and keep it until it is over.
+        """Give this side's request a number, and keep it until it ends.
 
         A RECV gets its number when it meets a message, a put or get of a device's
         memory when it asks. Requests of the peer do not count towards the limit.
@@ -92,8 +92,8 @@ class RequestTable:
         """
         if len(self._ours) + len(self._unmatched) >= REQUESTS_MAX:
             raise UsageError(
-                f"{REQUESTS_MAX} requests are open on this connection already; wait "
-                f"for some of them"
+                f"{REQUESTS_MAX} requests are open on this connection, which is the "
+                "limit; wait for some of them"
             )
         if self._next_id > REQUEST_ID_MAX:
             raise UsageError(_NO_NUMBERS)
@@ -120,7 +120,7 @@ class RequestTable:
         self._next_id += 2
 
     def match(self, request: RequestRecord, wire_id: RequestId) -> None:
-        """Give a RECV the number of the message it has met."""
+        """Give a RECV the number of its message."""
         self._unmatched.pop(id(request), None)
         request.wire_id = wire_id
         self._theirs[wire_id] = request  # bounded: REQUESTS_MAX
@@ -148,7 +148,7 @@ class RequestTable:
         self._theirs[request.wire_id] = request  # bounded: REQUESTS_MAX
 
     def find(self, wire_id: int) -> RequestRecord | None:
-        """Return the open request with this number; None if it is over."""
+        """Return the open request with this number, or None."""
         if (wire_id ^ self._next_theirs) % 2 == 0:
             request = self._theirs.get(wire_id)
             due = self._next_theirs
@@ -169,7 +169,7 @@ class RequestTable:
         held: BufferId | None = None,
         in_use: bool = False,
     ) -> None:
-        """Remove a request that is over, and report its end.
+        """Remove an ended request, and report its end.
 
         If ``in_use``, its memory has a hold, which ends with the request.
         """
@@ -200,7 +200,7 @@ class RequestTable:
         tell: WireCode | None = None,
         held: BufferId | None = None,
     ) -> None:
-        """End a request with an error; does nothing if it is over.
+        """End a request with an error; does nothing if it has ended.
 
         Args:
             request: The request.
@@ -221,7 +221,7 @@ class RequestTable:
         self._outbox.send(FrameType.FAIL, body, request=wire_id)
 
     def tell_done(self, request: RequestRecord) -> None:
-        """Send FIN, since every byte of a put is in place."""
+        """Send FIN, because every byte of a put is in place."""
         body = Fin(nbytes=request.nbytes)
         self._outbox.send(FrameType.FIN, body, request=request.wire_id)
 

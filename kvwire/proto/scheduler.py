@@ -1,4 +1,4 @@
-"""Turns: which request of a connection sends its next chunk.
+"""Turns: the choice of the request that sends its next chunk.
 
 A higher priority goes first. Within one priority requests take turns of ``turn_bytes``,
 and a new request goes before those that have had a turn: a message or a short prompt
@@ -84,7 +84,7 @@ class Scheduler:
         level.new.append(request)  # bounded: REQUESTS_MAX
 
     def head(self) -> Mover | None:
-        """Return the mover whose turn it is, after removing those that are over."""
+        """Return the mover whose turn it is, after removing ended movers."""
         # After: `_head` is the place of the request returned, for `sent`; requests that
         # were over before it are out of the turns.
         for level in self._levels:
@@ -144,12 +144,12 @@ class Scheduler:
         self._segments.clear()
 
     def _left(self, request: RequestRecord) -> None:
-        """Forget a request that has left its turn, and its segments."""
+        """Remove a request that has left its turn, with its segments."""
         self.count -= 1
         self._segments.pop(request, None)
 
     def _drop_dead(self) -> None:
-        """Forget requests that are over.
+        """Remove ended requests.
 
         ``head`` does so only while the link takes chunks: a peer that asks, cancels and
         never reads would otherwise make the queues grow.

@@ -78,7 +78,7 @@ _NO_BUFFER = BufferId(0)
 
 
 class Transfers:
-    """Runs the KV transfers of one connection, whichever side has opened them.
+    """Runs the KV transfers of one connection, opened by either side.
 
     Attributes:
         last_words: Requests whose FIN is held back, to travel in the next OPEN or
@@ -123,8 +123,8 @@ class Transfers:
         """Send OPEN, and wait for the peer's answer."""
         if len(self._asked) >= TRANSFERS_WAITING_MAX and not _room(self._asked):
             raise UsageError(
-                f"{TRANSFERS_WAITING_MAX} transfers wait for an answer of this peer "
-                f"already; wait for some of them"
+                f"{TRANSFERS_WAITING_MAX} transfers wait for this peer's answer, "
+                "which is the limit; wait for some of them"
             )
         self._requests.start(request)
         self._asked[request] = None  # bounded: TRANSFERS_WAITING_MAX
@@ -148,7 +148,7 @@ class Transfers:
         self._outbox.send(FrameType.AGREE, body, request=request.wire_id)
 
     def opened(self, header: Header, body: Open) -> None:
-        """Handle OPEN: the peer asks for a transfer."""
+        """Handle OPEN: the peer requests a transfer."""
         if body.done:
             self._confirm(body.done)
         wire_id = self._requests.admit(header.request)
@@ -192,7 +192,7 @@ class Transfers:
     def mark(
         self, request: RequestRecord, box: Box, nbytes: int, commit: int = 0
     ) -> SegmentRecord:
-        """Mark a part of the cache, whose bytes no longer change; send it next.
+        """Mark a part of the cache as final, and queue it.
 
         By :meth:`queue`; or on the control link by :meth:`leave`, if its mark is
         *unsaid* and the chunks are not busy.
@@ -218,7 +218,7 @@ class Transfers:
         return segment
 
     def queue(self, segment: SegmentRecord, buffer: BufferId) -> None:
-        """Let a segment that was just marked take turns to send."""
+        """Let a newly marked segment take turns to send."""
         # Before: `unsaid` has, in order, the segments marked last whose SEGMENT was not
         # sent. After: either this one joins them, or none is left and SEGMENT was sent
         # for each. So marks reach the consumer in the order of their numbers.
@@ -234,7 +234,7 @@ class Transfers:
         self._chunks.begin_segment(segment, transfer.priority)
 
     def leave(self, segment: SegmentRecord, check: int | None) -> tuple[Chunk, bytes]:
-        """Return the only chunk of a segment that was just marked, and its header.
+        """Return the only chunk of a newly marked segment, and its header.
 
         It is the link's next frame: nothing may be queued. If the link takes all of it
         at once, :meth:`settle` follows, and otherwise :meth:`keep`.
@@ -260,7 +260,7 @@ class Transfers:
         self._chunks.keep(chunk)
 
     def sent(self, segment: SegmentRecord) -> None:
-        """Note that the link has finished a segment."""
+        """Record that the link has sent a segment."""
         transfer = self.records[segment.request]
         transfer.sending_bytes -= segment.nbytes
         on_sent = transfer.on_sent
@@ -270,7 +270,7 @@ class Transfers:
             self.settle(segment.request)
 
     def commit(self, request: RequestRecord, *, complete: bool) -> None:
-        """Send COMMIT: there are no more marks; ``complete`` if all was marked."""
+        """Send COMMIT: no more marks follow; ``complete`` if everything was marked."""
         transfer = self.records[request]
         transfer.committed = True
         _say_marks(self._outbox, transfer)
@@ -279,7 +279,7 @@ class Transfers:
         self.settle(request)
 
     def said(self, segment: SegmentRecord) -> int:
-        """Return the unsaid mark of a segment, for the header of its only chunk."""
+        """Return a segment's unsent mark, for the header of its only chunk."""
         mark = segment.unsaid
         assert mark is not None
         segment.unsaid = None
@@ -287,7 +287,7 @@ class Transfers:
         return mark
 
     def landed_received(self, header: Header, body: SegmentAck) -> None:
-        """Handle SEGMENT_ACK: the consumer has the segments that it names."""
+        """Handle SEGMENT_ACK: the consumer has the listed segments."""
         request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
@@ -306,7 +306,7 @@ class Transfers:
         )
 
     def settled(self, header: Header, body: CommitAck) -> None:
-        """Handle COMMIT_ACK: all segments have landed, except those it names."""
+        """Handle COMMIT_ACK: all segments have landed, except the listed ones."""
         request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
@@ -517,7 +517,7 @@ class Transfers:
         self.acknowledge()
 
     def say_last_words(self) -> None:
-        """Send each FIN that was held back, in a frame of its own."""
+        """Send each FIN that was held back in its own frame."""
         for wire_id in self._take_last_words():
             self._outbox.send(FrameType.FIN, Fin(nbytes=0), request=wire_id)
 
@@ -527,7 +527,7 @@ class Transfers:
         return taken
 
     def _confirm(self, done: tuple[int, ...]) -> None:
-        """End the transfers that ``done`` in OPEN or AGREE names, as FIN would."""
+        """End the transfers in the ``done`` field of OPEN or AGREE, as FIN would."""
         for wire_id in done:
             request = self._requests.find(wire_id)
             if request is None:
@@ -540,11 +540,11 @@ class Transfers:
 
     @property
     def unanswered(self) -> list[RequestRecord]:
-        """Return the peer's transfers that wait for an answer of this side."""
+        """Return the peer's transfers that wait for this side's answer."""
         return [request for request in self._unanswered if not request.over]
 
     def forget(self, request: RequestRecord) -> list[BufferId]:
-        """Forget a transfer that is over; retire its buffers and return them."""
+        """Remove an ended transfer; retire and return its buffers."""
         assert request.over
         buffers = self.retire(request)
         self.records.pop(request, None)
@@ -578,7 +578,7 @@ class Transfers:
     def _finish_incoming(
         self, request: RequestRecord, transfer: TransferRecord
     ) -> None:
-        """Send COMMIT_ACK, since no marked segment is under way any more."""
+        """Send COMMIT_ACK, because no marked segment is in flight any more."""
         transfer.acknowledge = []  # COMMIT_ACK says it
         if len(transfer.damaged) > SETTLED_MAX:
             error = IntegrityError(f"{len(transfer.damaged)} segments arrived damaged")
@@ -602,7 +602,7 @@ def _say_mark(outbox: Outbox, segment: SegmentRecord) -> None:
 
 
 def _say_marks(outbox: Outbox, transfer: TransferRecord) -> None:
-    """Send SEGMENT for every segment whose mark is unsaid."""
+    """Send SEGMENT for every segment whose mark was not sent yet."""
     for segment in transfer.unsaid:
         segment.unsaid = None
         _say_mark(outbox, segment)
@@ -615,7 +615,7 @@ def _wrong_kind(header: Header, request: RequestRecord) -> UnexpectedFrame:
 
 
 def _room(waiting: dict[RequestRecord, None]) -> bool:
-    """Return whether one more transfer may wait, after removing those that move."""
+    """Return whether one more transfer may wait, after removing moving ones."""
     for request in list(waiting):
         if request.state is not RequestStage.POSTED:
             del waiting[request]

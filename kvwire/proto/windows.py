@@ -95,19 +95,19 @@ class WindowReads:
     # --- reader -----------------------------------------------------------------------
 
     def open(self, request: RequestRecord, name: str) -> None:
-        """Ask for a window; its RequestDone has the answer in ``request.answer``."""
+        """Request a window; its RequestDone has the answer in ``request.answer``."""
         self._requests.start(request)
         body = WindowOpen(name=name)
         self._outbox.send(FrameType.WINDOW_OPEN, body, request=request.wire_id)
 
     def report(self, body: WindowViewBody | WindowMemoryBody) -> None:
-        """Send a reader's view, or an owner's memory on a lane that has come up."""
+        """Send a reader's view, or an owner's memory on a new lane."""
         view = isinstance(body, WindowViewBody)
         frame = FrameType.WINDOW_VIEW if view else FrameType.WINDOW_MEMORY
         self._outbox.send(frame, body)
 
     def get(self, request: RequestRecord, body: WindowGet) -> None:
-        """Ask for blocks, which land in the request's memory."""
+        """Request blocks, which land in the request's memory."""
         self._requests.start(request)
         self._outbox.send(FrameType.WINDOW_GET, body, request=request.wire_id)
         if not body.together:
@@ -138,7 +138,7 @@ class WindowReads:
             self._outbox.report(WindowMemoryOffered(body=body))
 
     def got(self, header: Header, body: WindowGot) -> None:
-        """Handle WINDOW_GOT: the owner has sent what it had."""
+        """Handle WINDOW_GOT: the owner has sent all valid blocks."""
         request = self._requests.find(header.request)
         if request is None:
             return
@@ -180,7 +180,7 @@ class WindowReads:
     def data_landed(
         self, arrival: ChunkArrival, data: bytes | memoryview, *, intact: bool
     ) -> None:
-        """End a get whose bytes have come together; the front copies them."""
+        """End a get whose bytes arrived in one frame; the front copies them."""
         request = arrival.request
         assert request is not None
         if request.over:
@@ -206,7 +206,8 @@ class WindowReads:
         """
         if len(self._shown) >= WINDOWS_OPEN_MAX:
             raise UsageError(
-                f"{WINDOWS_OPEN_MAX} windows are open on this connection; close some"
+                f"{WINDOWS_OPEN_MAX} windows are open on this connection, which is "
+                "the limit; close some"
             )
         self._last += 1
         self._shown.add(self._last)  # bounded: WINDOWS_OPEN_MAX
@@ -261,7 +262,7 @@ class WindowReads:
         self._chunks.begin_send(request)
 
     def refuse(self, wire_id: RequestId, error: KVWireError) -> None:
-        """Answer a small get by an error."""
+        """Answer a small get with an error."""
         self._requests.tell_failed(wire_id, error.code, str(error))
 
     def data_frame(self, wire_id: RequestId, nbytes: int, check: int | None) -> bytes:
@@ -273,7 +274,7 @@ class WindowReads:
         return payload(_WINDOW_DATA, nbytes, wire_id, check=check)
 
     def withhold(self, wire_id: RequestId, stale: bytes) -> None:
-        """Answer a small get some of whose blocks are stale."""
+        """Answer a small get that has stale blocks."""
         body = WindowGot(sent=False, stale=stale)
         self._outbox.send(FrameType.WINDOW_GOT, body, request=wire_id)
 
@@ -297,12 +298,12 @@ class WindowReads:
         self._outbox.send(FrameType.WINDOW_CLOSE, body)
 
     def hide(self, window: int) -> None:
-        """End a window of this side; the peer answers when it reads it no more."""
+        """End a window of this side; the peer answers once it has stopped reading."""
         body = WindowClose(window=window, mine=True)
         self._outbox.send(FrameType.WINDOW_CLOSE, body)
 
     def closed_received(self, body: WindowClose) -> None:
-        """Handle WINDOW_CLOSE, of the owner or of a reader."""
+        """Handle WINDOW_CLOSE from the owner or from a reader."""
         if not body.mine:
             self._check_shown(body.window)
             if body.window not in self._shown:

@@ -38,7 +38,9 @@ def write_key_file(path: Path) -> None:
         with os.fdopen(os.open(path, flags, 0o600), "w") as file:
             file.write(key + "\n")
     except FileExistsError:
-        raise UsageError(f"{path} exists; a key is never overwritten") from None
+        raise UsageError(
+            f"{path} exists, and keygen never overwrites a key; choose another path"
+        ) from None
     except OSError as exc:
         raise UsageError(f"{path}: {exc.strerror}") from None
 
@@ -55,13 +57,13 @@ def read_key_file(path: str) -> bytes:
         key = bytes.fromhex(text.decode("ascii").strip())
     except ValueError:
         raise UsageError(
-            f"psk_file {path} holds no hexadecimal key; make one with `kvwire keygen`"
+            f"psk_file {path} does not contain a hexadecimal key; make one with "
+            "`kvwire keygen`"
         ) from None
     if not PSK_BYTES_MIN <= len(key) <= PSK_BYTES_MAX:
         raise UsageError(
-            f"psk_file {path}: the key has {len(key)} bytes; {PSK_BYTES_MIN} to "
-            f"{PSK_BYTES_MAX} random bytes are needed: make one with "
-            f"`kvwire keygen FILE`"
+            f"psk_file {path}: the key has {len(key)} bytes; it needs {PSK_BYTES_MIN} "
+            f"to {PSK_BYTES_MAX} random bytes: make one with `kvwire keygen FILE`"
         )
     return key
 
@@ -83,7 +85,8 @@ def read_file(
     if private and not _is_private(status):
         mode = stat.S_IMODE(status.st_mode)
         raise UsageError(
-            f"{option} {path} has mode {mode:04o} and others can read it: chmod 600 it"
+            f"{option} {path} has mode {mode:04o} and other users can read it: chmod "
+            "600 it"
         )
     return content
 
@@ -123,16 +126,16 @@ async def resolve(address: Address, trust: TrustMode) -> list[Address]:
     host = address.host
     if host in ("", "*"):  # the system would take that for this host
         raise UsageError(
-            f"address {str(address)!r} names no host; write 127.0.0.1 for this host, "
-            f"or 0.0.0.0 for every interface (with a key)"
+            f"address {str(address)!r} has no host; write 127.0.0.1 for this host, or "
+            "0.0.0.0 for every interface (with a key)"
         )
     numeric = await _numeric(address)
     reachable = [text for text in numeric if not is_loopback(text)]
     if trust is TrustMode.LOOPBACK and reachable:
         raise UsageError(
-            f"{str(address)!r} means {reachable[0]}, which is not this host alone, and "
-            f'trust is "loopback": use 127.0.0.1, or set trust="psk" and a psk_file '
-            f'(`kvwire keygen FILE`), or trust="mtls", on both sides'
+            f"{str(address)!r} means {reachable[0]}, which other hosts can reach, but "
+            'trust is "loopback": use 127.0.0.1, or set trust="psk" and a psk_file '
+            '(`kvwire keygen FILE`), or trust="mtls", on both sides'
         )
     return [Address(address.scheme, text, address.port) for text in numeric]
 

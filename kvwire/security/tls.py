@@ -49,7 +49,7 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 
 class Credentials:
-    """This side's certificate and the peers it accepts, as the files were at one time.
+    """This side's certificate and accepted peers, read from the files at one time.
 
     Raises:
         UsageError: A file cannot be used; the message names it and the reason.
@@ -81,7 +81,7 @@ class Credentials:
         if not self.own.roles:
             raise UsageError(
                 f"tls_cert_file {config.tls_cert_file}: its extended key usage has "
-                f"neither serverAuth nor clientAuth, so that no peer accepts it"
+                "neither serverAuth nor clientAuth, so no peer accepts it"
             )
         self._authorities = self._contexts[Role.CLIENT].get_ca_certs()
         self._anchors = [ca["subject"] for ca in self._authorities]
@@ -165,8 +165,8 @@ class CredentialFiles:
         if Role.SERVER not in self.current().own.roles:
             raise UsageError(
                 f"tls_cert_file {self._config.tls_cert_file}: its extended key usage "
-                f"has clientAuth alone, so that no peer would connect; to listen it "
-                f"needs serverAuth as well, or no extended key usage"
+                "has only clientAuth, so no peer could connect; listening also needs "
+                "serverAuth, or no extended key usage at all"
             )
 
     def current(self) -> Credentials:
@@ -183,9 +183,7 @@ class CredentialFiles:
                 refusal = self._refusal
                 self._refusal = str(exc)
                 if refusal != self._refusal:
-                    logger.warning(
-                        "certificates have changed and are not used: %s", exc
-                    )
+                    logger.warning("the changed certificates cannot be used: %s", exc)
             else:
                 self._refusal = ""
                 logger.info("certificates have changed; new connections use them")
@@ -197,8 +195,8 @@ class CredentialFiles:
         state, said = self._credentials.trouble()
         if state and state != self._said:
             logger.warning(
-                "%s; no peer accepts what is not valid, and new files are used without "
-                "a restart",
+                "%s; peers refuse a certificate that is not valid; kvwire loads new "
+                "files without a restart",
                 said,
             )
         self._said = state
@@ -237,8 +235,9 @@ def _load_own(
 ) -> None:
     def password() -> str:
         raise UsageError(
-            f"tls_key_file {config.tls_key_file} is encrypted, and nobody is there to "
-            f"ask: decrypt it (openssl pkey), readable by its owner alone"
+            f"tls_key_file {config.tls_key_file} is encrypted, and kvwire cannot ask "
+            "for a passphrase: decrypt it (openssl pkey) and make it readable only "
+            "by its owner"
         )
 
     try:
@@ -246,7 +245,7 @@ def _load_own(
     except (ssl.SSLError, OSError) as exc:
         if "KEY_VALUES_MISMATCH" in str(exc) or "KEY_TYPE_MISMATCH" in str(exc):
             raise UsageError(
-                f"tls_key_file {config.tls_key_file} is not the key of tls_cert_file "
+                f"tls_key_file {config.tls_key_file} does not belong to tls_cert_file "
                 f"{config.tls_cert_file}"
             ) from None
         raise UsageError(
@@ -275,7 +274,7 @@ def _as_file(content: bytes) -> Iterator[str]:
 
 
 def _digest(path: str, content: bytes) -> bytes:
-    """Return the SHA-256 of the first certificate in a file, which is the one shown.
+    """Return the SHA-256 of a file's first certificate, which peers receive.
 
     Raises:
         UsageError: The file holds no certificate.

@@ -1,4 +1,4 @@
-"""Explains OpenSSL's errors: what must be changed, and on which side."""
+"""Explains OpenSSL's errors: the side at fault and the remedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def explained(
         if part in reason and (not opened or "ALERT" in reason):
             return AuthenticationFailed(f"{text} ({reason})", fields=(name,))
     if opened:
-        return OSError(errno.EBADMSG, f"damaged or changed on the way ({reason})")
+        return OSError(
+            errno.EBADMSG, f"the data was damaged or changed in transit ({reason})"
+        )
     return AuthenticationFailed(f"the TLS handshake failed: {reason}", fields=())
 
 

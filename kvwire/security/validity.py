@@ -1,4 +1,4 @@
-"""This side's own certificate as a peer sees it: its time of validity, and its role.
+"""A peer's view of this side's certificate: time of validity and role.
 
 OpenSSL gives no information about a certificate that it only loads. So a handshake
 within this process shows it to a peer that accepts only it and ignores the clock; all
@@ -127,7 +127,7 @@ def trouble_of(
 
 
 def _seen(role: Role, pem: str, load: Load) -> dict[str, Any] | None:
-    """Return our certificate as a peer reads it from a side with this role.
+    """Return our certificate as a peer of this role reads it.
 
     None: its extended key usage forbids that role. Empty: the peer cannot read it.
     """

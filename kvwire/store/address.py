@@ -46,7 +46,7 @@ class TierAddress:
         }
         if len(options) != len(pairs):
             raise UsageError(
-                f"tier {without_password(text)!r}: an option is there twice"
+                f"tier {without_password(text)!r}: an option appears twice"
             )
         if scheme == "disk":
             place = local_path(place)
@@ -59,7 +59,7 @@ class TierAddress:
         for name in self.options:
             if name not in known:
                 raise UsageError(
-                    f"tier {self.text!r}: no option {name!r}; there is "
+                    f"tier {self.text!r}: unknown option {name!r}; the options are "
                     f"{', '.join(known)}"
                 )
 
@@ -71,7 +71,7 @@ class TierAddress:
             raise UsageError(f"tier {self.text!r}: {what} {exc}") from None
         if not GRAIN_BYTES <= nbytes <= STORE_TIER_BYTES_MAX:
             raise UsageError(
-                f"tier {self.text!r}: {what} of {nbytes} bytes; {GRAIN_BYTES} to "
+                f"tier {self.text!r}: {what} is {nbytes} bytes; {GRAIN_BYTES} to "
                 f"{STORE_TIER_BYTES_MAX} are allowed"
             )
         return nbytes
@@ -92,7 +92,8 @@ class TierAddress:
             number = -1.0
         if not 0 < number <= most:
             raise UsageError(
-                f"tier {self.text!r}: {name}={shown(text)}: a number up to {most:g}"
+                f"tier {self.text!r}: {name}={shown(text)}: pass a number of at most "
+                f"{most:g}"
             )
         return number
 
@@ -101,7 +102,7 @@ class TierAddress:
         text = self.options.get(name, otherwise)
         if text not in known:
             raise UsageError(
-                f"tier {self.text!r}: {name}={shown(text)}: {' or '.join(known)}"
+                f"tier {self.text!r}: {name}={shown(text)}: pass {' or '.join(known)}"
             )
         return text
 
@@ -112,8 +113,8 @@ class TierAddress:
         slab -= slab % GRAIN_BYTES
         if not GRAIN_BYTES <= slab <= min(nbytes, STORE_SLAB_BYTES_MAX):
             raise UsageError(
-                f"tier {self.text!r}: a slab of {slab} bytes; at least {GRAIN_BYTES}, "
-                f"at most the {nbytes} that the tier has for slabs, and "
-                f"{STORE_SLAB_BYTES_MAX}"
+                f"tier {self.text!r}: a slab has {slab} bytes; it needs at least "
+                f"{GRAIN_BYTES} and at most {STORE_SLAB_BYTES_MAX}, and must fit the "
+                f"tier's {nbytes}"
             )
         return slab

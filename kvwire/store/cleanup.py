@@ -1,4 +1,4 @@
-"""Ending a request so that its memory is surely free."""
+"""Ending a request and waiting until its memory is free."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class StoreCounters(msgspec.Struct):
     got_bytes: int = 0
 
     def put_ended(self, nbytes: int, *, there: int, blocks: int, present: int) -> None:
-        """Count a put: `there` of its blocks are stored, `present` were before."""
+        """Count a put: `there` blocks are stored, `present` were stored before."""
         self.puts += 1
         self.present_blocks += present
         self.stored_blocks += there - present
@@ -43,7 +43,7 @@ class StoreCounters(msgspec.Struct):
         self.put_bytes += nbytes
 
     def get_ended(self, nbytes: int, *, there: int, blocks: int) -> None:
-        """Count a get, of whose blocks `there` landed."""
+        """Count a get, with the blocks that landed."""
         self.gets += 1
         self.hit_blocks += there
         self.missed_blocks += blocks - there

@@ -1,4 +1,4 @@
-"""Eviction: which block of one size goes next, by least recent use or by S3-FIFO.
+"""Eviction order of blocks of one size: least recently used, or S3-FIFO.
 
 Least recently used (``lru``): a used block goes to the back. A single scan over
 documents that are read only once pushes everything else out.
@@ -42,7 +42,7 @@ each: Final[Callable[[Iterable[object]], object]] = partial(deque, maxlen=0)
 
 
 class SlotState:
-    """The state of each slot of a tier that eviction needs."""
+    """The state of each slot that eviction needs."""
 
     __slots__ = ("pins", "uses")
 
@@ -119,7 +119,7 @@ class LruQueue(EvictionQueue):
 
 
 class S3FifoQueue(EvictionQueue):
-    """Evict blocks first that were not used again soon after they came."""
+    """Evict first the blocks that were not reused soon after their put."""
 
     __slots__ = ("_ghosts", "_main", "_small")
 

@@ -1,4 +1,4 @@
-"""The blocks of a store server of this host, read where they are.
+"""Reads blocks of a store server on this host in place.
 
 The server's memory, its index and the generations of its slots are mapped here. So a
 match asks nobody, and a get is one copy; :mod:`kvwire.store.shared_index` has the
@@ -28,7 +28,7 @@ from kvwire.store.tiers.slabs import rounded, stride_of
 
 
 class HostBlocks:
-    """Finds blocks in the memory of another process's store, and where they lie.
+    """Finds blocks in the memory of another process's store.
 
     Args:
         images: The memory of the store.
@@ -59,8 +59,9 @@ class HostBlocks:
         slots = slabs * self._stride
         if not slots or generations.size != slots or words.size != words_for(slots):
             raise UsageError(
-                f"a store's memory of {images.size} bytes in slabs of {slab_bytes}, "
-                f"with {generations.size} generations and {words.size} words of index"
+                f"the parts of a store's memory do not fit together: {images.size} "
+                f"bytes in slabs of {slab_bytes}, {generations.size} generations, "
+                f"{words.size} index words"
             )
         self._images = images
         self._begin = images.__array_interface__["data"][0]
@@ -70,7 +71,7 @@ class HostBlocks:
 
     @property
     def complete(self) -> bool:
-        """Return whether a block that is not found here is not at the server either."""
+        """Return whether a block that is absent here is absent at the server, too."""
         return self.alone and self.index.complete
 
     def orders(self, keys: Keys) -> Orders:
@@ -91,7 +92,7 @@ class HostBlocks:
         return found
 
     def images(self, slots: Ids, nbytes: int) -> Fragments:
-        """Return the images in some slots that were found, one fragment each."""
+        """Return the images in the found slots, one fragment each."""
         if slots.size == 1:
             slot = slots.item(0)
             begin = slot // self._stride * self._slab_bytes + self._begin

@@ -1,4 +1,4 @@
-"""Images of blocks in memory, wherever their slots are, and their checksums."""
+"""Images of blocks in memory, in any slots, and their checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sums = npt.NDArray[np.uint64]
 
 
 def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragments:
-    """Return memory for ``count`` images of ``nbytes``, one behind the other."""
+    """Return contiguous memory for ``count`` images of ``nbytes``."""
     assert count * nbytes <= memory.size
     begin = memory.__array_interface__["data"][0]
     starts = np.arange(0, count * nbytes, nbytes, dtype=np.uint64)
@@ -61,7 +61,7 @@ def views_of(images: Fragments) -> list[memoryview]:
 
 
 def line_of(images: Fragments) -> memoryview:
-    """Return images one behind the other: their memory, or a copy if they lie apart."""
+    """Return images as contiguous memory: their own, or a copy."""
     payload = payload_of(images)
     if isinstance(payload, memoryview):
         return payload
@@ -71,7 +71,7 @@ def line_of(images: Fragments) -> memoryview:
 
 
 def payload_of(images: Fragments) -> memoryview | Fragments:
-    """Return images as the memory of one message, to receive or to send."""
+    """Return images as the memory of one message."""
     pieces = images if images.lengths.size == 1 else images.merged()
     if pieces.lengths.size > 1 or not pieces.nbytes:
         return pieces

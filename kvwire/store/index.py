@@ -1,4 +1,4 @@
-"""The index of a tier: which block is in which slot, and which is evicted next.
+"""The index of a tier: the block in each slot, and the order of eviction.
 
 Theory
 ------
@@ -84,7 +84,7 @@ def as_keys(keys: Iterable[Key]) -> Keys:
 
 
 def once(keys: Keys) -> Bits:
-    """Return for each key whether it is the first of its value."""
+    """Return for each key whether it is its first occurrence."""
     listed = keys.tolist()
     places = dict(zip(reversed(listed), range(keys.size)[::-1], strict=True))
     first: npt.NDArray[np.bool_] = np.zeros(keys.size, np.bool_)
@@ -186,21 +186,21 @@ class Index:
 
     @property
     def evicted(self) -> int:
-        """Return how many blocks were forgotten to make room."""
+        """Return the number of evicted blocks."""
         return int(self.evicted_blocks.sum())
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the sizes of slots that there have been."""
+        """Return all slot sizes used so far."""
         return tuple(self._queues)
 
     def named(self) -> IndexedSlots:
-        """Return every block that has a name, and where it is."""
+        """Return every named block with its slot."""
         slots = np.fromiter(self._slots.values(), np.int64, len(self._slots))
         return IndexedSlots(as_keys(self._slots), slots)
 
     def find(self, keys: Keys) -> Ids:
-        """Return the slot of each block, or ``NO_SLOT``; delete what is too old."""
+        """Return the slot of each block, or ``NO_SLOT``; delete expired blocks."""
         if keys.size == 1:
             slots = np.array((self._slots.get(keys[0], NO_SLOT),), np.int64)
         else:
@@ -222,7 +222,7 @@ class Index:
         return self._born[slots]
 
     def fits(self, nbytes: int, tenant: int = 0) -> bool:
-        """Return whether a block has room at all, beside what a tenant may keep."""
+        """Return whether a block fits beside the blocks that tenants may keep."""
         half = self.shares.quota_bytes.item(tenant) // 2 // GRAIN_BYTES * GRAIN_BYTES
         return nbytes <= min(half, self.slabs.slab_bytes)
 
@@ -286,7 +286,7 @@ class Index:
         owners: Ids | None = None,
         born: Times | None = None,
     ) -> None:
-        """Name slots of one size that were in use before, the last used in front."""
+        """Name slots from an earlier run, of one size, most recently used first."""
         self._state.pins[slots] = 1
         self._owner[slots] = 0 if owners is None else owners
         self._lane[slots] = self._lanes(slots, PRIORITY)
@@ -336,7 +336,7 @@ class Index:
         self._release(names, numbers)
 
     def used(self, slots: Ids) -> None:
-        """Count a use of named slots, beside the pins."""
+        """Count a use of named slots, in addition to pins."""
         for queue, which in self._queues_of(slots):
             queue.used(slots[which])
 
@@ -377,7 +377,7 @@ class Index:
         return self._pinned(queue, count)
 
     def forget(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
-        """Unname pinned blocks that have no other pin.
+        """Remove the names of blocks that only the caller has pinned.
 
         Returns:
             Which blocks lost their names and are still taken; the others were unpinned.
@@ -403,7 +403,7 @@ class Index:
         return alone
 
     def drop(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
-        """Free pinned blocks that have no other pin; unpin the others."""
+        """Free blocks that only the caller has pinned; unpin the others."""
         alone = self.forget(keys, slots, evicted=evicted)
         gone = slots[alone]
         if evicted:
@@ -414,7 +414,7 @@ class Index:
     def replace(
         self, keys: Keys, slots: Ids, nbytes: int, count: int, tenant: int = 0
     ) -> Ids:
-        """Evict pinned blocks, and take up to ``count`` slots, theirs if these fit."""
+        """Evict pinned blocks, and take up to ``count`` slots, reusing theirs."""
         # Now the slots of ``gone`` have no name, and only the caller's pin.
         gone = slots[self.forget(keys, slots, evicted=True)]
         if self.used_bytes.size > 1 or not gone.size:
@@ -447,7 +447,7 @@ class Index:
         return named
 
     def trim(self) -> None:
-        """Evict what tenants have beyond their quotas.
+        """Evict tenants' blocks beyond their quotas.
 
         A quota may be lower than at the last opening, or a put that was killed may have
         left rows of blocks that it had evicted.
@@ -465,7 +465,7 @@ class Index:
     # --- what users say of blocks -----------------------------------------------------
 
     def delete(self, keys: Keys) -> Ids:
-        """Unname blocks, even if they are in use.
+        """Remove the names of blocks, even if they are in use.
 
         Returns:
             Their slots: free, or doomed while in use.
@@ -489,7 +489,7 @@ class Index:
         return bool(any_of(self._doomed[slots]))
 
     def keep(self, keys: Keys, slots: Ids, until: float = math.inf) -> Bits:
-        """Protect named blocks from eviction, up to what their tenants may keep.
+        """Protect named blocks from eviction, within their tenants' limits.
 
         Args:
             keys: The blocks.
@@ -514,7 +514,7 @@ class Index:
     def retain(
         self, keys: Keys, slots: Ids, priority: int, until: float = math.inf
     ) -> Bits:
-        """Evict named blocks after all those of lower priorities, and before others.
+        """Give named blocks a priority for eviction.
 
         Args:
             keys: The blocks.
@@ -539,7 +539,7 @@ class Index:
         return done
 
     def end_late(self) -> None:
-        """End the pins and retentions whose time is over."""
+        """End the expired pins and retentions."""
         if self._protected.next < math.inf and self._protected.next <= (
             now := self.now()
         ):
@@ -565,7 +565,7 @@ class Index:
         return as_keys(key for key in self._slots if key.startswith(digest))
 
     def apply(self, verb: Verb, keys: Keys) -> Placement:
-        """Pin, unpin or retain the blocks that are here; each key is given once."""
+        """Pin, unpin or retain the present blocks; each key occurs once."""
         slots = self.find(keys)
         placing = Placing(keys.size)
         here = (slots >= 0).nonzero()[0]
@@ -584,14 +584,14 @@ class Index:
         return placing.end()
 
     def ends(self, slots: Ids) -> Times:
-        """Return when kept slots are kept no more; infinity for never."""
+        """Return when the protection of kept slots ends; infinity for never."""
         ends: Times = self._protected.until[KEPT, slots]
         return ends
 
     # --- inside -----------------------------------------------------------------------
 
     def _affordable(self, slots: Ids) -> Bits:
-        """Return which slots their tenants may protect, beside what they do already."""
+        """Return the slots that their tenants may still protect."""
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         owners = self._owner[slots]
         room = np.zeros(slots.size, np.bool_)
@@ -639,7 +639,7 @@ class Index:
         return self._owner[slots].astype(np.int32) + np.int32(priority << _OWNER_BITS)
 
     def _lost_names(self, slots: Ids) -> None:
-        """Note that these slots have no names any more; nothing was written to them."""
+        """Record that these slots lost their names, unchanged."""
         if self.unnamed is not None:
             self.unnamed.update(slots.tolist())
         if self.shared is not None and slots.size:
@@ -653,7 +653,7 @@ class Index:
         self._state.pins[slots] -= 1
 
     def late(self, slots: Ids | slice) -> Bits:
-        """Return which slots hold a block past its tenant's time to live."""
+        """Return the slots with blocks past their tenant's time to live."""
         born = self._born[slots]
         ttl_s = self.shares.ttl_s[self._owner[slots]]
         late: Bits = (born > 0) & (ttl_s > 0) & (born + ttl_s <= self.now())
@@ -690,7 +690,7 @@ class Index:
     def _first(
         self, queues: Iterable[tuple[int, EvictionQueue]]
     ) -> EvictionQueue | None:
-        """Return the queue of the lowest priority whose front was used longest ago."""
+        """Return the lowest-priority queue with the least recently used front."""
         first = None
         before = (math.inf, 0)
         for lane, queue in queues:
@@ -711,7 +711,7 @@ class Index:
         return IndexedSlots(keys, slots)
 
     def _queues_of(self, slots: Ids) -> list[tuple[EvictionQueue, Bits | slice]]:
-        """Return the queues of slots, and for each which slots belong to it."""
+        """Return the queues of slots, each with its slots."""
         if not slots.size:
             return []
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
@@ -724,7 +724,7 @@ class Index:
         ]
 
     def _release(self, keys: Keys, slots: Ids) -> None:
-        """Put unpinned slots to the back of their queues, in order."""
+        """Move unpinned slots to the back of their queues, in order."""
         # The head of a chain is a moment younger than what follows it.
         self._clock += slots.size
         if slots.size == 1:

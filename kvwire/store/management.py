@@ -1,4 +1,4 @@
-"""Operations on stored blocks beside put and get: delete, the verbs, counts."""
+"""Operations on stored blocks besides put and get: delete, the verbs, counts."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class StoreManagement(AsyncWith):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> Placement:
-        """Find which tiers and nodes have some blocks; reads no disk.
+        """Find the tiers and nodes that have some blocks; reads no disk.
 
         A block is done if any place has it, and deferred if one could not be asked.
 
@@ -167,7 +167,7 @@ class StoreManagement(AsyncWith):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> Placement:
-        """Bring blocks up into a tier, before a get needs them.
+        """Copy blocks into a higher tier before a get needs them.
 
         A block that is there already, or is being read or written, costs nothing. As
         much as the tenant may move at once is moved, from the head of the chain on.
@@ -209,7 +209,7 @@ class StoreManagement(AsyncWith):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> Placement:
-        """Let go of blocks in memory, once a tier below has them.
+        """Free blocks' memory once a lower tier has them.
 
         Blocks in use, and pinned ones, stay in memory as well, and are deferred.
 
@@ -287,7 +287,7 @@ class StoreManagement(AsyncWith):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> Placement:
-        """Allow blocks to be evicted again, whoever has pinned them; see :meth:`pin`.
+        """Allow blocks to be evicted again; ends all pins. See :meth:`pin`.
 
         Args:
             hashes: See :meth:`put`.
@@ -399,7 +399,7 @@ class StoreManagement(AsyncWith):
                 await run_to_completion(target.close())
 
     def tenant_stats(self) -> dict[str, TenantStats]:
-        """Return what each tenant has and does, by name; "" is for no tenant."""
+        """Return each tenant's blocks and counts, by name; "" is for no tenant."""
         tiers = self._tiers
         if not len(tiers.tenants):
             return {}
@@ -425,7 +425,7 @@ class StoreManagement(AsyncWith):
         tenant: str,
         target: Tier | None = None,
     ) -> Placement:
-        """Carry out a verb on the blocks of each group."""
+        """Execute a verb on the blocks of each group."""
         self._check(call, cache, optional=True)
         namespaces: dict[str, list[Namespace]] = {}
         if cache is not None:
@@ -453,7 +453,7 @@ class StoreManagement(AsyncWith):
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Let a close wait for the end of this block."""
+        """Make a close wait for the end of this block."""
         over = asyncio.get_running_loop().create_future()
         self._calls.add(over)
         try:
@@ -515,8 +515,8 @@ class StoreManagement(AsyncWith):
             if group in found:
                 fields = ", ".join(found[group].differing(namespace))
                 raise UsageError(
-                    f"match: this store has blocks of group {group!r} for caches that "
-                    f"differ in {fields}; pass cache="
+                    f"match: this store has blocks of group {group!r} from caches "
+                    f"with different {fields}; pass cache= to choose"
                 )
             found[group] = namespace
         return found

@@ -1,4 +1,4 @@
-"""The namespace of a block: all that must be equal for two blocks to be the same.
+"""The namespace of a block: the properties that identify it, besides its hash.
 
 A hash names tokens. Their KV also depends on the model, on the shard and the layers
 that a cache holds, and on the cache group. All of it goes into the digest of a
@@ -92,7 +92,10 @@ def namespace_of(
     try:
         return _namespace(group.name, group.spec, tokens, tenant, lossy)
     except (UsageError, TypeError):
-        raise UsageError(f"hash_tokens={hash_tokens!r}: tokens of one hash") from None
+        raise UsageError(
+            f"hash_tokens={hash_tokens!r}: pass the number of tokens that one hash "
+            "covers"
+        ) from None
 
 
 # Each call of a store names those of its caches, which are few.

@@ -1,4 +1,4 @@
-"""A verb as a command line and an HTTP request name it, and its answer for them.
+"""A verb in a command line or an HTTP request, and the answer.
 
 Nobody there has a cache. So blocks are named by their hashes, or by the tokens that the
 hashes are of, and the store looks in all namespaces of the tenant that it knows of.
@@ -57,12 +57,12 @@ class VerbOrder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             UsageError: There are none, or too many, or one has no hexadecimal digits.
         """
         if bool(self.hashes) == bool(self.tokens):
-            raise UsageError("hashes, tokens: give one of both")
+            raise UsageError("hashes, tokens: pass exactly one of them")
         if self.hashes:
             try:
                 return [bytes.fromhex(one) for one in self.hashes]
             except ValueError as exc:
-                raise UsageError(f"hashes: of hexadecimal digits: {exc}") from None
+                raise UsageError(f"hashes: write hexadecimal digits: {exc}") from None
         if self.scheme == "vllm":
             seed = {"seed": self.seed} if self.seed else {}
             found = vllm_block_hashes(self.tokens, self.block_tokens, **seed)
@@ -71,13 +71,13 @@ class VerbOrder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             found = scheme.block_hashes(self.tokens)
         if not 0 < len(found) <= STORE_KEYS_MAX:
             raise UsageError(
-                f"tokens: {len(self.tokens)} are {len(found)} full blocks of "
+                f"tokens: {len(self.tokens)} tokens make {len(found)} full blocks of "
                 f"{self.block_tokens}; 1 to {STORE_KEYS_MAX} are allowed"
             )
         return found
 
     def verb(self, name: str) -> Verb:
-        """Return the verb of a name, with those arguments that it takes.
+        """Return the verb with this name and its arguments.
 
         Raises:
             UsageError: There is no such verb, or an argument is out of range.
@@ -87,19 +87,21 @@ class VerbOrder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise UsageError(f"verb {shown(name)}: {', '.join(VERBS)}; {hint}")
         kind = VerbKind[name.upper()]
         if (kind is VerbKind.MOVE) != bool(self.to):
-            raise UsageError(f"to={shown(self.to)}: it is for move, which needs it")
+            raise UsageError(
+                f"to={shown(self.to)}: only move takes to=, and it requires it"
+            )
         match kind:
             case VerbKind.PIN:
                 return Verb.pin(self.ttl_s)
             case VerbKind.RETAIN:
                 if self.priority is None:
-                    raise UsageError("priority: a retain needs it")
+                    raise UsageError("priority: retain needs a priority")
                 return Verb.retain(self.priority, self.ttl_s)
         return Verb(kind, self.to or self.tier)
 
 
 def described(placement: Placement) -> dict[str, Any]:
-    """Return a placement as JSON has it: a list with a word for each block."""
+    """Return a placement for JSON, with a state for each block."""
     names = [state.name.lower() for state in BlockState]
     reasons = {
         reason: np.flatnonzero(placement.codes == code).tolist()

@@ -1,4 +1,4 @@
-"""The verbs of a store, and what became of each block that one of them named.
+"""The verbs of a store, and their result for each block.
 
 A verb moves, protects or looks for blocks and copies no byte into a cache: see
 :class:`~kvwire.store.management.StoreManagement`, which has one method for each. All
@@ -26,7 +26,7 @@ BlockStates: TypeAlias = npt.NDArray[np.uint8]
 
 
 class BlockState(enum.IntEnum):
-    """What became of a block that a verb named, the best first."""
+    """A verb's result for one block, the best first."""
 
     DONE = 0
     """It is as the verb wants it."""
@@ -94,18 +94,20 @@ class Verb:
         """Return a retention, which ends after some seconds; None for never."""
         number = plain(priority)
         if type(number) is not int or not 0 <= number <= PRIORITY_MAX:
-            raise UsageError(f"priority={priority!r}: a number, 0 to {PRIORITY_MAX}")
+            raise UsageError(
+                f"priority={priority!r}: pass a number from 0 to {PRIORITY_MAX}"
+            )
         return cls(VerbKind.RETAIN, priority=number, ttl_s=_ttl_of(ttl_s))
 
 
 def _ttl_of(ttl_s: float | None) -> float:
-    """Return for how long something lasts; 0 for ever."""
+    """Return a duration in seconds; 0 means for ever."""
     return 0.0 if ttl_s is None else min(seconds_of("ttl_s", ttl_s), STORE_TTL_S_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What became of each block that a verb named, and which places have it.
+    """A verb's result for each block, and the places that have it.
 
     Blocks are in the order of the call; those of a grouped cache are joined in the
     order of its groups, see :meth:`of_group`.
@@ -135,31 +137,31 @@ class Placement:
 
     @property
     def done(self) -> Bits:
-        """Which blocks are as the verb wants them."""
+        """The blocks that are in the requested state."""
         them: Bits = self.states == BlockState.DONE
         return them
 
     @property
     def clipped(self) -> Bits:
-        """Which blocks are beyond a tenant's bound."""
+        """The blocks beyond a tenant's limit."""
         them: Bits = self.states == BlockState.CLIPPED
         return them
 
     @property
     def deferred(self) -> Bits:
-        """Which blocks the same call may succeed for later."""
+        """The blocks for which the same call may succeed later."""
         them: Bits = self.states == BlockState.DEFERRED
         return them
 
     @property
     def refused(self) -> Bits:
-        """Which blocks are where this cannot be done."""
+        """The blocks in places that cannot execute the verb."""
         them: Bits = self.states == BlockState.REFUSED
         return them
 
     @property
     def missing(self) -> Bits:
-        """Which blocks are not in the store."""
+        """The blocks that are not in the store."""
         them: Bits = self.states == BlockState.MISSING
         return them
 
@@ -170,12 +172,12 @@ class Placement:
 
     @property
     def prefix(self) -> int:
-        """The number of leading blocks that are done; of one group."""
+        """The number of leading blocks that are done, for a single group."""
         return leading(self.states == BlockState.DONE)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many blocks are in each state, by its name in small letters."""
+        """The number of blocks per state, by its lower-case name."""
         counts = np.bincount(self.states, minlength=len(BlockState)).tolist()
         return {one.name.lower(): counts[one] for one in BlockState if counts[one]}
 
@@ -200,7 +202,7 @@ class Placement:
 
 
 class Placing:
-    """A placement that is being made: each block begins as ``state``, with a reason."""
+    """Builds a placement; each block starts as ``state`` with a reason."""
 
     def __init__(
         self, count: int, state: BlockState = BlockState.MISSING, reason: str = ""
@@ -229,16 +231,16 @@ class Placing:
         self._take(which, other, rank[other.states] < rank[self.states[which]])
 
     def worse(self, other: Placement) -> None:
-        """Take the states of a placement of the same blocks where they are worse."""
+        """Adopt the worse states from a placement of the same blocks."""
         self._take(np.arange(self.states.size), other, other.states > self.states)
 
     def place(self, which: slice | Ids, other: Placement) -> None:
-        """Take everything from a placement of some of the blocks."""
+        """Adopt all states from a placement of some blocks."""
         mine = np.arange(self.states.size)[which]
         self._take(mine, other, np.ones(mine.size, np.bool_))
 
     def end(self, groups: Mapping[str, slice] | None = None) -> Placement:
-        """Return the placement, with the reasons that blocks have."""
+        """Return the placement, with the blocks' reasons."""
         texts = ("", *self._reasons)
         used, codes = np.unique(np.append(0, self.codes), return_inverse=True)
         return Placement(
@@ -264,12 +266,12 @@ class Placing:
 
 
 def leading(there: Bits) -> int:
-    """Return how many leading blocks are there."""
+    """Return the number of leading blocks that are present."""
     return there.size if there.all() else int(there.argmin())
 
 
 def all_placed(count: int, state: BlockState, reason: str = "") -> Placement:
-    """Return a placement in which each block has one state."""
+    """Return a placement with the same state for each block."""
     return Placing(count, state, reason).end()
 
 
@@ -286,7 +288,7 @@ def joined(parts: Mapping[str, Placement]) -> Placement:
 
 
 def of_shards(parts: Sequence[Placement]) -> Placement:
-    """Return the placement of blocks that have a part in each of several namespaces.
+    """Return the placement of blocks that are split over several namespaces.
 
     The worst state of a block's parts counts. A namespace that has none of the blocks
     is another model's, and is left out.

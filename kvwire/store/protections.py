@@ -1,4 +1,4 @@
-"""When the pins and the retentions of a tier's blocks end by themselves."""
+"""The end times of a tier's pins and retentions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RETAINED: Final = 1
 
 
 class Protections:
-    """The slots that are protected now, of each kind, and until when.
+    """The protected slots of each kind, with their end times.
 
     Attributes:
         on: For each kind and slot, whether it is protected.
@@ -36,11 +36,11 @@ class Protections:
         self._keys: dict[int, Key] = {}
 
     def __len__(self) -> int:
-        """Return how many slots are protected."""
+        """Return the number of protected slots."""
         return len(self._keys)
 
     def begin(self, kind: int, keys: Keys, slots: Ids, until: float) -> None:
-        """Protect named slots until a time; of several ends the last one counts."""
+        """Protect named slots until a time; the latest of several ends counts."""
         if slots.size:
             before = np.where(self.on[kind, slots], self.until[kind, slots], 0.0)
             self.until[kind, slots] = np.maximum(before, until)
@@ -49,13 +49,13 @@ class Protections:
             self._keys.update(zip(slots.tolist(), keys.tolist(), strict=True))
 
     def end(self, kind: int, slots: Ids) -> None:
-        """Protect slots no more."""
+        """End the protection of slots."""
         self.on[kind, slots] = False
         over = slots[~self.on[:, slots].any(axis=0)]
         each(map(self._keys.pop, over.tolist(), repeat(None)))
 
     def late(self, now: float) -> Iterator[tuple[int, Keys, Ids]]:
-        """Yield each kind with the slots whose time is over; the caller ends them."""
+        """Yield each kind with its expired slots; the caller ends them."""
         self.next = math.inf
         for kind in (KEPT, RETAINED):
             slots = self.on[kind].nonzero()[0]

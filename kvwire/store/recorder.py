@@ -1,4 +1,4 @@
-"""Records which blocks a store is asked for, as a trace that can be replayed.
+"""Records a store's requested blocks, as a trace for replays.
 
 A recording has a line for each get, put and delete (:mod:`kvwire.store.trace`), without
 the blocks' content. A hash is replaced by a number that only this process can compute,
@@ -37,7 +37,7 @@ _BUFFER_BYTES: Final = 1 << 20
 
 
 class _Chain(NamedTuple):
-    """A chain that a match has asked for."""
+    """A chain in a match request."""
 
     ids: Ids
     found: int
@@ -75,7 +75,7 @@ class Recorder:
         self._chains: OrderedDict[int, _Chain] = OrderedDict()
 
     def matched(self, keys: Keys, found: int, namespace: Namespace) -> None:
-        """Note how many leading blocks of a chain a match has found."""
+        """Record the number of leading blocks that a match has found."""
         ids = _ids(keys)
         if not found:
             self._write(TraceOp.LOAD, ids, namespace)
@@ -85,7 +85,7 @@ class Recorder:
             self._chains.popitem(last=False)
 
     def called(self, verb: str, keys: Keys, namespace: Namespace) -> None:
-        """Note a call that has ended, named as a :class:`TraceOp` is."""
+        """Record an ended call, with its :class:`TraceOp` name."""
         if not keys.size:
             return
         ids = _ids(keys)
@@ -98,7 +98,7 @@ class Recorder:
         self._write(op, ids, namespace)
 
     def named(self, verb: str, keys: Keys, known: dict[bytes, Namespace]) -> None:
-        """Note a call for blocks of any namespaces."""
+        """Record a call for blocks of any namespaces."""
         digests = np.array([key[:DIGEST_BYTES] for key in keys.tolist()], np.object_)
         for digest in set(digests.tolist()) & known.keys():
             which = np.array([one == digest for one in digests.tolist()], np.bool_)
@@ -137,7 +137,7 @@ class Recorder:
 
     def _stop(self, why: str) -> None:
         self._left_bytes = 0
-        logger.warning("the recording %s ends: %s", sayable(str(self.path)), why)
+        logger.warning("recording %s has stopped: %s", sayable(str(self.path)), why)
 
 
 def _ids(keys: Keys) -> Ids:

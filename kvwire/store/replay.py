@@ -1,4 +1,4 @@
-"""Replays a trace through tiers in virtual time: what would have been found where?
+"""Replays a trace through tiers in virtual time, to predict their hits.
 
 The tiers decide as those of a store (:mod:`kvwire.store.tiers.virtual`), and each line
 is carried out by the store's own put and get, which only copy nothing. So a replay has
@@ -49,7 +49,7 @@ _ID_BYTES: Final = 8
 
 
 class ReplayedTier(msgspec.Struct, kw_only=True):
-    """What one tier did.
+    """One tier's counts.
 
     Attributes:
         name: Its address.
@@ -75,7 +75,7 @@ class ReplayedTier(msgspec.Struct, kw_only=True):
 
 
 class ReplayPoint(msgspec.Struct, kw_only=True):
-    """What happened in one part of the time, and what there was at its end.
+    """The counts of one time interval, and the tiers' contents at its end.
 
     Attributes:
         time_s: The end of that part, in seconds of the trace.
@@ -157,8 +157,8 @@ class Replay:
         for address, kind in ((memory, "memory"), *((one, "disk") for one in below)):
             if address.scheme != kind:
                 raise UsageError(
-                    f"tier {address.text!r}: a replay has memory:SIZE first, and below "
-                    f"it disk:NAME?size=SIZE, which stand for a server's tiers as well"
+                    f"tier {address.text!r}: a replay takes memory:SIZE first, then "
+                    "disk:NAME?size=SIZE; they also represent a server's tiers"
                 )
         memory.require("slab", "evict", "populate")
         nbytes = memory.size(memory.place)
@@ -190,7 +190,7 @@ class Replay:
         self._timeline = _Timeline(len(self._names))
 
     async def play(self, line: TraceLine) -> None:
-        """Carry out one line.
+        """Replay one line.
 
         Raises:
             UsageError: The size of its blocks is not known, or there is no such tenant.
@@ -268,7 +268,7 @@ class Replay:
     # --- inside -----------------------------------------------------------------------
 
     async def _get(self, keys: Keys, namespace: Namespace, *, chain: bool) -> int:
-        """Get blocks, of a ``chain`` only the leading ones; return how many of them."""
+        """Get blocks (only the leading ones of a ``chain``); return their number."""
         self._asked += keys.size
         found = leading(await self._tiers.find(keys)) if chain else int(keys.size)
         if found:
@@ -301,13 +301,13 @@ class Replay:
             return namespace
         if not nbytes:
             raise UsageError(
-                "this trace does not have the size of a block: pass it, such as 2MiB"
+                "this trace does not give the block size: pass it, such as 2MiB"
             )
         if line.tenant:
             self._tiers.tenants.require(line.tenant)
         if len(self._namespaces) >= STORE_NAMESPACES_MAX:
             raise UsageError(
-                f"this trace has blocks of more than {STORE_NAMESPACES_MAX} sizes"
+                f"this trace has more than {STORE_NAMESPACES_MAX} block sizes"
             )
         spec = KVSpec(
             layers=1,
@@ -397,7 +397,7 @@ class _Timeline:
         self._evicted = [0] * tiers
 
     def advance(self, now_s: float, asked: int, sums: _Sums) -> None:
-        """End the part that is running, and go on to the one that has ``now_s``."""
+        """End the current interval, and begin the one that contains ``now_s``."""
         hits, evicted, used = sums
         if asked > self._asked or evicted != self._evicted:
             self.points.append(
@@ -418,7 +418,7 @@ class _Timeline:
         self.end_s = (now_s // self.part_s + 1) * self.part_s
 
     def _join(self) -> None:
-        """Join the points that are in one part by now."""
+        """Merge the points that now fall into one interval."""
         joined: list[ReplayPoint] = []
         for point in self.points:
             end_s = math.ceil(point.time_s / self.part_s) * self.part_s

@@ -1,4 +1,4 @@
-"""A put or a get of a store, from the call until nothing touches the blocks."""
+"""A put or get of a store, from the call until its blocks are free."""
 
 from __future__ import annotations
 

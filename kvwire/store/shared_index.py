@@ -1,4 +1,4 @@
-"""An index in shared memory: which block is in which slot of a store's memory.
+"""An index in shared memory: the block in each slot of a store's memory.
 
 One process writes it, the one whose store it is. Others on this host map it together
 with the store's memory, and look blocks up and read them without asking anybody.
@@ -77,7 +77,7 @@ _UNLISTED: Final = -2
 
 
 def words_for(slots: int) -> int:
-    """Return the words of a table for so many slots."""
+    """Return the number of words of a table for this number of slots."""
     buckets = 1 << max(0, (2 * slots - 1) // WAYS).bit_length()
     return HEAD_WORDS + buckets * _WORDS * WAYS
 
@@ -158,7 +158,7 @@ class SharedIndex:
         self._head[0] += np.uint64(left.size)
 
     def remove(self, slots: Ids) -> None:
-        """Withdraw the blocks of some slots; then the slots may be written to."""
+        """Withdraw the blocks of some slots; then the slots may be overwritten."""
         self._generations.renew(slots)
         if slots.size == 1:
             at = self._listed.item(slots.item(0))
@@ -173,7 +173,7 @@ class SharedIndex:
         self._listed[slots] = _EMPTY
 
     def _add_one(self, key: bytes, slot: int, order: int) -> None:
-        """Add one block, by numbers: arrays of one take several times as long."""
+        """Add one block without arrays, which is several times faster."""
         first, second = divmod(xxh3_128_intdigest(key), 1 << 64)
         tag = first or 1
         place = slot | order << _ORDER_BIT
@@ -235,7 +235,7 @@ class IndexReader:
         return found
 
     def same(self, found: FoundSlots) -> Bits:
-        """Return which blocks are still there; called after their images were read."""
+        """Return which blocks are unchanged; call it after reading their images."""
         table = self._generations
         with _FENCE:  # a locked instruction: all loads before it are over
             pass
@@ -262,7 +262,7 @@ class IndexReader:
         way: Ids,
         left: Ids,
     ) -> Bits:
-        """Check entries with the right tags; return which blocks are not found yet."""
+        """Check entries with matching tags; return the blocks not found yet."""
         places = self._entries[bucket, _PLACE, way]
         seals = self._entries[bucket, _SEAL, way]
         slots = (places & np.uint64(_SLOT_MASK)).view(np.int64)
@@ -277,7 +277,7 @@ class IndexReader:
         return lacking
 
     def _find_one(self, key: bytes) -> FoundSlots:
-        """Look up one block, by numbers: arrays of one take several times as long."""
+        """Look up one block without arrays, which is several times faster."""
         first, second = divmod(xxh3_128_intdigest(key), 1 << 64)
         tag = first or 1
         for bucket in (tag & self._mask, second & self._mask):

@@ -1,4 +1,4 @@
-"""Names that a tier of another distribution is made of; see docs/howto/write-a-tier.md.
+"""The names for tiers in other distributions; see docs/howto/write-a-tier.md.
 
 Other rooms of kvwire reach into the store by these names, and by what `kvwire` itself
 exports.

@@ -181,7 +181,7 @@ class BlockStore(StoreManagement):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> int | dict[str, int]:
-        """Return how many leading blocks of a chain are stored; reads no disk.
+        """Return the number of a chain's leading blocks that are stored; reads no disk.
 
         A block may be evicted between this and a get, which then reports it missing.
 
@@ -297,7 +297,7 @@ class BlockStore(StoreManagement):
         tenant: str = "",
         after: object = None,
     ) -> StoreRequest:
-        """Fill blocks with the stored blocks under some hashes.
+        """Fill blocks with the stored blocks of some hashes.
 
         The outcome is like that of a transfer: which blocks landed, and why the others
         did not. A missing block may hold any bytes.
@@ -325,7 +325,7 @@ class BlockStore(StoreManagement):
         )
 
     def require_room(self, cache: PagedCache, *, tenant: str = "") -> None:
-        """Check that every tier has room for a block of a cache, before any is put.
+        """Check that a cache's block fits every tier, before a put.
 
         Otherwise a put of blocks that are too large would store none, and report it
         each time. A tier that cannot be reached counts as having room; so does a disk
@@ -352,7 +352,7 @@ class BlockStore(StoreManagement):
 
     @property
     def name(self) -> str:
-        """Its tiers, as they were written."""
+        """The addresses of its tiers."""
         return ", ".join((self._name, *(tier.name for tier in self._tiers.below)))
 
     @property
@@ -367,12 +367,12 @@ class BlockStore(StoreManagement):
 
     @property
     def report(self) -> dict[str, str]:
-        """Why each tier accepts no blocks, or its last failure; "" if all is well."""
+        """Each tier's reason for accepting no blocks, or its last failure, or ""."""
         return {self._name: ""} | {t.name: t.error for t in self._tiers.below}
 
     @yields_before_raising
     async def flush(self) -> None:
-        """Return when the blocks of all puts so far would survive a power cut.
+        """Wait until the blocks of all puts so far would survive a power cut.
 
         Raises:
             OSError: They would not, or may not: a disk is full or fails.
@@ -442,7 +442,7 @@ class BlockStore(StoreManagement):
         tenant: str,
         after: object,
     ) -> StoreRequest:
-        """Begin a put or get, planned as a transfer with a peer that has the images."""
+        """Begin a put or get, planned like a transfer with a peer."""
         self._check(f"BlockStore.{kind.verb}", cache)
         if after is not None or cache.device is not None:
             after = self._threads.devices.prepare(cache.device, after)
@@ -463,7 +463,7 @@ class BlockStore(StoreManagement):
     def _moved_now(
         self, work: Operation, cache: PagedCache
     ) -> asyncio.Future[Any] | None:
-        """Return the outcome of a call that is over in this turn, if it can be."""
+        """Return the outcome if the call can end within this turn."""
         if not isinstance(work, GetOperation) or cache.device is not None:
             return None
         if self._logs or RINGS or not work.is_small:
@@ -544,14 +544,14 @@ async def _close_to_end(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _refused(address: TierAddress, error: OSError) -> KVWireError:
-    """Return the error for a caller when the system refuses what a tier needs."""
+    """Return the error if the system refuses a tier's resources."""
     if isinstance(error, KVWireError):
         return error
     return UsageError(f"tier {address.text!r}: {with_remedy(error)}")
 
 
 class StoreAccess(NamedTuple):
-    """Access to a store's internals, for other code of this library but not for users.
+    """Access to a store's internals, for this library's own code.
 
     Attributes:
         tiers: Where its blocks are.
@@ -599,23 +599,24 @@ class OpeningStore(Opening):
         self._tenants = Tenants(tenants)
         if write not in ("through", "back"):
             hint = nearest(write, ("through", "back"))
-            raise UsageError(f'write={write!r}: "through" or "back"; {hint}')
+            raise UsageError(f'write={write!r}: use "through" or "back"; {hint}')
         if isinstance(tiers, str) or not tiers:
-            raise UsageError('tiers: a list, such as ["memory:8GiB"]')
+            raise UsageError('tiers: pass a list, such as ["memory:8GiB"]')
         self._tiers = [TierAddress.parse(text) for text in tiers]
         if self._tiers[0].scheme in ELSEWHERE:
             self._tiers.insert(0, TierAddress.parse(PASSAGE))
         if self._tiers[0].scheme != "memory":
             raise UsageError(
-                f"tiers: {self._tiers[0].text!r} is first; every block passes through "
-                f"memory, so begin with memory:SIZE"
+                f"tiers: {self._tiers[0].text!r} comes first, but every block passes "
+                "through memory; begin with memory:SIZE"
             )
         codec_of(self._tiers[0])
         lossy = one_loss(self._tiers[1:])
         if lossy and len(self._tenants):
             raise UsageError(
-                f"tenants: codec={lossy} loses bits, and whose its blocks are "
-                f"is lost at a restart; use a codec without loss for tenants"
+                f"tenants: codec={lossy} loses bits, and after a restart the store "
+                "could not assign the blocks to tenants; use a lossless codec with "
+                "tenants"
             )
         self._write: Write = write
         self._store: BlockStore | None = None
@@ -653,7 +654,7 @@ class OpeningStore(Opening):
                 store = BlockStore(memory, below, self._write, self._tenants, recorder)
             except MemoryError as exc:
                 raise UsageError(
-                    f"tier {memory.text!r}: this machine has no room for it: {exc}"
+                    f"tier {memory.text!r}: this machine cannot allocate it: {exc}"
                 ) from None
             except OSError as exc:
                 raise _refused(memory, exc) from exc

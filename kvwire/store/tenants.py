@@ -76,8 +76,8 @@ class Tenant:
             address.require("pinned", "moving")
         elif not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
             raise UsageError(
-                f"tenant {shown(name)}: letters, digits, '.', '_' and '-', at most "
-                f"{NAME_CHARS_MAX}"
+                f"tenant {shown(name)}: use letters, digits, '.', '_' and '-', at "
+                f"most {NAME_CHARS_MAX}"
             )
         address.require(*_OPTIONS)
         quotas = {
@@ -101,7 +101,7 @@ def _is_named(tenant: Tenant) -> bool:
 
 
 def _most(size_bytes: int, quota: int) -> int:
-    """Return how much of a tier what is pinned, or moved at once, may take."""
+    """Return the limit for pinned bytes, or for bytes that move at once."""
     return min(size_bytes // STORE_PINNED_SHARE, quota // 2)
 
 
@@ -138,7 +138,7 @@ class Tenants:
 
     def __init__(self, tenants: Iterable[str | Tenant] = ()) -> None:
         if isinstance(tenants, str):
-            raise UsageError('tenants: a list, such as ["acme?quota=16GiB"]')
+            raise UsageError('tenants: pass a list, such as ["acme?quota=16GiB"]')
         read = (
             one if isinstance(one, Tenant) else Tenant.parse(one) for one in tenants
         )
@@ -149,9 +149,14 @@ class Tenants:
         names = [tenant.name for tenant in self.listed]
         self._numbers = dict(zip(names, range(len(names)), strict=True))
         if len(self._numbers) < len(names):
-            raise UsageError("tenants: one is there twice; write its options in one")
+            raise UsageError(
+                "tenants: a name appears twice; write all its options in one entry"
+            )
         if len(names) - 1 > STORE_TENANTS_MAX:
-            raise UsageError(f"tenants: {len(names) - 1}; at most {STORE_TENANTS_MAX}")
+            raise UsageError(
+                f"tenants: {len(names) - 1} are too many; at most {STORE_TENANTS_MAX} "
+                "are allowed"
+            )
 
     def __len__(self) -> int:
         """Return the number of tenants."""
@@ -166,12 +171,12 @@ class Tenants:
         if name not in self._numbers:
             known = ", ".join(t.name for t in self.listed[1:]) or "none"
             raise UsageError(
-                f"tenant={shown(name)}: there is {known}; name it in tenants= of "
-                f"BlockStore.open"
+                f"tenant={shown(name)}: the tenants are {known}; add it to tenants= "
+                "of BlockStore.open"
             )
 
     def moving_bytes(self, number: int, memory_bytes: int) -> int:
-        """Return how many bytes verbs may move at once for a tenant."""
+        """Return the bytes that verbs may move at once for a tenant."""
         tenant = self.listed[number]
         most = _most(memory_bytes, tenant.quotas.get("memory", STORE_TIER_BYTES_MAX))
         return min(most, tenant.moving_bytes or most)

@@ -1,4 +1,4 @@
-"""The tiers of a store together: memory, and the tiers below it."""
+"""All tiers of a store: memory, and the tiers below it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNSAID: Final = "it was not taken below, where by now all is well"
 
 
 class TierStack:
-    """Know which tier has a block, and move blocks from one to the next."""
+    """Finds the tier of a block, and moves blocks between tiers."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class TierStack:
 
     @property
     def mapped(self) -> Tier | None:
-        """The first tier below whose blocks are read in place, if there is one."""
+        """The first lower tier whose blocks can be read in place, or None."""
         for tier in self.below:
             if tier.mapped is not None:
                 return tier
         return None
 
     async def find(self, keys: Keys) -> Bits:
-        """Return which blocks are in any tier.
+        """Return the blocks that are in any tier.
 
         Cancel safety: safe, it only reads.
         """
@@ -124,13 +124,13 @@ class TierStack:
             tier.touch(keys)
 
     def read_in_place(self, blocks: int, nbytes: int) -> None:
-        """Count blocks that other processes have read from memory without asking."""
+        """Count blocks that other processes have read in place."""
         self.memory.counts.read_blocks += blocks
         self.counters.hit_blocks += blocks
         self.counters.got_bytes += nbytes
 
     def got(self, keys: Keys, namespace: Namespace, slots: Ids | None = None) -> None:
-        """Count a get whose blocks were all in memory, so that no operation ran.
+        """Count a get that was served from memory without an operation.
 
         Blocks still in ``slots`` are marked as used as well.
         """
@@ -154,7 +154,7 @@ class TierStack:
         return self.counters, self.by_tenant[number]
 
     async def source(self, keys: Keys, first: int) -> tuple[int, Orders]:
-        """Return the first tier from ``first`` on that has any blocks, and which.
+        """Return the first tier from ``first`` on with some of the blocks, and those.
 
         The number is past the last tier if there is none. A tier whose lookup takes as
         long as a read is assumed to have them: mostly a match has just found them.
@@ -193,20 +193,20 @@ class TierStack:
 
     @property
     def keepers(self) -> tuple[Tier, ...]:
-        """The tiers of which a complete put needs one."""
+        """The tiers one of which must have a block for a put to be complete."""
         if len(self.below) == 1:
             return self.below
         return tuple(t for t in self.below if t.durable) or self.below
 
     @property
     def reason(self) -> str:
-        """Why the tiers that a complete put needs accept no blocks."""
+        """Why the tiers in :attr:`keepers` accept no blocks."""
         return "; ".join(f"{t.name}: {t.error}" for t in self.keepers if t.error)
 
     def write_through(
         self, namespace: Namespace, batch: Batch
     ) -> Coroutine[Any, Any, BlockResults]:
-        """Write images to every tier below that lacks them.
+        """Write images to every lower tier that lacks them.
 
         Returns:
             The result for each block, at the best of the tiers that count.
@@ -230,7 +230,7 @@ class TierStack:
     async def _write(
         self, tier: Tier, namespace: Namespace, batch: Batch
     ) -> BlockResults:
-        """Write images to one tier, except those that it has."""
+        """Write images to one tier, except for present ones."""
         results = np.empty(batch.keys.size, np.uint8)
         results.fill(REFUSED)
         if tier.asks:
@@ -325,10 +325,12 @@ class TierStack:
             if len(found) == 1:
                 return found[0]
         names = ([] if demotes else [self.name]) + [tier.name for tier in self.below]
-        raise UsageError(f"tier={shown(place)}: there is {', '.join(names) or 'none'}")
+        raise UsageError(
+            f"tier={shown(place)}: the tiers are {', '.join(names) or 'none'}"
+        )
 
     def node(self, name: str) -> Tier:
-        """Return the tier of a node of many, or the tier of all of them.
+        """Return the tier of one node, or the tier of all nodes.
 
         Raises:
             UsageError: There is no such node, or it is not connected.
@@ -346,8 +348,8 @@ class TierStack:
                 f"proxy: POST /kv/move"
             )
         raise UsageError(
-            f"to={shown(name)}: no node of this name is connected; for tiers of this "
-            f"store there are prefetch and demote"
+            f"to={shown(name)}: no node with this name is connected; to move blocks "
+            "between this store's own tiers use prefetch and demote"
         )
 
     def of_tenant(self, tenant: str) -> list[Namespace]:
@@ -360,7 +362,7 @@ class TierStack:
         return [one for one in self.namespaces.values() if one.tenant == tenant]
 
     def by_namespace(self, keys: Keys) -> Iterator[tuple[Bits, Namespace]]:
-        """Yield the known namespaces of some blocks, and which blocks are of each."""
+        """Yield the known namespaces of some blocks, each with its blocks."""
         digests = list(map(_digest, keys.tolist()))
         for digest in set(digests):
             if digest in self.namespaces:
@@ -369,7 +371,7 @@ class TierStack:
                 yield mine, self.namespaces[digest]
 
     async def flush(self) -> None:
-        """Return when all stored blocks would survive a power cut, if a tier can do so.
+        """Wait until all stored blocks would survive a power cut, if a tier can.
 
         It first writes blocks that a tier refused when they were put.
 
@@ -438,7 +440,7 @@ def _same_kind(name: str, place: str) -> bool:
 
 
 async def _taken(takers: Iterable[Tier], namespace: Namespace, batch: Batch) -> Bits:
-    """Write blocks to one tier, and those it refuses to the next."""
+    """Write blocks to one tier, and its refused blocks to the next."""
     taken = np.zeros(batch.keys.size, np.bool_)
     for tier in takers:
         left = np.flatnonzero(~taken)

@@ -1,4 +1,4 @@
-"""Traces of block accesses: a line of JSON for each, in the format that others use.
+"""Traces of block accesses: one line of JSON each, in a common format.
 
 The first four fields of a line are those of Mooncake's open traces
 (github.com/kvcache-ai/Mooncake, FAST25-release), which other simulators read as well.
@@ -33,7 +33,7 @@ _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class TraceOp(enum.Enum):
-    """What a line of a trace does with its blocks."""
+    """The operation of a trace line on its blocks."""
 
     REQUEST = ""
     """Get the leading blocks that are stored, and put the others. A published trace has
@@ -89,7 +89,7 @@ def read_trace(path: Path, lines: Iterable[bytes]) -> Iterator[TraceLine]:
             yield _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise UsageError(
-                f"{path}, line {number}: {exc}; a line of a trace is "
-                f'{{"timestamp": 0, "input_length": 1024, "output_length": 1, '
-                f'"hash_ids": [0, 1]}}'
+                f"{path}, line {number}: {exc}; a trace line looks like "
+                '{"timestamp": 0, "input_length": 1024, "output_length": 1, '
+                '"hash_ids": [0, 1]}'
             ) from None

@@ -1,4 +1,4 @@
-"""Two connected communicators in one line, over any backend, with faults if wanted.
+"""Two connected communicators in one line, over any backend, optionally with faults.
 
 >>> async with kvwire.testing.loopback() as pair:
 ...     await pair.ab.send(7, b"hello")
@@ -70,8 +70,8 @@ async def loopback(
     """
     if faults is not None and backend != "inproc":
         raise UsageError(
-            f"loopback({backend!r}, faults=...): only inproc injects faults; leave out "
-            f"either"
+            f"loopback({backend!r}, faults=...): only inproc injects faults; use "
+            "inproc, or leave faults out"
         )
     if address is None:
         links = registry.load(backend).capabilities.links

@@ -32,7 +32,7 @@ _UNMIX: Final = np.uint64(pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64))
 
 
 class Origin(NamedTuple):
-    """Where a word came from: who wrote it, in which life, at which place."""
+    """The origin of a word: its writer, life and place."""
 
     writer: int
     life: int
@@ -101,7 +101,7 @@ RULES: Final = {
 
 
 class WatchedMemory:
-    """The memory of one process in slots of equal size, and what may be in each.
+    """One process's memory in slots of equal size, with each slot's allowed content.
 
     Args:
         writer: The number of the process, below 16.
@@ -121,7 +121,7 @@ class WatchedMemory:
             self.write([slot])
 
     def write(self, slots: Sequence[int], since: str = "it was written") -> None:
-        """Begin a new life of some slots, as the memory's owner does.
+        """Begin a new life of some slots, as the memory's owner.
 
         Args:
             slots: Which.
@@ -134,24 +134,24 @@ class WatchedMemory:
             self._since[slot] = since
 
     def content(self, slots: Sequence[int]) -> Words | None:
-        """Return what has to be in some slots; None if that is not known."""
+        """Return the expected content of some slots; None if it is unknown."""
         known = [self._allowed[slot] for slot in slots]
         if any(len(some) != 1 for some in known):
             return None
         return np.concatenate([some[0] for some in known])
 
     def lend(self, slots: Sequence[int]) -> None:
-        """Let anything be written to some slots, until they are written or set."""
+        """Allow any content in some slots, until they are written or set."""
         for slot in slots:
             self._allowed[slot] = []
 
     def allow(self, slots: Sequence[int], words: Words) -> None:
-        """Let these words be in some slots as well, each in its place."""
+        """Allow these words in some slots too, each in its place."""
         for slot, row in zip(slots, words.reshape(len(slots), -1), strict=True):
             self._allowed[slot].append(row)
 
     def set(self, slots: Sequence[int], words: Words) -> None:
-        """From now on these words have to be in some slots."""
+        """From now on require these words in some slots."""
         for slot, row in zip(slots, words.reshape(len(slots), -1), strict=True):
             self._allowed[slot] = [row]
 
@@ -160,7 +160,7 @@ class WatchedMemory:
         return self.words[slots[0] : slots[-1] + 1].reshape(-1).view(np.uint8).data
 
     def found(self, slots: Sequence[int]) -> Words:
-        """Return what is in some slots now."""
+        """Return the current content of some slots."""
         return self.words[list(slots)].reshape(-1)
 
     def wrote(self, words: Words, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
@@ -172,7 +172,7 @@ class WatchedMemory:
         return np.asarray(known, np.bool_)
 
     def watch(self) -> Wrong | None:
-        """Compare every slot with what may be in it."""
+        """Compare every slot with its allowed content."""
         for slot, allowed in enumerate(self._allowed):
             if not allowed:
                 continue
@@ -205,7 +205,7 @@ def landed(
     source: WatchedMemory,
     slots: Sequence[int],
 ) -> Wrong | None:
-    """Judge words that a transport has reported as landed.
+    """Check the words that a transport has reported as landed.
 
     Args:
         found: What is in the destination.
@@ -231,6 +231,6 @@ def landed(
 
 
 def described(word: int) -> str:
-    """Say where a word came from."""
+    """Return a text about a word's origin."""
     writer, life, place = origin(word)
     return f"life {life} of side {writer} at word {place}"

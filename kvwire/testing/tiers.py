@@ -109,7 +109,7 @@ class TierRig:
         await tier.close()
 
     def namespace(self, nbytes: int = 8192) -> Namespace:
-        """Make a namespace that nobody else has, of blocks of some bytes."""
+        """Make a unique namespace for blocks of some bytes."""
         spec = KVSpec(
             layers=nbytes // 4096,
             kv_heads=1,
@@ -122,7 +122,7 @@ class TierRig:
         return self._namespaces[-1]
 
     async def aclose(self) -> None:
-        """Delete what the check has written, and close its tiers.
+        """Delete the check's blocks, and close its tiers.
 
         Cancel safety: safe, the check is over then.
         """
@@ -137,7 +137,7 @@ class TierRig:
 
 
 class Blocks:
-    """Blocks of one namespace, each with bytes that no other has.
+    """Blocks of one namespace, each with unique bytes.
 
     Attributes:
         namespace: Whose they are.
@@ -156,13 +156,13 @@ class Blocks:
         self.bytes = numbers.integers(0, 256, (count, nbytes), np.uint8)
 
     def batch(self) -> tuple[Batch, npt.NDArray[np.uint8]]:
-        """Return all blocks to be written, and the memory they are in."""
+        """Return a batch of all blocks with their memory, for a write."""
         memory = self.bytes.copy()
         images = images_in(memory.reshape(-1), memory.shape[1], self.keys.size)
         return Batch(self.keys, self._orders.copy(), images), memory
 
     def room(self) -> tuple[Batch, npt.NDArray[np.uint8]]:
-        """Return all blocks to be read, and the memory they go to."""
+        """Return a batch of all blocks with empty memory, for a read."""
         memory = np.full_like(self.bytes, 0xEE)
         images = images_in(memory.reshape(-1), memory.shape[1], self.keys.size)
         orders = np.full(self.keys.size, UNKNOWN, np.uint8)
@@ -181,7 +181,7 @@ class Blocks:
         return results
 
     async def taken(self, tier: Tier, timeout_s: float) -> None:
-        """Write all until they land: no event reports a service that is back.
+        """Write all blocks repeatedly until they land, after a recovery.
 
         Cancel safety: safe, the check is over then.
         """
@@ -194,7 +194,7 @@ class Blocks:
             results = await self.write(tier, landed=False)
 
     async def read(self, tier: Tier) -> list[int]:
-        """Read all blocks, and return the exact positions of the landed ones.
+        """Read all blocks; return the positions of the correctly landed ones.
 
         Cancel safety: safe, the check is over then.
         """
@@ -215,7 +215,7 @@ class Blocks:
         return landed
 
     async def found(self, tier: Tier) -> list[int]:
-        """Return the positions of those that ``find`` has, each with its order.
+        """Return the positions of the blocks that ``find`` has, with their orders.
 
         Cancel safety: safe, the check is over then.
         """
@@ -230,7 +230,7 @@ class Blocks:
         return here
 
     async def expect(self, tier: Tier, there: Iterable[int]) -> None:
-        """Fail unless these are there, by ``find`` and by ``read``, and no others.
+        """Fail unless ``find`` and ``read`` have exactly these blocks.
 
         Cancel safety: safe, the check is over then.
         """
@@ -248,7 +248,7 @@ _NEEDS: dict[str, str] = {}
 
 
 def checks_with(*, away: bool, damage: bool) -> list[Check]:
-    """Return the checks of a tier that can be away, or whose blocks can be damaged."""
+    """Return the checks, depending on the hooks that make a tier fail."""
     given = {"": True, "away": away, "damage": damage}
     return [check for check in TIER_CHECKS if given[_NEEDS[check.id]]]
 
@@ -621,7 +621,7 @@ async def check_tier(
     timeout_s: float = TIMEOUT_S,
     **options: Unpack[CheckOptions],
 ) -> Report:
-    """Hold a tier against the promises of :class:`~kvwire.store.tiers.base.Tier`.
+    """Check a tier against the promises of :class:`~kvwire.store.tiers.base.Tier`.
 
     Args:
         tier: Its address, as in :meth:`kvwire.BlockStore.open`, or a coroutine function
@@ -661,12 +661,12 @@ async def run_tier_check(check: Check, rig: TierRig) -> Result:
 
 
 def opener(address: str) -> OpenTier:
-    """Return what opens the tier of an address."""
+    """Return the function that opens the tier of an address."""
     return lambda: open_tier(TierAddress.parse(address), Tenants())
 
 
 def _shared(tier: Tier) -> bool:
-    """Return whether others may have the tier's place open meanwhile."""
+    """Return whether several tiers may have the same place open."""
     return tier.asks
 
 

@@ -57,7 +57,7 @@ class _Stage:
         self._move()  # that a device does not work is known now
 
     def _move(self) -> Move:
-        """Return the function that a thread copies with, between cache and host memory.
+        """Return the copy function between cache and host memory, for threads.
 
         The copy starts after the work that the calling thread has queued on its stream
         of the device.
@@ -129,7 +129,7 @@ class Encoding(_Stage):
 
 
 class Decoding(_Stage):
-    """Decodes each part that has landed; belongs to the loop.
+    """Decodes each landed part; belongs to the loop.
 
     Args:
         then: Called by the loop for each piece, with None or the error.

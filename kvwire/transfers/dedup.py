@@ -48,14 +48,14 @@ def _of_group(hashes: Sequence[object], group: GroupGeometry) -> list[bytes]:
         raise wrong_type("hashes", hashes, "a list with one for each block")
     if len(hashes) not in (group.blocks, full):
         raise UsageError(
-            f"hashes: {len(hashes)} for the {group.blocks} blocks of group "
-            f"{group.name!r}"
+            f"hashes: {len(hashes)} hashes for {group.blocks} blocks of group "
+            f"{group.name!r}; pass one per block"
         )
     found = [one for one in hashes if isinstance(one, bytes)]
     if len(found) != len(hashes):
         raise UsageError(
-            f"hashes: one of group {group.name!r} is not bytes; a hash is bytes, the "
-            f"same in every process"
+            f"hashes: one of group {group.name!r} is not bytes; pass bytes, which are "
+            "the same in every process"
         )
     return found
 
@@ -72,7 +72,9 @@ def digest(hashes: Mapping[str, list[bytes]], content: object = None) -> bytes:
     """
     if content is not None:
         if not isinstance(content, bytes) or not content:
-            raise UsageError(f"content={content!r}: bytes that name the tokens")
+            raise UsageError(
+                f"content={content!r}: pass bytes that identify the tokens"
+            )
         return hashlib.sha256(b"content:" + content).digest()
     if not hashes:
         return b""
@@ -86,11 +88,11 @@ def digest(hashes: Mapping[str, list[bytes]], content: object = None) -> bytes:
 def held(
     have: Have, hashes: Mapping[str, list[bytes]], lists: Mapping[str, Ids]
 ) -> dict[str, Bits]:
-    """Return which positions of its lists a consumer has already."""
+    """Return the list positions that a consumer already has."""
     if have is None:
         return {}
     if not hashes:
-        raise UsageError("have=: which blocks are meant shows only with hashes=")
+        raise UsageError("have=: it needs hashes=, which identify the blocks")
     test: Callable[[bytes], bool]
     if callable(have):
         test = have
@@ -102,7 +104,9 @@ def held(
                 raise TypeError
             test = frozenset(have).__contains__
         except TypeError:
-            raise UsageError("have=: a collection of hashes, or a predicate") from None
+            raise UsageError(
+                "have=: pass a collection of hashes, or a predicate"
+            ) from None
     found: dict[str, Bits] = {}
     for group, ids in lists.items():
         named = hashes[group]

@@ -82,7 +82,7 @@ class Incoming(Transfer):
         super().__init__(services, id, cache, blocks, options)
         if not cache.writable:
             raise UsageError(
-                "this cache has a tensor that is not writable: nothing can land in it"
+                "a tensor of this cache is read-only; receiving needs writable tensors"
             )
         self._have: dict[str, Bits] = {}
         if options.keys() & _OF_CONTENT:
@@ -99,7 +99,7 @@ class Incoming(Transfer):
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        """Abort the transfer if it is not over, and wait until it is drained.
+        """Abort the transfer unless it has ended, and wait until it is drained.
 
         Cancel safety: a cancelled wait ends at once, before the memory is free. So free
         the memory by the option ``free``, which is called in any case.
@@ -111,12 +111,12 @@ class Incoming(Transfer):
 
     @property
     def met(self) -> bool:
-        """Whether the peer has published or pushed it, and the two sides fit."""
+        """Whether a matching peer has published or pushed it."""
         return any(leg.planned for leg in self._legs)
 
     @property
     def carries(self) -> Mapping[str, tuple[range, range]]:
-        """Return the layers and KV heads of the model that it brings, by group.
+        """Return the model's layers and KV heads in the transfer, by group.
 
         Only those that both sides have; empty before it is :attr:`met`.
         """
@@ -181,7 +181,7 @@ class Incoming(Transfer):
         device = self._cache.device
         if device is None:
             raise UsageError(
-                "layer_event: this cache lies in host memory; await layer(n)"
+                "layer_event: this cache is in host memory; use `await layer(n)`"
             )
         if not landed:
             raise UsageError(f"layer_event: layer {layer} has not landed yet")
@@ -195,9 +195,11 @@ class Incoming(Transfer):
         """
         groups = self._cache.groups
         if type(layer) is not int and whole(layer) is None:
-            raise UsageError(f"layer {layer!r}: a number, by the model's index")
+            raise UsageError(f"layer {layer!r}: pass the layer's index in the model")
         if group is not None and group not in groups:
-            raise UsageError(f"no group {group!r}; there is {', '.join(groups)}")
+            raise UsageError(
+                f"unknown group {group!r}; the groups are {', '.join(groups)}"
+            )
         named = groups.values() if group is None else (groups[group],)
         for part in named:
             first = part.spec.first_layer
@@ -206,7 +208,7 @@ class Incoming(Transfer):
                 return readable is not None and readable.layer(layer, group)
         indices = {part.spec.layer_indices for part in named}
         there = ", ".join(f"{one.start} to {one.stop - 1}" for one in indices)
-        raise UsageError(f"layer {layer} is not in this cache: there is {there}")
+        raise UsageError(f"layer {layer} is not in this cache, which has {there}")
 
     # --- the consumer's half ----------------------------------------------------------
 
@@ -375,7 +377,7 @@ class ReceiveFlow:
 
     @property
     def marked_layers(self) -> int:
-        """Return the number of layers that the producer has marked, as far as known."""
+        """Return the known number of layers that the producer has marked."""
         return self._promised.layers
 
     def event(self, event: TransferEvent) -> None:
@@ -451,18 +453,19 @@ class ReceiveFlow:
         if record.nbytes != nbytes:
             raise ProtocolError(
                 "KVW-TR-09",
-                f"segment {record.number} of {record.nbytes} bytes, the plan has "
+                f"segment {record.number} has {record.nbytes} bytes, but the plan has "
                 f"{nbytes}",
             )
         if segment.granules > 1 and record.nbytes > SEGMENT_BYTES_MAX:
             raise ProtocolError(
                 "KVW-TR-12",
-                f"segment {record.number}: {record.nbytes} bytes of {segment.granules} "
-                f"granules; {SEGMENT_BYTES_MAX} are the most of more than one",
+                f"segment {record.number}: it has {record.nbytes} bytes in "
+                f"{segment.granules} granules; a segment of several granules has at "
+                f"most {SEGMENT_BYTES_MAX}",
             )
         if not self._promised.claim(segment):
             raise ProtocolError(
-                "KVW-TR-11", f"segment {record.number}: part of it was marked before"
+                "KVW-TR-11", f"segment {record.number}: a part of it was already marked"
             )
         return segment
 

@@ -228,7 +228,7 @@ class Leg:
 
     @property
     def memory_of(self) -> Callable[[Segment], Payload]:
-        """Return the function that names the local memory of a segment."""
+        """Return the function that returns a segment's local memory."""
         if self.link.transfers.only_link:
             return self.plan.memory
         return self.plan.fragments  # lanes know memory by its owner
@@ -250,7 +250,7 @@ class Leg:
         flow.send()
 
     def _say_how_it_ended(self) -> None:
-        """Agree, then settle or refuse at once: the transfer is over on this side.
+        """Agree, then settle or refuse at once, because the transfer has ended here.
 
         A consumer that has everything reports only that, so that the producer counts it
         as landed and sends nothing to memory that has a new owner.
@@ -281,7 +281,7 @@ class Leg:
         offer.require_same_hashes(transfer._hashes)
         if self.peer_id not in (b"", offer.endpoint_id):
             raise ProfileMismatch(
-                "the peer has another transfer of this name now", fields=("end",)
+                "the peer now has another transfer with this id", fields=("end",)
             )
         self.peer_id = offer.endpoint_id
         peer = offer.read_geometry()
@@ -321,7 +321,8 @@ class Leg:
         if transfer._state in OVER:
             if isinstance(event, SegmentMarked):
                 raise ProtocolError(
-                    "KVW-TR-10", "SEGMENT in a transfer that the consumer has settled"
+                    "KVW-TR-10",
+                    "SEGMENT arrived for a transfer that the consumer has settled",
                 )
         elif isinstance(event, TransferSettled):
             self.step(LegInput.SETTLE)
@@ -339,7 +340,7 @@ class Leg:
             self._note_end(error)
 
     def _note_end(self, error: KVWireError | None) -> None:
-        """Decide, when a request ends, whether the leg is over or may be resumed.
+        """Decide at a request's end whether the leg has ended or may resume.
 
         Before: the request is over, and the link may still touch memory. After: the leg
         is LOST, and resumes once that link has released the memory; or it is over and
@@ -382,7 +383,7 @@ class Leg:
     # --- the end ----------------------------------------------------------------------
 
     def refuse(self, error: KVWireError, code: WireCode) -> None:
-        """End the leg and send the peer the reason, unless the request is over."""
+        """End the leg and send the peer the reason, unless the request has ended."""
         if self.core is not None and not self.core.over:
             self.step(LegInput.REFUSE)
             self.link.refuse(self.core, error, code)

@@ -88,9 +88,9 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             to_come += 2  # the count of a longer array has 3 bytes and not 1
         if len(data) > DESCRIPTION_BYTES_MAX - to_come:
             raise UsageError(
-                f"the description of this transfer has {len(data)} bytes and may have "
-                f"{DESCRIPTION_BYTES_MAX - to_come}: move fewer blocks at once, "
-                f"or leave out have="
+                f"this transfer's description has {len(data)} bytes; at most "
+                f"{DESCRIPTION_BYTES_MAX - to_come} are allowed: move fewer blocks at "
+                "once, or leave out have="
             )
         return data
 
@@ -113,8 +113,8 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
         """Refuse a peer whose hashes differ from ours, if both sides gave them."""
         if hashes and self.hashes and hashes != self.hashes:
             raise ProfileMismatch(
-                "hashes: those of the producer's list and those of the consumer's "
-                "differ, so they are of other tokens or cut into other blocks",
+                "hashes: the producer's and the consumer's differ, so their tokens "
+                "or their block boundaries differ",
                 fields=("hashes",),
             )
 
@@ -122,13 +122,13 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
         """Refuse an answer whose plan differs from ours."""
         if self.plan != digest:
             raise ProfileMismatch(
-                "the two sides would walk the bytes in different orders; their "
-                "versions of kvwire differ",
+                "the two sides would order the bytes differently; install the same "
+                "version of kvwire on both",
                 fields=("plan",),
             )
 
     def read_have(self, consumer: Geometry) -> dict[str, Bits]:
-        """Return which list positions the consumer has, as bools by group."""
+        """Return for each list position whether the consumer has it, by group."""
         blocks = {group.name: group.blocks for group in consumer.groups}
         found: dict[str, Bits] = {}
         for name, packed in self.have:
@@ -160,7 +160,7 @@ _DECODER = msgspec.msgpack.Decoder(TransferOffer)
 
 
 def pack_have(have: Mapping[str, Bits]) -> tuple[tuple[str, bytes], ...]:
-    """Return bitmaps as :attr:`TransferOffer.have` has them."""
+    """Return bitmaps in the form of :attr:`TransferOffer.have`."""
     return tuple(
         (name, np.packbits(bits, bitorder="little").tobytes())
         for name, bits in have.items()

@@ -63,7 +63,7 @@ def check_options(verb: str, options: Any) -> None:
     names = _VERBS[verb].__optional_keys__
     for name, value in options.items():
         if name not in names:
-            raise UsageError(f"{verb}: no option {name!r}; {nearest(name, names)}")
+            raise UsageError(f"{verb}: unknown option {name!r}; {nearest(name, names)}")
         if name in _NUMBERS:
             options[name] = plain(value)
 
@@ -77,7 +77,7 @@ def grown_lists(lists: BlockLists, tokens: Tokens, cache: PagedCache) -> BlockLi
     """
     if tokens is None:
         raise UsageError(
-            "growing=True: tokens= says how many the whole transfer will have"
+            "growing=True: pass tokens=, the number of tokens of the whole transfer"
         )
     room: dict[str, int] = {}
     for name, ids in lists.items():
@@ -89,13 +89,13 @@ def grown_lists(lists: BlockLists, tokens: Tokens, cache: PagedCache) -> BlockLi
         room[name] = -(-count // cache.groups[name].spec.block_tokens)
         if room[name] < ids.size:
             raise UsageError(
-                f"growing=True: {ids.size} blocks of group {name!r} are more than "
-                f"the {room[name]} that tokens={count} need"
+                f"growing=True: {ids.size} blocks of group {name!r} exceed the "
+                f"{room[name]} blocks that tokens={count} fill"
             )
     if sum(room.values()) > KV_BLOCKS_MAX:
         raise UsageError(
-            f"growing=True: tokens={tokens} need {sum(room.values())} "
-            f"blocks; a transfer has 1 to {KV_BLOCKS_MAX}"
+            f"growing=True: tokens={tokens} need {sum(room.values())} blocks; a "
+            f"transfer takes 1 to {KV_BLOCKS_MAX}"
         )
     return lists.padded(room)
 
@@ -118,5 +118,7 @@ def transfer_key(id: str | bytes | int) -> bytes:
     else:
         raise UsageError(f"transfer id {id!r}: pass a str, bytes or int")
     if not 1 < len(key) <= TRANSFER_ID_BYTES_MAX:
-        raise UsageError(f"a transfer id of {len(key) - 1} bytes; 1 to 255 are allowed")
+        raise UsageError(
+            f"the transfer id has {len(key) - 1} bytes; 1 to 255 are allowed"
+        )
     return key

@@ -74,14 +74,14 @@ class Outgoing(Transfer):
         self._growing = options.get("growing", False)
         super().__init__(services, id, cache, blocks, options)
         if type(consumers) is not int or consumers < 1:
-            raise UsageError(f"consumers={consumers!r}: a number, at least 1")
+            raise UsageError(f"consumers={consumers!r}: pass a number of at least 1")
         self._peers = consumers
         group_bytes = options.get("group_bytes")
         number = type(group_bytes) is int
         if group_bytes is not None and not (number and group_bytes > 0):
             raise UsageError(
-                f"group_bytes={group_bytes!r}: at least 1, for layer by layer; a "
-                f"number of bytes"
+                f"group_bytes={group_bytes!r}: pass a number of bytes; 1 sends layer "
+                "by layer"
             )
         if "hashes" in options or "content" in options:
             listed = listed_hashes(options.get("hashes"), self._geometry)
@@ -95,7 +95,7 @@ class Outgoing(Transfer):
     # --- what users call --------------------------------------------------------------
 
     def extend(self, blocks: Blocks) -> None:
-        """Name the next blocks of a growing transfer. Thread-safe and non-blocking.
+        """Add the next blocks of a growing transfer. Thread-safe and non-blocking.
 
         Args:
             blocks: Their ids, or ``{group: ids}``. They follow those named before.
@@ -117,7 +117,7 @@ class Outgoing(Transfer):
         group: str | None = None,
         after: Any = None,
     ) -> None:
-        """Mark a part of the cache that will not change any more; it flows at once.
+        """Mark a part of the cache as final; it is sent at once.
 
         Thread-safe and non-blocking. The memory may be neither written nor reused until
         :meth:`drained`.
@@ -139,7 +139,7 @@ class Outgoing(Transfer):
         self._log.add(layers, blocks, group, after)
 
     def finish(self, *, partial: bool = False) -> None:
-        """Commit: no more marks. Thread-safe and non-blocking.
+        """Commit, because no more marks follow. Thread-safe and non-blocking.
 
         Does nothing once the transfer is over, so a forward pass that stopped early
         because of :meth:`done` may still call it.
@@ -156,7 +156,7 @@ class Outgoing(Transfer):
             self._log.finish(partial=partial)
 
     def renew_lease(self) -> None:
-        """Restart the lease of the blocks, although a consumer is missing.
+        """Restart the lease of the blocks while a consumer is missing.
 
         For a producer that knows that its consumer will still come. Does nothing once
         the transfer is over.
@@ -215,8 +215,8 @@ class Outgoing(Transfer):
             theirs = other.plan.template.tokens if other.planned else mine
             if mine != theirs:
                 raise ProfileMismatch(
-                    f"the consumers of one transfer want other tokens: {theirs} and "
-                    f"{mine}",
+                    "the consumers of one transfer request different tokens: "
+                    f"{theirs} and {mine}",
                     fields=("tokens",),
                 )
 
@@ -464,7 +464,7 @@ class SendFlow:
             out._note("acknowledged", landed)
 
     def _link_sent(self) -> None:
-        """Send the next pieces, or wait for marks: the link has sent all it had."""
+        """Send the next pieces or wait for marks, after the link has sent all."""
         leg = self._leg
         if not self._pieces and leg.state is LegState.MOVING:
             leg.phases.enter("mark_wait")
@@ -474,7 +474,7 @@ class SendFlow:
 
     @property
     def _idle(self) -> bool:
-        """Whether a held-back mark may be sent by itself."""
+        """Whether a held-back mark may be sent alone."""
         return not self._record.sending_bytes and self.under_way < SEGMENTS_TOGETHER
 
     def _in_turn(self) -> None:
@@ -483,7 +483,7 @@ class SendFlow:
             self.send(in_turn=True)
 
     def _take(self, mark: ReadyRange) -> None:
-        """Hold a mark back, to be joined with its neighbours into one segment."""
+        """Hold a mark back, to join it with its neighbours into one segment."""
         held = self._held
         plan = self._leg.plan
         if held is not None:
@@ -517,8 +517,8 @@ class SendFlow:
                 self._pieces.append((part, nbytes))  # bounded: SEGMENTS_MAX
         if len(self._record.segments) + len(self._pieces) > SEGMENTS_MAX:
             raise UsageError(
-                f"more than {SEGMENTS_MAX} segments in one transfer: mark more layers "
-                f"or blocks at once"
+                f"the transfer has more than {SEGMENTS_MAX} segments: mark more "
+                "layers or blocks per call"
             )
 
     def _cut(self, segment: Segment, nbytes: int) -> None:

@@ -65,7 +65,7 @@ class ConnectionPort(Protocol):
         """End a request and send the reason to the peer."""
 
     def run(self) -> None:
-        """Carry out the core's decisions."""
+        """Execute the core's decisions."""
 
 
 class ObserverPort(Protocol):
@@ -103,7 +103,7 @@ class RegistryPort(Protocol):
         """Remove a transfer that has ended; keep the cause for late peers."""
 
     def owe(self, leg: Any) -> None:
-        """Keep a leg that is over here until its peer knows how it ended."""
+        """Keep an ended leg until its peer knows how it ended."""
 
     def peer_knows(self, leg: Any) -> None:
         """Drop a leg whose peer knows how it ended."""

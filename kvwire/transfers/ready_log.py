@@ -37,7 +37,7 @@ Encoder: TypeAlias = "Callable[[ReadyRange, Callable[[Failure], None]], None]"
 
 
 class ReadyRange(msgspec.Struct, frozen=True):
-    """Names layers and block positions of one group, by index within the group."""
+    """A range of layers and block positions in one group, by index in the group."""
 
     group: str
     layers: range
@@ -63,16 +63,16 @@ class _Group:
         return range(self.ids.size)
 
     def check_names(self, group: str, ids: Ids) -> None:
-        """Refuse block ids beyond the room of the list, or named before."""
+        """Refuse block ids that exceed the list's room or are listed already."""
         if self.named + ids.size > self.ids.size:
             raise UsageError(
-                f"extend: {ids.size} more blocks of group {group!r}; {self.named} of "
-                f"{self.ids.size} are named already"
+                f"extend: {ids.size} more blocks of group {group!r} are too many; "
+                f"{self.named} of {self.ids.size} are already listed"
             )
         twice = ids[among(ids, self.ids[: self.named])]
         if twice.size:
             raise UsageError(
-                f"extend: block {int(twice[0])} of group {group!r} was named before"
+                f"extend: block {int(twice[0])} of group {group!r} is already listed"
             )
 
 
@@ -121,7 +121,7 @@ class ReadyLog:
         self._only = next(iter(self._groups))
 
     def name(self, lists: Mapping[str, Ids]) -> None:
-        """Name the next blocks of each group's list."""
+        """Add the next blocks to each group's list."""
         with self._lock:
             for name, ids in lists.items():
                 self._groups[name].check_names(name, ids)
@@ -178,12 +178,12 @@ class ReadyLog:
         return self._waiter.prepare(after)
 
     def finish(self, *, partial: bool) -> None:
-        """Close the log: there will be no more marks."""
+        """Close the log, because no more marks follow."""
         with self._lock:
             if not (partial or self.finished or self.complete):
                 raise UsageError(
                     f"finish: {self._gaps()} was never marked ready; mark it, call "
-                    f"finish(partial=True) to send what there is, or abort()"
+                    "finish(partial=True) to send only the marked parts, or abort()"
                 )
             self.finished = True
         self.wake()
@@ -221,7 +221,7 @@ class ReadyLog:
             assert self._loop.is_closed()
 
     def close(self) -> None:
-        """Stop waking the loop, and stop encoding: the transfer is over."""
+        """Stop waking the loop and encoding, because the transfer has ended."""
         self._wake = _nobody
         if self._encode is not None:
             self._encode = _nothing
@@ -245,16 +245,16 @@ class ReadyLog:
 
     def _no_more(self) -> UsageError:
         if self.finished:
-            return UsageError("ready: the transfer is finished already")
+            return UsageError("ready: the transfer is already finished")
         return UsageError(
-            f"ready: more than {SEGMENTS_MAX} marks in one transfer; mark more layers "
-            f"or blocks at once"
+            f"ready: the transfer has more than {SEGMENTS_MAX} marks; mark more "
+            "layers or blocks per call"
         )
 
     def _marked_before(self, mark: ReadyRange) -> UsageError:
         return UsageError(
-            f"ready: part of {self._named([mark])} was marked before; marked memory "
-            f"may not change, so it is not marked twice"
+            f"ready: part of {self._named([mark])} is already marked; mark each part "
+            "once, after its last write"
         )
 
     def _named(self, made: list[ReadyRange]) -> str:
@@ -269,7 +269,7 @@ class ReadyLog:
         found = self._groups.get(group)
         if found is None:
             known = ", ".join(self._groups)
-            raise UsageError(f"ready: no group {group!r}; there is {known}")
+            raise UsageError(f"ready: unknown group {group!r}; the groups are {known}")
         first = found.layers.start
         mark = ReadyRange(
             group,
@@ -287,8 +287,8 @@ class ReadyLog:
         if mark.blocks.stop > found.named:
             raise UsageError(
                 f"ready: blocks of group {group!r} up to position "
-                f"{mark.blocks.stop - 1}, but only {found.named} are named; extend() "
-                f"names more"
+                f"{mark.blocks.stop - 1}, but only {found.named} are listed; add more "
+                "with extend()"
             )
         return mark
 
@@ -296,7 +296,7 @@ class ReadyLog:
         names = list(self._groups)
         if not (layers is None and blocks is None):
             raise UsageError(
-                f"ready: layers and blocks are counted in each group; pass group= one "
+                "ready: layers and blocks are numbered per group; pass group=, one "
                 f"of {', '.join(names)}"
             )
         return names
@@ -327,7 +327,7 @@ def _nothing(mark: ReadyRange, then: Callable[[Failure], None]) -> None:
 
 
 def _range(which: Which, held: range, what: str, group: str) -> range:
-    """Return the part that a caller names, relative to the first index held."""
+    """Return a caller's range, relative to the first index held."""
     if which is None:
         return held if not held.start else range(len(held))
     where = f"ready: {what} of group {group!r}"
@@ -340,24 +340,20 @@ def _range(which: Which, held: range, what: str, group: str) -> range:
         inside = held.start <= start <= stop <= held.stop
         if which.step not in (None, 1) or not inside:
             raise UsageError(
-                f"{where}: {start} to {stop} (step {which.step or 1}) is not a part of "
+                f"{where}: {start} to {stop} (step {which.step or 1}) is outside "
                 f"{held.start} to {held.stop}"
             )
         return range(start - held.start, stop - held.start)
     index = which if type(which) is int else _index(which, where)
     if index not in held:
-        raise UsageError(
-            f"{where}: {index} is not one of {held.start} to {held.stop - 1}"
-        )
+        raise UsageError(f"{where}: {index} is outside {held.start} to {held.stop - 1}")
     return range(index - held.start, index - held.start + 1)
 
 
 def _index(which: object, where: str) -> int:
     number = whole(which)
     if number is None:
-        raise UsageError(
-            f"{where}: {which!r} is neither a number nor a slice of numbers"
-        )
+        raise UsageError(f"{where}: {which!r} must be a number or a slice of numbers")
     return number
 
 

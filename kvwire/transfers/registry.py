@@ -1,4 +1,4 @@
-"""Where the two ends of KV transfers meet, in either order of arrival.
+"""Matches the two ends of KV transfers, in either order of arrival.
 
 One side names a transfer with ``publish`` or ``expect`` and waits; the other asks for
 it with ``pull`` or ``push``. Each name and role has a *slot*, where the first to come
@@ -58,7 +58,7 @@ Key = tuple[bytes, bool]
 
 
 class Answer(enum.Enum):
-    """The possible answers to a peer that asks for a transfer."""
+    """The possible answers to a peer's request for a transfer."""
 
     YES = "yes"
     NO = "no"
@@ -82,7 +82,7 @@ class Question(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of memory that the question takes."""
+        """Return the memory of the question, in bytes."""
         return len(self.event.description) + WAITING_RECORD_BYTES
 
 
@@ -125,7 +125,7 @@ class Slot:
 
 
 class TransferRegistry:
-    """Matches the KV transfers of one communicator with peers that ask.
+    """Matches the KV transfers of one communicator with peers' requests.
 
     Attributes:
         live: Transfers that have not ended.
@@ -160,8 +160,8 @@ class TransferRegistry:
         if slot is not None and slot.end is not None:
             verb = "published" if key[1] else "expected"
             raise UsageError(
-                f"transfer {end.id!r} is {verb} already, and has not ended; ids may be "
-                f"used again only after that"
+                f"transfer {end.id!r} is {verb} already and has not ended; use "
+                "another id, or wait for the end"
             )
         if end._services.buffers.holds.retired:
             _check_room(end)
@@ -180,7 +180,7 @@ class TransferRegistry:
             self._ask_again(key)
 
     def ask(self, end: Transfer, link: ConnectionPort) -> None:
-        """Ask the peer for a transfer (``pull``, ``push``).
+        """Request a transfer from the peer (``pull``, ``push``).
 
         On a connection that is closed or lost the transfer ends, with an outcome.
 
@@ -201,7 +201,7 @@ class TransferRegistry:
         end._begin()
 
     def defer(self, end: Transfer, unasked: Callable[[], str]) -> None:
-        """Begin a transfer whose peer is asked as soon as it is connected.
+        """Begin a transfer that is requested once its peer is connected.
 
         Args:
             end: The transfer.
@@ -219,7 +219,7 @@ class TransferRegistry:
         end._asking = task
 
     def ask_deferred(self, end: Transfer, link: ConnectionPort) -> None:
-        """Ask the peer of a transfer that was deferred, unless that has ended.
+        """Request a deferred transfer from its peer, unless the transfer has ended.
 
         Raises:
             UsageError: The peer has too many transfers to answer already.
@@ -280,7 +280,7 @@ class TransferRegistry:
     # --- the peer's side --------------------------------------------------------------
 
     def opened(self, link: ConnectionPort, event: TransferOpened) -> None:
-        """Answer a peer that asks for a transfer, or let it wait.
+        """Answer a peer's request for a transfer, or let it wait.
 
         Checked in this order: a leg that is over here and whose peer does not know
         that; a use of the name that has ended; the end that has the name now.
@@ -314,7 +314,12 @@ class TransferRegistry:
         if answer is Answer.LATER:
             self._let_wait(key, link, event)
         elif answer is Answer.NO:
-            _refuse(link, request, PeerError("it is taken"), WireCode.OTHER)
+            _refuse(
+                link,
+                request,
+                PeerError("another peer's request has already taken it"),
+                WireCode.OTHER,
+            )
         else:
             assert end is not None
             end._matched(link, request, offer)
@@ -328,8 +333,8 @@ class TransferRegistry:
         if ours > WAITING_BYTES_MAX or everyones > WAITING_BYTES_ALL_MAX:
             which = "of this connection" if ours > WAITING_BYTES_MAX else "of all peers"
             error = PeerError(
-                f"the descriptions {which} that wait for an answer take as much memory "
-                f"as they may; ask again when some have met their transfer"
+                f"the descriptions {which} that wait for an answer have reached their "
+                "memory limit; retry when some have been answered"
             )
             if not waiting[link]:
                 del waiting[link]
@@ -360,7 +365,7 @@ class TransferRegistry:
         link.transfers.forget(request)
 
     def _ask_again(self, key: Key) -> None:
-        """Answer the peers anew that wait for a transfer of this name."""
+        """Answer again the peers that wait for a transfer of this name."""
         slot = self._slots.get(key)
         if slot is None:
             return
@@ -382,7 +387,7 @@ class TransferRegistry:
     # --- what has ended ---------------------------------------------------------------
 
     def _ended(self, key: Key, offer: TransferOffer) -> Past | None:
-        """Return how the transfer that a peer asks for has ended; None if it has not.
+        """Return the end of a peer's requested transfer; None if it has not ended.
 
         A peer that was sent the reason, and lost its link before it arrived, gets it
         again.
@@ -406,7 +411,7 @@ class TransferRegistry:
         return past
 
     def _last_use(self, key: Key, offer: TransferOffer) -> Past | None:
-        """Return how the last use of a name has ended, if a peer asks for that one.
+        """Return the end of a name's last use, if a peer requests that use.
 
         A peer that never came gets the reason once. After that it gets the next
         transfer of the name.
@@ -418,7 +423,7 @@ class TransferRegistry:
         return past if met or (past.unseen and not offer.peer_id) else None
 
     def _remember(self, key: Key, past: Past) -> None:
-        """Keep the last use of a name as long as a peer may ask for it."""
+        """Keep the last use of a name as long as a peer may request it."""
         self._past.pop((key, b""), None)
         if past.unseen or past.known:
             self._keep((key, b""), past)
@@ -431,7 +436,7 @@ class TransferRegistry:
     # --- legs whose peers may not know ------------------------------------------------
 
     def owe(self, leg: Leg) -> None:
-        """Keep a leg that is over here until its peer knows how it ended.
+        """Keep an ended leg until its peer knows how it ended.
 
         Without a link it is kept for one lease, the time for which the peer would wait.
         """
@@ -465,11 +470,11 @@ class TransferRegistry:
 
     @property
     def unsettled(self) -> bool:
-        """Whether a producer may not know what has landed here."""
+        """Whether some producer may not know the landed parts yet."""
         return any(leg.transfer._given_up is None for leg in self._owed)
 
     async def all_settled(self) -> None:
-        """Wait until every producer knows what has landed here, or has given up.
+        """Wait until every producer knows the landed parts, or has given up.
 
         Cancel safety: safe, it only watches.
         """
@@ -507,7 +512,7 @@ class TransferRegistry:
 
     @property
     def unmet(self) -> bool:
-        """Whether a transfer waits here that no peer has asked for yet."""
+        """Whether a transfer here still waits for a peer's request."""
         ends = (slot.end for slot in self._slots.values())
         return any(end is not None and not end._legs for end in ends)
 
@@ -523,7 +528,7 @@ class TransferRegistry:
                 leg.transfer._stop(error, WireCode.GOING_AWAY)
 
     def reattach(self, link: ConnectionPort) -> None:
-        """Ask a peer again, on a new link, for the transfers this side had asked for.
+        """Repeat this side's transfer requests to a peer on a new link.
 
         If this link fails too, or its peer has too many to answer, they wait for the
         next.
@@ -574,7 +579,7 @@ class TransferRegistry:
 
     @property
     def unanswered(self) -> list[str]:
-        """Return the ids that peers asked for and this side has not offered."""
+        """Return the ids that peers requested and this side has not offered."""
         return [
             key[0][1:].decode(errors="replace")
             for key, slot in self._slots.items()
@@ -589,7 +594,7 @@ class TransferServices(SharedServices):
 
 
 def answer_of(end: Transfer, link: ConnectionPort, offer: TransferOffer) -> Answer:
-    """Return the answer to a peer that asks for a transfer."""
+    """Return the answer to a peer's request for a transfer."""
     if end._state is not TransferState.OPEN:
         return Answer.LATER
     known = end._known(link, offer)
@@ -613,8 +618,8 @@ def _check_room(end: Transfer) -> None:
     limit = end._services.config.quarantine_bytes
     if quarantined > limit:
         raise UsageError(
-            f"{quarantined} bytes of transfers that are over have not drained, more "
-            f"than quarantine_bytes={limit}: wait for drained() of some of them"
+            f"{quarantined} bytes of ended transfers have not drained, more than "
+            f"quarantine_bytes={limit}: wait until some have drained()"
         )
 
 

@@ -1,4 +1,4 @@
-"""How long one end of a KV transfer waited for each thing; the times add up."""
+"""The time that one end of a KV transfer spent in each phase; the times add up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PhaseTimer:
 
     @property
     def age_s(self) -> float:
-        """Return the seconds since the transfer was asked for."""
+        """Return the seconds since the transfer was requested."""
         return monotonic() - self.created
 
     def enter(self, phase: Phase, ago_s: float = 0.0) -> None:

@@ -164,7 +164,8 @@ class Transfer(AsyncWith):
             raise wrong_type("cache", cache, "a kvwire.PagedCache")
         if type(priority) is not int or not 0 <= priority <= PRIORITY_MAX:
             raise UsageError(
-                f"priority={priority!r}: 0 to {PRIORITY_MAX}; a higher one goes first"
+                f"priority={priority!r}: pass 0 to {PRIORITY_MAX}; a higher priority "
+                "goes first"
             )
         self._lease_s: float = services.config.lease_s
         if lease_s is not None:
@@ -281,7 +282,7 @@ class Transfer(AsyncWith):
             await self._free.wait()
 
     def abort(self, reason: str = "aborted") -> None:
-        """End the transfer; the peer learns at once. Memory is free once drained."""
+        """End the transfer, and notify the peer. Memory is free once drained."""
         if self._outcome is None:
             self._thread.check(f"{type(self).__name__}.abort")
             self._stop(RequestCancelled(reason), WireCode.CANCELLED)
@@ -337,7 +338,7 @@ class Transfer(AsyncWith):
 
     @property
     def _next_move(self) -> NextMove:
-        """What an open transfer waits for, in snapshots, logs and outcomes."""
+        """Return an open transfer's reason for waiting, for logs and outcomes."""
         raise NotImplementedError
 
     @property
@@ -353,7 +354,7 @@ class Transfer(AsyncWith):
     # --- legs -------------------------------------------------------------------------
 
     def _ask(self, link: ConnectionPort) -> None:
-        """Ask the peer of a link, or ask it again after a lost one.
+        """Send or repeat the request to a link's peer.
 
         Raises:
             UsageError: The peer has too many transfers to answer already.
@@ -479,7 +480,7 @@ class Transfer(AsyncWith):
             self._end(error)
 
     def _end(self, cause: KVWireError) -> None:
-        """End the transfer, once; ``cause`` is why the missing parts did not come.
+        """End the transfer, once; ``cause`` is the reason for missing parts.
 
         If there is no memory for an outcome, it is tried again a moment later:
         otherwise the transfer would never end.
@@ -500,11 +501,13 @@ class Transfer(AsyncWith):
         except MemoryError:
             if self._outcome is not None:
                 raise
-            logger.error("transfer %r: no memory for its outcome", self._id)
+            logger.error(
+                "transfer %r: could not allocate memory for its outcome", self._id
+            )
             self._loop.call_later(NO_MEMORY_S, self._try_to_end)
 
     def _record(self) -> None:
-        """Make and record the outcome; the memory drains when the legs' buffers have.
+        """Make and record the outcome; memory drains with the legs' buffers.
 
         Before: no leg starts anything new for this transfer. After: every waiter has
         the outcome, the name is free, and each buffer that a link may still touch
@@ -565,7 +568,7 @@ class Transfer(AsyncWith):
 
     @property
     def _given_up(self) -> KVWireError | None:
-        """Return the error of a transfer that this side has given up, or None."""
+        """Return the error of a transfer that this side ended, or None."""
         return self._cause if isinstance(self._cause, RequestCancelled) else None
 
     def _view(self) -> TransferView:
@@ -583,7 +586,7 @@ class Transfer(AsyncWith):
         self._ring.note(what, self._endpoint_id.hex(), *more)
 
     def _note_peer(self, link: ConnectionPort, trace: bytes) -> None:
-        """Note the peer; its trace replaces one that this side made up."""
+        """Record the peer; its trace replaces a trace that this side generated."""
         self._peer_trace = trace or self._peer_trace
         if self._trace and trace and not self._own_trace:
             self._trace = trace

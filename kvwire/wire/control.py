@@ -130,7 +130,7 @@ class Close(Body, array_like=True, frozen=True, gc=False):
 
 
 class Credit(Body, array_like=True, frozen=True, gc=False):
-    """CREDIT: how many more eager messages and bytes the sender of them may send."""
+    """CREDIT: the number of further eager messages and bytes that may be sent."""
 
     messages: Annotated[int, Meta(ge=1, le=2**20)]
     nbytes: Annotated[int, Meta(ge=0, le=EAGER_WINDOW_BYTES_MAX)]

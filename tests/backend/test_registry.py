@@ -201,7 +201,7 @@ def test_two_owners_of_a_name_are_refused(
     [
         ("old", f"speaks contract 0, this kvwire {API_VERSION}"),
         ("alias", "FakeBackend.scheme must be that name too"),
-        ("function", "is no kvwire.backend.Backend"),
+        ("function", "is not a kvwire.backend.Backend"),
         ("gone", "cannot be imported: ModuleNotFoundError"),
         ("typo", "cannot be imported: AttributeError"),
         ("nolib", "cannot be imported: OSError: no .so"),

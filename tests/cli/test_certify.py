@@ -78,8 +78,8 @@ def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        ("tory", "is no module:Class and no file.py:Class; did you mean 'toy'?"),
-        ("nowhere.py:Thing", "there is no file nowhere.py"),
+        ("tory", "is neither module:Class nor file.py:Class; did you mean 'toy'?"),
+        ("nowhere.py:Thing", "file nowhere.py does not exist"),
         (f"{PLANTS}:KEPT", "must be a subclass of kvwire.testing.certify.End"),
         ("kvwire.testing.certify:End", "has neither get nor put"),
         (f"{ROOT / 'package.json'}", "package.json"),

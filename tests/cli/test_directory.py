@@ -64,9 +64,9 @@ def test_nobody_and_nonsense(
     assert "no member is there" in err
     assert "1 entries are no records" in err
     assert main(["directory", "ls", "decode", *where]) == 2
-    assert "no term" in capsys.readouterr().err
+    assert "not a valid term" in capsys.readouterr().err
     assert main(["directory", "ls", "--directory", "etcd:"]) == 2
-    assert "no directory of the kind 'etcd'" in capsys.readouterr().err
+    assert "unknown kind of directory 'etcd'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("json", [False, True])

@@ -58,9 +58,9 @@ async def test_a_trace_is_replayed(tmp_path: Path, run: Run) -> None:
     assert [tier["blocks"] for tier in report["tiers"]] == [5, 5]
     status, _, said = await run("replay", str(trace), *tiers)
     assert status == CALLED_WRONG
-    assert "does not have the size of a block" in said
+    assert "does not give the block size" in said
     status, _, said = await run(*asked, "--plot", "course.gif")
-    assert "its name ends in .svg, .png, .pdf" in said
+    assert "the name must end in .svg, .png, .pdf" in said
     status, _, said = await run("replay", "none.jsonl", *tiers)
     assert "none.jsonl: No such file" in said
 
@@ -84,7 +84,7 @@ async def test_tenants_are_shown_and_deleted(tmp_path: Path, run: Run) -> None:
         assert used["used_bytes"] == 3 * 4096
         status, _, said = await run("delete", server.where, *keys, "--tenant", "x")
         assert status
-        assert "there is acme" in said
+        assert "the tenants are acme" in said
         status, out, _ = await run("delete", server.where, *keys, "--tenant", "acme")
         assert (status, out) == (0, "deleted 3 blocks\n")
         async with BlockStore.open([where]) as store:
@@ -108,7 +108,7 @@ async def test_a_server_logs_what_its_operator_has_to_know(tmp_path: Path) -> No
         assert "refused: " in line
         async with serving("--tier", "memory:1MiB", port=port):
             line = await server.line()
-            assert f"WARNING kvwire.store: tier {away}: all is well again" in line
+            assert f"WARNING kvwire.store: tier {away} works again" in line
 
 
 class Terminal(io.StringIO):

@@ -85,7 +85,7 @@ async def test_blocks_go_to_another_server(
         assert (await there.locate(A, CACHE)).complete
     status, _, said = await run("move", where, *HEX, "--to", "n")
     assert status == 2
-    assert "no node of this name" in said
+    assert "no node with this name" in said
 
 
 async def test_tokens_name_blocks(
@@ -113,7 +113,7 @@ async def test_tokens_name_blocks(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "give one of both"),
+        ([], "pass exactly one of them"),
         (["xy"], "hexadecimal digits"),
         (["ab", "--ttl-s", "0"], "ttl_s=0"),
     ],
@@ -133,11 +133,11 @@ async def test_a_server_that_is_not_there_is_named(run: Run) -> None:
 
 
 def test_only_a_move_has_a_place_to_go() -> None:
-    with pytest.raises(Exception, match="is for move, which needs it"):
+    with pytest.raises(Exception, match="only move takes to="):
         VerbOrder(hashes=["ab"]).verb("move")
     with pytest.raises(Exception, match="did you mean 'locate'"):
         VerbOrder(hashes=["ab"]).verb("lokate")
-    with pytest.raises(Exception, match="a retain needs it"):
+    with pytest.raises(Exception, match="retain needs a priority"):
         VerbOrder(hashes=["ab"]).verb("retain")
     placing = Placing(2)
     placing.rule(np.array([0]), BlockState.DONE)

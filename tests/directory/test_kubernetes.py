@@ -195,9 +195,13 @@ async def test_a_watch_that_ends_at_once_is_begun_ever_more_seldom(
 @pytest.mark.parametrize(
     ("status", "slices", "says"),
     [
-        (403, [], "the API server says 403"),
+        (403, [], "the API server answered with status 403"),
         (200, [{"metadata": 5}], "Expected"),
-        (200, ["x" * KUBERNETES_ANSWER_BYTES_MAX], "an answer of more than"),
+        (
+            200,
+            ["x" * KUBERNETES_ANSWER_BYTES_MAX],
+            "the API server's answer has more than",
+        ),
     ],
 )
 async def test_what_is_no_list(

@@ -97,7 +97,7 @@ async def test_the_host_of_a_list_that_takes_writes(kind: str) -> None:
         async with used(kind, url_of(second, first)) as write:
             assert await write() == ""
             first.kill()
-            await until_refused(write, "it is a replica")
+            await until_refused(write, "the server is a read-only replica")
             two.replicaof("NO", "ONE")
             await until_taken(write)
 
@@ -280,7 +280,9 @@ async def test_tls_and_a_password(
             other = at.replace("localhost", "127.0.0.1")
             async with used(kind, f"{other}?{files}") as write:
                 assert "certificate is not valid for '127.0.0.1'" in await write()
-            with pytest.raises(UsageError, match="tls_ca_file='/none': there is no"):
+            with pytest.raises(
+                UsageError, match="tls_ca_file='/none': the file does not"
+            ):
                 async with used(kind, f"{at}?tls_ca_file=/none") as write:
                     await write()
 
@@ -354,7 +356,7 @@ async def test_a_sentinel() -> None:
 
 @pytest.mark.parametrize(
     ("path", "why"),
-    [("/99", "DB index is out of range"), ("/abc", "/abc is no number of a database")],
+    [("/99", "DB index is out of range"), ("/abc", "/abc is not a database number")],
 )
 async def test_a_database_that_there_is_not(path: str, why: str) -> None:
     with redis_server() as server:
@@ -365,7 +367,7 @@ async def test_a_database_that_there_is_not(path: str, why: str) -> None:
 
 
 def test_a_list_of_hosts_is_for_kinds_that_have_it() -> None:
-    with pytest.raises(UsageError, match="one host is needed, not 2"):
+    with pytest.raises(UsageError, match="pass one host, not 2"):
         open_directory("dns://a:1,b:2")
     with pytest.raises(UsageError, match="write redis://HOST:PORT"):
         open_directory("redis://a:1,")

@@ -34,7 +34,7 @@ def test_a_folder() -> None:
 
 
 def test_a_kind_that_nobody_has() -> None:
-    with pytest.raises(UsageError, match=r"no directory of the kind 'etcd'.*file"):
+    with pytest.raises(UsageError, match=r"unknown kind of directory 'etcd'.*file"):
         open_directory("etcd://host")
 
 
@@ -47,7 +47,7 @@ def test_a_third_partys(monkeypatch: pytest.MonkeyPatch) -> None:
     ("values", "words"),
     [
         (["kvwire.missing:It"], "cannot be imported: ModuleNotFoundError"),
-        (["kvwire.directory.record:Record"], "is no kvwire.directory.Directory"),
+        (["kvwire.directory.record:Record"], "is not a kvwire.directory.Directory"),
         (["a:A", "b:B"], "claimed by a:A and b:B"),
     ],
 )
@@ -93,7 +93,7 @@ def test_an_option_that_it_has_not() -> None:
         ("redis://:secret@[::1", "Invalid IPv6 URL"),
         ("nats://:secret@host:99999", "Port out of range"),
         ("nats://:secret@host:x", "Port could not be cast"),
-        ("nats://:secret@host?bucket=a.b", "letters, digits, - and _ are allowed"),
+        ("nats://:secret@host?bucket=a.b", "use letters, digits, - and _"),
         ("dns://a..b:7400", "label empty"),
         ("k8s://a.b:7400?api=https://[::1", r"api='https://\[::1'"),
     ],

@@ -47,9 +47,9 @@ def test_who_is_meant(text: str, meant: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("decode", "no term"),
-        ("role=decode,", "no term"),
-        ("=decode", "no term"),
+        ("decode", "not a valid term"),
+        ("role=decode,", "not a valid term"),
+        ("=decode", "not a valid term"),
         ("role=a,role=b", "twice"),
         ("x" * 2000, "2000 characters"),
         (",".join(f"k{i}=1" for i in range(65)), "65 terms"),

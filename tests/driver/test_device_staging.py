@@ -368,7 +368,7 @@ async def test_a_device_that_is_gone_is_said_by_the_call(
 ) -> None:
     cache = Cache(near).paged
     near.close()
-    with pytest.raises(UsageError, match="there is none, or it was closed"):
+    with pytest.raises(UsageError, match="does not exist, or was closed"):
         pair.near.publish("t", cache, SOURCE)
 
 
@@ -386,7 +386,7 @@ async def test_the_event_of_a_layer(pair: Pair, near: SimulatedDevice) -> None:
     host = pair.right.pull("u", Cache(None, seed=None).paged, TARGET)
     with pytest.raises(UsageError, match="layer 0 has not landed yet"):
         inc.layer_event(0)
-    with pytest.raises(UsageError, match="lies in host memory; await layer"):
+    with pytest.raises(UsageError, match="is in host memory; use `await layer"):
         host.layer_event(0)
     async with pair.near.publish("t", source.paged, SOURCE) as out:
         out.ready()

@@ -48,7 +48,7 @@ def outgoing(stranger: Stranger) -> list[bytes]:
         ),
         (
             b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n",
-            "refused: the peer does not speak kvwire: it begins with b'GET /",
+            "refused: the peer does not speak kvwire: its first bytes are b'GET /",
         ),
     ],
 )

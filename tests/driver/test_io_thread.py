@@ -69,7 +69,7 @@ def test_a_call_that_takes_too_long_is_cancelled(thread: IOThread) -> None:
         finally:
             cancelled.set()
 
-    with pytest.raises(TimeoutError, match=r"not within 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"not done within 0\.01 s"):
         thread.call(wait(), timeout=0.01)
     assert cancelled.wait(10)
 
@@ -152,7 +152,7 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_left(
     assert began.wait(10)
     thread.close()
     assert result.cancelled()
-    assert "tasks that do not end, though they were cancelled" in caplog.text
+    assert "these tasks were cancelled and have not ended" in caplog.text
     assert "stubborn" in caplog.text
     let_go = True
     gc.collect()
@@ -197,7 +197,7 @@ def test_a_loop_that_stands_still_is_named_and_left(
 
     thread.post(block)
     thread.close()
-    assert "test-io does not end: its event loop stands still, at" in caplog.text
+    assert "test-io does not end: its event loop is blocked, at" in caplog.text
     assert not thread.ended
     go_on.set()
     thread._thread.join(10)

@@ -198,7 +198,7 @@ async def test_another_thread_is_refused(things: Things) -> None:
     await asyncio.to_thread(thread.join)
     owner = threading.current_thread().name
     for text in said:
-        assert "called from thread 'me', and what it is called on belongs" in text
+        assert "called from thread 'me', but the object belongs" in text
         assert f"event loop of thread {owner!r}" in text
         assert "loop.call_soon_threadsafe(...)" in text
         assert "kvwire.Engine" in text

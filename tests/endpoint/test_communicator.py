@@ -91,7 +91,7 @@ async def test_what_opens_a_communicator_does_so_once() -> None:
     async with opening as comm:
         with pytest.raises(UsageError, match=r"kvwire\.open: it was opened already"):
             await opening
-        with pytest.raises(UsageError, match="call it once more"):
+        with pytest.raises(UsageError, match="call it again"):
             await opening.__aenter__()
     assert comm.closed
     awaited = kvwire.open()
@@ -231,11 +231,13 @@ async def test_a_communicator_does_not_dial_itself(scheme: str) -> None:
     """Its transfers would wait for a peer that is nobody else."""
     async with kvwire.open() as comm:
         address = await comm.listen(anywhere(scheme))
-        with pytest.raises(kvwire.ConnectError, match="itself listens there") as caught:
+        with pytest.raises(
+            kvwire.ConnectError, match="dialled its own address"
+        ) as caught:
             await comm.connect(address)
         assert caught.value.address == str(address)
         peer = comm.peer(str(address))
-        with pytest.raises(kvwire.ConnectError, match="itself listens there"):
+        with pytest.raises(kvwire.ConnectError, match="dialled its own address"):
             await peer.connect()
         assert not comm.live_connections
 
@@ -251,7 +253,7 @@ async def test_nobody_listens_there(scheme: str) -> None:
     assert isinstance(caught.value, OSError)
     assert caught.value.address == str(address) in str(caught.value)
     assert caught.value.errno == errno.ECONNREFUSED
-    assert "refused" in str(caught.value) or "nobody" in str(caught.value)
+    assert "refused" in str(caught.value) or "nothing" in str(caught.value)
 
 
 @pytest.mark.parametrize("configured", [True, False])
@@ -347,7 +349,7 @@ async def test_connections_that_nobody_takes_are_bounded() -> None:
             async with await near.connect(address) as connection:
                 await connection.send(1, b"unread")
         await until(lambda: not far.live_connections)
-        with pytest.raises(HandshakeError, match="as many connections as it takes"):
+        with pytest.raises(HandshakeError, match="reached its connections_max"):
             await near.connect(address)
         await far.accept()
         await (await near.connect(address)).close()

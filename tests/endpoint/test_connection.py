@@ -84,7 +84,7 @@ async def test_what_cannot_be_discarded(pair: Pair) -> None:
         pair.right.discard(-1)
     received = asyncio.ensure_future(pair.right.recv(1))
     await asyncio.sleep(0)
-    with pytest.raises(kvwire.UsageError, match="cancel the receive first"):
+    with pytest.raises(kvwire.UsageError, match="cancel that receive first"):
         pair.right.discard(1)
     await pair.left.send(1, b"taken")
     assert await received == b"taken"

@@ -147,7 +147,9 @@ async def test_one_address_that_others_reach_needs_a_trust_mode(
     resolver(*hosts)
     async with kvwire.open() as comm:
         for verb in (comm.connect, comm.listen):
-            with pytest.raises(UsageError, match=r"192\.0\.2\.7, .*not this host"):
+            with pytest.raises(
+                UsageError, match=r"192\.0\.2\.7, .*other hosts can reach"
+            ):
                 await verb(f"{NAME}:7400")
 
 

@@ -100,7 +100,7 @@ async def test_a_grant_is_of_one_connection(pair: Pair) -> None:
     other_end = await anext(pair.far.connections())
     region = pair.far.register(bytearray(8), "readwrite")
     grant = region.grant(pair.right)
-    with pytest.raises(kvwire.UsageError, match="the peer has to grant anew"):
+    with pytest.raises(kvwire.UsageError, match="ask the peer for a new grant"):
         other.put(bytes(8), grant)
     with pytest.raises(kvwire.UsageError, match="another communicator"):
         region.grant(pair.left)
@@ -240,7 +240,7 @@ def test_bytes_and_back(grant: kvwire.Grant) -> None:
 def test_each_field_is_checked(at: int, value: bytes) -> None:
     raw = bytearray(GRANT.to_bytes())
     raw[at : at + len(value)] = value
-    with pytest.raises(kvwire.UsageError, match="no grant of this version"):
+    with pytest.raises(kvwire.UsageError, match="not a grant of this version"):
         kvwire.Grant.from_bytes(raw)
 
 

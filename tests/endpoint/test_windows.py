@@ -357,14 +357,14 @@ async def test_caches_that_do_not_fit(pair: Pair) -> None:
     other = Filled(spec=replace(STORED, head_dim=STORED.head_dim * 2))
     with pytest.raises(kvwire.ProfileMismatch, match="head_dim"):
         remote.get(window.offer([1]), into=other.cache, blocks=[0])
-    with pytest.raises(kvwire.UsageError, match="has blocks of a cache"):
+    with pytest.raises(kvwire.UsageError, match="exposes a cache"):
         remote.get(window.offer([1]), into=bytearray(100))
 
 
 async def test_blocks_that_do_not_fit_the_ticket(pair: Pair) -> None:
     """Nothing is sent."""
     window, remote = await opened(pair)
-    with pytest.raises(kvwire.UsageError, match="2 for a ticket of 1 blocks"):
+    with pytest.raises(kvwire.UsageError, match="passed 2, but the ticket's 1 blocks"):
         remote.get(window.offer([1]), into=Filled().cache, blocks=[0, 1])
 
 

@@ -117,7 +117,7 @@ async def _live(order: Order) -> None:
         end = await take_part(order, comm, conn, memory, lease_s=5.0)
         outcome = await end
         if not outcome.complete:
-            raise RuntimeError(f"the transfer did not end well: {outcome!r}")
+            raise RuntimeError(f"the transfer failed: {outcome!r}")
         await end.drained()
         # Whoever connected closes; the other one waits for that.
         if order.listens:

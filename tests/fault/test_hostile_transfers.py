@@ -271,5 +271,5 @@ async def test_an_answer_with_another_plan(produces: bool) -> None:
         outcome = await end
         assert not outcome.landed
         (reason,) = outcome.missing.reasons
-        assert "in different orders" in reason
+        assert "order the bytes differently" in reason
         await end.drained()

@@ -68,11 +68,11 @@ def test_all_five_are_read() -> None:
     [
         (
             action("kv.evict"),
-            "actions[0]: action_type='kv.evict': there is kv.share, kv.prefetch",
+            "actions[0]: action_type='kv.evict': use one of kv.share, kv.prefetch",
         ),
         (
             action("kv.pin", "2.0", ttl_s=1),
-            "actions[0]: kv.pin: action_version='2.0'; 0.1 and 1.0 are known",
+            "actions[0]: kv.pin: action_version='2.0'; use one of 0.1 and 1.0",
         ),
         (action("kv.pin"), "kv.pin: payload: Object missing required field `ttl_s`"),
         (action("kv.pin", ttl_s=-1), "kv.pin: payload: Expected `float` > 0"),
@@ -87,7 +87,7 @@ def test_all_five_are_read() -> None:
         (action("kv.demote", execute_at="later"), "Invalid enum value 'later'"),
         (
             action("kv.share", to="kvwire://elsewhere:1"),
-            "a request cannot send KV to an address",
+            "a request may not send KV to an address",
         ),
         ({"action_type": 7}, "actions[0]: Expected `str`, got `int`"),
     ],

@@ -82,8 +82,10 @@ def test_what_has_no_room_is_refused_or_said_once(
         for _ in range(2):
             assert store.put(KEYS[:1], pages, [0]).result() == [False]
     # The store has a line of its own about its tier.
-    (said,) = (one for one in caplog.messages if one.startswith("blocks are not saved"))
-    assert "blocks are not saved: a block of 2097152 bytes" in said
+    (said,) = (
+        one for one in caplog.messages if one.startswith("blocks were not saved")
+    )
+    assert "blocks were not saved: a block of 2097152 bytes" in said
 
 
 def test_a_second_end_is_none(store: PageStore) -> None:

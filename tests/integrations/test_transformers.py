@@ -243,5 +243,7 @@ def test_a_static_cache_in_blocks(model: Any) -> None:
     assert int(cache.groups["kv"].bases[1, 0]) == address
     with pytest.raises(UsageError, match="pass block_tokens="):
         PagedCache.of(static)
-    with pytest.raises(UsageError, match="need one sequence with a multiple"):
+    with pytest.raises(
+        UsageError, match="pass one sequence whose length is a multiple"
+    ):
         PagedCache.of(static, block_tokens=BLOCK_TOKENS + 1)

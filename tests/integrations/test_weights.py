@@ -174,14 +174,19 @@ def test_a_repository_that_was_downloaded(tmp_path: Path) -> None:
         for revision in ("a" * 40, "main")
     )
     assert only == one != main
-    with pytest.raises(UsageError, match="2 revisions of it are on this host"):
+    with pytest.raises(UsageError, match="2 of its revisions are on this host"):
         weights_name("org/model", cache=cache)
 
 
 def test_what_cannot_be_named_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="none of its files on this host are weights"):
+    with pytest.raises(
+        UsageError, match="found no weights among its files on this host"
+    ):
         weights_name(str(tmp_path))
-    for text, said in ((b"\xff" * 20, "no header"), (b"\2\0\0\0\0\0\0\0[]", "")):
+    for text, said in (
+        (b"\xff" * 20, "no safetensors header"),
+        (b"\2\0\0\0\0\0\0\0[]", ""),
+    ):
         (tmp_path / "model.safetensors").write_bytes(text)
         with pytest.raises(UsageError, match=f"its weights: .*{said}"):
             weights_name(str(tmp_path))

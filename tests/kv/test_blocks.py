@@ -29,17 +29,17 @@ TWO = {"full": 10, "window": 4}
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ([], "0 blocks; a transfer has 1 to"),
+        ([], "0 blocks; a transfer takes 1 to"),
         ([1, 10], "block id 10 at position 1 is out of range; .* blocks 0 to 9"),
         ([-1], "block id -1 at position 0"),
-        ([2, 5, 2], "block id 2 is there twice, again at position 2"),
+        ([2, 5, 2], "block id 2 appears twice, again at position 2"),
         ([[1], [2]], "a flat sequence of block ids, not 2-dimensional int64"),
         ([1.0], "not 1-dimensional float64"),
         ([True], "not 1-dimensional bool"),
         (5, "not 0-dimensional"),
         ([2**63], "out of range"),
-        (np.ma.array([1, 2], mask=[False, True]), "a masked array, whose mask lies"),
-        ({"full": [1]}, "no group 'full'; this cache has kv"),
+        (np.ma.array([1, 2], mask=[False, True]), "a masked array keeps its mask"),
+        ({"full": [1]}, "unknown group 'full'; this cache has kv"),
         ({}, "group 'kv' is missing"),
     ],
     ids=str,
@@ -63,7 +63,7 @@ def test_groups_have_to_be_named() -> None:
 
 def test_too_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "KV_BLOCKS_MAX", 3)
-    with pytest.raises(UsageError, match="4 blocks; a transfer has 1 to 3"):
+    with pytest.raises(UsageError, match="4 blocks; a transfer takes 1 to 3"):
         block_lists({"full": [1, 2], "window": [1, 2]}, TWO)
 
 
@@ -116,7 +116,7 @@ def test_positions_and_ids() -> None:
     assert blocks.ids("a").tolist() == [7, 3, 5]
     assert blocks.groups == ("a",)
     assert repr(blocks) == "BlockSet(a: 3)"
-    with pytest.raises(UsageError, match="no group 'b'; there is a"):
+    with pytest.raises(UsageError, match="unknown group 'b'; the groups are a"):
         blocks.ids("b")
 
 

@@ -137,5 +137,7 @@ def test_groups_without_floats_keep_their_bytes() -> None:
 def test_a_cache_without_floats_is_refused() -> None:
     spec = KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="int8")
     cache = PagedCache(spec, [np.zeros((3, 2, 2, 1, 4), np.int8)])
-    with pytest.raises(UsageError, match=r"codec='fp8': this cache has no tokens of"):
+    with pytest.raises(
+        UsageError, match=r"codec='fp8': it needs a cache whose elements are"
+    ):
         CodedCache(cache, cache.block_lists([1]), ROW_CODECS["fp8"])

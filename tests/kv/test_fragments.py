@@ -83,7 +83,7 @@ def test_merging_what_does_not_touch_is_free() -> None:
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 5), (4, 1), (2, -1)])
 def test_ranges_outside_are_refused(offset: int, length: int) -> None:
-    with pytest.raises(UsageError, match="of a stream of 4 bytes"):
+    with pytest.raises(UsageError, match="is outside the stream of 4 bytes"):
         make([(0, 2), (5, 2)]).slice(offset, length)
 
 
@@ -92,9 +92,9 @@ def test_arrays_that_are_no_fragments() -> None:
     wrong: list[tuple[Any, Any, str]] = [
         (good, np.array([4, 8]), "must be uint64"),
         (good.astype(np.int64), good, "must be uint64"),
-        (good, good[:1], "1-D and as long"),
-        (good[None, :], good[None, :], "1-D and as long"),
-        (good, np.array([4, 0], np.uint64), "a fragment of 0 bytes"),
+        (good, good[:1], "1-D and of the same length"),
+        (good[None, :], good[None, :], "1-D and of the same length"),
+        (good, np.array([4, 0], np.uint64), "a fragment has 0 bytes"),
     ]
     for addresses, lengths, message in wrong:
         with pytest.raises(UsageError, match=message):

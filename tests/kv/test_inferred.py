@@ -63,7 +63,9 @@ def test_a_latent_has_no_heads() -> None:
 def test_the_rest_is_said() -> None:
     """A fingerprint, a stage, and the type of elements in raw memory."""
     raw = [torch_like(t, "torch.uint16") for t in layers(9, 2, 16, 4, 8)]
-    with pytest.raises(UsageError, match="say what they hold, such as dtype="):
+    with pytest.raises(
+        UsageError, match="pass the type that they represent, such as dtype="
+    ):
         PagedCache.of(raw)
     cache = PagedCache.of(raw, dtype="bfloat16", fingerprint="m", first_layer=3)
     assert (cache.spec.dtype, cache.spec.layer_indices) == ("bfloat16", range(3, 6))
@@ -72,11 +74,11 @@ def test_the_rest_is_said() -> None:
 @pytest.mark.parametrize(
     ("tensors", "options", "error"),
     [
-        (layers(2, 2, 16, 4, 8), {}, "more than one way"),
-        (layers(9, 3, 16, 4, 8), {}, "or in none; name its axes"),
+        (layers(2, 2, 16, 4, 8), {}, "is ambiguous"),
+        (layers(9, 3, 16, 4, 8), {}, "fits no known layout; name its axes"),
         (layers(9, 16, 4, 8), {}, "name its axes"),
-        ([], {}, "there are no tensors"),
-        (np.zeros((9, 2, 16, 4, 8), np.float16), {}, "one tensor for all layers"),
+        ([], {}, "pass at least one tensor"),
+        (np.zeros((9, 2, 16, 4, 8), np.float16), {}, "one tensor of all layers"),
         (
             np.zeros((9, 2, 16, 4, 8)),
             {"layout": PLAIN},
@@ -92,8 +94,16 @@ def test_the_rest_is_said() -> None:
             {"layout": PLAIN},
             "has 4 dimensions",
         ),
-        (layers(9, 2, 16, 4, 8), {"block_tokens": 16}, "for caches of transformers"),
-        (layers(9, 2, 16, 4, 8, dtype=np.float64), {}, "elements of type float64"),
+        (
+            layers(9, 2, 16, 4, 8),
+            {"block_tokens": 16},
+            "only for a cache of the transformers",
+        ),
+        (
+            layers(9, 2, 16, 4, 8, dtype=np.float64),
+            {},
+            "the elements have type float64",
+        ),
         (
             [*layers(9, 2, 16, 4, 8)[:2], np.zeros((9, 2, 8, 4, 8), np.float16)],
             {},

@@ -165,7 +165,7 @@ def test_boxes_that_nobody_would_tell(boxes: list[Segment]) -> None:
     """A thousand that each are everything, or leave out 70,000 pieces, cost seconds."""
     landed = Landed(plan_of({"kv": (WIDE, list(range(9)))}))
     before = landed.left
-    with pytest.raises(UsageError, match="overlap, or are not cut by rows"):
+    with pytest.raises(UsageError, match="overlap or do not follow rows"):
         landed.mark_boxes(boxes)
     assert landed.left == before
 

@@ -17,7 +17,7 @@ MLA = KVSpec(layers=3, kv_heads=1, head_dim=8, block_tokens=2, components=1)
     [
         ("block heads dim", "no axis 'heads'; the axes are layer, block, kv, token"),
         ("nhd", "no axis 'nhd'.* NHD and HND"),
-        ("block dim block", "axis 'block' is there twice"),
+        ("block dim block", "axis 'block' appears twice"),
         ("token head dim", "axis 'block' is missing"),
         ("", "axis 'block' is missing"),
     ],

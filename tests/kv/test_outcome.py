@@ -143,5 +143,5 @@ def test_a_join_is_of_the_same_blocks() -> None:
     shorter = replace(first, tokens={"full": 12, "window": 11})
     with pytest.raises(UsageError, match="group 'window' has tokens=12 in one"):
         join_outcomes([first, shorter])
-    with pytest.raises(UsageError, match="no outcome to join"):
+    with pytest.raises(UsageError, match="pass at least one outcome"):
         join_outcomes([])

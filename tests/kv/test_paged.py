@@ -161,7 +161,7 @@ def wrong_tensors() -> list[tuple[Any, str, str]]:
         (layers(0, 2, 2, 4, 8), named, "of 0 .* should be blocks"),
         ([good[0][:, :, ::-1]] * 3, named, "'token' has stride -64; .* flipped nor"),
         ([expanded] * 3, named, "axis 'kv' has stride 0"),
-        ([gaps] * 3, named, "'dim' is the innermost and has a stride of 4 bytes"),
+        ([gaps] * 3, named, "the innermost axis 'dim' has a stride of 4 bytes"),
         ([overlap[:4]] * 3, named, "'kv' has a stride of 256 bytes, less than the 512"),
         (good[0], "NHD", r"the cross-layer tensor: shape \(9, 2, 2, 4, 8\) is not NHD"),
         ([(keys[0], good[0])] * 3, "NHD", r"tensors\[0\]\[1\]: shape"),

@@ -76,7 +76,7 @@ def test_marks_of_groups_name_their_group() -> None:
     plan = plan_for(cache, {"a": [0, 2], "b": [1]}, cache, PlanSide.PRODUCER)
     assert segments_of(plan, 1, slice(1, 2), group="a") == (Segment(0, 1, 1, 1, 1),)
     assert segments_of(plan, group="b") == (Segment(1, 0, 2, 0, 1),)
-    with pytest.raises(UsageError, match="no group 'c'; there is a, b"):
+    with pytest.raises(UsageError, match="unknown group 'c'; the groups are a, b"):
         plan.group_index("c")
 
 
@@ -131,7 +131,7 @@ def test_a_cache_that_cannot_be_written_receives_nothing() -> None:
         tensor.flags.writeable = False
     cache = PagedCache(SPEC4, tensors)
     plan_for(cache, [0], cache, PlanSide.PRODUCER)
-    with pytest.raises(UsageError, match="not writable"):
+    with pytest.raises(UsageError, match="read-only"):
         plan_for(cache, [0], cache, PlanSide.CONSUMER)
 
 
@@ -170,7 +170,7 @@ def test_a_peer_whose_order_would_make_crumbs_of_our_memory(
         (segment,) = plan.segments()
         assert len(plan.fragments(segment)) == elements
         return
-    with pytest.raises(ProfileMismatch, match=f"in {elements} pieces here") as caught:
+    with pytest.raises(ProfileMismatch, match=f"become {elements} pieces") as caught:
         TransferPlan(cache, range(blocks), peer, side)
     assert caught.value.fields == ("order",)
 
@@ -178,8 +178,11 @@ def test_a_peer_whose_order_would_make_crumbs_of_our_memory(
 def test_have_names_groups_and_fits_the_list() -> None:
     cache = Store(SPEC4, 3, LAYOUTS["NHD"]).cache()
     wrong: list[tuple[Any, str]] = [
-        ({"full": np.ones(1, np.bool_)}, "no group 'full'"),
-        ({"kv": np.ones(2, np.bool_)}, r"shape \(2,\); the consumer's list has 1"),
+        ({"full": np.ones(1, np.bool_)}, "unknown group 'full'"),
+        (
+            {"kv": np.ones(2, np.bool_)},
+            r"shape \(2,\); pass one bool for each of the consumer's 1",
+        ),
         ({"kv": np.ones(1, np.int64)}, "int64 of shape"),
     ]
     for have, message in wrong:

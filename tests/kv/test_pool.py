@@ -66,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
     def touch(self, data: Any) -> None:
         blocks = data.draw(self._some([*self._held(), *self.names]))
         if any(not self.held[b] and b not in self.names for b in blocks):
-            with pytest.raises(UsageError, match="is free and nothing is in it"):
+            with pytest.raises(UsageError, match="is free and has no cached content"):
                 self.pool.touch(blocks)
             return
         self.pool.touch(blocks)
@@ -86,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
             b in self.names and self.names[b] != name for b, name in pairs
         )
         if refused:
-            with pytest.raises(UsageError, match=r"is not held|is named .* already"):
+            with pytest.raises(UsageError, match=r"is not held|already has the hash"):
                 self.pool.cache(blocks, names)
             return
         self.pool.cache(blocks, names)
@@ -153,13 +153,13 @@ def test_wrong_calls_change_nothing() -> None:
     pool = BlockPool(3, 4)
     blocks = pool.allocate(2)
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: pool.free([0, 3]), "block 3 is not one of 0 to 2"),
-        (lambda: pool.free([-1]), "block -1 is not one of 0 to 2"),
-        (lambda: pool.free([0, 0]), "block 0 is there twice"),
+        (lambda: pool.free([0, 3]), "block 3 does not exist; the pool has 0 to 2"),
+        (lambda: pool.free([-1]), "block -1 does not exist; the pool has 0 to 2"),
+        (lambda: pool.free([0, 0]), "block 0 appears twice"),
         (lambda: pool.free([0, 2]), "block 2 is not held"),
-        (lambda: pool.touch([0, 2]), "block 2 is free and nothing is in it"),
+        (lambda: pool.touch([0, 2]), "block 2 is free and has no cached content"),
         (lambda: pool.cache([0], []), "0 hashes for 1 blocks"),
-        (lambda: pool.evict([1, 1]), "block 1 is there twice"),
+        (lambda: pool.evict([1, 1]), "block 1 appears twice"),
         (lambda: pool.ref_count(3), "block 3 is not one of"),
         (lambda: pool.hash_of(-1), "block -1 is not one of"),
         (lambda: pool.allocate(-1), r"allocate\(-1\)"),

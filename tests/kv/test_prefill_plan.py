@@ -165,7 +165,9 @@ def test_groups(
 
 def test_blocks_are_shared_as_a_prefix_only() -> None:
     """A lost block behind different blocks cannot be computed for both."""
-    with pytest.raises(UsageError, match=r"'b' lacks block 2 .* only as a prefix"):
+    with pytest.raises(
+        UsageError, match=r"'b' lacks block 2 .* only as a common prefix"
+    ):
         plan(
             request("a", [1, 2]),
             request("b", [3, 2]),
@@ -222,7 +224,7 @@ def test_numbers_of_any_type() -> None:
 
 
 def test_requests_that_contradict_each_other_are_named() -> None:
-    with pytest.raises(UsageError, match="request 'a' is there twice"):
+    with pytest.raises(UsageError, match="request 'a' appears twice"):
         plan(request("a", [1]), request("a", [2]))
     other = PrefillRequest(id="b", num_tokens=4, blocks=[2], block_tokens=8)
     with pytest.raises(

@@ -62,14 +62,14 @@ def test_bfloat16_of_a_cuda_array_is_bytes() -> None:
     for typestr in ("<V2", "<u2"):
         view = tensor_view(CudaArray(typestr=typestr), "t")
         view.require_dtype("bfloat16", "t")
-        with pytest.raises(UsageError, match="the spec says float16"):
+        with pytest.raises(UsageError, match="but the spec has float16"):
             view.require_dtype("float16", "t")
 
 
 def test_which_gpu_a_cuda_array_is_on() -> None:
     array = CudaArray()
     array.device = SimpleNamespace()
-    with pytest.raises(UsageError, match="t: a CudaArray does not say which GPU"):
+    with pytest.raises(UsageError, match="t: a CudaArray does not name its GPU"):
         tensor_view(array, "t")
     array.__dlpack_device__ = lambda: (2, 3)  # type: ignore[attr-defined]
     assert tensor_view(array, "t").device == Device(MemoryKind.CUDA, 3)
@@ -83,7 +83,7 @@ def test_a_masked_cuda_array_is_refused() -> None:
 OTHER_ORDER = "<f4" if sys.byteorder == "big" else ">f4"
 # Each looks like elements of the spec's type, and its memory holds something else.
 NOT_ITS_VALUES: dict[str, tuple[Any, DType, str]] = {
-    "byte order": (np.zeros(3, OTHER_ORDER), "float32", "the other byte order"),
+    "byte order": (np.zeros(3, OTHER_ORDER), "float32", "the opposite byte"),
     "raw, byte order": (
         np.zeros(3, OTHER_ORDER.replace("f4", "u2")),
         "bfloat16",
@@ -94,7 +94,7 @@ NOT_ITS_VALUES: dict[str, tuple[Any, DType, str]] = {
     "fields, byte order": (np.zeros(3, [("a", OTHER_ORDER)]), "float32", "has fields"),
     "records": (np.rec.array([(1,)], [("a", "<f4")]), "float32", "has fields"),
     "objects": (np.zeros(3, object), "float32", "dtype is object"),
-    "GPU, byte order": (CudaArray(typestr=OTHER_ORDER), "float32", "other byte order"),
+    "GPU, byte order": (CudaArray(typestr=OTHER_ORDER), "float32", "opposite byte"),
     "GPU, fields": (
         CudaArray(typestr="|V2", descr=[("a", "|u1"), ("b", "|i1")]),
         "bfloat16",
@@ -189,7 +189,7 @@ def test_what_dlpack_does_not_export_is_refused() -> None:
     read_only = np.zeros(3)
     read_only.flags.writeable = False
     for wrong in (OnlyDLPack(read_only), OnlyDLPack(None, capsule=object())):
-        with pytest.raises(UsageError, match="t: a OnlyDLPack that DLPack does not"):
+        with pytest.raises(UsageError, match="t: DLPack cannot export this OnlyDLPack"):
             tensor_view(wrong, "t")
     with pytest.raises(UsageError, match="t: device is number 8 of DLPack"):
         tensor_view(OnlyDLPack(read_only, (8, 0)), "t")
@@ -237,5 +237,5 @@ def test_dtypes_that_stand_for_another(stored: Any, dtype: DType, fits: bool) ->
     if fits:
         view.require_dtype(dtype, "t")
         return
-    with pytest.raises(UsageError, match=f"t: dtype is {view.dtype} and the spec says"):
+    with pytest.raises(UsageError, match=f"t: dtype is {view.dtype}, but the spec has"):
         view.require_dtype(dtype, "t")

@@ -52,7 +52,7 @@ def test_sizes_are_whole_pages_and_used_up() -> None:
     with Arena(1) as arena:
         assert arena.nbytes == mmap.PAGESIZE
         arena.buffer(mmap.PAGESIZE - 64)
-        with pytest.raises(UsageError, match="65 bytes of an arena of"):
+        with pytest.raises(UsageError, match="65 bytes do not fit"):
             arena.buffer(65)
         assert len(arena.buffer(64)) == 64
         assert "used" in repr(arena)
@@ -63,23 +63,23 @@ def test_what_cannot_be_shared_is_refused() -> None:
         with pytest.raises(UsageError, match="at least 1 byte"):
             Arena(nbytes)
     with Arena(4096) as arena:
-        with pytest.raises(UsageError, match="can be shared"):
+        with pytest.raises(UsageError, match="cannot be shared"):
             arena.numpy(3, object)
-        with pytest.raises(UsageError, match="0 bytes of an arena"):
+        with pytest.raises(UsageError, match="0 bytes"):
             arena.buffer(0)
         assert arena.numpy((0, 4), np.int8).shape == (0, 4)
 
 
 def test_elsewhere_than_on_linux_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(UsageError, match="on Linux only"):
+    with pytest.raises(UsageError, match="only Linux"):
         Arena(4096)
 
 
 def test_it_is_not_unmapped_under_an_array() -> None:
     arena = Arena(4096)
     array = arena.numpy(4, np.int64)
-    with pytest.raises(UsageError, match="still alive"):
+    with pytest.raises(UsageError, match="still referenced"):
         arena.close()
     array[:] = 3
     assert array.sum() == 12

@@ -95,7 +95,7 @@ def test_read_only_memory_is_good_for_sending_only() -> None:
         as_payload(b"abc", writable=True, what="into")
     with pytest.raises(UsageError, match="into: ndarray is read-only"):
         as_payload(frozen, writable=True, what="into")
-    with pytest.raises(UsageError, match="fragments are read-only"):
+    with pytest.raises(UsageError, match="fragments is read-only"):
         as_payload(fragments, writable=True)
 
 
@@ -131,7 +131,7 @@ def test_pointers_are_refused(buffer: Any) -> None:
 def test_a_masked_array_is_refused() -> None:
     """Half of it is its mask, which lies elsewhere."""
     masked = np.ma.array([1, 2], mask=[False, True])
-    with pytest.raises(UsageError, match="MaskedArray is no memory that kvwire can"):
+    with pytest.raises(UsageError, match="MaskedArray is not memory that kvwire can"):
         as_payload(masked, writable=False)
 
 

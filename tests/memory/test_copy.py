@@ -145,7 +145,7 @@ def test_nothing_to_copy() -> None:
 
 
 def test_lengths_must_agree() -> None:
-    with pytest.raises(UsageError, match="3 bytes into a destination of 4"):
+    with pytest.raises(UsageError, match="3 bytes do not fit a destination of 4"):
         copy(memoryview(b"abc"), memoryview(bytearray(4)))
 
 

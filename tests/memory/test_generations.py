@@ -76,7 +76,7 @@ def test_ids_beyond_the_table(beyond: int) -> None:
     before = table.current(np.array([5, 6]))
     tickets = np.array([before[0], 1, before[1]], np.uint64)
     assert table.same(ids, tickets).tolist() == [True, False, True]
-    with pytest.raises(UsageError, match="1 of 3 ids are not from 0 to 39"):
+    with pytest.raises(UsageError, match="1 of 3 ids are outside 0 to 39"):
         table.renew(ids)
     assert not table.same(np.array([5, 6]), before).any()
     table.close()

@@ -389,7 +389,7 @@ def test_what_waits_is_dropped_too() -> None:
 def test_what_a_receive_waits_for_is_not_discarded() -> None:
     pair = ConnectionPair()
     receive = pair.server.recv(TAG, 100)
-    with pytest.raises(errors.UsageError, match="cancel the receive first"):
+    with pytest.raises(errors.UsageError, match="cancel that receive first"):
         pair.server.core.messages.discard(TAG)
     pair.server.cancel(receive)
     assert pair.server.core.messages.discard(TAG) == 0

@@ -43,7 +43,7 @@ def test_a_new_key_is_random_and_for_its_owner_alone(tmp_path: Path) -> None:
 def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
     path = key_file(tmp_path)
     before = path.read_bytes()
-    with pytest.raises(UsageError, match="never overwritten"):
+    with pytest.raises(UsageError, match="never overwrites"):
         keys.write_key_file(path)
     assert path.read_bytes() == before
 
@@ -56,10 +56,10 @@ def test_a_key_that_cannot_be_written(tmp_path: Path) -> None:
 def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path) -> None:
     for content, said in [
         (b"", "0 bytes.*kvwire keygen"),
-        (b"ab" * (PSK_BYTES_MIN - 1), "31 bytes; 32 to 1024"),
-        (b"ab" * (PSK_BYTES_MAX + 1), "no hexadecimal key|1025 bytes"),
-        (b"secret words, not hexadecimal", "no hexadecimal key"),
-        (b"\xff" * PSK_BYTES_MIN, "no hexadecimal key"),
+        (b"ab" * (PSK_BYTES_MIN - 1), "31 bytes; it needs 32 to 1024"),
+        (b"ab" * (PSK_BYTES_MAX + 1), "not contain a hexadecimal key|1025 bytes"),
+        (b"secret words, not hexadecimal", "not contain a hexadecimal key"),
+        (b"\xff" * PSK_BYTES_MIN, "not contain a hexadecimal key"),
     ]:
         path = tmp_path / "key"
         path.write_bytes(content)

@@ -273,7 +273,7 @@ def test_a_key_that_others_can_reach(authority: Authority) -> None:
 def test_a_key_of_another_certificate(authority: Authority) -> None:
     other = authority.issue(NEAR).config["tls_key_file"]
     config = authority.config(FAR) | {"tls_key_file": other}
-    expect_refused(config, f"{other} is not the key of tls_cert_file")
+    expect_refused(config, f"{other} does not belong to tls_cert_file")
 
 
 def test_an_encrypted_key_asks_nobody(authority: Authority, folder: Path) -> None:
@@ -320,7 +320,7 @@ def test_files_that_have_changed_are_read_again(
     new = authority.issue(NEAR)
     replaced(config["tls_cert_file"], new.cert_file.read_bytes())
     assert files.current() is before
-    assert "is not the key of" in caplog.text
+    assert "does not belong to" in caplog.text
     caplog.clear()
     assert files.current() is before
     assert not caplog.records  # once
@@ -407,7 +407,7 @@ def test_without_a_descriptor_for_a_moment(
         patched.setattr(module, call, exhausted)
         for _ in range(2):
             assert files.current() is before
-    assert caplog.text.count("are not used") == 1
+    assert caplog.text.count("cannot be used") == 1
     assert files.current() is not before
 
 

@@ -104,7 +104,7 @@ def test_tokens_of_a_hash_out_of_range(tokens: Any) -> None:
         SPEC, np.zeros((2, 3, 2, 4, 2, 8), np.float16), AxisOrder(_LAYOUT)
     )
     (group,) = cache.groups.values()
-    with pytest.raises(UsageError, match="tokens of one hash"):
+    with pytest.raises(UsageError, match="tokens that one hash covers"):
         namespace.namespace_of(group, tokens)
 
 

@@ -138,7 +138,7 @@ async def test_a_recording_is_bounded_and_the_store_goes_on(
     path = the_only(tmp_path)
     assert 2048 < path.stat().st_size <= 4096
     assert "its directory is full; give record= a larger ?size=" in caplog.text
-    assert caplog.text.count("the recording") == 1
+    assert caplog.text.count("has stopped: ") == 1
     assert (await replayed(path, ["memory:1MiB"])).lines
 
 
@@ -242,7 +242,7 @@ async def test_blocks_of_tenants_expire_by_the_time_of_the_trace() -> None:
     assert replay.report().hit_blocks == 2
     await replay.play(line(61, tenant="acme", op=TraceOp.GET))
     assert replay.report().hit_blocks == 2
-    with pytest.raises(UsageError, match="tenant='other': there is acme"):
+    with pytest.raises(UsageError, match="tenant='other': the tenants are acme"):
         await replay.play(line(62, tenant="other"))
 
 
@@ -296,10 +296,13 @@ def test_a_line_that_is_none_is_named(line: str, why: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("tiers", "why"),
     [
-        (["disk:x?size=1GiB"], "a replay has memory:SIZE first"),
-        (["memory:1MiB", "redis://here"], "which stand for a server's tiers as well"),
-        (["memory:1MiB", "disk:x?size=1GiB&codec=zstd-planes"], "is not replayed"),
-        (["memory:1MiB?sync=put"], "no option 'sync'"),
+        (["disk:x?size=1GiB"], "a replay takes memory:SIZE first"),
+        (["memory:1MiB", "redis://here"], "also represent a server's tiers"),
+        (
+            ["memory:1MiB", "disk:x?size=1GiB&codec=zstd-planes"],
+            "a replay takes no codec=",
+        ),
+        (["memory:1MiB?sync=put"], "unknown option 'sync'"),
         (["memory:1MiB?slab=64KiB"], "has no room in a slab of 65536 bytes"),
     ],
 )
@@ -313,7 +316,7 @@ async def test_tiers_that_cannot_be_replayed_are_refused(
 
 
 async def test_the_size_of_a_block_has_to_be_known() -> None:
-    with pytest.raises(UsageError, match="does not have the size of a block: pass it"):
+    with pytest.raises(UsageError, match="does not give the block size: pass it"):
         await Replay(["memory:1MiB"]).play(
             TraceLine(timestamp=0, input_length=0, output_length=0, hash_ids=[1])
         )

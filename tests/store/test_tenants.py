@@ -25,7 +25,7 @@ WRONG: list[tuple[Any, str]] = [
     (7, "write 'acme"),
     ("", "letters"),
     ("a/b", "letters"),
-    ("a?size=1GiB", "no option 'size'"),
+    ("a?size=1GiB", "unknown option 'size'"),
     ("a?ttl=0", "ttl='0'"),
     ("a?ttl=x", "ttl='x'"),
     ("a?quota=1", "allowed"),
@@ -47,7 +47,7 @@ def test_tenants_are_numbered_named_once_and_bounded() -> None:
     both = Tenants(["a", "b"])
     assert [both.number(name) for name in ("", "a", "b", "c")] == [0, 1, 2, 0]
     both.require("b")
-    with pytest.raises(UsageError, match="there is a, b"):
+    with pytest.raises(UsageError, match="the tenants are a, b"):
         both.require("c")
     with pytest.raises(UsageError, match="twice"):
         Tenants(["a", "a?ttl=1"])

@@ -35,15 +35,15 @@ def test_one_hash_for_each_block() -> None:
 
 def test_a_last_block_that_is_not_full_has_no_name() -> None:
     assert listed_hashes([b"a", b"b"], geometry(tokens=9)) == {"kv": [b"a", b"b"]}
-    with pytest.raises(UsageError, match="2 for the 3 blocks"):
+    with pytest.raises(UsageError, match="2 hashes for 3 blocks"):
         listed_hashes([b"a", b"b"], geometry(tokens=12))
 
 
 @pytest.mark.parametrize(
     ("hashes", "groups", "said"),
     [
-        ([b"a"], {}, "1 for the 3 blocks of group 'kv'"),
-        ([b"a"] * 4, {}, "4 for the 3 blocks"),
+        ([b"a"], {}, "1 hashes for 3 blocks of group 'kv'"),
+        ([b"a"] * 4, {}, "4 hashes for 3 blocks"),
         ([b"a", 7, b"c"], {}, "one of group 'kv' is not bytes"),
         ([b"a", "b", b"c"], {}, "one of group 'kv' is not bytes"),
         ([b"a", b"b", b"c"], {"f": 2, "w": 1}, "pass {group: hashes} for f, w"),
@@ -76,7 +76,7 @@ def test_content_takes_the_place_of_hashes() -> None:
     assert digest({"kv": [b"a"]}, b"x") == digest({"kv": [b"b", b"c"]}, b"x")
     assert len({digest({}, b"x"), digest({}, b"y"), digest({"kv": [b"x"]})}) == 3
     for odd in ("x", b""):
-        with pytest.raises(UsageError, match="bytes that name the tokens"):
+        with pytest.raises(UsageError, match="bytes that identify the tokens"):
             digest({}, odd)
 
 
@@ -96,5 +96,5 @@ def test_what_is_here_by_collection_or_predicate(have: Any) -> None:
 
 @pytest.mark.parametrize("have", [b"b", bytearray(b"b"), "b", [[b"b"]], 5])
 def test_what_is_no_collection_of_hashes_is_refused(have: Any) -> None:
-    with pytest.raises(UsageError, match="have=: a collection of hashes"):
+    with pytest.raises(UsageError, match="have=: pass a collection of hashes"):
         held(have, {"kv": [b"b"]}, {"kv": np.arange(1)})

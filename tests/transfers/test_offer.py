@@ -160,7 +160,7 @@ def test_hashes_are_compared_where_both_give_them(
 def test_the_answer_s_plan_must_be_ours() -> None:
     answer = Fields().made(plan=b"ours")
     answer.require_same_plan(b"ours")
-    with pytest.raises(ProfileMismatch, match="in different orders") as caught:
+    with pytest.raises(ProfileMismatch, match="order the bytes differently") as caught:
         answer.require_same_plan(b"another")
     assert caught.value.fields == ("plan",)
 

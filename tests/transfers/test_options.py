@@ -57,12 +57,12 @@ GROUPED = kvwire.PagedCache.grouped({name: (SPEC, Memory().tensors) for name in 
 # Beside those of docs/reference/wrong-uses.md.
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"blocks": [3, BLOCKS]}, "block id 32 at position 1 is out of range"),
-    ({"blocks": [3, 1, 3]}, "block id 3 is there twice, again at position 2"),
+    ({"blocks": [3, 1, 3]}, "block id 3 appears twice, again at position 2"),
     ({"blocks": [[1], [2]]}, "not 2-dimensional"),
-    ({"blocks": {"window": [1]}}, "no group 'window'"),
+    ({"blocks": {"window": [1]}}, "unknown group 'window'"),
     ({"tokens": 3}, "tokens=3 is 1 blocks of 4 tokens"),
     ({"tokens": 13}, "tokens=13 is 4 blocks of 4 tokens"),
-    ({"tokens": {"window": 12}}, "no group window"),
+    ({"tokens": {"window": 12}}, "unknown group window"),
     ({"priority": -1}, "priority=-1: 0 to 255"),
     ({"priority": 1.5}, "priority=1.5: 0 to 255"),
     ({"lease_s": float("nan")}, "lease_s=nan"),
@@ -70,16 +70,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"deadline": -1.0}, "deadline=-1.0"),
     ({"deadline": float("nan")}, "deadline=nan"),
     ({"hashes": {"window": [b"a"]}}, "hashes: the groups are kv"),
-    ({"id": "x" * 256}, "a transfer id of 256 bytes"),
+    ({"id": "x" * 256}, "the transfer id has 256 bytes"),
     ({"id": None}, "transfer id None: pass a str, bytes or int"),
-    ({"cache": Memory().tensors}, "PagedCache is needed, and"),
+    ({"cache": Memory().tensors}, "PagedCache, not"),
     ({"cache": GROUPED}, "has the groups full, window"),
     ({"cache": GROUPED, "blocks": {"full": LIST}}, "group 'window' is missing"),
     ({"cache": GROUPED, "blocks": EACH, "hashes": [b"a"]}, "pass {group: hashes}"),
 ]
 # Of an end that receives.
 WRONG_HAVE: list[tuple[dict[str, Any], str]] = [
-    ({"have": {b"a"}}, "only with hashes="),
+    ({"have": {b"a"}}, "it needs hashes="),
     ({"hashes": [b"a"] * 3, "have": 7}, "or a predicate"),
 ]
 
@@ -115,7 +115,7 @@ async def test_tensors_that_are_not_contiguous_are_moved_as_they_lie(w: World) -
 async def test_an_id_that_is_in_use(w: World, verb: str) -> None:
     call = verbs(w)[verb]
     first = call("t", w.source.cache, LIST)
-    with pytest.raises(kvwire.UsageError, match="already, and has not ended"):
+    with pytest.raises(kvwire.UsageError, match="already and has not ended"):
         call("t", w.source.cache, LIST)
     # As text, bytes and number it is three names.
     others = [call(id, w.source.cache, LIST) for id in (b"t", 116)]

@@ -145,7 +145,7 @@ TOKENS = len(LIST) * SPEC.block_tokens - 1
 @scenario("inproc")
 async def test_a_block_that_is_not_named_is_not_marked(w: World) -> None:
     out = w.p.publish("t", w.source.cache, LIST[:2], tokens=TOKENS, growing=True)
-    with pytest.raises(kvwire.UsageError, match="only 2 are named"):
+    with pytest.raises(kvwire.UsageError, match="only 2 are listed"):
         out.ready(layers=0)
     with pytest.raises(kvwire.UsageError, match="never marked"):
         out.finish()
@@ -210,12 +210,12 @@ async def test_names_that_cannot_be(w: World) -> None:
     cache = w.source.cache
     with pytest.raises(kvwire.UsageError, match="tokens="):
         w.p.publish("t", cache, LIST, growing=True)
-    with pytest.raises(kvwire.UsageError, match="more than the 1"):
+    with pytest.raises(kvwire.UsageError, match="exceed the 1 blocks"):
         w.p.publish("t", cache, LIST, tokens=1, growing=True)
     out = w.p.publish("t", cache, LIST[:2], tokens=TOKENS, growing=True)
     for blocks, said in (
-        (LIST[:1], f"block {LIST[0]} .* was named before"),
-        ([20, 21, 22, 23], "2 of 5 are named"),
+        (LIST[:1], f"block {LIST[0]} .* is already listed"),
+        ([20, 21, 22, 23], "2 of 5 are already listed"),
         ([10_000], "out of range"),
     ):
         with pytest.raises(kvwire.UsageError, match=said):

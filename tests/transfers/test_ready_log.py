@@ -73,21 +73,21 @@ async def test_layers_are_the_model_s_and_blocks_are_positions() -> None:
 @pytest.mark.parametrize(
     ("layers", "blocks", "said"),
     [
-        (1, None, "layers of group 'kv': 1 is not one of 2 to 5"),
-        (6, None, "layers of group 'kv': 6 is not one of 2 to 5"),
-        (-1, None, "layers of group 'kv': -1 is not one of 2 to 5"),
-        (2.0, None, "layers of group 'kv': 2.0 is neither a number nor a slice"),
-        (True, None, "layers of group 'kv': True is neither a number nor a slice"),
-        (None, False, "blocks of group 'kv': False is neither a number nor a slice"),
-        (None, slice(False, 2), "blocks of .*: False is neither a number nor a slice"),
-        ("2", None, "layers of group 'kv': '2' is neither a number nor a slice"),
-        (slice(1, 3), None, "1 to 3 .* is not a part of 2 to 6"),
-        (slice(2, 7), None, "2 to 7 .* is not a part of 2 to 6"),
-        (slice(2, 6, 2), None, r"\(step 2\) is not a part of 2 to 6"),
-        (slice("a", None), None, "'a' is neither a number nor a slice"),
-        (None, 3, "blocks of group 'kv': 3 is not one of 0 to 2"),
-        (None, 5, "blocks of group 'kv': 5 is not one of 0 to 2"),
-        (None, slice(2, 1), "2 to 1 .* is not a part of 0 to 3"),
+        (1, None, "layers of group 'kv': 1 is outside 2 to 5"),
+        (6, None, "layers of group 'kv': 6 is outside 2 to 5"),
+        (-1, None, "layers of group 'kv': -1 is outside 2 to 5"),
+        (2.0, None, "layers of group 'kv': 2.0 must be a number or a slice"),
+        (True, None, "layers of group 'kv': True must be a number or a slice"),
+        (None, False, "blocks of group 'kv': False must be a number or a slice"),
+        (None, slice(False, 2), "blocks of .*: False must be a number or a slice"),
+        ("2", None, "layers of group 'kv': '2' must be a number or a slice"),
+        (slice(1, 3), None, "1 to 3 .* is outside 2 to 6"),
+        (slice(2, 7), None, "2 to 7 .* is outside 2 to 6"),
+        (slice(2, 6, 2), None, r"\(step 2\) is outside 2 to 6"),
+        (slice("a", None), None, "'a' must be a number or a slice"),
+        (None, 3, "blocks of group 'kv': 3 is outside 0 to 2"),
+        (None, 5, "blocks of group 'kv': 5 is outside 0 to 2"),
+        (None, slice(2, 1), "2 to 1 .* is outside 0 to 3"),
     ],
 )
 async def test_what_is_not_there(layers: Any, blocks: Any, said: str) -> None:
@@ -103,10 +103,10 @@ async def test_groups_are_marked_by_name_or_all_at_once() -> None:
     marks, _ = marks_of("full", "window")
     with pytest.raises(UsageError, match="pass group= one of full, window"):
         marks.add(2, None, None, None)
-    with pytest.raises(UsageError, match="no group 'kv'; there is full, window"):
+    with pytest.raises(UsageError, match=r"unknown group 'kv'; .* full, window"):
         marks.add(2, None, "kv", None)
     marks.add(2, None, "window", None)
-    with pytest.raises(UsageError, match="of group 'window' was marked before"):
+    with pytest.raises(UsageError, match="of group 'window' is already marked"):
         marks.add(None, None, None, None)
     assert len(marks.log) == 1, "nothing of a mark that is refused was taken"
     marks.add(None, None, "full", None)
@@ -127,7 +127,7 @@ async def test_a_gap_keeps_a_transfer_from_being_finished() -> None:
     marks.finish(partial=True)
     assert marks.all_in
     assert not marks.complete
-    with pytest.raises(UsageError, match="finished already"):
+    with pytest.raises(UsageError, match="already finished"):
         marks.add(5, None, None, None)
 
 
@@ -161,7 +161,7 @@ async def test_a_mark_that_waits(where: str) -> None:
     await turn()
     assert marks.log == [ReadyRange("kv", range(4), range(3))]
     assert woken[-1] == 1
-    with pytest.raises(UsageError, match="finished already"):
+    with pytest.raises(UsageError, match="already finished"):
         marks.add(2, None, None, None)
 
 

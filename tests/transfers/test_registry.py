@@ -22,7 +22,7 @@ DEST = [10, 11, 12]
 
 @scenario("inproc")
 async def test_several_wait_for_one_name(w: World) -> None:
-    """The first one gets it; the others learn that it is taken, at once."""
+    """The first one gets it; the others learn that has already taken it, at once."""
     asked = [w.pull_side.pull("t", w.target.cache, [10 + n]) for n in range(3)]
     await virtual_time.pass_time(0.1)
     out = w.p.publish("t", w.source.cache, [3])
@@ -30,7 +30,7 @@ async def test_several_wait_for_one_name(w: World) -> None:
     out.finish()
     assert (await asked[0]).complete
     for number, inc in enumerate(asked[1:], 11):
-        assert "it is taken" in (await inc).missing["kv", number]
+        assert "has already taken it" in (await inc).missing["kv", number]
 
 
 @scenario("inproc")
@@ -145,7 +145,7 @@ async def test_what_waits_for_an_answer_is_bounded_in_bytes(
     for inc in asked:
         if inc in waiting:
             continue
-        assert "take as much memory as they may" in str((await inc).missing)
+        assert "have reached their memory limit" in str((await inc).missing)
     # What has been answered, or was given up, makes room.
     waiting[0].abort("not wanted")
     out = w.p.publish(waiting[1].id, w.source.cache, [3])

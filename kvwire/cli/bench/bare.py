@@ -183,5 +183,5 @@ async def memcpy(b: Bench) -> None:
             np.copyto(sink, source)
             seconds = time.perf_counter() - began
         if b.checks and not np.array_equal(source, sink):
-            raise RuntimeError("what was copied is not what there was")
+            raise RuntimeError("the copied bytes differ from the source")
         await b.report([seconds])

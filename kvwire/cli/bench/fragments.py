@@ -212,7 +212,7 @@ def command(
         if not cross or kib <= CROSS_LAYER_KIB_MAX
     ]
     if not works:
-        raise kvwire.UsageError("--layout cross-layer is for sizes of up to 64 KiB")
+        raise kvwire.UsageError("--layout cross-layer takes sizes of up to 64 KiB")
     benchmark = fragments(transports, works, common.loop, peer)
     settings = {"sizes_kib": list(sizes_kib), "rounds": rounds, "round_mib": round_mib}
     failed = common.run(benchmark, transport=transports, peer=peer, **settings)

@@ -408,7 +408,7 @@ def serves(connection: kvwire.Connection, profile: Mapping[str, str]) -> bool:
 async def meet_peer(b: Bench, connection: kvwire.Connection) -> None:
     """Make a connection's other end the right side, and receive its facts."""
     if not serves(connection, PROFILE):
-        raise BenchError("the peer is no `kvwire bench serve` of this version")
+        raise BenchError("the peer does not run `kvwire bench serve` of this version")
     b.meet(ConnectionChannel(connection))
     b.facts["peer"] = await b.receive()
 

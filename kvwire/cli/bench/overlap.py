@@ -218,7 +218,7 @@ async def _decode(
     outcome = await incoming
     over = time.monotonic()
     if not (outcome.complete or b.options["way"] == ONE_LAYER):
-        raise RuntimeError(f"the transfer did not end well: {outcome!r}")
+        raise RuntimeError(f"the transfer failed: {outcome!r}")
     await incoming.drained()
     first, last = await b.receive()
     return float(over - (last if work.verb == EXPOSED else first))
@@ -369,7 +369,7 @@ def command(
     """
     if layer_kib % 64:
         raise kvwire.UsageError(
-            f"--layer-kib {layer_kib}: a multiple of 64, one block's KiB"
+            f"--layer-kib {layer_kib}: pass a multiple of 64 (a block has 64 KiB)"
         )
     require_able([transport])
     options = {"transport": transport, "loop": common.loop, "by_link": 1}

@@ -110,11 +110,13 @@ class ServedBench(Bench):
 
     def admit(self, work: OpsWork) -> None:
         if work.layers * work.blocks > BENCH_FRAGMENTS_MAX:
-            raise BenchError(f"at most {BENCH_FRAGMENTS_MAX} fragments")
+            raise BenchError(
+                f"too many fragments; at most {BENCH_FRAGMENTS_MAX} are allowed"
+            )
         if work.memory_bytes > self._memory_bytes_max:
             raise BenchError(
-                f"{work.memory_bytes / MIB:.0f} MiB of memory are more than the "
-                f"{self._memory_bytes_max / MIB:.0f} MiB that this side has for a peer"
+                f"{work.memory_bytes / MIB:.0f} MiB of memory requested; this side "
+                f"gives a peer at most {self._memory_bytes_max / MIB:.0f} MiB"
             )
 
     def _end_after(self, seconds: float) -> None:

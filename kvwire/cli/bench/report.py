@@ -112,7 +112,7 @@ def require_known(transports: list[str]) -> list[str]:
             raise kvwire.UsageError(
                 f"--transport {name}: "
                 f"{why if name == 'inproc' else 'no such backend is installed'}; "
-                f"there are {', '.join(known)}"
+                f"choose one of {', '.join(known)}"
             )
     return transports
 
@@ -272,7 +272,7 @@ def row_of(finding: CaseResult) -> dict[str, Any]:
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar that advances with each call, which names the next step."""
+    """Show a progress bar; each call advances it and names the next step."""
     # Drawn between the rounds only: a thread that draws would be measured too.
     with Progress(
         console=Console(stderr=True), auto_refresh=False, transient=True

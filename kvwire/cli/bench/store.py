@@ -369,7 +369,7 @@ class StoreBlocks(BlockMover):
             came = stock.read() - stock.read_blocks
             if came != work.count:
                 raise RuntimeError(
-                    f"{came} of {work.count} blocks came from the tier itself"
+                    f"{came} of {work.count} blocks were read from the tier under test"
                 )
             if work.count < work.set_blocks:
                 stock.sets.pop()  # the rest was not used, and goes before older sets
@@ -385,7 +385,7 @@ def compare(stock: Stock, work: StoreWork) -> None:
         for pool in (stock.have, stock.want)
     )
     if not np.array_equal(have, want):
-        raise RuntimeError("what was got are not the bytes that were put")
+        raise RuntimeError("get returned other bytes than put had stored")
 
 
 def _memory(work: StoreWork, sets: int) -> str:
@@ -465,7 +465,7 @@ def benchmark(
     """Make the benchmark: the rows of each tier, shape by shape, then its match."""
     for tier in tiers:
         if tier not in TIERS:
-            raise UsageError(f"--tiers {tier}: there are {', '.join(TIERS)}")
+            raise UsageError(f"--tiers {tier}: choose from {', '.join(TIERS)}")
     if SERVER in tiers:
         require_able([*transports])
     # A put of each shape has the sizes of all others.
@@ -474,8 +474,8 @@ def benchmark(
     needed = sum(w.set_bytes for w in puts) * _ROOM
     if DISK in tiers and free < needed:
         raise UsageError(
-            f"--directory {place}: {free} bytes are free, and {needed} needed; name "
-            "another one, or give a smaller --round-mib"
+            f"--directory {place}: {free} bytes are free and {needed} are needed; "
+            "choose another directory, or a smaller --round-mib"
         )
     missing = []
     if OBJECT in tiers and find_spec("obstore") is None:

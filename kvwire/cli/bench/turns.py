@@ -25,7 +25,7 @@ from kvwire.limits import GIB
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Decides whether seconds are shown as times, or those of a round as one rate.
+    """The unit of a case's values: a time, or a rate for the whole round.
 
     Values, in seconds or bytes per second, are multiplied by ``scale`` and followed by
     ``name``.

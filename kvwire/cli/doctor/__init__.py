@@ -1,4 +1,4 @@
-"""``kvwire doctor``: what can run here, what cannot, and the remedies.
+"""``kvwire doctor``: the transports that can run here, and the remedies for the others.
 
 A host's ``checks`` and the configuration's requirements together make an
 ``examination``, which a ``screen`` shows. With a ``peer``, one doctor measures the path

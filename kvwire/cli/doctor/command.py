@@ -40,7 +40,7 @@ def doctor(
     vllm: str = "",
     json: bool = False,
 ) -> int:
-    """Show what can run here, what cannot and why, and the remedies.
+    """Show the transports that can run here, and the remedies for the others.
 
     The exit status is 1 if something is missing that the configuration requires, or if
     engines of vLLM compute prompts twice.
@@ -59,7 +59,7 @@ def doctor(
         json: Print JSON instead.
     """
     if peer and listen:
-        raise UsageError("--peer and --listen: one at a time")
+        raise UsageError("--peer and --listen: pass one of them")
     if vllm:
         # It needs the extra `vllm`.
         from kvwire.cli.doctor.vllm import examine_vllm  # noqa: PLC0415

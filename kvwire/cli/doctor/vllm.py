@@ -47,7 +47,7 @@ class _Fleet(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """The findings about one engine; a proxy or an operator has given it a role."""
+    """The findings about one engine; its role comes from a proxy or an operator."""
 
     url: str
     role: str
@@ -69,7 +69,7 @@ class VllmReport:
 
 
 async def examine_vllm(url: str) -> VllmReport:
-    """Ask a proxy, or an engine, whether prompts are shared.
+    """Find out from a proxy or an engine whether engines share prompts.
 
     Cancel safety: safe, it only reads.
 
@@ -93,7 +93,7 @@ async def examine_vllm(url: str) -> VllmReport:
 
 
 async def _fleet(client: EngineClient, proxy: VllmEngine) -> tuple[EngineReport, ...]:
-    """Return what a proxy has found; nothing if it is an engine."""
+    """Return a proxy's engines; nothing if the URL is an engine's."""
     async with client.ask(proxy, "/fleet") as said:
         content = await said.body(PROXY_METRICS_BYTES_MAX)
     if said.status != HTTPStatus.OK:
@@ -118,7 +118,7 @@ def _of_fleet(engine: _Found) -> Iterator[Finding]:
 
 
 def _report(url: str, reading: EngineReading) -> EngineReport:
-    """Return what an engine's own metrics show."""
+    """Return the findings from an engine's own metrics."""
     role = {text: role for role, text in KV_ROLES.items()}.get(reading.kv_role, "both")
     shared = SharedPrompts()
     shared.take(reading)

@@ -24,7 +24,7 @@ LOG_DELAY_S: Final = 0.25
 
 
 class ActiveTransport:
-    """Derive from its lanes which transport carries a connection's data."""
+    """Derives the transport that carries a connection's data from its lanes."""
 
     def __init__(self, lanes: LaneSet, peer: PeerInfo, counters: Counters) -> None:
         self._lanes = lanes
@@ -40,7 +40,7 @@ class ActiveTransport:
 
     @property
     def report(self) -> TransportReport:
-        """Every transport considered, and why it carries the data or not.
+        """Every considered transport, and why it does or does not carry the data.
 
         In ``mtls`` mode it also shows whether others can read the data.
         """
@@ -51,12 +51,12 @@ class ActiveTransport:
         return with_result(lanes.verdicts, self.name, why, lanes.failed)
 
     def initial_set_done(self) -> None:
-        """Count a fallback if the first choice is not the preferred transport."""
+        """Count a fallback if the first chosen transport is not the preferred one."""
         if self.name != self._lanes.verdicts.taken and not self._lanes.broken:
             self._counters.transport_fallbacks += 1
 
     def lane_broke(self, endpoint: LaneEndpoint) -> None:
-        """Count and log an open lane that has broken."""
+        """Count and log a broken lane."""
         name = endpoint.backend
         reason = endpoint.reason
         self._counters.lanes_failed += 1
@@ -67,7 +67,7 @@ class ActiveTransport:
         self.log(f"{name} failed, and the control link carries the data now: {reason}")
 
     def lane_came_back(self, endpoint: LaneEndpoint) -> None:
-        """Count and log a lane that has opened in place of a broken one."""
+        """Count and log a lane that has replaced a broken one."""
         name = endpoint.backend
         self._counters.lanes_restored += 1
         if self._lanes.open == [endpoint] and name != self._lanes.scheme:
@@ -79,12 +79,12 @@ class ActiveTransport:
 
     @property
     def pending(self) -> int:
-        """The number of lines that still wait for their moment."""
+        """The number of delayed log lines."""
         now = self._loop.time()
         return sum(line.when() > now for line in self._pending)
 
     def log(self, text: str, level: int = logging.WARNING) -> None:
-        """Log in a moment, unless the whole connection has ended by then."""
+        """Log after a short delay, unless the whole connection has ended by then."""
         now = self._loop.time()
         self._pending = [line for line in self._pending if line.when() > now]
         self._pending.append(  # bounded: LANES_MAX
@@ -94,7 +94,7 @@ class ActiveTransport:
         )
 
     def end(self) -> None:
-        """Drop the waiting lines, since the connection ends."""
+        """Drop the delayed lines, because the connection ends."""
         for line in self._pending:
             line.cancel()
         self._pending.clear()

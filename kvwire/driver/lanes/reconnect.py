@@ -1,4 +1,4 @@
-"""Reopening of broken lanes, while their connection lives.
+"""Reopens broken lanes while their connection lives.
 
 A lane may break because a port was down, a device was reset or a system limit was
 reached, and a minute later the cause may be gone, while a connection may live for
@@ -39,17 +39,17 @@ class LaneReconnector:
 
     @property
     def busy(self) -> bool:
-        """Whether it waits for the next try, or makes one."""
+        """Whether a try is running or scheduled."""
         return self._upkeep.running
 
     def lost(self) -> None:
-        """Open a lane in place of a broken one, in a task of its own."""
+        """Replace a broken lane, in a separate task."""
         if not self.busy and self._lacks():
             self._upkeep.lost("a lane has broken")
             self._upkeep.start(self._run).add_done_callback(lambda _: self._ended())
 
     def cancel(self) -> None:
-        """Open no more lanes, since the connection ends."""
+        """Stop opening lanes, because the connection ends."""
         self._upkeep.cancel()
 
     async def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Sending and receiving on the lanes of one connection, and the choice for each chunk.
+"""Sends and receives on one connection's lanes, and chooses a lane for each chunk.
 
 While no lane is open, the control link carries all payload. Lanes of its own transport
 share the payload with it; lanes of another transport carry all of it, except for chunks
@@ -81,7 +81,7 @@ class LaneScheduler(LaneHandler):
         return endpoint if endpoint.lane.queued_bytes <= link_queued_bytes else None
 
     def carries(self, endpoint: LaneEndpoint, payload: Payload) -> bool:
-        """Return whether a lane carries a payload: large enough, in its kind of memory.
+        """Return whether a lane carries a payload, by its size and kind of memory.
 
         If only a lane for device memory is allowed, the answer is yes for other memory
         too; the lane then reports why it cannot carry it.
@@ -95,7 +95,7 @@ class LaneScheduler(LaneHandler):
         return MemoryKind.HOST in kinds or not self._lanes.fallback
 
     def span(self, endpoint: LaneEndpoint, buffer: BufferId) -> int:
-        """Return how many bytes of a buffer a lane takes at once; 0 for a chunk."""
+        """Return the bytes of a buffer that a lane takes at once; 0 means one chunk."""
         payload = self._staging.whole(buffer)
         if not self.carries(endpoint, payload):
             return 0
@@ -195,7 +195,7 @@ class LaneScheduler(LaneHandler):
             self._go_on(endpoint, left, None)
 
     def end(self, *, graceful: bool = False) -> None:
-        """End every lane, since the connection ends."""
+        """End every lane, because the connection ends."""
         for endpoint in self._lanes.end():
             if graceful:
                 endpoint.lane.close()
@@ -205,7 +205,7 @@ class LaneScheduler(LaneHandler):
     # --- inside -----------------------------------------------------------------------
 
     def _in_place(self, arrival: ChunkArrival) -> None:
-        """Report to the core a staged payload that is now in its place."""
+        """Report to the core that a staged payload is in its place."""
         if self._core.lanes.expects(arrival):
             self._core.payload_landed(arrival, self._loop.time(), intact=True)
 
@@ -224,7 +224,7 @@ class LaneScheduler(LaneHandler):
     def _go_on(
         self, endpoint: LaneEndpoint, left: LaneState, error: Exception | None
     ) -> None:
-        """Go on without a lane that was open, if allowed; else end the connection."""
+        """Continue without a broken lane if allowed; otherwise end the connection."""
         if self._core.error is not None or self._lanes.ended:
             return
         if isinstance(error, ProtocolError):

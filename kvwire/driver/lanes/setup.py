@@ -1,4 +1,4 @@
-"""Opening the lanes of a connection, one transport after the other.
+"""Opens a connection's lanes, one transport after the other.
 
 The client tries the transports that the server has found possible, in that order, until
 a lane is open on both sides. The server answers. Both record why each transport failed:
@@ -70,7 +70,7 @@ class LaneSetup:
 
     @property
     def busy(self) -> bool:
-        """Whether an endpoint is being made, or may be."""
+        """Whether an endpoint is being made or may still be made."""
         reconnector = self._reconnector
         return bool(self._tasks) or (reconnector is not None and reconnector.busy)
 
@@ -127,7 +127,7 @@ class LaneSetup:
         return count
 
     def _lacks(self) -> bool:
-        """Return whether a lane that had opened is missing, and worth another try."""
+        """Return whether an opened lane has been lost and is worth another try."""
         return (
             self._core.phase is CloseState.OPEN
             and self._refusals < REFUSALS_MAX
@@ -200,7 +200,7 @@ class LaneSetup:
             bootstrap.set_result(event.bootstrap)
 
     def _awaited(self, number: int) -> asyncio.Future[bytes] | None:
-        """Return the bootstrap of a lane if its opening still waits for it."""
+        """Return a lane's bootstrap if the opening still waits for it."""
         if self._bootstrap is None or self._bootstrap[0] != number:
             return None
         bootstrap = self._bootstrap[1]
@@ -209,13 +209,13 @@ class LaneSetup:
     # --- the server -------------------------------------------------------------------
 
     def asked(self, event: LaneAsked) -> None:
-        """Join with the client's endpoint, in a task of its own."""
+        """Join with the client's endpoint, in a separate task."""
         task = start_task(self._answer(event))
         self._tasks.add(task)  # bounded: LANES_MAX
         task.add_done_callback(self._answered)
 
     def opened(self, event: LaneOpened) -> None:
-        """Use a lane that is ready on both sides; 0 ends the client's first choice."""
+        """Use a lane that both sides have ready; 0 ends the client's first choice."""
         if not event.lane:
             self._end_initial_set()
             return
@@ -262,7 +262,7 @@ class LaneSetup:
         self._owner.check_ended()
 
     async def wait_initial_set(self) -> None:
-        """Wait, on the server, until the client has opened its lanes, or has gone.
+        """On the server, wait until the client has opened its lanes or has gone.
 
         Cancel safety: safe, it only watches.
         """
@@ -272,7 +272,7 @@ class LaneSetup:
     # --- both -------------------------------------------------------------------------
 
     def peer_closed(self, event: LaneClosed) -> None:
-        """Record why the peer's endpoint is gone, or never came."""
+        """Record why the peer's endpoint has ended, or was never made."""
         lanes = self._lanes
         reason = f"the peer: {event.reason}"
         bootstrap = self._awaited(event.lane)
@@ -285,7 +285,7 @@ class LaneSetup:
                 lanes.failed.setdefault(name, reason)
 
     def reopen_lost(self) -> None:
-        """Open lanes in place of the broken ones."""
+        """Replace the broken lanes."""
         if self._reconnector is None and self._lacks():
             self._reconnector = LaneReconnector(
                 self._lacks, self._reopen, self._owner.check_ended
@@ -294,7 +294,7 @@ class LaneSetup:
             self._reconnector.lost()
 
     def cancel(self) -> None:
-        """Open no more lanes, since the connection ends."""
+        """Stop opening lanes, because the connection ends."""
         for task in self._tasks:
             task.cancel()
         if self._joining is not None:
@@ -348,7 +348,7 @@ class LaneSetup:
     def _give_up(
         self, endpoint: LaneEndpoint, exc: BaseException, timeout_s: float
     ) -> BaseException:
-        """Close an endpoint that is no longer wanted; return the error for its opener.
+        """Close an unused endpoint; return the error for its opener.
 
         If it joined at the last moment, it may touch memory until ``lane_closed``.
         """
@@ -392,7 +392,7 @@ def _bootstrap_of(endpoint: LaneEndpoint) -> bytes:
 
 
 def _check_description(endpoint: LaneEndpoint) -> None:
-    """Refuse a lane whose description is not a text, since reports show it."""
+    """Refuse a lane whose description is not a string."""
     try:
         description: object = endpoint.lane.description
     except Exception as exc:
@@ -404,14 +404,14 @@ def _check_description(endpoint: LaneEndpoint) -> None:
 
 
 def _unavailable(name: str, exc: Exception) -> BackendUnavailable:
-    """Translate an exception of a backend that its contract does not name."""
+    """Translate a backend's exception that the contract does not allow."""
     if isinstance(exc, OSError):
         return BackendUnavailable(f"the system refuses: {exc}")
-    logger.error("a bug of backend %s", name, exc_info=exc)
+    logger.error("bug in backend %s", name, exc_info=exc)
     return BackendUnavailable(f"a bug of the backend: {exc!r}")
 
 
 def _is_cancelled() -> bool:
-    """Return whether this task itself is cancelled, and not only its future."""
+    """Return whether this task itself was cancelled, and not only its future."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

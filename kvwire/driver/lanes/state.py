@@ -1,4 +1,4 @@
-"""The lanes of one connection: the state of each, and which transport carries the data.
+"""The lanes of one connection, their states, and the transport that carries data.
 
 Rule 1: every transition is decided in this file, and nothing else changes a state. Rule
 2: the active transport is derived from the states, never set.
@@ -183,7 +183,7 @@ class LaneSet:
         self.initial_set_done = True
 
     def end(self) -> list[LaneEndpoint]:
-        """Close every lane, since the connection ends; return those still in use."""
+        """Close every lane at the connection's end; return the lanes still in use."""
         if self._last is None:
             self._last = self.transport, self.why
         for endpoint in self._endpoints.values():
@@ -199,7 +199,7 @@ class LaneSet:
 
     @property
     def shared(self) -> bool:
-        """Whether the control link carries payload beside open lanes."""
+        """Whether the control link carries payload in addition to open lanes."""
         return bool(self.open) and self.open[0].backend == self.scheme
 
     @property

@@ -44,7 +44,7 @@ class Round(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Give the request to the target; the source will not go on with it."""
+    """Give the request to the target; the source will not continue it."""
 
     move: _MoveId  # the migration's bytes
     # The engine's own state for the request: its tokens, its sampling.

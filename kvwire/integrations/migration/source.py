@@ -69,22 +69,22 @@ class RunningRequest(Protocol):
         """Return the cache that holds its blocks; it has one group."""
 
     def written(self) -> Written | None:
-        """Return the part that is written by now; None if the request has ended."""
+        """Return the part written so far; None if the request has ended."""
 
     async def pause(self) -> None:
-        """Wait for the running step to end, and begin no other.
+        """Wait until the running step has ended, and start no further step.
 
         Cancel safety: the request goes on, or :meth:`resume` is called.
         """
 
     def resume(self) -> None:
-        """Go on, since the request stays here."""
+        """Continue, because the request stays here."""
 
     def state(self) -> bytes:
-        """Return what the other engine needs besides KV; called while paused."""
+        """Return the state that the target needs besides KV; called while paused."""
 
     def release(self) -> None:
-        """Drop the request, now the other engine's, and free its blocks."""
+        """Drop the request, which now belongs to the target, and free its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +134,17 @@ async def migrate(
     """
     if len(request.cache.groups) != 1:
         raise UsageError(
-            f"migrate: a cache with the groups {', '.join(request.cache.groups)}; "
+            f"migrate: the cache has the groups {', '.join(request.cache.groups)}; "
             "requests of hybrid models cannot be moved yet"
         )
     whole = isinstance(rounds, Integral)
     if not (whole and 1 <= rounds < MIGRATION_ROUNDS_MAX):
-        raise UsageError(f"migrate: rounds={rounds!r}; 1 to {MIGRATION_ROUNDS_MAX - 1}")
+        raise UsageError(
+            f"migrate: rounds={rounds!r}; pass 1 to {MIGRATION_ROUNDS_MAX - 1}"
+        )
     number = isinstance(timeout_s, Real)
     if not (number and timeout_s > 0):
-        raise UsageError(f"migrate: timeout_s={timeout_s!r}; more than 0")
+        raise UsageError(f"migrate: timeout_s={timeout_s!r}; pass more than 0")
     move = _Move(connection, request)
     try:
         async with asyncio.timeout(timeout_s):
@@ -205,7 +207,8 @@ class _Move:
         state = self._request.state()
         if len(state) > MIGRATION_STATE_BYTES_MAX:
             raise _StaysError(
-                f"its state has {len(state)} bytes, at most {MIGRATION_STATE_BYTES_MAX}"
+                f"its state has {len(state)} bytes; at most "
+                f"{MIGRATION_STATE_BYTES_MAX} are allowed"
             )
         await self._hand_over(state)
 
@@ -243,7 +246,9 @@ class _Move:
             raise _StaysError(_refusal(await self._answer))
         outcome = await part
         if not outcome.complete:
-            raise _StaysError(f"its KV: {'; '.join(outcome.missing.reasons)}")
+            raise _StaysError(
+                f"its KV did not arrive: {'; '.join(outcome.missing.reasons)}"
+            )
         self._blocks += len(blocks)
         self._nbytes += outcome.nbytes
 

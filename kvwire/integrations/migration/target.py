@@ -77,8 +77,9 @@ class MigrationTarget:
     ) -> None:
         if len(cache.groups) != 1:
             raise UsageError(
-                f"MigrationTarget: a cache with the groups {', '.join(cache.groups)}; "
-                "requests of hybrid models cannot be moved yet"
+                "MigrationTarget: the cache has the groups "
+                f"{', '.join(cache.groups)}; requests of hybrid models cannot be "
+                "moved yet"
             )
         self._communicator = communicator
         self._cache = cache
@@ -108,7 +109,7 @@ class MigrationTarget:
                     message = decode(raw)
                 except msgspec.MsgspecError as exc:
                     peer = shown(connection.peer.name)
-                    logger.warning("a message of %s was ignored: %s", peer, exc)
+                    logger.warning("ignored a message from %s: %s", peer, exc)
                     continue
                 match message:
                     case Round():
@@ -133,7 +134,7 @@ class MigrationTarget:
         message: Round,
         run: Callable[[bytes, Message], None],
     ) -> None:
-        """Give memory to a round, or refuse the request."""
+        """Allocate memory for a round, or refuse the request."""
         move = message.move
         if message.index == 0 and move not in arriving:
             arriving[move] = _Arriving(message.request, message.reply)
@@ -151,15 +152,19 @@ class MigrationTarget:
         run(move, Withdrawal(move))
 
     def _receive(self, message: Round, request: _Arriving) -> None:
-        """Take blocks for a round, and expect its transfer there."""
+        """Allocate blocks for a round, and expect its transfer into them."""
         try:
             taken = self._take(message.blocks)
             blocks = None if taken is None else [*map(operator.index, taken)]
         except Exception as exc:
-            logger.warning("no blocks for %s", shown(request.name), exc_info=True)
+            logger.warning(
+                "found no free blocks for %s", shown(request.name), exc_info=True
+            )
             raise UsageError(f"{type(exc).__name__}: {exc}") from None
         if blocks is None:
-            raise UsageError(f"{message.blocks} more blocks are not free")
+            raise UsageError(
+                f"{message.blocks} more blocks are needed, and fewer are free"
+            )
         request.blocks += blocks
         request.tokens += message.tokens
         name = transfer_id(message.move, message.index)
@@ -204,7 +209,7 @@ class MigrationTarget:
         del arriving[move]
 
     async def _begin(self, request: _Arriving, state: bytes) -> str:
-        """Start a request; return why not, or "" if it runs."""
+        """Start a request; return the reason if that failed, or ""."""
         for part in request.parts:
             outcome = await part
             if not outcome.complete:
@@ -215,7 +220,7 @@ class MigrationTarget:
                 Arrival(request.name, tuple(request.blocks), request.tokens, state)
             )
         except Exception as exc:
-            logger.warning("%s was not started", shown(request.name), exc_info=True)
+            logger.warning("could not start %s", shown(request.name), exc_info=True)
             return f"{type(exc).__name__}: {exc}"
         return ""
 

@@ -1,4 +1,4 @@
-"""The address that an actor of Ray listens at."""
+"""The address on which a Ray actor listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named buffers of a process, for others to fetch: what Ray needs, without Ray.
+"""Named buffers that other processes fetch: the transport's core, without Ray.
 
 The owner *offers* a buffer under a name, which moves nothing. A fetcher requests it by
 name, gets a grant for its memory, and reads it with one get, however many pieces it
@@ -50,7 +50,7 @@ class _Offer:
 
 
 class NoSuchOffer(kvwire.RequestError):
-    """Report that nothing is offered under this name, or no longer."""
+    """Reports that no buffer is offered under this name, or no longer."""
 
 
 class FetchAborted(kvwire.RequestError):
@@ -58,7 +58,7 @@ class FetchAborted(kvwire.RequestError):
 
 
 class TensorExchange:
-    """Offer buffers, and fetch those of others, from any thread."""
+    """Offers buffers and fetches other processes' buffers, from any thread."""
 
     def __init__(self, listen: str = "127.0.0.1:0", **options: Any) -> None:
         self._engine = kvwire.Engine(**options)
@@ -78,7 +78,7 @@ class TensorExchange:
     # --- the side that has ------------------------------------------------------------
 
     def offer(self, name: str, buffers: Sequence[Bytes]) -> None:
-        """Let others fetch these bytes until the withdrawal; they must not change.
+        """Let others fetch these bytes, which must not change until ``withdraw``.
 
         Offering a name again changes nothing.
         """
@@ -133,7 +133,7 @@ class TensorExchange:
     def fetch(
         self, address: str, name: str, into: Sequence[Bytes]
     ) -> concurrent.futures.Future[None]:
-        """Begin to read an offer of another process.
+        """Start to read another process's offer.
 
         Args:
             address: The address on which the other exchange listens.
@@ -213,7 +213,7 @@ class TensorExchange:
 
 
 def _memory_of(buffers: Sequence[Bytes]) -> Fragments:
-    """Return pieces as one memory, which one request moves."""
+    """Return pieces as one memory, for a single request."""
     addresses = [one.__array_interface__["data"][0] for one in buffers]
     return Fragments(
         np.array(addresses, np.uint64),

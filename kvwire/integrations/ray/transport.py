@@ -30,7 +30,7 @@ NAME: Final = "KVWIRE"
 
 
 def register() -> None:
-    """Register the transport with Ray, in the process that makes actors, before that.
+    """Register the transport with Ray; call it before this process makes actors.
 
     Repeated calls are harmless.
     """
@@ -112,7 +112,10 @@ class KvwireTensorTransport(TensorTransportManager):
         kinds = {one.device.type for one in rdt_object}
         if len(kinds) > 1:
             found = " and ".join(sorted(kinds))
-            raise ValueError(f"tensors of one object are on {found}: take one of them")
+            raise ValueError(
+                f"the object's tensors are on {found}: put all tensors of an object "
+                "on one device"
+            )
         if not rdt_object:
             return KvwireTensors(tensor_meta=[])
         exchange = self.exchange()
@@ -129,8 +132,8 @@ class KvwireTensorTransport(TensorTransportManager):
         tensor_transport_metadata: TensorTransportMetadata,
         communicator_metadata: CommunicatorMetadata,
     ) -> None:
-        """Raise NotImplementedError; Ray does not call it for a one-sided transport."""
-        raise NotImplementedError("the receiver gets them")
+        """Raise NotImplementedError: Ray never calls it for a one-sided transport."""
+        raise NotImplementedError("kvwire never sends: the receiver reads the tensors")
 
     def garbage_collect(
         self,
@@ -138,7 +141,7 @@ class KvwireTensorTransport(TensorTransportManager):
         tensor_transport_meta: TensorTransportMetadata,
         tensors: list[torch.Tensor],
     ) -> None:
-        """Return when nothing reads the tensors any more."""
+        """Wait until nothing reads the tensors any more."""
         if tensors:
             self.exchange().withdraw(obj_id)
 
@@ -147,7 +150,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def get_communicator_metadata(
         self, src_actor: Any, dst_actor: Any, backend: str | None = None
     ) -> CommunicatorMetadata:
-        """Return empty metadata, since the two sides need no agreement."""
+        """Return empty metadata: the two sides need no agreement."""
         return CommunicatorMetadata()
 
     def recv_multiple_tensors(
@@ -192,7 +195,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def wait_fetch_complete(
         self, fetch_request: FetchRequest, timeout: float = -1
     ) -> list[torch.Tensor]:
-        """Wait for an object; if it is late, abort it and free its memory."""
+        """Wait for an object; after the timeout abort it and free its memory."""
         fetch = fetch_request
         assert isinstance(fetch, KvwireFetch)
         tensors: list[torch.Tensor] = fetch.tensors
@@ -204,12 +207,14 @@ class KvwireTensorTransport(TensorTransportManager):
         if not done:
             self.exchange().abort(fetch.obj_id)
             concurrent.futures.wait([fetch.fetched])
-            raise TimeoutError(f"object {fetch.obj_id} did not come in {timeout:g} s")
+            raise TimeoutError(
+                f"object {fetch.obj_id} did not arrive within {timeout:g} s"
+            )
         try:
             fetch.fetched.result()
         except (kvwire.KVWireError, concurrent.futures.CancelledError) as exc:
             raise RayDirectTransportError(
-                f"object {fetch.obj_id} did not come through kvwire: {exc!r}"
+                f"object {fetch.obj_id} could not be fetched through kvwire: {exc!r}"
             ) from exc
         for tensor, landed in zip(tensors, fetch.landing, strict=True):
             if tensor is not landed:
@@ -224,7 +229,7 @@ class KvwireTensorTransport(TensorTransportManager):
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return a tensor's memory, or that of a contiguous copy."""
+    """Return the memory of a tensor, or of a contiguous copy."""
     flat = tensor.contiguous().reshape(-1)
     found: Bytes = flat.view(torch.uint8).numpy()
     return found

@@ -194,7 +194,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         return self._read(stop)
 
     def get_seq_length(self) -> int:
-        """Return how many tokens have their KV in the blocks."""
+        """Return the number of tokens whose KV is in the blocks."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -202,7 +202,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return how many tokens the blocks hold."""
+        """Return the number of tokens that fit the blocks."""
         return int(self._table.numel() * self._tensor.shape[2])
 
     def reset(self) -> None:
@@ -212,7 +212,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
     def lazy_initialization(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> None:
-        """Do nothing, since the pool's tensors exist already."""
+        """Do nothing: the pool's tensors exist already."""
 
     def _read(self, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         used = -(-stop // self._tensor.shape[2])
@@ -225,10 +225,11 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         if key_states.shape[0] != 1:
             raise UsageError(
                 f"PagedSequence: a batch of {key_states.shape[0]}; it holds one "
-                "sequence, so call the model once for each"
+                "sequence, so call the model once per sequence"
             )
         if stop > self.get_max_length():
             raise UsageError(
                 f"PagedSequence: {stop} tokens, but its {self._table.numel()} blocks "
-                f"hold {self.get_max_length()}; give it all blocks it will need"
+                f"hold {self.get_max_length()}; allocate all the blocks that it will "
+                "need"
             )

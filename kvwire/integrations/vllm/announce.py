@@ -121,7 +121,9 @@ def http_url(text: str) -> str:
         raise UsageError(f"http={shown(without_password(text))}: {exc}") from None
     more = (parts.username, parts.password, parts.query, parts.fragment)
     if not host or any(more) or parts.path.strip("/") or parts.scheme not in _PORTS:
-        raise UsageError(f"http={shown(without_password(text))} is no http://host:port")
+        raise UsageError(
+            f"http={shown(without_password(text))} is not an http://host:port"
+        )
     address = Address("http", host, port or _PORTS[parts.scheme])
     check_dialable(address)
     return f"{parts.scheme}://{str(address).removeprefix('http://')}"
@@ -131,7 +133,7 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 
 def _events(vllm_config: Any, url: str) -> str:
-    """Return the address where others can receive vLLM's block events; or ""."""
+    """Return the address of vLLM's block events for other hosts, or ""."""
     said = getattr(vllm_config, "kv_events_config", None)
     if said is None or not said.enable_kv_cache_events or said.publisher != "zmq":
         return ""

@@ -108,7 +108,7 @@ class CacheShape:
         return range(first // self.block_tokens, -(-tokens // self.block_tokens))
 
     def listed_tokens(self, tokens: int) -> int:
-        """Return how many tokens the blocks of :meth:`needed` hold; 1 for a state."""
+        """Return the tokens in the blocks of :meth:`needed`; 1 for a state."""
         if self.state:
             return 1
         needed = self.needed(tokens)
@@ -148,8 +148,8 @@ def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ..
         size = getattr(parallel, f"{field}_parallel_size", 1)
         if size > 1:
             raise UsageError(
-                f"{field}_parallel_size={size}: KvwireConnector supports 1 only, since "
-                f"the ranks of such a group hold other tokens"
+                f"{field}_parallel_size={size}: KvwireConnector supports only 1, "
+                "because each rank of such a group holds different tokens"
             )
     _check_scales(vllm_config.cache_config)
     kinds: dict[CacheShape, list[str]] = {}
@@ -161,7 +161,7 @@ def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ..
         raise UsageError(
             f"pipeline_parallel_size={stages} with "
             f"{'; '.join(shape.kind for shape in kinds)}: KvwireConnector supports "
-            f"pipeline stages of models whose layers are all of one kind"
+            "pipeline stages only if all layers of the model are of one kind"
         )
     _check_tables(kinds)
     if len(kinds) == 1:
@@ -173,15 +173,15 @@ def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ..
 
 
 def _check_tables(shapes: Iterable[CacheShape]) -> None:
-    """Refuse a block table whose layers do not all read the same blocks."""
+    """Refuse a block table whose layers read different blocks."""
     tables: dict[int, CacheShape] = {}
     for shape in shapes:
         first = tables.setdefault(shape.table, shape)
         if first.kind != shape.kind and not (first.state and shape.state):
             raise UsageError(
-                f"block table {shape.table} of vLLM has layers of two kinds "
-                f"({first.kind}; {shape.kind}): KvwireConnector moves the same blocks "
-                f"for all layers of a table"
+                f"vLLM's block table {shape.table} has layers of two kinds "
+                f"({first.kind}; {shape.kind}): KvwireConnector needs one kind per "
+                "table"
             )
 
 
@@ -223,9 +223,9 @@ def _of_stage(shape: CacheShape, vllm_config: Any) -> CacheShape:
     known = stage_layers(total, stages)[number]
     if (start, stop) != (known.start, known.stop):
         raise UsageError(
-            f"stage {number} of {stages} has layers {start} to {stop - 1}, and the "
-            f"other engine takes it for {known.start} to {known.stop - 1}: unset "
-            f"VLLM_PP_LAYER_PARTITION"
+            f"stage {number} of {stages} has layers {start} to {stop - 1}, but the "
+            f"other engine expects {known.start} to {known.stop - 1}: unset "
+            "VLLM_PP_LAYER_PARTITION"
         )
     return dataclasses.replace(
         shape, stage=(number, stages), first_layer=start, model_layers=total
@@ -237,13 +237,13 @@ def _check_scales(cache: Any) -> None:
     dtype = str(cache.cache_dtype)
     if "per_token_head" in dtype or "nvfp4" in dtype:
         raise UsageError(
-            f"kv_cache_dtype={dtype}: its scales lie beside the values of each token, "
-            f"and KvwireConnector moves values only; use fp8"
+            f"kv_cache_dtype={dtype}: it stores scales beside each token's values, "
+            "and KvwireConnector moves only values; use fp8"
         )
     if getattr(cache, "calculate_kv_scales", False):
         raise UsageError(
-            "calculate_kv_scales: each engine would have scales of its own, which do "
-            "not go with the other's values; use a checkpoint with scales"
+            "calculate_kv_scales: each engine would calculate its own scales, which "
+            "do not fit the other's values; use a checkpoint with scales"
         )
 
 
@@ -254,8 +254,8 @@ def _shape(spec: Any, vllm_config: Any) -> CacheShape:
     if hasattr(spec, "shapes"):
         if getattr(spec, "num_speculative_blocks", 0):
             raise UsageError(
-                "recurrent states with speculative decoding: their blocks change "
-                "places while they are read; KvwireConnector does not support it"
+                "KvwireConnector does not support speculative decoding with "
+                "recurrent states: vLLM moves their blocks while they are being read"
             )
         parts = zip(spec.shapes, spec.dtypes, strict=True)
         return CacheShape(
@@ -269,8 +269,8 @@ def _shape(spec: Any, vllm_config: Any) -> CacheShape:
     for field in ("num_kv_heads", "head_size", "block_size"):
         if not hasattr(spec, field):
             raise UsageError(
-                f"KV cache of kind {kind} has no {field}; only attention over blocks "
-                f"and recurrent states are supported"
+                f"KV cache of kind {kind} has no {field}; KvwireConnector supports "
+                "attention over blocks and recurrent states"
             )
     if kind in _UNSUPPORTED:
         raise UsageError(f"KV cache of kind {kind}: {_UNSUPPORTED[kind]}")
@@ -278,8 +278,8 @@ def _shape(spec: Any, vllm_config: Any) -> CacheShape:
     values = getattr(spec, "head_size_v", None)
     if not mla and values not in (None, spec.head_size):
         raise UsageError(
-            f"KV cache of keys of {spec.head_size} and values of {values} elements: "
-            f"KvwireConnector moves keys and values of one size"
+            f"the KV cache has keys of {spec.head_size} elements and values of "
+            f"{values}: KvwireConnector needs one size for both"
         )
     # A full layer's spec may have a window too, but the layer keeps every block.
     full = "FullAttention" in kind or "MLAAttention" in kind
@@ -296,7 +296,7 @@ def _shape(spec: Any, vllm_config: Any) -> CacheShape:
 
 
 def _total_heads(spec: Any, vllm_config: Any) -> int:
-    """Return how many KV heads a layer has on all ranks together.
+    """Return a layer's number of KV heads on all ranks together.
 
     If there are more ranks than heads, some ranks hold copies. The number is the
     model's, or its draft model's. Where it could be either, each rank counts as having
@@ -330,7 +330,7 @@ def layer_caches(
         ordered: list[TensorView] = []
         for name in sorted(shape.layers or tensors, key=layer_index):
             if name not in tensors:
-                raise UsageError(f"vLLM registered no KV cache of layer {name!r}")
+                raise UsageError(f"vLLM registered no KV cache for layer {name!r}")
             view = _layer_view(name, tensors[name], shape)
             # A layer that uses another layer's cache has no row of its own.
             row = rows.setdefault(view.address, len(ordered))
@@ -345,15 +345,15 @@ def layer_caches(
 
 
 def _check_stage(shape: CacheShape, layers: int) -> None:
-    """Refuse a pipeline stage in which some layers have no cache of their own."""
+    """Refuse a pipeline stage with layers that have no cache."""
     number, stages = shape.stage
     if stages > 1 and shape.model_layers:
         known = stage_layers(shape.model_layers, stages)[number]
         if len(known) != layers:
             raise UsageError(
                 f"stage {number} of {stages} has {len(known)} layers and {layers} KV "
-                f"caches: KvwireConnector supports pipeline stages where each layer "
-                f"has one, without layers of a draft model"
+                "caches: with pipeline stages KvwireConnector needs one per layer "
+                "and no draft model"
             )
 
 
@@ -373,10 +373,9 @@ def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
             return layout
     known = ", ".join(f"{axis} {size}" for axis, size in extents.items())
     raise UsageError(
-        f"a KV cache tensor of shape {tuple(sizes)} is in no axis order that this "
-        f"version knows, with {known}; blocks that the attention backend splits "
-        f"(--block-size), and quantised caches with scales of their own, are not "
-        f"supported"
+        f"a KV cache tensor has shape {tuple(sizes)}, which fits no known axis order "
+        f"with {known}; not supported are blocks that the attention backend splits "
+        "(--block-size) and quantised caches with their own scales"
     )
 
 
@@ -395,12 +394,12 @@ def layer_index(name: str) -> tuple[list[int], str]:
 
 
 def _layer_view(name: str, tensor: Any, shape: CacheShape) -> TensorView:
-    """View a layer's cache; recurrent states are seen as bytes."""
+    """View a layer's cache; recurrent states become bytes."""
     if not shape.state:
         if isinstance(tensor, list | tuple):
             raise UsageError(
-                f"layer {name!r} has {len(tensor)} state tensors, and attention over "
-                f"blocks by vLLM's own config"
+                f"layer {name!r} has {len(tensor)} state tensors, but vLLM's config "
+                "describes it as attention over blocks"
             )
         return tensor_view(tensor, name)
     parts = list(tensor) if isinstance(tensor, list | tuple) else [tensor]
@@ -414,14 +413,14 @@ def _layer_view(name: str, tensor: Any, shape: CacheShape) -> TensorView:
             dense = dense * size if stride == dense or size == 1 else -1
         if view.address != end or dense < 0 or view.strides[0] != first.strides[0]:
             raise UsageError(
-                f"layer {name!r}: the parts of a state of {shape.head_dim} bytes do "
-                f"not lie side by side in its block"
+                f"layer {name!r}: the parts of its state ({shape.head_dim} bytes) are "
+                "not contiguous in the block"
             )
         end += dense
     if end - first.address != shape.head_dim:
         raise UsageError(
-            f"layer {name!r}: states of {end - first.address} bytes, where vLLM's "
-            f"config says {shape.head_dim}"
+            f"layer {name!r}: its states have {end - first.address} bytes, but vLLM's "
+            f"config gives {shape.head_dim}"
         )
     return dataclasses.replace(
         first,

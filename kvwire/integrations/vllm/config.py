@@ -88,8 +88,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         listen = Address.parse(self.listen)
         if not listen.port and self.advertise and self._advertised.port:
             raise UsageError(
-                f"advertise={self.advertise!r} has a port, and listen={self.listen!r} "
-                f"takes any free one: write the port into both"
+                f"advertise={self.advertise!r} has a port, but listen={self.listen!r} "
+                "takes any free port: write the same port into both"
             )
         try:
             # The real port is not known yet; any number but 0 will do for the check.
@@ -97,7 +97,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         except UsageError as exc:
             raise UsageError(
                 f"listen={self.listen!r}, advertise={self.advertise!r}: {exc}; set "
-                f'"advertise" to the host that others dial'
+                '"advertise" to the host name that other engines dial'
             ) from None
         for address in self.peers:
             check_dialable(Address.parse(address))
@@ -141,7 +141,7 @@ def _higher(first: Address, ranks: int) -> Address:
     port = first.port + ranks
     if port > _PORT_MAX:
         raise UsageError(
-            f"{first}: rank {ranks} would have port {port}; take lower ones"
+            f"{first}: rank {ranks} would get port {port}; choose a lower first port"
         )
     return dataclasses.replace(first, port=port)
 
@@ -154,7 +154,7 @@ def read_settings(
     wire = {key: value for key, value in extra.items() if key in FIELDS}
     said = wire.pop("profile", {})
     if not isinstance(said, Mapping):
-        raise UsageError(f"{EXTRA_CONFIG}: profile={said!r}: names with texts")
+        raise UsageError(f"{EXTRA_CONFIG}: profile={said!r}: pass a table of strings")
     profile = {**profile, **said}
     if settings.codec:
         profile = {"vllm_kv_codec": settings.codec, **profile}
@@ -166,5 +166,5 @@ def read_keys(extra: Mapping[str, Any], kind: type[S], others: Iterable[str] = (
     known = {*kind.__struct_fields__, *others}
     for name in extra.keys() - known:
         hint = nearest(name, known)
-        raise UsageError(f"{EXTRA_CONFIG}: no key {name!r}; {hint}")
+        raise UsageError(f"{EXTRA_CONFIG}: unknown key {name!r}; {hint}")
     return checked_values(extra, kind, {}, EXTRA_CONFIG)

@@ -137,11 +137,11 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             self._holes.received(received)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Return every group, since blocks of each group are fetched."""
+        """Return all groups, because blocks of each are fetched."""
         return self._tables
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, ListeningAt]) -> None:
-        """Take the workers' addresses; vLLM 0.30 calls only this form."""
+        """Store the workers' addresses; vLLM 0.30 calls only this form."""
         self.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): said for rank, said in metadata.items()}
         )
@@ -204,7 +204,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
 def _hole_fills(
     settings: VllmSettings, shapes: Sequence[CacheShape], vllm_config: Any
 ) -> HoleFills | None:
-    """Return what has holes computed; None if this engine cannot."""
+    """Return the object that has holes computed; None if unsupported here."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     tables = {shape.table for shape in shapes}
@@ -232,8 +232,8 @@ def _without_halves(settings: VllmSettings, parallel: Any) -> VllmSettings:
         return settings
     # One mark would cover both halves.
     logger.warning(
-        "this engine computes the halves of a batch in turns; KV is sent after each "
-        'forward pass, as with "stream": "chunk"'
+        "this engine alternates between two halves of each batch; kvwire sends KV "
+        'after each forward pass, as with "stream": "chunk"'
     )
     return msgspec.structs.replace(settings, stream=CHUNK)
 

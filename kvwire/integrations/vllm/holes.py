@@ -1,4 +1,4 @@
-"""Holes: blocks that did not arrive, with blocks behind them that did.
+"""Holes: missing blocks that have arrived blocks behind them.
 
 KV behind a hole is right, since prefill computed it with the whole prompt before it.
 But vLLM has one number of computed tokens for each request: it truncates that number at
@@ -83,7 +83,7 @@ class _Prompt:
 
 
 class HoleFills:
-    """Have the holes of prompts computed, on the scheduler's side.
+    """Gets prompts' holes computed, on the scheduler's side.
 
     Args:
         server: This engine's HTTP server.
@@ -113,7 +113,7 @@ class HoleFills:
         self._lent: list[BlockCopy] = []
 
     def watch(self, request: Any, load: LoadPrompt) -> None:
-        """Have the workers report the prompt's missing blocks here first."""
+        """Request the workers' reports of the prompt's missing blocks."""
         if load.declined or self._server.useless or not tokens_say_all(request):
             return
         if getattr(request, "mm_features", None):
@@ -123,7 +123,7 @@ class HoleFills:
         self._prompts[request.request_id] = _Prompt(request, blocks)
 
     def arrived(self, reports: Mapping[str, tuple[int, Sequence[int]]]) -> None:
-        """Take the workers' reports of arrivals."""
+        """Handle the workers' reports of arrivals."""
         for request_id, (ranks, missing) in reports.items():
             prompt = self._prompts.get(request_id)
             if prompt is None:
@@ -144,12 +144,12 @@ class HoleFills:
             self._waiting[request_id] = prompt
 
     def received(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that wait for KV no longer."""
+        """Drop requests that no longer wait for KV."""
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
 
     def matched(self, request: Any, key: str, computed: int) -> int:
-        """Return how many more tokens before its hole a request has."""
+        """Return how many further tokens before its hole are present."""
         filler = self._filler(request, key)
         if filler is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0
@@ -171,7 +171,7 @@ class HoleFills:
             self._lent.append(BlockCopy(source, list(blocks[start:stop])))
 
     def step(self, step: WorkerStep, output: Any) -> None:
-        """Add to a step what is lent, filled and settled in it."""
+        """Add the lent, filled and settled blocks to a step."""
         step.lent = self._lent
         self._lent = []
         for request_id in step.fenced:
@@ -193,19 +193,19 @@ class HoleFills:
                 self._end(request_id)
 
     def finished(self, request: Any) -> None:
-        """End what a request has to do with holes."""
+        """Remove a request from all records of holes."""
         self._end(request.request_id)
         filler = self._scheduled.pop(request.request_id, None)
         if filler is not None:
             filler.ended = True
 
     def close(self) -> None:
-        """Cancel what was sent."""
+        """Cancel the running requests."""
         for filler in self._fillers.values():
             filler.sent.cancel()
 
     def _filler(self, request: Any, key: str) -> _Filler | None:
-        """Return what a request is for, if its tokens are those that were asked for."""
+        """Return the hole that a request fills, if its tokens match."""
         filler = self._fillers.get(key)
         if filler is None or filler.request_id not in ("", request.request_id):
             return None
@@ -215,7 +215,7 @@ class HoleFills:
         return filler if same and identity_of(request) == identity_of(whole) else None
 
     def _next(self, prompt: _Prompt) -> bool:
-        """Ask for a prompt's next hole; return False if there is none to ask for."""
+        """Request a prompt's next hole; return False if there is none."""
         if not prompt.holes or len(self._fillers) >= _AT_ONCE:
             return False
         hole = prompt.holes.popleft()
@@ -253,7 +253,7 @@ class HoleFills:
         )
 
     def _lost(self, filler: _Filler) -> bool:
-        """Return whether nobody computes the hole."""
+        """Return whether the hole will not be computed."""
         if filler.sent.answered and not filler.request_id:
             # Of a group of engines behind one URL, any may compute the prompt again.
             self._server.give_up("another engine has answered")
@@ -269,7 +269,7 @@ class HoleFills:
 
 
 def holes_in(missing: Iterable[int], count: int, gap: int) -> list[range]:
-    """Return the runs of missing blocks that have landed ones behind them.
+    """Return the runs of missing blocks that landed blocks follow.
 
     Args:
         missing: Places of the missing blocks, ascending.

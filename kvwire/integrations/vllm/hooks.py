@@ -118,7 +118,7 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
         self._worker.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Refuse sleep, in case an engine begins it in spite of the answer above."""
+        """Refuse sleep, in case an engine ignores :meth:`supports_sleep_mode`."""
         raise UsageError(f"unregister_kv_caches: {NO_SLEEP}")
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
@@ -132,7 +132,7 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
         self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing, since a request is reported when all its layers are here."""
+        """Do nothing: a request is reported only when all its layers are here."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any

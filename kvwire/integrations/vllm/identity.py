@@ -1,4 +1,4 @@
-"""Names for all that KV depends on besides tokens: model, kernels, request names."""
+"""Digests of everything that KV depends on besides tokens: model, kernels, request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ WHOLE_TOKENS: Final = "whole tokens"
 
 
 def tokens_say_all(request: Any) -> bool:
-    """Return whether a prompt is tokens only; embeddings have no name."""
+    """Return whether tokens identify a prompt; embeddings have no name."""
     embeddings = getattr(request, "prompt_embeds", None)
     return bool(request.prompt_token_ids) and embeddings is None
 
 
 def identity_of(request: Any) -> bytes:
-    """Return a digest of all that a request's KV depends on besides its tokens."""
+    """Return a digest of all that a request's KV depends on, except tokens."""
     adapter = getattr(request, "lora_request", None)
     names = [getattr(adapter, "lora_name", ""), getattr(request, "cache_salt", None)]
     if adapter is not None:
@@ -36,7 +36,7 @@ def identity_of(request: Any) -> bytes:
 
 
 def model_digest(vllm_config: Any) -> str:
-    """Return a digest of a model's architecture, wherever its files are."""
+    """Return a digest of a model's architecture, independent of its files' place."""
     model = vllm_config.model_config
     facts = {
         **_facts(model.hf_config.to_dict()),
@@ -103,9 +103,9 @@ def _weights(model: Any, load: Any) -> str:
         )
     except UsageError as exc:
         raise UsageError(
-            f"{exc}; without them an engine with other weights would be taken for one "
-            f'with the same: set "fingerprint" in kv_connector_extra_config to a text '
-            f"that names the weights, the same on all engines that share KV"
+            f"{exc}; without the weights, kvwire cannot detect an engine with other "
+            'weights: set "fingerprint" in kv_connector_extra_config to a text that '
+            "names the weights, the same on all engines that share KV"
         ) from None
 
 
@@ -118,7 +118,7 @@ def _adapter_weights(path: str) -> str:
 
 
 def block_order(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return how attention kernels lay out a block, as far as engines must agree on it.
+    """Return the part of the kernels' block layout that engines must share.
 
     A tensor's shape does not show it. Some kernels keep all keys of a block before all
     values, or have the token as the keys' last axis; only a kernel of the same kind and

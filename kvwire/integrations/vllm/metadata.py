@@ -57,7 +57,7 @@ class PromptTransfer:
     generations: dict[str, Array] = field(default_factory=dict)
 
     def of_groups(self, tables: Mapping[str, str]) -> Self:
-        """Return the same for a worker, with the block table of each cache group."""
+        """Return a worker's version, with the block table of each cache group."""
         said: dict[str, Any] = {
             name: {group: one[table] for group, table in tables.items() if table in one}
             for name in self._BY_TABLE
@@ -174,7 +174,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, params: Mapping[str, Any] | None) -> TransferParams:
-        """Parse what a client, usually a proxy, has sent with a request."""
+        """Parse the parameters that a client, usually a proxy, sent with a request."""
         # A field that is null or empty counts as missing.
         given = {name: value for name, value in (params or {}).items() if value}
         if isinstance(given.get("remote"), str):
@@ -185,8 +185,8 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"kv_transfer_params: {exc}") from None
         if made.stages > max(1, len(made.remote)):
             raise UsageError(
-                f"kv_transfer_params: stages: how many pipeline stages the "
-                f"{len(made.remote)} addresses in remote are"
+                "kv_transfer_params: stages must be the number of pipeline stages of "
+                f"the {len(made.remote)} addresses in remote"
             )
         remote = tuple(map(_written_out, made.remote))
         return msgspec.structs.replace(made, remote=remote)
@@ -197,8 +197,8 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError("kv_transfer_params: do_remote_prefill needs transfer_id")
         if self.loads and not self.remote:
             raise UsageError(
-                "kv_transfer_params: remote is missing, the addresses of the other "
-                "engine's ranks"
+                "kv_transfer_params: remote is missing; it lists the addresses of "
+                "the other engine's ranks"
             )
 
 
@@ -251,7 +251,7 @@ def answer(
     ticket: str = "",
     seeds: bool = False,
 ) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` by which decode finds prefill's KV.
+    """Return the ``kv_transfer_params`` with which decode finds prefill's KV.
 
     With `seeds`, a proxy may give any request to this engine a seed.
     """

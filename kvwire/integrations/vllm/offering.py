@@ -1,4 +1,4 @@
-"""Computed prompts that decode reads by their tickets, until it has released them.
+"""Computed prompts that decode reads by ticket, until it releases them.
 
 Nothing is agreed about such a prompt: this side only keeps its blocks until a message
 frees them, or until its lease ends. The scheduler's side withdraws them afterwards.
@@ -49,7 +49,7 @@ class PromptOffer:
         self._read: list[int] = []
 
     def released(self, nbytes: int) -> bool:
-        """Note that a rank needs it no more; return whether none does."""
+        """Record a rank's release; return whether all ranks have released it."""
         self._read.append(nbytes)  # bounded: the ranks of decode
         if len(self._read) < self._readers:
             return False
@@ -57,13 +57,13 @@ class PromptOffer:
         return True
 
     def end(self) -> None:
-        """Keep the blocks no longer."""
+        """Release the blocks."""
         # The lease may end on the engine's thread while a message comes.
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.done.set_result(self._read)
 
     def abort(self, reason: str) -> bool:
-        """End it; no link has to let go of its blocks."""
+        """End it; no link holds its blocks."""
         self.end()
         return False
 
@@ -82,14 +82,14 @@ class PromptOffers:
         self._leases: deque[tuple[str, PromptOffer]] = deque()
 
     def add(self, transfer_id: str, readers: int) -> PromptOffer:
-        """Keep a prompt until as many ranks have released it, or its lease ends."""
+        """Keep a prompt until all its ranks have released it, or its lease ends."""
         offer = PromptOffer(readers, monotonic() + self._lease_s)
         self._offers[transfer_id] = offer  # bounded: blocks of the engine
         self._leases.append((transfer_id, offer))
         return offer
 
     def end_leases(self) -> None:
-        """End the leases whose time is over."""
+        """End the expired leases."""
         leases = self._leases
         while leases and (leases[0][1].done.done() or leases[0][1].until < monotonic()):
             transfer_id, offer = leases.popleft()
@@ -97,7 +97,7 @@ class PromptOffers:
             offer.end()
 
     async def serve(self, communicator: Communicator) -> None:
-        """Take the messages that free prompts.
+        """Handle the messages that free prompts.
 
         Cancel safety: safe; it is cancelled with its loop.
         """
@@ -112,7 +112,7 @@ class PromptOffers:
                 try:
                     release = _DECODER.decode(message)
                 except msgspec.MsgspecError as exc:
-                    logger.warning("a message of a peer was ignored: %s", exc)
+                    logger.warning("ignored a peer's message: %s", exc)
                     continue
                 offer = self._offers.get(release.transfer_id)
                 if offer is not None and offer.released(release.nbytes):
@@ -120,7 +120,7 @@ class PromptOffers:
 
 
 def release(connection: Connection, transfer_id: str, nbytes: int) -> None:
-    """Free a prompt's blocks at the other end of a connection; asks for no answer."""
+    """Free a prompt's blocks at the other end of a connection, without an answer."""
     message = msgspec.msgpack.encode(Release(transfer_id, nbytes))
     with contextlib.suppress(KVWireError):  # its lease ends without it
         connection.send(RELEASE_TAG, message)

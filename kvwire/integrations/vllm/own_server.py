@@ -42,25 +42,26 @@ class OwnServer:
         return OwnRequest(self, self._url, json.dumps(said).encode())
 
     def give_up(self, why: str) -> None:
-        """Ask it for nothing more."""
+        """Send no further requests to it."""
         self.useless = True
         self.refused(why)
 
     def refused(self, why: str) -> None:
-        """Log that the server does not compute what it is asked for, once."""
+        """Log once that the server does not compute the requested tokens."""
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%s does not compute holes of prompts (%s): everything behind a hole "
-                'is computed; is this the URL of this engine ("http" in '
-                "kv_connector_extra_config), and VLLM_API_KEY its key?",
+                "%s cannot compute only the holes of a prompt (%s), so it computes "
+                'everything behind the first hole; check "http" in '
+                "kv_connector_extra_config (this engine's URL) and VLLM_API_KEY (its "
+                "key)",
                 self._url,
                 why,
             )
 
 
 class OwnRequest:
-    """One completion under way."""
+    """One running completion."""
 
     def __init__(self, server: OwnServer, url: str, body: bytes) -> None:
         self.over: bool = False  # it has been answered, or has failed

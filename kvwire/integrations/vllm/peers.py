@@ -1,4 +1,4 @@
-"""Connections to peers, each dialled once, and what a prompt's two ends share."""
+"""Connections to peers, each dialled once, and the base of a prompt's two ends."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PromptEnd(Generic[P]):
 
     @property
     def quarantined(self) -> bool:
-        """Whether it is over while a link may still touch its blocks."""
+        """Whether it has ended while a link may still touch its blocks."""
         return any(part.done() and not part.is_drained for part in self._parts)
 
     def abort(self, reason: str) -> bool:

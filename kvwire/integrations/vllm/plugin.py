@@ -29,8 +29,8 @@ def register() -> None:
     except Exception:
         # An engine that does not use kvwire has to start all the same.
         logger.warning(
-            "this release of vLLM cannot be given kvwire's names: name the modules, "
-            "by kv_connector_module_path and module_path",
+            "kvwire cannot register its names in this vLLM release: set "
+            "kv_connector_module_path and module_path",
             exc_info=True,
         )
 

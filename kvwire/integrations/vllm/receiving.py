@@ -99,7 +99,7 @@ class PromptReceive(PromptEnd[Incoming]):
             await self._begin(communicator, parts)
         except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001 - it would end vLLM's engine
             said = self.reason or error_text(exc)
-            logger.warning("transfer %s was not begun: %s", self._route.id, said)
+            logger.warning("could not start transfer %s: %s", self._route.id, said)
             for part in parts:
                 part.abort("what another rank has was not asked for")
             self._parts = parts
@@ -126,7 +126,7 @@ class PromptReceive(PromptEnd[Incoming]):
         return self._arrived(outcomes)
 
     def _arrived(self, outcomes: Sequence[Outcome]) -> ReceiveResult:
-        """Return the result of transfers or reads that are over."""
+        """Return the result of the ended transfers or reads."""
         load = self.load
         result = self._result(
             {
@@ -155,7 +155,7 @@ class PromptReceive(PromptEnd[Incoming]):
         outcomes: Sequence[Outcome] = (),
         reason: str = "",
     ) -> ReceiveResult:
-        """Return the blocks that did not arrive, without blocks that were here before.
+        """Return the missing blocks, without those that were here before.
 
         Other requests share those, and vLLM fails or rewinds every request that has a
         reported block.
@@ -223,7 +223,8 @@ class PromptReceive(PromptEnd[Incoming]):
             right = load.seals and seal(window.serial, load.sealed)
             if not right or not hmac.compare_digest(right, load.seals[rank]):
                 raise UsageError(
-                    "its ticket is for another prompt, or of an engine that has ended"
+                    "its ticket belongs to another prompt or to an engine that has "
+                    "ended"
                 )
         brought = [
             {
@@ -242,7 +243,8 @@ class PromptReceive(PromptEnd[Incoming]):
             for name, spec in specs.items()
         ):
             raise UsageError(
-                "its first blocks are here, and prefill has blocks of another size"
+                "its first blocks are cached here, and prefill's blocks have another "
+                "size"
             )
         parts = [(name, slice(load.cached[name], None)) for name in groups]
         own = {name: load.blocks[name][part] for name, part in parts}
@@ -267,8 +269,8 @@ class PromptReceive(PromptEnd[Incoming]):
         if any(load.cached.values()):
             if not load.hashes:
                 raise UsageError(
-                    "its first blocks are here, other requests use them, and without "
-                    "hashes the peer would write to them"
+                    "other requests use its first blocks here; without hashes the "
+                    "peer would overwrite them"
                 )
             options["have"] = frozenset(
                 named
@@ -294,7 +296,7 @@ class PromptReceive(PromptEnd[Incoming]):
             parts.append(part)  # remembered even if a later pull fails
 
     def _lacking(self) -> str:
-        """Return the part that no rank sends; see :func:`lacking`."""
+        """Return a part that no rank sends; see :func:`lacking`."""
         if self._left:
             groups = self._cache.groups.items()
             specs = {name: group.spec for name, group in groups}

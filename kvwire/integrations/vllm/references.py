@@ -1,4 +1,4 @@
-"""Which engines a request may name, since any client may send ``kv_transfer_params``.
+"""The engines that a request may name: any client can send ``kv_transfer_params``.
 
 An engine dials an address from a request only if its operator has listed it in
 ``peers``, or if it is signed with the engines' key: an engine signs the references in
@@ -42,9 +42,9 @@ class References:
         """Return the references for an engine's configuration."""
         if config.trust == "mtls" and not peers:
             raise UsageError(
-                'kv_connector_extra_config: trust="mtls" needs peers, the addresses of '
-                "the other engines' ranks: requests name them, and certificates sign "
-                "no request"
+                'kv_connector_extra_config: trust="mtls" needs "peers", the '
+                "addresses of the other engines' ranks: requests name addresses, and "
+                "a certificate does not sign them"
             )
         _, mine, accepted = load_keys(config)
         keys = [mine, *accepted.values()] if mine else []
@@ -73,8 +73,8 @@ class References:
         for address in addresses:
             if not self._may_dial(address):
                 raise UsageError(
-                    f"kv_transfer_params: {str(address)!r} is none of `peers`, and no "
-                    f"engine or proxy with this engine's key has signed it"
+                    f"kv_transfer_params: {str(address)!r} is not in `peers`, and it "
+                    "is not signed with this engine's key"
                 )
 
     def _may_dial(self, address: Address) -> bool:

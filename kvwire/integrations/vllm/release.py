@@ -41,9 +41,11 @@ def check_release(
         return
     above = f"{NEWEST[0]}.{NEWEST[1] + 1}"
     raise UsageError(
-        f"vLLM {version}: kvwire was tested with {tested}, and with others it "
-        f"may move wrong KV unnoticed: pip install 'vllm>={oldest[0]}.{oldest[1]},"
-        f"<{above}', or try this one with \"{UNTESTED}\": true beside kvwire's keys"
+        f"vLLM {version}: kvwire was tested with {tested}; with other versions it "
+        "might move wrong KV unnoticed: pip install "
+        f"'vllm>={oldest[0]}.{oldest[1]},<{above}', or try this one with "
+        f'"{UNTESTED}": true beside '
+        "kvwire's keys"
     )
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's side: what is sent and fetched, and when blocks may be freed.
+"""The scheduler's side: it decides what to send and fetch, and when to free blocks.
 
 ::
 
@@ -68,7 +68,7 @@ _TRACEPARENT_CHARS: Final = 55
 
 @dataclass(slots=True)
 class _Prompt:
-    """The state of a prompt that is sent."""
+    """The state of a prompt to send."""
 
     send: SendPrompt  # the metadata for the workers
     # The request's blocks, by vLLM's tables.
@@ -83,7 +83,7 @@ class _Prompt:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it has gone, or goes now, to the workers."""
+        """Whether all of it has been passed to the workers."""
         return self.begun and not self.lost and self.written >= self.send.tokens
 
 
@@ -138,7 +138,7 @@ class SchedulerSide:
         self._serials = found if all(found) else ()
 
     def begun(self, request: Any) -> None:
-        """Remove the last token from a prompt to send, where decode needs that."""
+        """Remove the last token from a prompt to send, if decode needs that."""
         if not self._partial or not (wanted := self._wanted(request)).sends:
             return
         known = request.prompt_token_ids or ()
@@ -151,8 +151,9 @@ class SchedulerSide:
         ):
             # Further tokens would free blocks and change states while they are read.
             logger.warning(
-                "request %s: not sent; prompts of this model that are have 2 tokens or "
-                "more, no embeddings, max_tokens=1 and come from no other engine",
+                "request %s: its KV is not sent; this model needs a prompt of 2 "
+                "tokens or more, without embeddings, with max_tokens=1, and not from "
+                "another engine",
                 request.request_id,
             )
             request.kv_transfer_params["do_remote_decode"] = False
@@ -182,7 +183,7 @@ class SchedulerSide:
     def allocated(
         self, request: Any, tables: Sequence[Sequence[int]], external: int
     ) -> None:
-        """Record the blocks that a request got."""
+        """Record a request's blocks."""
         if self._holes is not None and (hole := _hole(request)):
             self._holes.allocated(request, hole, tables[0] if tables else (), external)
             return
@@ -216,7 +217,7 @@ class SchedulerSide:
         return step
 
     def drained(self, request_ids: Iterable[str]) -> None:
-        """Withdraw the blocks of requests that vLLM frees now."""
+        """Withdraw the blocks of requests that vLLM is freeing."""
         for request_id in request_ids:
             self._withdraw(request_id)
 
@@ -267,7 +268,7 @@ class SchedulerSide:
     # --- inside -----------------------------------------------------------------------
 
     def _wanted(self, request: Any, *, over: bool = False) -> TransferParams:
-        """Return a request's parameters; none if they cannot be used.
+        """Return a request's usable parameters, or None.
 
         Args:
             request: It is asked about several times.
@@ -296,7 +297,7 @@ class SchedulerSide:
         return wanted
 
     def _fetched_tokens(self, request: Any) -> int:
-        """Return how many tokens of a prompt another engine computes for this one."""
+        """Return the number of a prompt's tokens that another engine computes."""
         return max(0, len(request.prompt_token_ids or ()) - self._partial)
 
     def _new_prompt(self, request: Any, wanted: TransferParams) -> _Prompt:
@@ -345,13 +346,15 @@ class SchedulerSide:
     def _moved(
         self, request: Any, wanted: TransferParams, tokens: int
     ) -> dict[str, Any]:
-        """Return a worker's metadata for a prompt's first tokens, either way."""
+        """Return a worker's metadata for moving a prompt's first tokens."""
         try:
             names = self._names(request, tokens)
         except UsageError as exc:
             # vLLM lets some invalid token ids through.
             logger.warning(
-                "request %s: moved without names: %s", request.request_id, exc
+                "request %s: moving its KV without block hashes: %s",
+                request.request_id,
+                exc,
             )
             names = _NAMELESS
         return {
@@ -436,7 +439,7 @@ class SchedulerSide:
         )
 
     def _offer(self, send: SendPrompt) -> None:
-        """Let decode read a prompt that is computed when this step is over."""
+        """Let decode read a prompt after this step has computed it."""
         send.generations = {
             name: self._offered[name].take(blocks)
             for name, blocks in send.blocks.items()
@@ -450,7 +453,7 @@ class SchedulerSide:
             self._withdrawn.setdefault(name, []).extend(free)
 
     def _new_blocks(self, prompt: _Prompt) -> Blocks:
-        """Return the blocks to move that were not sent to the workers yet."""
+        """Return the blocks to move that the workers do not know yet."""
         found: Blocks = {}
         for name, shape in self._tables.items():
             needed = shape.needed(prompt.send.tokens)
@@ -472,7 +475,7 @@ class SchedulerSide:
 
 
 def _hole(request: Any) -> str:
-    """Return the key of the hole that a request is for; "" if it is for none."""
+    """Return the key of the hole that a request fills, or ""."""
     params = request.kv_transfer_params
     found = params.get(HOLE) if isinstance(params, dict) else None
     return found if isinstance(found, str) else ""

@@ -60,7 +60,7 @@ class PromptSend(PromptEnd[Outgoing]):
         self.done: concurrent.futures.Future[list[int]] = engine.start(self._run)
 
     def extend(self, blocks: Blocks) -> None:
-        """Add blocks that the prompt got; from any thread, without waiting."""
+        """Add new blocks of the prompt; from any thread, without waiting."""
         if any(blocks.values()):
             self._tell(Outgoing.extend, blocks)
 
@@ -76,7 +76,7 @@ class PromptSend(PromptEnd[Outgoing]):
         self._tell(Outgoing.finish)
 
     def renew(self) -> None:
-        """Renew the lease while prefill goes on."""
+        """Renew the lease while prefill continues."""
         self._engine.start(self._renew)
 
     # --- on the loop ------------------------------------------------------------------
@@ -89,7 +89,7 @@ class PromptSend(PromptEnd[Outgoing]):
             # The decode engine gets no answer, and computes the prompt after its
             # timeout.
             said = error_text(exc)
-            logger.warning("transfer %s was not begun: %s", self._route.id, said)
+            logger.warning("could not start transfer %s: %s", self._route.id, said)
             return []
         with self._lock:
             early = self._early or []
@@ -178,7 +178,7 @@ class ForwardPass:
         self._left = sum(len(group.unwritten) for group in self._groups.values())
 
     def layer(self, group: str, layer: int) -> None:
-        """Mark a layer that is written, or whose kernels are queued."""
+        """Mark a layer that has been written or queued on the device."""
         layers = self._groups.get(group)
         if layers is None or layer not in layers.unwritten:
             return
@@ -194,7 +194,7 @@ class ForwardPass:
             self._mark(group, layers)
 
     def rest(self) -> None:
-        """Mark all remaining layers, since the pass is over."""
+        """Mark all remaining layers, because the pass has ended."""
         self._left = sys.maxsize  # the last layer, which goes alone, is not among them
         for name, layers in self._groups.items():
             layers.together = sys.maxsize
@@ -229,7 +229,7 @@ NOTHING_WRITTEN: Final = ForwardPass((), {})
 
 
 def _group_layers(layer_bytes: int, group_bytes: int) -> int:
-    """Return how many layers of a pass go in one mark."""
+    """Return the number of a pass's layers per mark."""
     if layer_bytes >= group_bytes:
         return 1
     return -(-_TOGETHER * group_bytes // max(1, layer_bytes))

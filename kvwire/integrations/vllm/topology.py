@@ -1,4 +1,4 @@
-"""Which rank of one engine exchanges with which rank of the other.
+"""The pairs of ranks of two engines that exchange KV.
 
 The engines may split the KV heads over different numbers of ranks, or hold the same
 heads on several, and split the layers over pipeline stages. Both sides compute the same
@@ -36,7 +36,7 @@ class RankRoute:
 
 @dataclass(frozen=True, slots=True)
 class OwnRank:
-    """Which rank of its engine a worker is."""
+    """A worker's rank and stage in its engine."""
 
     spec: KVSpec  # its spec; of several cache groups, that of the most heads
     stage: tuple[int, int] = (0, 1)  # (number, count) of its pipeline stage
@@ -68,8 +68,8 @@ def check_ranks(shapes: Sequence[CacheShape], listed: int, stages: int = 1) -> N
     ranks, over = divmod(listed, stages)
     if over:
         raise UsageError(
-            f"kv_transfer_params: remote has {listed} addresses, which are not the "
-            f"ranks of {stages} pipeline stages"
+            f"kv_transfer_params: remote has {listed} addresses, which cannot be "
+            f"divided among {stages} pipeline stages"
         )
     for shape in shapes:
         heads = shape.total_kv_heads
@@ -104,7 +104,7 @@ def lacking(
 
 
 def group_specs(spec: KVSpec, size: int, stages: int = 1) -> list[KVSpec]:
-    """Return what each rank of an engine of another size holds of the model.
+    """Return the specs of each rank in an engine of another size.
 
     No engine has more stages than layers, whatever a request claims.
     """

@@ -133,7 +133,7 @@ class WorkerSide:
             self._announcer.start(self._engine, self.address, caches.cache)
 
     def trace(self, provider: Any = None) -> None:
-        """Trace transfers, each below the span of its request.
+        """Trace transfers, each as a child of its request's span.
 
         Args:
             provider: OpenTelemetry's; None for the one that vLLM has set.
@@ -148,7 +148,7 @@ class WorkerSide:
         self._engine.start(begin).result()
 
     def fence(self, step: WorkerStep) -> None:
-        """Return when no link can touch the blocks that a step may overwrite.
+        """Wait until no link can touch the blocks that a step may overwrite.
 
         Blocks that are still being fetched are not among them: they are kept until they
         are reported. A link that does not release its blocks in time is dropped; its
@@ -206,7 +206,7 @@ class WorkerSide:
             writing.layer(*layer)
 
     def step_written(self) -> None:
-        """Mark the layers that no hook has marked, since the forward pass is over."""
+        """Mark the remaining layers after the forward pass."""
         if not self._forward_pass.over:
             self._forward_pass.rest()
         if self._step.filled:
@@ -338,7 +338,7 @@ class WorkerSide:
         return received - self._landed
 
     def _settled(self, over: Iterable[str]) -> set[str]:
-        """Return the prompts whose holes are waited for no longer."""
+        """Return the prompts that no longer wait for holes."""
         settled = self._landed.intersection(self._step.settled)
         for request_id in settled:
             self._errors.update(self._step.settled[request_id])
@@ -369,7 +369,7 @@ class WorkerSide:
             self._errors |= lost
 
     def _wait_idle(self) -> None:
-        """Give the interpreter to the moving thread until one transfer is done."""
+        """Release the interpreter lock until one transfer has ended."""
         waiting: list[Future[Any]] = [a.done for a in self._arrivals.values()]
         waiting += [self._departures[request_id].done for request_id in self._leaving]
         if waiting:
@@ -399,7 +399,9 @@ class WorkerSide:
                     f"and vLLM wants to use them now; restart the engine"
                 )
             if not dropped:
-                logger.warning("links are dropped: one does not let go of blocks")
+                logger.warning(
+                    "dropping all links: one of them does not release its blocks"
+                )
                 self._engine.start(_drop_links).result()
                 dropped = True
 
@@ -409,8 +411,8 @@ class WorkerSide:
                 # bounded by the requests whose blocks are lost
                 self._quarantined.add(request_id)
                 logger.error(
-                    "%s has failed (%s): blocks of request %s stay in quarantine, and "
-                    "vLLM never hears that they are free; restart the engine",
+                    "%s has failed (%s): blocks of request %s stay in quarantine and "
+                    "are never returned to vLLM; restart the engine",
                     self._device,
                     self._device.failed,
                     request_id,

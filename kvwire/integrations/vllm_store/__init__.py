@@ -1,4 +1,4 @@
-"""kvwire's store under vLLM: prefixes that outlive an engine, and that engines share.
+"""kvwire's store under vLLM: engines share prefixes, which outlive them.
 
 vLLM finds it by its name::
 

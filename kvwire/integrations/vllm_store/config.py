@@ -44,7 +44,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         for tier in self.tiers:
             if ranks > 1 and tier.startswith("disk:") and "{rank}" not in tier:
                 raise UsageError(
-                    f"kv_connector_extra_config: tiers={tier!r}: {{rank}} in it, since "
-                    f"there are {ranks}"
+                    f"kv_connector_extra_config: tiers={tier!r}: add {{rank}} to the "
+                    f"path, because the engine has {ranks} ranks"
                 )
         return [tier.replace("{rank}", str(rank)) for tier in self.tiers]

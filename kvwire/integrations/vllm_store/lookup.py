@@ -43,7 +43,7 @@ Forget = Callable[[], Awaitable[bool]]
 
 
 def address_file(engine_id: str, rank: int) -> Path:
-    """Return the file with the address of a rank, in a directory of this user alone."""
+    """Return the file with a rank's address, in this user's private directory."""
     folder = temporary_folder()
     own_folder(folder, str(folder))
     return folder / f"{re.sub('[^0-9A-Za-z_.-]', '_', engine_id)}-{rank}.store"
@@ -74,7 +74,7 @@ async def _serve(connection: Connection, match: Match, forget: Forget) -> None:
 
 
 class Lookup:
-    """Ask the ranks of one engine which blocks their stores have."""
+    """Looks up blocks in the stores of one engine's ranks."""
 
     def __init__(self, files: Sequence[Path], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -82,8 +82,8 @@ class Lookup:
         for file in files:
             if not file.exists():
                 raise UsageError(
-                    f"{file} is not there: all ranks of an engine that uses a store "
-                    f"run on the host of its scheduler"
+                    f"{file} does not exist: all ranks of an engine with a store must "
+                    "run on its scheduler's host"
                 )
         self._addresses = [file.read_text() for file in files]
         self._engine = Engine(Config(name="vllm-scheduler"))
@@ -91,7 +91,7 @@ class Lookup:
         self.begin(())  # connects now, so that the first prompt need not
 
     def begin(self, hashes: Sequence[bytes]) -> Future[int]:
-        """Ask how many leading blocks of a chain every rank has; never fails."""
+        """Start to look up the leading blocks that every rank has; never fails."""
         return self._ask_all(b"".join(hashes), self._timeout_s)
 
     def forget(self) -> bool:
@@ -102,11 +102,11 @@ class Lookup:
         return bool(self._ask_all(_FORGET, _FORGET_TIMEOUT_S).result())
 
     def close(self) -> None:
-        """Cancel the open questions."""
+        """Cancel the open lookups."""
         self._engine.close()
 
     def _ask_all(self, said: bytes, timeout_s: float) -> Future[int]:
-        """Ask every rank; the result is the lowest answer, 0 if one is missing."""
+        """Look up in every rank; return the lowest answer, 0 if one is missing."""
 
         async def ask(communicator: Communicator) -> int:
             try:
@@ -115,7 +115,9 @@ class Lookup:
                     asked = (self._ask(communicator, one, said) for one in there)
                     return min(await asyncio.gather(*asked))
             except (KVWireError, TimeoutError, OSError) as exc:
-                logger.warning("the store was not asked: %s", str(exc) or repr(exc))
+                logger.warning(
+                    "could not look up blocks in the store: %s", str(exc) or repr(exc)
+                )
                 return 0
 
         return self._engine.start(ask)

@@ -49,7 +49,7 @@ Put = Callable[[NamedBlocks], Saving]
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What is saved of one request."""
+    """The saves of one request."""
 
     id: str
     waiting: deque[tuple[NamedBlocks, float]] = field(default_factory=deque)
@@ -59,13 +59,13 @@ class _Request:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing reads its blocks, or is going to."""
+        """Whether its blocks are free: nothing reads them or will read them."""
         return not self.waiting and all(one.done() for one in self.reading)
 
 
 @dataclass(slots=True, eq=False)
 class _Under:
-    """Blocks under way."""
+    """Blocks that are being saved."""
 
     request: _Request
     named: NamedBlocks
@@ -97,7 +97,7 @@ class SaveQueue:
 
     @property
     def behind(self) -> int:
-        """How many blocks are filled and not stored."""
+        """The number of filled blocks that are not stored yet."""
         waiting = sum(
             len(named.ids) for one in self._waiting for named, _ in one.waiting
         )
@@ -105,7 +105,7 @@ class SaveQueue:
         return waiting + again + self._blocks_under
 
     def add(self, saves: Iterable[NamedBlocks]) -> None:
-        """Save blocks that are written, as far as others leave room for them."""
+        """Save written blocks, as far as the backlog has room."""
         now = time.monotonic()
         for named in saves:
             one = self._requests.get(named.request_id)
@@ -116,7 +116,7 @@ class SaveQueue:
         self._begin(now)
 
     def fence(self, request_id: str) -> None:
-        """Return when nothing reads a preempted request's blocks any more."""
+        """Wait until nothing reads a preempted request's blocks."""
         one = self._requests.get(request_id)
         if one is not None:
             self._skip(one, "its request was preempted")
@@ -125,7 +125,7 @@ class SaveQueue:
                 del self._requests[request_id]
 
     def leave(self, request_id: str) -> None:
-        """Note that a request has ended: its blocks are held for saving alone now."""
+        """Record a request's end; from now on its blocks are held only for saving."""
         one = self._requests.setdefault(request_id, _Request(request_id))
         if one.again:
             # They are in the store's memory, from where a tier may take them later.
@@ -153,11 +153,11 @@ class SaveQueue:
         return freed
 
     def under_way(self, request_id: str) -> list[Future[list[int]]]:
-        """Return what ends when the blocks of a freed request are saved."""
+        """Return the pending saves of freed requests' blocks."""
         return [one.saving.over for one in self._under if one.request.id == request_id]
 
     def forget(self) -> None:
-        """Drop what is not under way, since the store was cleared of such blocks."""
+        """Drop the waiting blocks, because the store was cleared."""
         for one in [*self._waiting, *self._failing]:
             one.waiting.clear()
             one.again.clear()
@@ -165,7 +165,7 @@ class SaveQueue:
         self._failing.clear()
 
     def wait_idle(self, others: Iterable[Future[Any]], timeout_s: float) -> None:
-        """Give the interpreter to the store until something is over."""
+        """Release the interpreter lock until some save has ended."""
         waiting: list[Future[Any]] = [
             *others,
             *(f for one in self._leaving for f in one.reading),
@@ -177,7 +177,7 @@ class SaveQueue:
             wait(waiting, timeout_s, return_when=FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Save what waits, for at most as long as an ended request is held."""
+        """Save the waiting blocks, within the time limit of an ended request."""
         until = time.monotonic() + self._hold_s
         while self._waiting and (left := until - time.monotonic()) > 0:
             self._begin(time.monotonic())
@@ -203,7 +203,7 @@ class SaveQueue:
         return sum(len(one.named.ids) for one in self._under)
 
     def _begin(self, now: float) -> None:
-        """Begin to save as many blocks as may be under way."""
+        """Start as many saves as the limit allows."""
         room = self._blocks_max - self._blocks_under
         if self._failing and now >= self._again_at:
             for one in [*self._failing]:
@@ -226,7 +226,7 @@ class SaveQueue:
             self._under.append(_Under(one, named, filled, saving))
 
     def _collect(self, now: float) -> None:
-        """Take the results of puts that are over."""
+        """Collect the results of ended puts."""
         over = [one for one in self._under if one.saving.over.done()]
         if not over:
             return
@@ -251,7 +251,7 @@ class SaveQueue:
                 observe(self._observed, "skipped_blocks", len(lacking))
 
     def _skip(self, one: _Request, why: str) -> None:
-        """Give up what waits of a request."""
+        """Drop a request's waiting blocks."""
         again = sum(len(named.ids) for named in one.again)
         skipped = again + sum(len(named.ids) for named, _ in one.waiting)
         one.waiting.clear()
@@ -261,7 +261,7 @@ class SaveQueue:
         if skipped:
             observe(self._observed, "skipped_blocks", skipped)
             logger.warning(
-                "request %s: %d blocks are not saved: %s", one.id, skipped, why
+                "request %s: %d blocks were not saved: %s", one.id, skipped, why
             )
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's side: what each request loads and saves, and when it is free.
+"""The scheduler's side: each request's loads and saves, and when it is free.
 
 Nothing here moves a byte. Every block that vLLM computes is saved, of prompts and
 answers alike, as soon as its tokens are known and its KV is written. The stored leading
@@ -35,7 +35,7 @@ _PATIENCE_S: Final = 0.002
 
 
 class HintedBlocks(NamedTuple):
-    """Blocks of one request, and what its orchestrator asks for them."""
+    """Blocks of one request, and its orchestrator's hints for them."""
 
     request_id: str
     hint: Hint
@@ -106,7 +106,7 @@ class StoreScheduler:
 
     @property
     def waiting(self) -> bool:
-        """Return whether the workers need further steps though none computes."""
+        """Return whether the workers need further steps without computation."""
         return bool(self._leaving or self._step.hinted)
 
     def begun(self, request: Any) -> None:
@@ -125,7 +125,7 @@ class StoreScheduler:
         self._log.refused(request.request_id, hints.refused)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many more tokens the store has; None if not answered yet."""
+        """Return how many further tokens the store has; None if still unknown."""
         if not tokens_say_all(request) or getattr(
             request, "skip_reading_prefix_cache", False
         ):
@@ -142,7 +142,7 @@ class StoreScheduler:
     def allocated(
         self, request: Any, tables: Sequence[Sequence[int]], external: int
     ) -> None:
-        """Record the blocks that a request got, some of which are to be loaded."""
+        """Record a request's blocks, some of which must be loaded."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
@@ -184,7 +184,7 @@ class StoreScheduler:
                 self._requests[request_id].loading = False
 
     def finished(self, request: Any) -> bool:
-        """End a request; return whether its blocks are freed later, by a report."""
+        """End a request; return whether a later report frees its blocks."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
@@ -230,7 +230,7 @@ class StoreScheduler:
         return tracked.asked
 
     def _hashes(self, tracked: _Tracked, count: int) -> list[bytes]:
-        """Return the hashes of a request's first blocks, up to the last that has one.
+        """Return the hashes of a request's first blocks, as far as they are known.
 
         Only new ones are computed.
         """
@@ -251,7 +251,7 @@ class StoreScheduler:
         return tracked.hashes[:count]
 
     def _scheduled(self, step: StoreStep, one: ScheduledRequest) -> None:
-        """Add the blocks that one request of a step completes."""
+        """Add the blocks that one request completes in a step."""
         tracked = self._requests[one.id]
         size = self._block_tokens
         if one.new:

@@ -38,7 +38,7 @@ _OLDEST: Final = (0, 31)
 
 @dataclass(slots=True)
 class _Hinted:
-    """A request with hints, which are carried out when it has ended and is saved."""
+    """A request with hints, which are executed after its end and its saves."""
 
     hints: tuple[Hint, ...]
     ends: dict[bytes, int] = field(default_factory=dict)  # by key, its last token's end
@@ -46,7 +46,7 @@ class _Hinted:
     ended: bool = False
 
     def keys_of(self, hint: Hint) -> list[bytes]:
-        """Return the keys of the chunks that a hint is for, in token order."""
+        """Return the keys of a hint's chunks, in token order."""
         last = math.inf if hint.end is None else hint.end
         mine = ((end, key) for key, end in self.ends.items())
         return [key for end, key in sorted(mine) if hint.start < end <= last]
@@ -150,7 +150,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
             self._carry_out()
 
     def drain_jobs(self) -> None:
-        """Return when nothing touches vLLM's memory."""
+        """Wait until nothing touches vLLM's memory."""
         wait([moved for _, moved in self._jobs.values()])
 
     @classmethod
@@ -164,7 +164,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         self._store.close()
 
     def _note(self, req_context: Any, keys: Iterable[Any]) -> _Hinted | None:
-        """Note where keys of a request with hints end in its tokens."""
+        """Record the token positions at which a hinted request's keys end."""
         hinted = self._hinted.get(req_context.req_id)
         if hinted is not None:
             for key in keys:
@@ -174,7 +174,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         return hinted
 
     def _saved(self, job: Any) -> None:
-        """Carry out the hints of an ended request once its last store is over."""
+        """Execute an ended request's hints after its last store."""
         hinted = self._hinted.get(job.req_context.req_id)
         if hinted is not None:
             hinted.jobs.discard(job.job_id)
@@ -201,8 +201,8 @@ def _name(config: Any) -> str:
         weights = weights_name(model.name)
     except UsageError as exc:
         raise UsageError(
-            f'secondary_tiers: {exc}; set "name" to a text that names weights and '
-            f"layout, the same on all engines that share KV"
+            f'secondary_tiers: {exc}; set "name" to a text that identifies weights '
+            "and layout, the same in all engines that share KV"
         ) from None
     sizes = (ranks.tp_size, ranks.pp_size, ranks.pcp_size, ranks.dcp_size)
     tokens = [group.tokens_per_block for group in config.groups]

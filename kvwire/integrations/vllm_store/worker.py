@@ -1,4 +1,4 @@
-"""A worker's side: its store, and the blocks that go there and come back.
+"""A worker's side: its store, and the blocks that it saves and loads.
 
 Blocks are saved when a forward pass has written them, and loaded before a prompt is
 scheduled. No block is reported as free before the store has released it. How far saves
@@ -88,7 +88,7 @@ class StoreWorker:
         logger.info("rank %d: %r in %s", self._rank, self._store, self._cache)
 
     def fence(self, step: StoreStep) -> None:
-        """Return when the store no longer touches blocks that a step may overwrite."""
+        """Wait until the store no longer touches blocks that a step may overwrite."""
         for request_id in step.fenced:
             self._saves.fence(request_id)
 
@@ -118,14 +118,14 @@ class StoreWorker:
             self._loads[wanted.request_id] = self._get(wanted, after)
 
     def step_written(self) -> None:
-        """Save the KV of the forward pass, which is over."""
+        """Save the KV of the ended forward pass."""
         saves = self._step.saves
         self._step.saves = []
         if saves:
             self._saves.add(saves)
 
     def finished(self, _ended: Iterable[str] = ()) -> tuple[set[str], set[str]]:
-        """Return the requests whose blocks are free, and those that are loaded."""
+        """Return the requests whose blocks are free, and the loaded requests."""
         if self._step.idle:
             self._saves.wait_idle(self._loads.values(), IDLE_WAIT_S)
         sent = self._saves.freed()
@@ -149,7 +149,7 @@ class StoreWorker:
         return self._saves.take_observed()
 
     def close(self) -> None:
-        """Close the store once running work is over. May be called repeatedly.
+        """Close the store once running work has ended. May be called repeatedly.
 
         Saves that wait for their turn are begun for at most `save_hold_s`.
         """
@@ -164,24 +164,24 @@ class StoreWorker:
     # --- inside -----------------------------------------------------------------------
 
     async def _match(self, hashes: list[bytes]) -> int:
-        """Return how many leading blocks of a chain are stored."""
+        """Return the number of a chain's leading blocks that are stored."""
         if self._cache is None:
             return 0
         found = await self._store.match(self._of_groups(hashes), self._cache)
         return min(found.values())
 
     async def _forget(self) -> bool:
-        """Delete all blocks for such a cache; return whether that succeeded."""
+        """Delete all blocks of this kind of cache; return whether that succeeded."""
         try:
             if self._cache is not None:
                 await self._store.delete_all(self._cache)
         except (KVWireError, OSError) as exc:
-            logger.warning("the store has not forgotten its blocks: %s", exc)
+            logger.warning("the store did not delete its blocks: %s", exc)
             return False
         return True
 
     def _hint(self, hinted: HintedBlocks, saved: Iterable[Future[list[int]]]) -> None:
-        """Begin to carry out a hint, once blocks are saved."""
+        """Start to execute a hint, once its blocks are saved."""
         cache = self._cache
         assert cache is not None, "vLLM registers its caches first"
 
@@ -196,7 +196,7 @@ class StoreWorker:
         self._engine.start(run)
 
     def _of_groups(self, listed: list[T]) -> dict[str, list[T]]:
-        """Return the list once per cache group, since all have the same blocks."""
+        """Return the list once per cache group; all groups have the same blocks."""
         return dict.fromkeys((shape.name for shape in self._shapes), listed)
 
     def _recorded(self) -> object:

@@ -63,32 +63,42 @@ def decode_entry(entry: Bytes, form: ImageForm, into: Bytes, lossy: str = "") ->
         ModuleNotFoundError: The codec's library is missing.
     """
     if entry.size < HEAD_BYTES:
-        raise IntegrityError(f"an entry of {entry.size} bytes; its head has more")
+        raise IntegrityError(
+            f"the entry has {entry.size} bytes, fewer than its header needs"
+        )
     head = entry[: _HEAD.size].tobytes()
     magic, number, image_bytes, nbytes, digest = _HEAD.unpack(head)
     if magic != _MAGIC:
         raise IntegrityError(
-            f"an entry that begins with {magic!r}; this kvwire reads {_MAGIC!r}"
+            f"the entry begins with {magic!r}; this version of kvwire reads {_MAGIC!r}"
         )
     if number not in _BY_NUMBER:
-        raise IntegrityError(f"an entry of codec {number}, which is not known here")
+        raise IntegrityError(
+            f"the entry uses codec {number}, which this version does not know"
+        )
     codec = _BY_NUMBER[number]
     if codec.lossy and codec.name != lossy:
-        raise IntegrityError(f"an entry of {codec.name}, which nobody has asked for")
+        raise IntegrityError(
+            f"the entry uses codec {codec.name}, which the reader did not request"
+        )
     if image_bytes != into.size or digest != form.digest:
         raise IntegrityError(
-            f"an entry of an image of {image_bytes} bytes for one of {into.size}"
-            + ("" if image_bytes != into.size else " and another form")
+            f"the entry's image has {image_bytes} bytes, and {into.size} were expected"
+            + ("" if image_bytes != into.size else " in another form")
         )
     if nbytes > entry.size - HEAD_BYTES:
-        raise IntegrityError(f"an entry of {entry.size} bytes claims {nbytes} in it")
+        raise IntegrityError(
+            f"the entry has {entry.size} bytes, but its header says {nbytes}"
+        )
     payload = entry[HEAD_BYTES : HEAD_BYTES + nbytes]
     total = entry[_HEAD.size : HEAD_BYTES].tobytes()
     if codec.lossy and total != _sum(head, payload):
-        raise IntegrityError(f"an entry of {codec.name} whose checksum is another")
+        raise IntegrityError(f"the checksum of the {codec.name} entry does not match")
     codec.decode(payload, form, into)
     if not codec.lossy and total != _sum(head, into):
-        raise IntegrityError(f"{codec.name} gave an image whose checksum is another")
+        raise IntegrityError(
+            f"the checksum of the image that {codec.name} decoded does not match"
+        )
 
 
 def _sum(head: bytes, checked: Bytes) -> bytes:

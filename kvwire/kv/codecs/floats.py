@@ -1,4 +1,4 @@
-"""Conversion between float32 and other floats, also those NumPy lacks (bfloat16)."""
+"""Conversion between float32 and other floats, including NumPy's missing bfloat16."""
 
 from __future__ import annotations
 

@@ -62,12 +62,15 @@ class PlanesCodec(BlockCodec):
         size = form.elements
         head = planes * _LENGTH.itemsize
         if payload.size < head:
-            raise IntegrityError(f"{payload.size} bytes, and the lengths take {head}")
+            raise IntegrityError(
+                f"the payload has {payload.size} bytes, and its lengths alone need "
+                f"{head}"
+            )
         lengths = payload[:head].view(_LENGTH).astype(np.int64)
         if int(lengths.sum()) != payload.size - head or (lengths > size).any():
             raise IntegrityError(
-                f"planes of {lengths.tolist()} bytes in {payload.size - head}, each of "
-                f"at most {size}"
+                f"planes of {lengths.tolist()} bytes do not fit {payload.size - head} "
+                f"bytes, or exceed {size} each"
             )
         unpack = _zstd_unpacked if self.library == "zstd" else _lz4_unpacked
         rows = into.reshape(-1, planes)
@@ -130,7 +133,9 @@ def _zstd_unpacked(stored: Bytes, size: int) -> Bytes:
         # The library allocates as much as the frame claims, so check the claim first.
         claimed = zstd.frame_content_size(stored)
         if claimed != size:
-            raise IntegrityError(f"a zstd frame of {claimed} bytes for {size}")
+            raise IntegrityError(
+                f"a zstd frame claims {claimed} bytes; {size} were expected"
+            )
         plane = zstd.ZstdDecompressor().decompress(stored, allow_extra_data=False)
     except zstd.ZstdError as exc:
         raise IntegrityError(f"zstd: {exc}") from None
@@ -153,5 +158,5 @@ def _lz4_unpacked(stored: Bytes, size: int) -> Bytes:
 
 def _exactly(plane: bytes, size: int) -> Bytes:
     if len(plane) != size:
-        raise IntegrityError(f"a plane of {len(plane)} bytes for {size}")
+        raise IntegrityError(f"a plane has {len(plane)} bytes; {size} were expected")
     return np.frombuffer(plane, np.uint8)

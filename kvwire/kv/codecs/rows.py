@@ -100,8 +100,8 @@ def row_codec(name: object) -> RowCodec:
     found = ROW_CODECS.get(name) if isinstance(name, str) else None
     if found is None:
         raise UsageError(
-            f"codec={name!r}: transfers have {', '.join(ROW_CODECS)}, whose sizes are "
-            f"known before; {nearest(str(name), ROW_CODECS)}"
+            f"codec={name!r}: a transfer takes only codecs with a known output size "
+            f"({', '.join(ROW_CODECS)}); {nearest(str(name), ROW_CODECS)}"
         )
     return found
 

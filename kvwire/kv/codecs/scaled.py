@@ -170,6 +170,6 @@ def _reduced(shape: tuple[int, ...], *over: int) -> tuple[int, ...]:
 def _require(payload: Bytes, form: ImageForm, nbytes: int) -> None:
     if form.dtype not in FLOATS or payload.size != nbytes:
         raise IntegrityError(
-            f"{payload.size} bytes for {form.elements} elements of {form.dtype}, which "
-            f"take {nbytes}"
+            f"the payload has {payload.size} bytes; {form.elements} elements of "
+            f"{form.dtype} need {nbytes}"
         )

@@ -146,7 +146,7 @@ class WatchedStream:
         self._completions = CompletionThread(f"kvwire {name} {ops.device}", call_soon)
 
     def watch(self, done: Done) -> None:
-        """Call ``done`` on the loop when all work queued so far is over."""
+        """Call ``done`` on the loop when all work queued so far has ended."""
         event = self.stream.record()
 
         def fired(error: Exception | None) -> None:

@@ -107,7 +107,7 @@ class CudaOps(DeviceOps):
             return CudaEvent(self, _current_stream(self.device.index))
 
     def event_handle(self) -> int:
-        """Return an unused event, which its user returns to ``event_handles``."""
+        """Return an unused event; the user puts it back into ``event_handles``."""
         with contextlib.suppress(IndexError):
             return self.event_handles.pop()
         with self.context:
@@ -127,7 +127,7 @@ class CudaOps(DeviceOps):
         return memoryview(shown).cast("B")
 
     def table(self, nbytes: int) -> _StagedTable:
-        """Return a table of ``nbytes`` or more: a used one if its copy is over."""
+        """Return a table of at least ``nbytes``, reusing one whose copy has ended."""
         for _ in range(len(self.tables)):
             with contextlib.suppress(IndexError):  # other threads take some too
                 table = self.tables.popleft()
@@ -185,7 +185,7 @@ class CudaOps(DeviceOps):
         return index is not None and index in (-1, self.device.index)
 
     def _allocation(self, address: int) -> tuple[int, int]:
-        """Return address and bytes of the allocation that an address lies in."""
+        """Return the address and size of the allocation that contains an address."""
         first = ctypes.c_uint64()
         nbytes = ctypes.c_size_t()
         self.driver(
@@ -241,7 +241,7 @@ class CudaEvent(Event):
     """
 
     def __init__(self, ops: CudaOps, stream: int) -> None:
-        """Record the event behind all work queued so far on a stream, by handle."""
+        """Record the event after all queued work of a stream, given by handle."""
         self.ops: CudaOps = ops
         self.ptr: int = 0
         self.ptr = ops.event_handle()
@@ -264,7 +264,7 @@ class CudaEvent(Event):
 
 
 class CudaStream(Stream):
-    """A stream of the driver, on which our kernel and copies are queued."""
+    """A driver stream for kvwire's kernel and copies."""
 
     def __init__(self, ops: CudaOps) -> None:
         self.ops: CudaOps = ops
@@ -291,8 +291,8 @@ class CudaStream(Stream):
         known = isinstance(event, CudaEvent) or library_event_index(event) is not None
         if not known or not isinstance(handle, int):
             raise UsageError(
-                f"an event of type {type(event).__name__}: pass a torch.cuda.Event or "
-                f"a cupy.cuda.Event that was recorded on the producing stream"
+                f"the event is a {type(event).__name__}: pass a torch.cuda.Event or a "
+                "cupy.cuda.Event that was recorded on the producing stream"
             )
         if handle:  # torch creates the handle when the event is recorded
             with self.ops.context:
@@ -328,7 +328,7 @@ class CudaStream(Stream):
                 )
 
     def close(self) -> None:
-        """Do nothing: the last reference destroys the stream, once its work is done.
+        """Do nothing: dropping the last reference destroys the stream after its work.
 
         Memory allocated from it is freed in its order, and may live longer.
         """
@@ -398,13 +398,13 @@ class _StagedTable:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the last copy is over."""
+        """Return whether the last copy has ended."""
         assert self.copied is not None
         return self.copied.query()
 
 
 class _OwnedStream:
-    """A stream of the driver that lives until all memory freed in its order is freed.
+    """A driver stream that lives until all memory bound to it has been freed.
 
     The garbage collector may finalise the objects of a cycle in any order. So users are
     counted by ``enter`` and ``leave``, not by references.

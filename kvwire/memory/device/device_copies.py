@@ -58,12 +58,14 @@ class DeviceCopies:
             BackendUnavailable: The device does not work, or gives no pinned memory.
         """
         if device is None:
-            raise UsageError("after=: nothing is queued for a cache in host memory")
+            raise UsageError(
+                "after=: it is only for device memory, and this cache is in host memory"
+            )
         ops = device_ops(device)
         if after is not None and not ops.owns(after):
             raise UsageError(
-                f"after={type(after).__name__}: pass an event of {device} that was "
-                f"recorded behind what uses the blocks, or None"
+                f"after={type(after).__name__}: pass an event of {device} recorded "
+                "after the last operation that uses the blocks, or None"
             )
         with self._lock:
             if device not in self._copiers:
@@ -82,7 +84,7 @@ class DeviceCopies:
         self._copiers[device].copy(source, destination, after)
 
     def close(self) -> None:
-        """Release all devices; none may be copying any more."""
+        """Release all devices; no copy may be running."""
         for copier in self._copiers.values():
             copier.close()
         self._copiers.clear()

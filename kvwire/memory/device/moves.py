@@ -1,4 +1,4 @@
-"""Copies pieces of a device's memory to other pieces, on a stream of its own.
+"""Copies pieces of a device's memory to other pieces, on its own stream.
 
 The kernel gathers many pieces into one, or scatters one into many. So pieces that are
 many on both sides pass through a buffer on the device, 16 MiB at a time. The stream
@@ -35,7 +35,7 @@ class DeviceMoves:
         self._passing: Fragments = self._way.stream.buffer(passing_bytes)
 
     def move(self, source: Fragments, into: Fragments, done: Done) -> None:
-        """Queue a copy between pieces that have the same number of bytes in all.
+        """Queue a copy between pieces with the same total number of bytes.
 
         Keep both alive and unchanged until ``done`` is called on the loop.
         """

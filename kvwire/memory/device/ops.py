@@ -1,4 +1,4 @@
-"""The operations that kvwire needs of a device: streams, events, pinned memory, copies.
+"""The device operations that kvwire needs: streams, events, pinned memory, copies.
 
 NVIDIA's driver provides them (:mod:`kvwire.memory.device.cuda_ops`). Tests register
 another device, whose streams are threads.
@@ -43,7 +43,7 @@ class SharedAllocation(NamedTuple):
 
 
 class OpenedAllocation(NamedTuple):
-    """An allocation of another process, open here.
+    """Another process's allocation, opened here.
 
     Attributes:
         address: Its first byte, in this process.
@@ -70,7 +70,7 @@ class Event(ABC):
 
 
 class Stream(ABC):
-    """A queue of work that a device does in order."""
+    """A queue of work that a device executes in order."""
 
     @property
     @abstractmethod
@@ -121,7 +121,7 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def record_current(self) -> Event:
-        """Record an event behind the work that the calling thread has queued.
+        """Record an event after the calling thread's queued work.
 
         That is the work on the stream that the thread's library has as its current one.
         So call it between the kernels of an application, on the same thread.
@@ -129,11 +129,11 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def pinned(self, nbytes: int) -> memoryview:
-        """Return host memory that the device can copy from and to by itself."""
+        """Return pinned host memory, which the device can copy directly."""
 
     @abstractmethod
     def share(self, address: int) -> SharedAllocation:
-        """Return the allocation that an address lies in, for other processes.
+        """Return the allocation that contains an address, for other processes.
 
         Raises:
             BackendUnavailable: It cannot be shared; the text has the reason.
@@ -200,7 +200,7 @@ def contiguous(address: int, nbytes: int, owner: object, device: Device) -> Frag
 
 
 class DeviceArray:
-    """Device memory at an address, as array libraries take it without a copy.
+    """Device memory at an address, for array libraries to use without a copy.
 
     The user of it keeps the memory's owner alive and orders the streams.
     """

@@ -66,12 +66,12 @@ class LayerCounter:
 
     def __init__(self, layers: int, word: memoryview) -> None:
         if not 1 <= layers <= KV_LAYERS_MAX:
-            raise UsageError(f"layers={layers}: 1 to {KV_LAYERS_MAX}")
+            raise UsageError(f"layers={layers}: pass 1 to {KV_LAYERS_MAX}")
         array = np.frombuffer(word, np.uint8)
         if array.size != WORD_BYTES or array.ctypes.data % WORD_BYTES or word.readonly:
             raise UsageError(
-                f"word: {array.size} bytes at {array.ctypes.data:#x}; pass "
-                f"{WORD_BYTES} writable bytes at a multiple of {WORD_BYTES}"
+                f"word: got {array.size} bytes at {array.ctypes.data:#x}; pass "
+                f"{WORD_BYTES} writable bytes, aligned to {WORD_BYTES}"
             )
         self.word = word
         self.layers = layers
@@ -85,11 +85,11 @@ class LayerCounter:
         self._looking = False
 
     def begin(self) -> GraphReplay:
-        """Begin a pass, to be replayed once, after those begun before."""
+        """Begin a pass, to be replayed once, after all earlier passes."""
         return GraphReplay(self, next(self._generations))
 
     def close(self) -> None:
-        """Fail every future that is not done by now."""
+        """Fail every pending future."""
         with self._lock:
             waiting = self._waiting
             self._waiting = []
@@ -146,7 +146,7 @@ class GraphReplay(NamedTuple):
         return self.generation << _LAYER_BITS
 
     def layer(self, layer: int) -> Future[None]:
-        """Return a future that is done when this pass has done a layer, for ``after=``.
+        """Return a future for ``after=``: done when this pass has done a layer.
 
         It fails with :exc:`RequestCancelled` if the counter is closed before.
 
@@ -154,5 +154,8 @@ class GraphReplay(NamedTuple):
             UsageError: The model has no such layer.
         """
         if not 0 <= layer < self.counter.layers:
-            raise UsageError(f"layer {layer}: the counter has {self.counter.layers}")
+            raise UsageError(
+                f"layer {layer} does not exist; the counter has {self.counter.layers} "
+                "layers"
+            )
         return self.counter.behind(self.base + layer)

@@ -21,7 +21,7 @@ def device_ops(device: Device) -> DeviceOps:
         found = _known.get(device)
         if found is None:
             if device.kind is not MemoryKind.CUDA:
-                raise UsageError(f"device {device}: there is none, or it was closed")
+                raise UsageError(f"device {device} does not exist, or was closed")
             # Most processes use no GPU.
             from kvwire.memory.device.cuda_ops import CudaOps  # noqa: PLC0415
 
@@ -41,7 +41,7 @@ def event_ops(event: object) -> DeviceOps | None:
 
 
 def register(ops: DeviceOps) -> None:
-    """Register a device that is not found by itself, such as one of a test."""
+    """Register a device that is not detected, such as a test's device."""
     with _lock:
         _known[ops.device] = ops
 

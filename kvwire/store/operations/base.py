@@ -144,12 +144,12 @@ class Operation(ABC):
         return self._partial(plan, timings)
 
     def landed(self, request: BlockRequest) -> Bits:
-        """Return which blocks of a request have landed."""
+        """Return the blocks of a request that have landed."""
         here: Bits = self._codes[request] == _LANDED
         return here
 
     def placement(self, request: BlockRequest) -> Placement:
-        """Return what became of a request's blocks, as a verb reports it."""
+        """Return the states of a request's blocks, as a verb reports them."""
         codes = self._codes[request]
         placing = Placing(codes.size, BlockState.DONE)
         for code, reason in enumerate(self._reasons[1:], 1):
@@ -169,7 +169,7 @@ class Operation(ABC):
 
     @abstractmethod
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
-        """Go on with some blocks of one group request.
+        """Continue with some blocks of one group request.
 
         Returns:
             The blocks that are settled; the others are passed in again.
@@ -200,7 +200,7 @@ class Operation(ABC):
         reason: str,
         state: BlockState = BlockState.DEFERRED,
     ) -> None:
-        """Record that these blocks do not land, why, and what that means for a verb."""
+        """Record that blocks do not land, with the reason and the state for a verb."""
         if reason not in self._reasons:
             self._reasons.append(reason)
             self._states.append(state)
@@ -214,7 +214,7 @@ class Operation(ABC):
         return here.nonzero()[0]
 
     def settled(self, blocks: int) -> None:
-        """Count caller's blocks that are no longer touched."""
+        """Count the caller's blocks that are free again."""
         self._left -= blocks
         if not self._left and not self._quarantined:
             self.drained.set()
@@ -269,7 +269,7 @@ class Operation(ABC):
         images: Fragments,
         orders: Orders | int,
     ) -> list[tuple[Fragments, Fragments]]:
-        """Return sources and destinations, those of one order together."""
+        """Return sources and destinations, grouped by order."""
         if isinstance(orders, int):
             return [(request.fragments(positions, orders), images)]
         listed = set(orders.tolist())

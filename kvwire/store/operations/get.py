@@ -1,4 +1,4 @@
-"""A get: from a tier below into memory where needed, and from memory into a cache."""
+"""A get: from a lower tier into memory if needed, then from memory into a cache."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class GetOperation(Operation):
         counters.get_ended(nbytes, there=landed, blocks=self.blocks)
 
     def turns(self, request: BlockRequest) -> Iterable[Ids]:
-        """Put blocks in memory first, before others take their room."""
+        """Process blocks in memory first, before they are evicted."""
         here = self.tiers.memory.index.find(request.keys) >= 0
         return here.nonzero()[0], (~here).nonzero()[0]
 
     def at_once(self) -> bool:
-        """Copy all blocks in this turn, if all are in memory here or of this host.
+        """Copy all blocks in this turn, if all are in memory on this host.
 
         Returns:
             Whether all have landed. If not, the call goes on as if this was not tried;
@@ -106,7 +106,7 @@ class GetOperation(Operation):
         return True
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
-        """Copy blocks in memory at once; bring the rest from the first tier with any.
+        """Copy blocks in memory at once; read others from the first tier with any.
 
         Cancel safety: a running copy or read is finished first.
         """
@@ -195,7 +195,7 @@ class GetOperation(Operation):
                     self.lost(request, positions[there], why, BlockState.MISSING)
 
     def absent(self, request: BlockRequest) -> Bits:
-        """Return which blocks of a request are in no tier."""
+        """Return the blocks of a request that no tier has."""
         known = [text.startswith(NOT_THERE) for text in self._reasons]
         return np.array(known)[self._codes[request]]
 
@@ -208,7 +208,7 @@ class GetOperation(Operation):
         tier: Tier,
         mapped: HostBlocks,
     ) -> Bits:
-        """Copy blocks from the memory of a server of this host into the cache.
+        """Copy blocks from the memory of a server on this host into the cache.
 
         Returns:
             Which have landed. If one has been evicted meanwhile, the server is asked
@@ -305,7 +305,7 @@ class GetOperation(Operation):
         return positions[landed], positions[~landed]
 
     def _lacking_still(self, keys: Keys, taken: Ids) -> tuple[Ids, Ids]:
-        """Return the blocks that memory still lacks, now that their slots are taken.
+        """Return the blocks that are still not in memory.
 
         Returns:
             Their places, and as many of the slots; the other slots are given back.

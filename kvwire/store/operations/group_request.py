@@ -1,4 +1,4 @@
-"""A call's part for one cache group: keys, and where their images lie in the cache.
+"""A call's part for one cache group: keys, and the places of images in the cache.
 
 The image of a block is its bytes in one order of the axes, without a gap. A cache has
 the same bytes in as many pieces as its layout makes; :meth:`GroupRequest.fragments`
@@ -28,7 +28,7 @@ Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
 
 
 class BlockRequest(ABC):
-    """Blocks to move, and where they lie. Subclassed.
+    """Blocks to move, and their places. Subclassed.
 
     Attributes:
         namespace: The blocks' namespace.
@@ -47,7 +47,7 @@ class BlockRequest(ABC):
 
     @abstractmethod
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """Return the memory of some blocks' images; ``order`` is that of their axes."""
+        """Return the memory of some blocks' images, with the axes in ``order``."""
 
 
 class ImageRequest(BlockRequest):
@@ -71,7 +71,7 @@ class ImageRequest(BlockRequest):
 
 
 class NamedRequest(BlockRequest):
-    """Blocks that stay in the store: no memory of a caller is involved."""
+    """Blocks that stay in the store, without a caller's memory."""
 
     __slots__ = ()
 
@@ -105,13 +105,13 @@ class GroupRequest(BlockRequest):
         named = len(hashes) * namespace.spec.block_tokens
         if held != named:
             raise UsageError(
-                f"hashes: {len(hashes)} of group {group.name!r} stand for {named} "
-                f"tokens, and its {ids.size} blocks hold {held}; pass one for each "
-                f"block, or hash_tokens=, and leave out a last block that is not full"
+                f"hashes: {len(hashes)} hashes of group {group.name!r} cover {named} "
+                f"tokens, but its {ids.size} blocks hold {held}; pass one hash per "
+                "block, or hash_tokens=, and leave out a last block that is not full"
             )
 
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """Return where the images of some blocks lie in the cache."""
+        """Return the places of some blocks' images in the cache."""
         here = self.group.spec.block_tokens
         unit = self.namespace.spec.block_tokens
         granule = math.gcd(here, unit)
@@ -188,13 +188,19 @@ def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[b
 def keys_of(hashes: Sequence[bytes], namespace: Namespace) -> Keys:
     """Return the keys of some hashes in a namespace."""
     if set(map(type, hashes)) - {bytes}:
-        raise UsageError("hashes: one is not bytes; a hash is the same everywhere")
+        raise UsageError(
+            "hashes: each must be bytes, which are the same in every process"
+        )
     lengths = set(map(len, hashes))
     if len(lengths) > 1:
-        raise UsageError(f"hashes: of {sorted(lengths)} bytes; all have one length")
+        raise UsageError(
+            f"hashes: they have lengths of {sorted(lengths)} bytes; all must have the "
+            "same length"
+        )
     if lengths and not 0 < min(lengths) <= STORE_HASH_BYTES_MAX:
         raise UsageError(
-            f"hashes: of {min(lengths)} bytes; 1 to {STORE_HASH_BYTES_MAX} are allowed"
+            f"hashes: they have {min(lengths)} bytes; 1 to {STORE_HASH_BYTES_MAX} are "
+            "allowed"
         )
     return np.array(list(map(namespace.digest.__add__, hashes)), np.object_)
 

@@ -1,4 +1,4 @@
-"""A put: from a cache into memory, and from there to the tiers below."""
+"""A put: from a cache into memory, then to the lower tiers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PutOperation(Operation):
         )
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
-        """Copy blocks that memory lacks, then write them below.
+        """Copy missing blocks into memory, then write them to lower tiers.
 
         Cancel safety: a running copy or write is finished first.
         """
@@ -108,7 +108,7 @@ class PutOperation(Operation):
     async def _fill(
         self, request: BlockRequest, positions: Ids, taken: Ids, *, fresh: bool
     ) -> tuple[Bits, Ids]:
-        """Copy blocks that memory lacks into the slots taken.
+        """Copy missing blocks into the taken slots.
 
         Taking may have waited, so memory is looked up again, unless it is known to be
         ``fresh``: none of these blocks is there or on its way.

@@ -1,4 +1,4 @@
-"""Carries out verbs: blocks are located, protected, or moved between tiers.
+"""Executes verbs: locates, protects and moves blocks between tiers.
 
 What moves goes through slots of memory, as gets and puts do, and by the same rules: a
 prefetch is a get without a cache, so it waits for fills that are under way and nobody
@@ -47,7 +47,7 @@ _STAYS: Final = "it is in use or pinned, and stays here as well"
 
 
 class PrefetchOperation(GetOperation):
-    """Bring blocks into memory, and no further."""
+    """Read blocks into memory only."""
 
     verb = "prefetch"
     reads_in_place = False
@@ -75,7 +75,7 @@ async def carry_out(
     hashes: Sequence[bytes],
     target: Tier | None = None,
 ) -> Placement:
-    """Carry out a verb on the blocks of some hashes.
+    """Execute a verb on the blocks of some hashes.
 
     Args:
         tiers: The store's tiers.
@@ -115,7 +115,7 @@ async def _carry_out(
     keys: Keys,
     target: Tier | None,
 ) -> Placement:
-    """Carry out a verb on blocks of one namespace, each listed once."""
+    """Execute a verb on blocks of one namespace, each listed once."""
     if verb.kind not in _MOVING:
         return await tiers.apply(verb, namespace, keys)
     mover = _Mover(tiers, verb, namespace, target)
@@ -215,7 +215,7 @@ class _Mover:
         return placing.end()
 
     async def _strayed(self, keys: Keys, placing: Placing, lacking: Ids) -> None:
-        """Bring blocks into memory from nodes where gets do not look for them."""
+        """Read blocks into memory from nodes that gets do not search."""
         for tier in self._tiers.below:
             for node in tier.nodes().values():
                 left = lacking[placing.states[lacking] == BlockState.MISSING]
@@ -227,7 +227,7 @@ class _Mover:
                     placing.place(left[found.done], found.selected(found.done))
 
     async def _to_memory(self, keys: Keys, tiers: TierStack | None = None) -> Placement:
-        """Bring blocks into memory, from the tiers of this store or others."""
+        """Read blocks into memory, from this store's tiers or other nodes."""
         request = NamedRequest(self._namespace, keys)
         work = PrefetchOperation(tiers or self._tiers, (request,))
         await work.run()
@@ -240,7 +240,7 @@ class _Mover:
         return placing.end()
 
     async def _copied(self, target: Tier, keys: Keys) -> Placing:
-        """Write the blocks that a tier lacks to it, by way of memory."""
+        """Write a tier's missing blocks to it, through memory."""
         placing = Placing(keys.size)
         held = await target.holds(keys)
         placing.rule(held, BlockState.DONE)
@@ -266,7 +266,7 @@ class _Mover:
     async def _write(
         self, target: Tier, keys: Keys, placing: Placing, here: Ids, slots: Ids
     ) -> None:
-        """Write blocks from their slots, and record what became of them."""
+        """Write blocks from their slots, and record the results."""
         index = self._memory.index
         named = keys[here]
         nbytes = self._namespace.image_bytes
@@ -288,7 +288,7 @@ class _Mover:
         placing.rule(here[~landed], state, why)
 
     async def _unsafe(self, target: Tier, keys: Keys) -> str:
-        """Return why no copy may be given up above a tier, or ""."""
+        """Return why copies above a tier must be kept, or ""."""
         if not self._gives_up or target.durable:
             return ""
         for tier in self._above:
@@ -302,7 +302,7 @@ class _Mover:
     async def _give_up(
         self, target: Tier, keys: Keys, placing: Placing, there: Ids
     ) -> None:
-        """Give up the copies of blocks that a tier has by now, in those above it."""
+        """Drop the copies above a tier of the blocks that it now has."""
         if any(tier.durable for tier in self._above):
             try:
                 await target.flush()

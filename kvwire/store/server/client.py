@@ -1,4 +1,4 @@
-"""A client of a store server: requests and answers, and dialling again.
+"""A client of a store server: requests, answers and redialling.
 
 Without an active connection a request fails at once, with the reason, so an engine
 continues without its store. A connection ends by itself, or is ended when the server
@@ -92,7 +92,7 @@ async def delete_all(address: str, config: Config, tenant: str) -> int:
 async def apply_verb(
     address: str, config: Config, verb: Verb, hashes: Sequence[bytes], tenant: str = ""
 ) -> Placement:
-    """Let a server carry out a verb on the blocks of some hashes.
+    """Let a server execute a verb on the blocks of some hashes.
 
     The server looks in all namespaces of the tenant that it knows of.
 
@@ -139,7 +139,7 @@ class ActiveConnection:
         self.works: Callable[[], object] | None = None
 
     async def close_windows(self) -> None:
-        """End reading in place; running copies keep the memory that they read.
+        """Stop reading in place; running copies keep their memory mapped.
 
         Cancel safety: safe, they are closed either way.
         """
@@ -150,7 +150,7 @@ class ActiveConnection:
             await windows.close()
 
     async def tell(self, request: ClientMessage) -> None:
-        """Send a message that has no answer.
+        """Send a message without an answer.
 
         Cancel safety: safe, it is sent or not.
         """
@@ -162,7 +162,7 @@ class ActiveConnection:
         kind: type[AnswerT],
         timeout_s: float | None = None,
     ) -> AnswerT:
-        """Send a request, and wait for its answer, by default as long as for any.
+        """Send a request, and wait for its answer within a timeout.
 
         Cancel safety: safe, the answer is dropped when it arrives.
         """
@@ -190,11 +190,13 @@ class ActiveConnection:
                 del answer
         if not isinstance(found, kind):
             self.connection.abort(f"{type(found).__name__} is no answer to that")
-            raise ConnectionLost("the server has answered something else")
+            raise ConnectionLost(
+                "the server sent an answer that does not match the request"
+            )
         return found
 
     async def apply(self, verb: Verb, names: Names, **fields: Any) -> Placement:
-        """Let the server carry out a verb.
+        """Let the server execute a verb.
 
         Raises:
             KVWireError: It did not, or is too old to know verbs; or the connection has
@@ -204,7 +206,7 @@ class ActiveConnection:
         """
         if not self.welcome.verbs:
             raise UsageError(
-                f"it is an older server, which cannot {verb.kind.name.lower()} blocks"
+                f"the server is older and cannot {verb.kind.name.lower()} blocks"
             )
         request = Apply.of(next(self.numbers), verb, names, **fields)
         placed = await self.call(request, VerbDone, STORE_VERB_TIMEOUT_S)
@@ -212,7 +214,7 @@ class ActiveConnection:
             raise UsageError(placed.reason)
         if len(placed.states) != len(names):
             self.connection.abort(f"{len(placed.states)} states of {len(names)} blocks")
-            raise ConnectionLost("the server has answered for other blocks")
+            raise ConnectionLost("the server answered for other blocks than requested")
         return placed.placement
 
     async def listen(self) -> None:
@@ -226,7 +228,7 @@ class ActiveConnection:
                 said: Any = await self.connection.recv(TAG)
                 reply = decode_reply(said)
                 if not isinstance(reply, NumberedReply):
-                    raise UsageError("it welcomes twice")
+                    raise UsageError("the server sent a second welcome")
                 if self.works is not None:
                     self.works()
                     self.works = None
@@ -255,7 +257,7 @@ def _expire(answer: asyncio.Future[NumberedReply]) -> None:
 
 
 class StoreClient:
-    """Keeps a connection to a server, and dials again after a loss. One event loop."""
+    """Keeps a connection to a server, and redials after a loss. One event loop."""
 
     def __init__(
         self,
@@ -283,7 +285,7 @@ class StoreClient:
         return self.active
 
     async def open(self) -> None:
-        """Dial for the first time; dial again later if the server is not up yet.
+        """Dial for the first time, and redial later if the server is down.
 
         Raises:
             KVWireError: Dialling again would not help: the address or the key is wrong.
@@ -310,7 +312,7 @@ class StoreClient:
     # --- inside -----------------------------------------------------------------------
 
     async def _keep(self, active: ActiveConnection | None) -> None:
-        """Receive answers while connected, and dial while not."""
+        """Receive answers while connected, and redial otherwise."""
         async for _ in self._upkeep:
             try:
                 await (active or await self._dial()).listen()
@@ -345,7 +347,9 @@ class StoreClient:
                 f"kvwire, and is stuck or is no store server"
             ) from None
         if not isinstance(welcome, Welcome):
-            raise UsageError(f"it begins with {type(welcome).__name__}")
+            raise UsageError(
+                f"the server's first message is {type(welcome).__name__}, not a welcome"
+            )
         theirs = welcome.version, welcome.version
         if not common_version(VERSIONS, theirs):
             raise version_mismatch(VERSIONS, theirs, "the store server")

@@ -24,7 +24,7 @@ Berth = npt.NDArray[np.uint8]
 
 
 class MemoryHolder(Protocol):
-    """A client of a server, as the holder of some of the server's memory."""
+    """A client that holds some of the server's memory."""
 
     @property
     def stalled_since(self) -> float:
@@ -100,7 +100,7 @@ class ClientMemory:
 
     @asynccontextmanager
     async def berth(self, client: MemoryHolder) -> AsyncIterator[Berth]:
-        """Lend a berth; at the end of the block nothing may touch it.
+        """Lend a berth for a block of code; at its end nothing may touch the berth.
 
         Cancel safety: safe while it waits. If the block is cancelled, something may
         still touch the berth, so it is not reused; another one replaces it.
@@ -125,7 +125,7 @@ class ClientMemory:
         timer: asyncio.TimerHandle | None = None
 
         def look() -> float:
-            """Disconnect a client that is too slow; return when to look again."""
+            """Disconnect a client that is too slow; return when to check again."""
             for lent, (since, client) in list(self._lent.items()):
                 if since + STORE_TIMEOUT_S > loop.time():
                     return since + STORE_TIMEOUT_S

@@ -30,7 +30,7 @@ WINDOWS: Final = ("store.images", "store.index", "store.generations")
 
 
 class HostWindows:
-    """A client's windows of one connection to a server. Made by :meth:`open`.
+    """A client's windows on one connection to a server. Made by :meth:`open`.
 
     A lane may come up later, and no event reports that a transport has mapped them. So
     they look themselves, less and less often.
@@ -81,7 +81,7 @@ class HostWindows:
         return cls(await gather_all(*opening), slab_bytes, alone=alone)
 
     async def close(self) -> None:
-        """Close the windows; running copies keep the memory that they read.
+        """Close the windows; running copies keep their memory mapped.
 
         Cancel safety: safe, they are closed either way.
         """
@@ -91,7 +91,7 @@ class HostWindows:
             await window.close()
 
     def _look_again(self) -> None:
-        """Report the server's blocks if they are mapped by now; else look later."""
+        """Report the server's blocks once they are mapped; otherwise check later."""
         images, words, generations = map(memory_here, self._windows)
         if images is None or words is None or generations is None:
             later = asyncio.get_running_loop().call_later
@@ -107,6 +107,8 @@ class HostWindows:
                 alone=self._alone,
             )
         except (UsageError, ValueError) as exc:
-            logger.warning("the store server cannot be read in place: %s", exc)
+            logger.warning(
+                "clients on this host cannot read the server's memory directly: %s", exc
+            )
             return
         self.blocks.set_result(blocks)

@@ -116,9 +116,14 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
         # msgspec reports a ValueError as one of its own.
         count, rest = divmod(len(self.joined), self.width)
         if not count or rest:
-            raise ValueError(f"{len(self.joined)} bytes of keys of {self.width}")
+            raise ValueError(
+                f"{len(self.joined)} bytes are not a whole number of "
+                f"{self.width}-byte keys"
+            )
         if count > STORE_KEYS_MAX:
-            raise ValueError(f"{count} keys; {STORE_KEYS_MAX} are the most")
+            raise ValueError(
+                f"{count} keys are too many; the limit is {STORE_KEYS_MAX}"
+            )
 
     def __len__(self) -> int:
         return len(self.joined) // self.width
@@ -129,7 +134,7 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
         return cls(len(keys[0]), b"".join(keys.tolist()))
 
     def keys_of(self, tenant: str) -> Keys:
-        """Return the keys under which a store with tenants keeps a tenant's blocks."""
+        """Return the keys of a tenant's blocks in a store with tenants."""
         if not tenant:
             width = self.width
             end = len(self.joined)
@@ -146,7 +151,7 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
         return as_keys(table.view(f"V{self.width}").ravel().tolist())
 
     def all_in(self, namespace: Namespace) -> bool:
-        """Return whether every key is of one namespace."""
+        """Return whether every key belongs to one namespace."""
         if not self.joined.startswith(namespace.digest):
             return False
         if len(self.joined) == self.width:
@@ -174,7 +179,7 @@ def text_of(namespace: Namespace) -> NamespaceText:
 
 @lru_cache(STORE_NAMESPACES_TOLD)
 def namespace_told(text: NamespaceText, tenant: str = "") -> Namespace:
-    """Return the namespace in a message, as its client's or as a tenant's."""
+    """Return the namespace in a message, for its client or for a tenant."""
     return Namespace(text.group, KVSpec.from_pairs(text.fields), tenant or text.tenant)
 
 
@@ -268,7 +273,7 @@ class Delete(NumberedRequest, array_like=True, frozen=True, gc=False, tag=8):
 
     def __post_init__(self) -> None:
         if len(self.digest) not in (0, DIGEST_BYTES):
-            raise ValueError("the digest of no namespace")
+            raise ValueError("the digest has the wrong length for a namespace")
 
 
 class Pin(NumberedRequest, array_like=True, frozen=True, gc=False, tag=9):
@@ -380,7 +385,7 @@ class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
 
 
 class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
-    """Gives the result of each block, a byte each, and why some did not land."""
+    """Gives each block's result as a byte, and the reason for failures."""
 
     results: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
     reason: _Reason = ""
@@ -406,7 +411,7 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
         orders: bytes = b"",
         images: memoryview = _NO_IMAGES,
     ) -> Self:
-        """Make the reply, with the reason cut to the length that it may have."""
+        """Make the reply, with the reason cut to its maximal length."""
         return cls(number, results.tobytes(), sayable(reason), orders, images)
 
     @property
@@ -416,7 +421,7 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
 
 
 class VerbDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
-    """Gives what became of each block that a verb named.
+    """Gives a verb's result for each block.
 
     Attributes:
         states: The state of each block, a byte each.
@@ -443,11 +448,11 @@ class VerbDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
             raise ValueError("a reason that there is not")
         lengths = {len(self.states), len(self.codes), *(len(b) for _, b in self.held)}
         if len(lengths) > 1:
-            raise ValueError("lists of several lengths")
+            raise ValueError("the lists differ in length")
 
     @classmethod
     def of(cls, number: int, placement: Placement) -> Self:
-        """Make the reply, with texts cut to the lengths that they may have."""
+        """Make the reply, with texts cut to their maximal lengths."""
         codes = placement.codes.copy()
         codes[codes > STORE_REASONS_MAX] = 0
         held = list(placement.held.items())[:STORE_PLACES_MAX]
@@ -461,7 +466,7 @@ class VerbDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
 
     @property
     def placement(self) -> Placement:
-        """Return what became of the blocks."""
+        """Return the blocks' states."""
         return Placement(
             states=np.frombuffer(self.states, np.uint8),
             held={name: np.frombuffer(b, np.uint8) > 0 for name, b in self.held},

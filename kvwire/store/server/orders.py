@@ -1,4 +1,4 @@
-"""Verbs that come by HTTP: ``POST /kv/pin``, with a key in ``Authorization``.
+"""Verbs by HTTP: ``POST /kv/pin``, with a key in ``Authorization``.
 
 Somebody else transports HTTP, on threads, such as
 :class:`kvwire.observe.http.MetricsServer`; here are who may ask, and what is answered.
@@ -35,7 +35,7 @@ _JSON: Final = "application/json"
 
 
 class OrderRefused(Exception):
-    """Report that an order is not carried out, with the HTTP status for it.
+    """Reports that an order was refused, with the HTTP status.
 
     Attributes:
         status: The status.
@@ -47,7 +47,7 @@ class OrderRefused(Exception):
 
 
 class StoreOrders:
-    """Carries out the verbs that a server's clients order by HTTP.
+    """Executes the verbs that clients send by HTTP.
 
     Made on the server's loop, and called on threads.
 
@@ -69,7 +69,7 @@ class StoreOrders:
     def answer(
         self, path: str, headers: Mapping[str, str], client: str, body: bytes
     ) -> tuple[HTTPStatus, dict[str, Any]]:
-        """Carry out the order of a POST.
+        """Execute the order in a POST.
 
         Args:
             path: The path, without the query.
@@ -88,14 +88,14 @@ class StoreOrders:
             return exc.status, {"error": str(exc)}
 
     def reader(self, headers: Mapping[str, str], client: str) -> str:
-        """Return the tenant whose key a request shows, or "" for the operator's.
+        """Return the tenant whose key a request has, or "" for the operator.
 
         Args:
             headers: The headers, with names in small letters.
             client: The client's numeric address.
 
         Raises:
-            OrderRefused: It shows no key of this server.
+            OrderRefused: The request has no key of this server.
         """
         if self._trust == "loopback" and is_loopback(client):
             if why := why_foreign(headers, "start the server with --psk-file"):
@@ -134,7 +134,7 @@ class StoreOrders:
         return self.reader(headers, client)
 
     def _carried_out(self, verb: str, body: bytes, tenant: str) -> dict[str, Any]:
-        """Carry out a verb on the store's loop, and return its placement for JSON."""
+        """Execute a verb on the store's loop, and return its placement for JSON."""
         try:
             order = msgspec.json.decode(body, type=VerbOrder)
             work = self._placement(verb, order, tenant)

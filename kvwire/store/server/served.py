@@ -39,7 +39,7 @@ class _Client(Protocol):
 
 @dataclass(slots=True)
 class ServedStore:
-    """A store that is served, and its server's settings. One event loop.
+    """A served store, and its server's settings. One event loop.
 
     Attributes:
         store: The store.
@@ -76,7 +76,7 @@ class ServedStore:
         self.access = access_to(self.store)
 
     def lend(self, nbytes: int) -> bool:
-        """Count bytes of pinned slots; return False if it would be too many."""
+        """Count bytes of pinned slots; return False if they exceed the limit."""
         size_bytes = self.access.tiers.memory.counts.size_bytes
         if nbytes > 0 and self.lent_bytes + nbytes > size_bytes // STORE_LENT_SHARE:
             return False
@@ -84,7 +84,7 @@ class ServedStore:
         return True
 
     def tenant_of(self, peer: PeerInfo) -> str:
-        """Return the tenant that a client has proved to be; "" if it is none."""
+        """Return the tenant that a client has proved to be, or ""."""
         return self.proofs.get(peer.identity or peer.key_id, "")
 
     def welcome(self, tenant: str, version: int) -> Welcome:
@@ -143,12 +143,12 @@ class ServedStore:
 
 
 def _name(tier: str) -> str:
-    """Return a tier's name as clients see it, without the path in it."""
+    """Return a tier's name for clients, without its path."""
     return sayable(tier)[:NAME_CHARS_MAX]
 
 
 class TransferBuffers:
-    """Lends one client its berths: memory that is allocated at its first use.
+    """Lends one client its berths, which are allocated at their first use.
 
     Blocks that cannot move directly between the link and slots are copied through
     berths. So a client that is slow, or silently dead, holds berths but never a slot of

@@ -102,17 +102,17 @@ class StoreServer:
         **arguments: Unpack[ConfigOptions],
     ) -> None:
         if not 1 <= berths <= STORE_BERTHS_MAX:
-            raise UsageError(f"berths={berths}: 1 to {STORE_BERTHS_MAX}")
+            raise UsageError(f"berths={berths}: pass 1 to {STORE_BERTHS_MAX}")
         if not 1 <= berth_bytes <= REQUEST_BYTES_MAX:
             raise UsageError(
-                f"berth_bytes={berth_bytes}: 1 to {REQUEST_BYTES_MAX}; a block of "
-                f"every client has to fit"
+                f"berth_bytes={berth_bytes}: pass 1 to {REQUEST_BYTES_MAX}; every "
+                "client's block must fit"
             )
         tiers = access_to(store).tiers
         if lossy := tiers.lossy:
             raise UsageError(
-                f"{store.name}: codec={lossy} loses bits, and clients have not agreed "
-                f"to that; serve it with another codec or none"
+                f"{store.name}: codec={lossy} loses bits, which clients do not "
+                "expect; serve the store with a lossless codec or none"
             )
         tenants = tiers.tenants.listed
         self._where = Address.parse(address)
@@ -149,7 +149,7 @@ class StoreServer:
         Cancel safety: nothing stays bound.
         """
         if self._entered or self._stopped.is_set():
-            raise UsageError("a StoreServer is entered once; make another one")
+            raise UsageError("a StoreServer can be entered only once; make another one")
         store = self._served.access
         if store.is_closed():
             raise UsageError("the store is closed; a StoreServer serves an open one")
@@ -169,7 +169,7 @@ class StoreServer:
         return self
 
     def _share(self) -> None:
-        """Let clients of this host read memory in place, if it is for all of them.
+        """Let this host's clients read memory in place, if all may read all of it.
 
         Tenants share the memory's slabs, so that none of it lies idle. Whoever maps it
         reads the blocks of all, so with tenants nobody does.
@@ -199,7 +199,7 @@ class StoreServer:
         self.communicator.announce(role="store", labels=labels, address=where)
 
     def _advertised(self, port: int) -> Address:
-        """Return the address at which others reach a server on this port."""
+        """Return the address that clients dial for a server on this port."""
         where = self._advertise
         if not isinstance(where, Address):
             where = read_advertised(str(where))
@@ -215,7 +215,7 @@ class StoreServer:
         await self._served.access.thread.leave(self.close)
 
     async def close(self) -> None:
-        """End every connection, and return when the server no longer touches the store.
+        """End every connection, and wait until the server no longer touches the store.
 
         Running requests have ``close_timeout_s``. May be called repeatedly, and before
         the server listens.
@@ -264,7 +264,7 @@ class StoreServer:
 
 
 def served_by(server: StoreServer) -> ServedStore:
-    """Return what all sessions of a server share, for other code of this room."""
+    """Return the shared state of a server's sessions, for this room's code."""
     return server._served  # noqa: SLF001 - of this file
 
 
@@ -278,8 +278,8 @@ def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:
         for proof in given:
             if proof in proofs:
                 raise UsageError(
-                    f"tenants {proofs[proof]} and {tenant.name} have one key or "
-                    f"identity; give each its own"
+                    f"tenants {proofs[proof]} and {tenant.name} have the same key or "
+                    "identity; give each its own"
                 )
             proofs[proof] = tenant.name
     return proofs
@@ -301,9 +301,11 @@ def _config(
     )
     keys = tuple(tenant.key_file for tenant in tenants if tenant.key_file)
     if keys and loaded.trust != "psk":
-        raise UsageError("tenants have keys, so the server needs one: psk_file")
+        raise UsageError(
+            "tenants have keys, so the server needs a key too: set psk_file"
+        )
     if keys and key_id(read_key_file(loaded.psk_file)) in proofs:
-        raise UsageError("psk_file is a tenant's key; give the server one of its own")
+        raise UsageError("psk_file is also a tenant's key; give the server its own key")
     identities = tuple(tenant.identity for tenant in tenants if tenant.identity)
     if identities and loaded.trust != "mtls":
         raise UsageError('tenants have identities, so the server needs trust="mtls"')

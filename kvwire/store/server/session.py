@@ -1,4 +1,4 @@
-"""One client of a store server: its requests, and the blocks that move for them.
+"""One client of a store server: its requests, and their blocks.
 
 Each request is a task, and ends by itself: its blocks by their deadline, everything at
 the end of the connection. Nothing here is ever cancelled, so a berth is given back only
@@ -154,7 +154,9 @@ class ClientSession:
         try:
             hello = decode_request(await self._connection.recv(TAG, deadline=_PATIENCE))
             if not isinstance(hello, StoreHello):
-                raise UsageError(f"it began with {type(hello).__name__}")
+                raise UsageError(
+                    f"the client's first message is {type(hello).__name__}, not a hello"
+                )
             theirs = hello.version_min, hello.version_max
             version = common_version(VERSIONS, theirs)
             # Also without a common version: its user is to learn which one is here.
@@ -184,7 +186,9 @@ class ClientSession:
         self._asked += 1
         full = len(self._open) - self._answered >= STORE_REQUESTS_MAX
         if full and not isinstance(request, Touch):
-            raise UsageError(f"it has more than {STORE_REQUESTS_MAX} requests open")
+            raise UsageError(
+                f"the client has more than {STORE_REQUESTS_MAX} requests open"
+            )
         self._begun_bytes = 0
         answer = (
             self._get(request) if isinstance(request, Get) else self._answer(request)
@@ -222,10 +226,10 @@ class ClientSession:
             case Flush() | Delete() | Pin() | Apply():
                 return self._do(request)
             case StoreHello():
-                raise UsageError("it says hello twice")
+                raise UsageError("the client sent a second hello")
 
     def _touch(self, request: Touch) -> None:
-        """Note uses of blocks, some of which were read in place."""
+        """Record uses of blocks, some of which were read in place."""
         keys = request.names.keys_of(self._tenant)
         self._tiers.touch(keys)
         self._read_bytes += request.read_bytes
@@ -235,7 +239,7 @@ class ClientSession:
             recorder.named(verb, keys, self._tiers.namespaces)
 
     async def _finish(self, answer: Awaitable[object]) -> None:
-        """Wait until a request is answered, or drop the client if it cannot be."""
+        """Wait until a request is answered, or else drop the client."""
         try:
             await answer
         except ConnectionClosed as exc:
@@ -249,7 +253,7 @@ class ClientSession:
             self.drop("its request failed here")
 
     def _send(self, reply: ServerMessage) -> Request[int]:
-        """Send an answer; a client that reads no answers is ended by the deadline."""
+        """Send an answer; the deadline ends a client that reads no answers."""
         body = encode(reply)
         sent = self._connection.send(TAG, body, deadline=_PATIENCE)
         if not sent.done():
@@ -267,13 +271,15 @@ class ClientSession:
         del self._unsent[sent]
 
     def _release_after(self, task: asyncio.Task[Any], nbytes: int) -> None:
-        """Release held memory once a task has ended; its frames refer to the memory."""
+        """Release held memory after a task whose frames refer to it."""
         memory = self._served.memory
         task.add_done_callback(lambda _: memory.release(self, nbytes))
 
     def drop(self, reason: str) -> None:
-        """End the client's connection: it broke a rule or holds too much memory."""
-        logger.warning("store server: %s dropped: %s", self._connection.peer, reason)
+        """Disconnect the client, which broke a rule or holds too much memory."""
+        logger.warning(
+            "store server: dropped client %s: %s", self._connection.peer, reason
+        )
         self._served.dropped += 1
         self._connection.abort(reason)
 
@@ -293,7 +299,9 @@ class ClientSession:
         image_bytes = namespace.image_bytes
         nbytes = keys.size * image_bytes
         if len(request.images) != (nbytes if nbytes <= STORE_INLINE_BYTES else 0):
-            raise UsageError(f"{len(request.images)} bytes of images, not {nbytes}")
+            raise UsageError(
+                f"the put has {len(request.images)} bytes of images, not {nbytes}"
+            )
         refusal = refusal or self._write_refusal(namespace)
         if refusal:
             await self._send(_all(request, BlockResult.REFUSED, refusal))
@@ -343,7 +351,7 @@ class ClientSession:
         return StoreDone.of(request.number, results, "; ".join(put.reasons))
 
     async def _slots_for(self, keys: Keys, namespace: Namespace) -> Ids:
-        """Take slots for new blocks; none if the blocks have to go through a berth."""
+        """Take slots for new blocks; none if the blocks need a berth."""
         memory = self._tiers.memory
         nbytes = namespace.image_bytes
         none = np.empty(0, np.int64)
@@ -365,7 +373,7 @@ class ClientSession:
                 self._served.lend(-lent)
 
     async def _receive(self, request: Put, into: memoryview | Fragments) -> str:
-        """Receive the blocks of a put; return why some did not arrive whole, or ""."""
+        """Receive a put's blocks; return why some did not arrive completely, or ""."""
         images = self._connection.recv(
             payload_tag(request.number), into, deadline=_deadline(request)
         )
@@ -378,7 +386,7 @@ class ClientSession:
         return "" if came == into.nbytes else f"{came} bytes came of {into.nbytes}"
 
     def _get(self, request: Get) -> Awaitable[object] | None:
-        """Send few bytes at once if all are in memory; else return the work to do."""
+        """Send few bytes at once if all are in memory; else return the work."""
         memory = self._tiers.memory
         keys = request.names.keys_of(self._tenant)
         namespace, refusal = self._namespace(request, keys.size)
@@ -400,7 +408,7 @@ class ClientSession:
         return None if succeeded(sent) else sent
 
     async def _get_many(self, request: Get, namespace: Namespace, keys: Keys) -> None:
-        """Report which blocks are there, and send them."""
+        """Report the present blocks, and send them."""
         memory = self._tiers.memory
         nbytes = keys.size * rounded(namespace.image_bytes)
         async with self._berths.one() as berth:
@@ -507,7 +515,7 @@ class ClientSession:
         return StoreDone(request.number)
 
     async def _placed(self, request: Apply) -> VerbDone:
-        """Carry out a verb; the answer has the reason if nothing was done at all."""
+        """Execute a verb; the answer has the reason if it was refused."""
         try:
             return VerbDone.of(request.number, await self._placement(request))
         except (OSError, UsageError) as exc:

@@ -131,13 +131,13 @@ class Batch(NamedTuple):
         return Batch(self.keys[which], self.orders[which], images, sizes, born)
 
     def tell(self, which: Ids, part: Batch) -> None:
-        """Copy the sizes from a part that was read as a batch of its own."""
+        """Copy the sizes from a part that was read as a separate batch."""
         if self.sizes is not None:
             assert part.sizes is not None
             self.sizes[which] = part.sizes
 
     def stored(self, sizes: Ids) -> tuple[Batch, Bits]:
-        """Return the batch with these lengths, and which blocks have room for theirs.
+        """Return the batch with these lengths, and which blocks fit.
 
         A block without enough room keeps its whole memory, and nothing useful is read
         there.
@@ -233,7 +233,7 @@ def uses_of(index: Index) -> tuple[TenantUse, ...]:
 
 
 class Touches:
-    """Uses of blocks that were not reported to a remote tier yet.
+    """Uses of blocks that have not been reported to a remote tier.
 
     Reading or writing a block there counts as a use, so it is not reported again.
     """
@@ -245,12 +245,12 @@ class Touches:
         self._moved: set[Key] = set()
 
     def moved(self, keys: Keys) -> None:
-        """Note that blocks were read or written there."""
+        """Record that blocks were read or written there."""
         if len(self._moved) < STORE_TOUCHES_MAX:
             self._moved.update(keys.tolist())
 
     def add(self, keys: Keys) -> None:
-        """Note the use of a chain's blocks; its head is added last."""
+        """Record the use of a chain's blocks; its head is added last."""
         names = keys[::-1].tolist()
         each(map(self.used.pop, names, repeat(None)))
         if self._moved:
@@ -269,7 +269,7 @@ class Touches:
 
 
 class Tier(ABC):
-    """Keep blocks below memory. A subclass moves them there and back.
+    """Keeps blocks below memory. Subclasses move the bytes.
 
     This class finishes each write or read and counts its results. The defaults suit a
     tier whose blocks another program keeps: uses are not reported, verbs are refused,
@@ -326,13 +326,13 @@ class Tier(ABC):
         if not text and self._logged:
             self._logged = False
             self._ended_at = monotonic()
-            logger.warning("tier %s: all is well again", sayable(self.name))
+            logger.warning("tier %s works again", sayable(self.name))
         elif text and not self._logged and self._is_news():
             self._logged = True
             logger.warning("tier %s: %s", sayable(self.name), sayable(text))
 
     def _is_news(self) -> bool:
-        """Return whether the last failure is long enough ago to log a new one."""
+        """Return whether enough time has passed to log another failure."""
         return monotonic() - self._ended_at > STORE_LOG_AGAIN_S
 
     def read_in_place(self, blocks: int, nbytes: int) -> None:
@@ -341,11 +341,11 @@ class Tier(ABC):
 
     @property
     def taking(self) -> bool:
-        """Whether it takes blocks at the moment."""
+        """Whether it accepts blocks at the moment."""
         return True
 
     def too_large(self, namespace: Namespace) -> str:
-        """Return why no block of a namespace can have room here, or ""."""
+        """Return why blocks of a namespace never fit here, or ""."""
         return ""
 
     @abstractmethod
@@ -356,7 +356,7 @@ class Tier(ABC):
         """
 
     async def holds(self, keys: Keys) -> Bits:
-        """Return which blocks need not be written, as far as this side knows.
+        """Return the blocks that are known to be stored already.
 
         Cancel safety: safe, it only looks.
         """
@@ -364,7 +364,7 @@ class Tier(ABC):
         return held
 
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Take blocks; those that are there already count as used.
+        """Store blocks; blocks that are already stored count as used.
 
         Cancel safety: the write is finished first, unless its images were copied.
         """
@@ -400,7 +400,7 @@ class Tier(ABC):
         """Read blocks, even if the caller is cancelled meanwhile."""
 
     def touch(self, keys: Keys) -> None:  # noqa: B027 - not everybody is told
-        """Note that blocks were used in another tier; they are evicted later here."""
+        """Record uses of blocks in another tier, to evict them later here."""
 
     @abstractmethod
     async def delete(self, keys: Keys) -> None:
@@ -427,7 +427,7 @@ class Tier(ABC):
         """
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
-        """Carry out a verb on blocks of a namespace; each key is given once.
+        """Execute a verb on blocks of a namespace; each key occurs once.
 
         A tier gets only what concerns its own blocks. ``DEMOTE`` asks it to let go of
         blocks that a tier below it has by now; it keeps those that are in use or
@@ -452,7 +452,7 @@ class Tier(ABC):
         return placing.end()
 
     def nodes(self) -> Mapping[str, Tier]:
-        """Return the nodes that can be reached, of a tier on many, by their names."""
+        """Return the reachable nodes of a tier on many nodes, by name."""
         return {}
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
@@ -460,15 +460,15 @@ class Tier(ABC):
         return ()
 
     def stats(self) -> TierStats:
-        """Return counts of moved blocks, and of the contents where known."""
+        """Return counts of moved blocks, and of the contents if known."""
         return self._counts
 
     def namespaces(self) -> Iterable[Namespace]:
-        """Return the namespaces of the blocks that were there when it was opened."""
+        """Return the namespaces of the blocks that it had when it was opened."""
         return ()
 
     async def flush(self) -> None:  # noqa: B027 - see the class
-        """Return once all written blocks survive a power cut as well.
+        """Wait until all written blocks survive a power cut.
 
         Raises:
             OSError: They may not; the text has the reason.

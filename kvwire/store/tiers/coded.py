@@ -61,14 +61,14 @@ def codec_of(address: TierAddress) -> BlockCodec | None:
         return None
     try:
         if why := _NOT_CODED.get(address.scheme):
-            raise UsageError(f"no codec here; {why}")
+            raise UsageError(f"this tier takes no codec; {why}")
         return codec_named(name)
     except UsageError as exc:
         raise UsageError(f"tier {address.text!r}: {exc}") from None
 
 
 class CodedTier(Tier):
-    """Encode images on their way down, and decode them on their way up. Subclassed.
+    """Encodes written images, and decodes read ones. Subclassed.
 
     Attributes:
         slotted: Whether it keeps blocks in slots of a few lengths.
@@ -156,7 +156,7 @@ class CodedTier(Tier):
         return -(-nbytes // step) * step
 
     def _decode(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Decode each entry in place: it lies at the begin of its image."""
+        """Decode each entry in place, at the beginning of its image."""
         results = np.full(batch.keys.size, LANDED, np.uint8)
         assert batch.sizes is not None
         sizes = batch.sizes.tolist()

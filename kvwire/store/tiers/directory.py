@@ -44,8 +44,8 @@ class TierDirectory:
             # first sync makes the names of both files safe.
             if not self.file.lock():
                 raise UsageError(
-                    f"{path}: {self.file.locked_by()} has this store open; one at a "
-                    f"time can, so give each its own directory"
+                    f"{path}: {self.file.locked_by()} has this store open; give each "
+                    "process its own directory"
                 )
             self.index: DiskIndex = DiskIndex(path / _INDEX, slab_bytes, synced=synced)
             opened.callback(self.index.close, in_order=False)
@@ -54,7 +54,7 @@ class TierDirectory:
             if self.slabs < 1:
                 raise UsageError(
                     f"{path}: its slabs have {slab_bytes} bytes, so size={nbytes} is "
-                    f"too little; give it a larger size, or an empty directory"
+                    "too small; use a larger size, or an empty directory"
                 )
             self.whole: bool = self.index.closed
             self._names = self._named()
@@ -62,7 +62,7 @@ class TierDirectory:
             opened.pop_all()  # they are this one's now
 
     def check(self) -> None:
-        """Check that the directory still has the files that are open.
+        """Check that the directory still has the opened files.
 
         Raises:
             OSError: The directory was removed or replaced, so blocks written now would
@@ -80,12 +80,12 @@ class TierDirectory:
             )
 
     def _named(self) -> list[tuple[int, int]]:
-        """Return the identity of the files that now have its two names."""
+        """Return the identity of the files that currently have its two names."""
         found = ((self._path / name).stat() for name in (_IMAGES, _INDEX))
         return [(one.st_dev, one.st_ino) for one in found]
 
     def close(self, *, in_order: bool) -> None:
-        """Close everything, whether the disk fails or not; see :class:`DiskIndex`."""
+        """Close everything, even if the disk fails; see :class:`DiskIndex`."""
         try:
             self.index.close(in_order=in_order)
         finally:
@@ -170,7 +170,7 @@ class File:
         return self._fd
 
     def close(self) -> None:
-        """Close it; no thread uses it any more."""
+        """Close it; no thread may be using it."""
         number = self._fd
         self._fd = -1
         if number >= 0:
@@ -193,7 +193,7 @@ class File:
         return os.pwritev(self._fd, views, offset)
 
     def sync(self) -> None:
-        """Return once the written bytes survive a power cut."""
+        """Wait until the written bytes survive a power cut."""
         os.fsync(self._fd)
 
     def allocate(self, offset: int, nbytes: int) -> None:
@@ -224,7 +224,7 @@ def _move(
         some[0] = some[0][begun:]
         moved = call(some, offset)
         if not moved:
-            raise OSError(errno.EIO, "the file is shorter than it was")
+            raise OSError(errno.EIO, "the file became shorter")
         offset += moved
         begun += moved
         while first < len(views) and begun >= views[first].nbytes:

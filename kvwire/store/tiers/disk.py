@@ -1,4 +1,4 @@
-"""A tier of slots in one file, which is found again after a restart.
+"""A tier of slots in one file, which survives restarts.
 
 An index in memory records which slot has which image, and SQLite does so on the disk.
 One thread at a time writes: images first, then the rows that name them, in one
@@ -165,7 +165,7 @@ class DiskTier(CodedTier):
 
     @staticmethod
     def _asked(address: TierAddress) -> tuple[int, int, str, str]:
-        """Return the size, a slab's size, when it is synced, and the eviction."""
+        """Return the options: size, slab size, sync mode and eviction."""
         address.require("size", "slab", "sync", "evict", "codec")
         if not address.place or "size" not in address.options:
             raise UsageError(f"tier {address.text!r}: write disk:DIRECTORY?size=100GiB")
@@ -182,7 +182,7 @@ class DiskTier(CodedTier):
         return np.where(slots >= 0, self._index.orders(slots), _ABSENT)
 
     async def holds(self, keys: Keys) -> Bits:
-        """Return which blocks are here, as written or verified by this process."""
+        """Return the blocks that this process has written or verified."""
         slots = self._index.find(keys)
         held: Bits = (slots >= 0) & self._trusted[slots]
         return held
@@ -235,7 +235,7 @@ class DiskTier(CodedTier):
     async def _write_some(
         self, namespace: Namespace, batch: Batch, nbytes: int, tenant: int
     ) -> tuple[BlockResults, Sequence[asyncio.Future[None]]]:
-        """Write the blocks that are absent and for which there is room.
+        """Write the absent blocks, as far as there is room.
 
         Returns:
             The results, and the futures to wait for before others may have room.
@@ -308,7 +308,8 @@ class DiskTier(CodedTier):
         self._index.delete(keys)
         if not await self._erased():
             raise OSError(
-                f"{self.name}: deleted until it is opened again: {self.error}"
+                f"{self.name}: the delete lasts only until the tier is opened again: "
+                f"{self.error}"
             )
 
     def known(self, digest: bytes) -> Keys:
@@ -429,7 +430,7 @@ class DiskTier(CodedTier):
             return slots >= 0
 
     async def _verify(self, namespace: Namespace, keys: Keys, slots: Ids) -> None:
-        """Read blocks that may be damaged, and forget those that cannot be read."""
+        """Read blocks that may be damaged, and drop unreadable ones."""
         scratch = np.empty(keys.size * namespace.image_bytes, np.uint8)
         images = images_in(scratch, namespace.image_bytes, keys.size)
         sizes = np.zeros(keys.size, np.int64)
@@ -499,7 +500,7 @@ class DiskTier(CodedTier):
             over.set_result(None)
 
     async def _discard(self, keys: Keys, slots: Ids) -> None:
-        """Forget damaged blocks, which the caller has pinned, here and on the disk."""
+        """Drop damaged blocks, pinned by the caller, here and on the disk."""
         gone = slots[self._index.forget(keys, slots)]
         try:
             await self._erased()
@@ -662,7 +663,7 @@ def _sums_of(batch: Batch) -> Sums:
 
 
 def _why(error: BaseException) -> str:
-    """Return why a directory cannot be opened, and what to do about it."""
+    """Return why a directory cannot be opened, with the remedy."""
     if isinstance(error, OSError):
         return with_remedy(error)
     if getattr(error, "sqlite_errorname", "").startswith(_NOT_DAMAGE):

@@ -1,4 +1,4 @@
-"""Which image is in which slot of a disk tier, in SQLite.
+"""The index of a disk tier in SQLite: the image in each slot.
 
 A row of ``blocks`` describes a slot of the file of images: key, order and length, a
 checksum over these and the image, and when it was written. If the image was not
@@ -145,7 +145,7 @@ class DiskIndex:
             self._set_up(path, slab_bytes)
             found = self._db.execute("SELECT slab_bytes, closed FROM tier").fetchone()
             if not found or found[0] not in _SLABS:
-                raise sqlite3.DatabaseError("its slabs have no length")
+                raise sqlite3.DatabaseError("its slab size is missing")
             self.slab_bytes: int = found[0]
             self.closed: bool = bool(found[1])
             self.namespaces: dict[bytes, Namespace] = dict(self._read_namespaces())
@@ -208,7 +208,7 @@ class DiskIndex:
             )
 
     def pin(self, keys: Keys, slots: Ids, ends: Times | None) -> None:
-        """Mark the rows of some blocks as pinned until their ends, or not if None."""
+        """Mark blocks' rows as pinned until their ends, or unpinned if None."""
         listed = slots.tolist()
         with self._transaction():
             for table in ("pins", "timed_pins"):
@@ -222,13 +222,13 @@ class DiskIndex:
                 self._db.executemany(_PIN_UNTIL, timed)
 
     def pins(self) -> tuple[Ids, Times]:
-        """Return the slots whose rows are pinned, and until when."""
+        """Return the slots with pinned rows, and their end times."""
         found = self._db.execute(_PINS).fetchall()
         slots = np.fromiter((slot for slot, _ in found), np.int64, len(found))
         return slots, np.fromiter((end for _, end in found), np.float64, len(found))
 
     def sync(self) -> None:
-        """Return once all rows survive a power cut."""
+        """Wait until all rows survive a power cut."""
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def close(self, *, in_order: bool) -> None:
@@ -256,8 +256,8 @@ class DiskIndex:
             return
         if version or self._db.execute("SELECT 1 FROM sqlite_master").fetchall():
             raise UsageError(
-                f"{path}: its format is {version}, and this kvwire reads {FORMAT}; "
-                f"give another directory, or delete this one"
+                f"{path}: it has format {version}, and this version of kvwire reads "
+                f"{FORMAT}; choose another directory, or delete this one"
             )
         with self._transaction(synced=True):
             for statement in (*_TABLES, _ENDS):

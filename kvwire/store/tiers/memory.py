@@ -92,7 +92,7 @@ class MemoryTier:
         self._clearing: asyncio.Task[None] | None = None
 
     def share(self) -> SharedMemory | None:
-        """Keep an index that other processes can map from now on, and return it.
+        """Start an index that other processes can map, and return it.
 
         Returns:
             None if memory cannot be shared here. The same object at each call.
@@ -132,7 +132,7 @@ class MemoryTier:
         return line_of(self.images(slots, nbytes))
 
     def too_large(self, nbytes: int, tenant: int = 0) -> str:
-        """Return why a block of ``nbytes`` has no room here, or ""."""
+        """Return why a block of ``nbytes`` does not fit here, or ""."""
         if self.index.fits(nbytes, tenant):
             return ""
         slab_bytes = self.index.slabs.slab_bytes
@@ -150,7 +150,7 @@ class MemoryTier:
         """Log why blocks are not kept here, each reason once."""
         if why not in self._logged and len(self._logged) < STORE_NAMESPACES_TOLD:
             self._logged.add(why)  # bounded: STORE_NAMESPACES_TOLD
-            logger.warning("the store keeps none of these blocks: %s", why)
+            logger.warning("the store could not keep these blocks: %s", why)
 
     async def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take slots for blocks of ``nbytes``. The caller must not hold pins meanwhile.
@@ -321,7 +321,9 @@ class MemoryTier:
         self._arena = None
         if not arena.release():
             # Somebody keeps an exception, which keeps the frames that it went through.
-            logger.warning("%d bytes of a store stay in use", self.counts.size_bytes)
+            logger.warning(
+                "%d bytes of a store's memory stay in use", self.counts.size_bytes
+            )
 
     # --- inside -----------------------------------------------------------------------
 
@@ -396,7 +398,7 @@ class MemoryTier:
 
 
 class SharedMemory:
-    """The memory of a store, its index and its generations, which others may map.
+    """A store's memory, index and generations, which other processes may map.
 
     Attributes:
         images: The memory of the slots.
@@ -417,7 +419,7 @@ class SharedMemory:
         return self.images, self.words, self.generations.values
 
     def close(self) -> None:
-        """Withdraw all blocks, and free the index; what others have mapped stays."""
+        """Withdraw all blocks, and free the index; other processes' mappings stay."""
         self.generations.close()
         self.images = np.empty(0, np.uint8)
         self.words = np.empty(0, np.uint64)
@@ -440,7 +442,7 @@ class InFlightFills:
         self.ends: dict[Key, asyncio.Event] = {}
 
     def __len__(self) -> int:
-        """Return how many blocks are being filled."""
+        """Return the number of blocks that are being filled."""
         return len(self.ends)
 
     def busy(self, keys: Keys) -> Bits:
@@ -449,11 +451,11 @@ class InFlightFills:
         return np.fromiter(found, np.bool_, keys.size)
 
     def of_namespace(self, digest: bytes) -> Keys:
-        """Return which blocks of a namespace are being filled."""
+        """Return the blocks of a namespace that are being filled."""
         return as_keys(key for key in self.ends if key.startswith(digest))
 
     def begin(self, keys: Keys) -> None:
-        """Note that the caller fills blocks which no other call is filling."""
+        """Record that the caller fills blocks that no other call is filling."""
         self.begun += 1
         self.ends.update(zip(keys.tolist(), repeat(asyncio.Event())))
 

@@ -118,7 +118,7 @@ class MooncakeTier(KeyValueTier):
     # --- values -----------------------------------------------------------------------
 
     async def heads(self, keys: Keys) -> list[Head]:
-        """Return whether each block is there; its head is read with its image."""
+        """Return for each block whether it exists; its head is read with its image."""
         names = self._names(keys)
         codes = await self._ask(lambda native, _: native.batch_is_exist(names))
         if codes is None:
@@ -217,7 +217,7 @@ class MooncakeTier(KeyValueTier):
         return results
 
     async def remove(self, keys: Keys) -> Bits:
-        """Remove objects; return which are gone."""
+        """Remove objects; return the ones that no longer exist."""
         names = self._names(keys)
         codes = await self._ask(lambda native, _: native.batch_remove(names, True))
         if codes is None:
@@ -235,7 +235,7 @@ class MooncakeTier(KeyValueTier):
         fill: Callable[[Stage], Any] | None = None,
         then: Callable[[Stage, T], Any] | None = None,
     ) -> T | None:
-        """Call the client on a thread, with a stage; None if it did not answer in time.
+        """Call the client on a thread, with a stage; return None after the timeout.
 
         Args:
             call: Called with the client, the stage and the result of ``fill``, if
@@ -250,7 +250,7 @@ class MooncakeTier(KeyValueTier):
             async with asyncio.timeout(self._timeout_s):
                 memory = await self._stages.get()
         except TimeoutError:
-            self.lost(TimeoutError("calls of its client do not return"))
+            self.lost(TimeoutError("calls to its client do not return"))
             return None
         future: asyncio.Future[T] | None = None
         try:
@@ -331,7 +331,9 @@ class MooncakeTier(KeyValueTier):
         memory = np.zeros(self._buffer_bytes, np.uint8)
         code = native.register_buffer(memory.ctypes.data, memory.nbytes)
         if code:
-            raise OSError(f"error {code}: its client does not take our memory")
+            raise OSError(
+                f"error {code}: its client refused to register kvwire's memory"
+            )
         self._stages_made += 1
         self._stages.put_nowait(memory)
 

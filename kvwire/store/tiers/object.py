@@ -110,13 +110,13 @@ class ObjectTier(KeyValueTier):
 
     @property
     def taking(self) -> bool:
-        """Whether it takes blocks; it does not for a while after a failure."""
+        """Whether it accepts blocks; after a failure it pauses for a while."""
         return not (self._upkeep.resting or self._writes.resting)
 
     # --- values -----------------------------------------------------------------------
 
     async def heads(self, keys: Keys) -> list[Head]:
-        """Read the heads, each by a request of its own."""
+        """Read the heads, each with a separate request."""
         heads: list[Head] = [BlockResult.FAILED] * keys.size
 
         async def look(at: int) -> None:
@@ -191,14 +191,18 @@ class ObjectTier(KeyValueTier):
 
         while page := await self._ask(next_page):
             if isinstance(page, BlockResult):
-                raise OSError(f"{self.name}: not all deleted: {self.error}")
+                raise OSError(
+                    f"{self.name}: some objects were not deleted: {self.error}"
+                )
             paths = [meta["path"] for meta in page]
             delete = partial(self._obstore.delete_async, self._bucket, paths)
             if await self._ask(delete) is None:
                 continue
             # One was gone by then, and what came behind it is there still.
             if left := len(await self._delete(paths)):
-                raise OSError(f"{self.name}: {left} not deleted: {self.error}")
+                raise OSError(
+                    f"{self.name}: could not delete {left} objects: {self.error}"
+                )
 
     async def _delete(self, paths: Iterable[str]) -> list[int]:
         """Delete some paths; return the positions of those that may still exist."""
@@ -297,15 +301,16 @@ class ObjectTier(KeyValueTier):
                 look = partial(sent_elsewhere, self._unproved, self._timeout_s)
                 if where := await self._threads.run(look):
                     raise OSError(
-                        f"it sends its callers to {where}, and no block goes to "
-                        f"another host than was named; give ?endpoint={where}"
+                        f"it redirects to {where}, and kvwire sends blocks only to "
+                        "the host that you named; if you trust that host, write "
+                        f"?endpoint={where}"
                     )
                 self._unproved = ""
 
     async def _each(
         self, work: Callable[[Any], Awaitable[None]], positions: Iterable[Any]
     ) -> None:
-        """Work on each position, as many at once as requests are allowed."""
+        """Process each position, with up to the allowed number of requests."""
         left = iter(positions)
 
         async def lane() -> None:
@@ -348,20 +353,20 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
     for name in settings:
         if any(word in name.lower() for word in _SECRETS):
             raise UsageError(
-                f"tier: {name}= would be shown wherever the tier is named; pass "
-                f"credentials in the environment"
+                f"tier: {name}= would appear in logs and metrics; pass credentials in "
+                "the environment"
             )
     scheme = address.place.partition(":")[0].lower()
     if scheme not in _SCHEMES:
         raise UsageError(
-            f"tier {address.text!r}: {scheme or 'nothing'} is no object store that is "
-            f"supported; there are {', '.join(_SCHEMES)}"
+            f"tier {address.text!r}: {scheme or 'nothing'} is not a supported object "
+            f"store; choose one of {', '.join(_SCHEMES)}"
         )
     endpoint = _endpoint(settings)
     if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
         raise UsageError(
-            f"tier {address.text!r}: endpoint {endpoint} is not of HTTP; write "
-            f"http://{endpoint.rpartition('//')[2]}, or https:// for TLS"
+            f"tier {address.text!r}: endpoint {endpoint} is not an HTTP address; "
+            f"write http://{endpoint.rpartition('//')[2]}, or https:// for TLS"
         )
     if address.place.startswith("file:") and not address.place.startswith("file:///"):
         raise UsageError(f"tier {address.text!r}: write object:file:///DIRECTORY")

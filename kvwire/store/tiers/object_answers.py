@@ -1,4 +1,4 @@
-"""Errors of object stores in few words, with the store's own name for each.
+"""Short texts for object stores' errors, with the store's own names.
 
 obstore puts the whole response into the text of its error. S3, GCS and Azure name the
 error in a ``<Code>``; a file system gives neither a status nor a code.
@@ -57,7 +57,7 @@ _REDIRECTS: Final = (
 
 
 def is_no_object(error: BaseException) -> bool:
-    """Return whether an error means that one object is absent, and nothing worse.
+    """Return whether an error only means that one object is absent.
 
     If the bucket is missing, every object is absent too; taking that for an empty
     bucket would hide the failure for ever.
@@ -77,12 +77,12 @@ def is_past_the_end(error: BaseException) -> bool:
 
 
 def is_named(error: BaseException) -> bool:
-    """Return whether the error has a name that the store gave it."""
+    """Return whether the error has a name from the store."""
     return _CODE.search(str(error)) is not None
 
 
 def words_of(error: BaseException) -> str:
-    """Return an error in few words: the store's name for it, and what to do."""
+    """Return an error's short text: the store's name for it, and the remedy."""
     text = str(error).partition(_DEBUG)[0]
     code = _CODE.search(text)
     status = _STATUS.search(text)
@@ -106,7 +106,7 @@ def words_of(error: BaseException) -> str:
 
 
 def sent_elsewhere(url: str, timeout_s: float) -> str:
-    """Return the other host that a server redirects to; "" if it does not redirect.
+    """Return the other host to which a server redirects, or "".
 
     obstore follows every redirect, and sends the blocks along. So this function asks
     first, without credentials, and does not follow. It runs on a thread.

@@ -43,7 +43,7 @@ class ObjectHead(NamedTuple):
     image_sum: int
 
     def to_bytes(self) -> bytes:
-        """Return the head as bytes, to be put in front of the image."""
+        """Return the head as bytes, which precede the image."""
         head = _HEAD.pack(
             _MAGIC, len(self.key), self.order, self.nbytes, self.image_sum, self.key
         )

@@ -98,13 +98,13 @@ class RedisTier(KeyValueTier):
         return self._servers.client is not None
 
     def touch(self, keys: Keys) -> None:
-        """Note a use; it is sent to the servers with the next look-up."""
+        """Record a use, which is sent with the next lookup."""
         self._touches.add(keys)
 
     # --- values -----------------------------------------------------------------------
 
     async def heads(self, keys: Keys) -> list[Head]:
-        """Read the heads, and report the uses noted so far, in one round trip."""
+        """Read the heads, and report the recorded uses, in one round trip."""
         touched = self._touches.take()
 
         def command(at: int, name: str) -> Command:

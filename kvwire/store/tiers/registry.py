@@ -80,13 +80,15 @@ async def _open(address: TierAddress, tenants: Tenants) -> Tier:
     if cls is None:
         others = sorted(set(metadata.entry_points(group=GROUP).names))
         known = ", ".join(("memory", "disk", *_KINDS, *others))
-        raise UsageError(f"tier {address.text!r}: no kind {scheme!r}; there is {known}")
+        raise UsageError(
+            f"tier {address.text!r}: unknown kind {scheme!r}; the kinds are {known}"
+        )
     tier: Tier = await cls.open(address)
     return tier
 
 
 def one_loss(addresses: Sequence[TierAddress]) -> str:
-    """Return the codec by which all of these tiers lose bits; "" if none does.
+    """Return the common lossy codec of these tiers; "" if none is lossy.
 
     All tiers have to agree, because blocks move between them: one tier's loss would
     otherwise be stored in another as if it were exact.
@@ -99,7 +101,7 @@ def one_loss(addresses: Sequence[TierAddress]) -> str:
     if len(set(lossy.values())) > 1:
         listed = ", ".join(f"{t} has {n or 'none'}" for t, n in lossy.items())
         raise UsageError(
-            f"tiers: blocks go from one to another, so all below memory need the same "
-            f"codec where one loses bits; {listed}"
+            "tiers: blocks move between tiers, so if one codec loses bits, all tiers "
+            f"below memory must use it; {listed}"
         )
     return max(lossy.values(), default="")

@@ -171,7 +171,7 @@ class RemoteTier(Tier):
         return orders
 
     def touch(self, keys: Keys) -> None:
-        """Note a use; it is sent to the server with the next request.
+        """Record a use, which is sent with the next request.
 
         Where its memory is read in place, a request may not come for long. Then it is
         sent soon, with all others until then.
@@ -195,7 +195,7 @@ class RemoteTier(Tier):
         await self._asked_for(Delete, None, digest)
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
-        """See Tier. A prefetch brings blocks into the server's own memory."""
+        """See Tier. A prefetch copies blocks into the server's own memory."""
         active = self._client.active
         if active is not None and not active.welcome.verbs:
             return await self._apply_before_verbs(verb, namespace, keys)
@@ -219,7 +219,7 @@ class RemoteTier(Tier):
     async def _apply_before_verbs(
         self, verb: Verb, namespace: Namespace, keys: Keys
     ) -> Placement:
-        """Pin, unpin and locate blocks at a server of before there were verbs."""
+        """Pin, unpin and locate blocks at an older server without verbs."""
         pins = verb.kind is VerbKind.PIN and not verb.ttl_s
         if not (pins or verb.kind is VerbKind.UNPIN):
             told = await super().apply(verb, namespace, keys)
@@ -296,7 +296,7 @@ class RemoteTier(Tier):
         return done
 
     def _changed(self) -> None:
-        """Note that the client has connected, mapped the server or lost it."""
+        """React to a connection, a mapping or a loss of the server."""
         active = self._client.active
         self.error = self.reason = self._client.reason
         self.mapped = None if active is None else active.mapped
@@ -309,7 +309,7 @@ class RemoteTier(Tier):
             self.error = _READ_ONLY if welcome.read_only else ""
 
     def _tell_soon(self) -> None:
-        """Begin to send what was used; see ``touch``."""
+        """Start to send the recorded uses; see ``touch``."""
         self._telling = None
         if self._client.active is not None and self._touches.used:
             start_task(self._tell_or_lose(self._client.active))
@@ -399,7 +399,7 @@ class RemoteTier(Tier):
     async def _get(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
-        """Ask for blocks, and receive the images of those that the server has."""
+        """Request blocks, and receive the images that the server has."""
         get = Get(*self._asked(active, namespace, batch))
         if batch.images.nbytes <= STORE_INLINE_BYTES:
             done = await active.call(get, StoreDone)
@@ -433,7 +433,7 @@ class RemoteTier(Tier):
     def _coming(
         self, active: ActiveConnection, batch: Batch, done: StoreDone
     ) -> tuple[BlockResults, Fragments]:
-        """Return the results of a get, and the memory of the images that come."""
+        """Return a get's results, and the memory for the images that follow."""
         results = self._checked(active, batch, done)
         coming = (results == LANDED).nonzero()[0]
         if not coming.size:
@@ -469,7 +469,7 @@ class RemoteTier(Tier):
 
 
 def _put_into(images: memoryview, room: Fragments) -> None:
-    """Copy images that lie one after the other to where they belong."""
+    """Copy contiguous images to their places."""
     line = payload_of(room)
     if isinstance(line, memoryview):
         line[:] = images
@@ -518,7 +518,7 @@ def _by_width(keys: Keys) -> Iterator[Ids]:
 def _parts(
     batch: Batch, kinds: Orders, most: int
 ) -> Iterable[tuple[Ids | slice, Batch]]:
-    """Split a batch into requests: blocks of one kind each, and not too many."""
+    """Split a batch into requests of bounded size, each for one kind of blocks."""
     keys = batch.keys.tolist()
     if len(keys) <= most and len(set(map(len, keys))) == len(set(kinds.tolist())) == 1:
         return ((slice(None), batch),)

@@ -164,19 +164,19 @@ class ShardedTier(Tier):
         return held
 
     def touch(self, keys: Keys) -> None:
-        """Note a use; it is sent to the block's node with the next request."""
+        """Record a use, which is sent to the block's node with the next request."""
         for tier, which in self._shards(keys):
             tier.touch(keys[which])
 
     async def delete(self, keys: Keys) -> None:
-        """Delete blocks at every node: earlier nodes may have placed them there."""
+        """Delete blocks at every node: an older placement may have put them there."""
         await self._everywhere(lambda tier: tier.delete(keys))
 
     async def delete_namespace(self, digest: bytes) -> None:
         await self._everywhere(lambda tier: tier.delete_namespace(digest))
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
-        """See Tier. All nodes are asked: earlier ones may have placed blocks there.
+        """See Tier. Asks all nodes: an older placement may have put blocks there.
 
         A prefetch is for the node where a get looks.
         """
@@ -224,7 +224,7 @@ class ShardedTier(Tier):
         return [node for node in self._nodes.values() if node.tier.connected]
 
     def _shards(self, keys: Keys) -> list[tuple[RemoteTier, Ids]]:
-        """Return the connected nodes for the blocks, each with the positions it has."""
+        """Return the connected nodes for the blocks, each with its positions."""
         nodes = self._asked()
         where = placed(keys, [node.seed for node in nodes])
         shards = ((n.tier, np.flatnonzero(where == at)) for at, n in enumerate(nodes))
@@ -246,7 +246,7 @@ class ShardedTier(Tier):
         return await self._moved(batch, lambda tier, part: tier.read(namespace, part))
 
     async def _moved(self, batch: Batch, move: Any) -> BlockResults:
-        """Move a batch, all nodes' parts at the same time."""
+        """Move a batch, all nodes' parts concurrently."""
         results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
 
         async def one(tier: RemoteTier, which: Ids) -> None:
@@ -281,7 +281,7 @@ class ShardedTier(Tier):
                 for record in await self._directory.members(self._selector):
                     self._records[record.key] = record  # bounded: MEMBERS_MAX
         except OSError as exc:  # a timeout is one as well
-            logger.warning("%s: %s; tried again", self.name, error_text(exc))
+            logger.warning("%s: %s; retrying", self.name, error_text(exc))
         self._follow()
         await self._dialled()
         self._watching = start_task(self._watch())
@@ -299,7 +299,7 @@ class ShardedTier(Tier):
         self._follow()
 
     def _follow(self) -> None:
-        """Dial and drop nodes to match the records; of equal names the last counts."""
+        """Dial and drop nodes to match the records; the last of equal names counts."""
         wanted = {_name(r): r.address for r in self._records.values()}
         for node in list(self._nodes.values()):
             if wanted.get(node.name) != node.address:

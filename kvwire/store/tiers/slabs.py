@@ -1,4 +1,4 @@
-"""The room of a tier: slabs of equal length, each cut into slots of one size.
+"""A tier's space: slabs of equal length, each divided into slots of one size.
 
 Blocks of different models, shards and cache groups differ in size, and one store may
 hold all of them. A slab has no slot size until it is needed, and keeps one size until
@@ -83,20 +83,20 @@ class Slabs:
 
     @property
     def slots(self) -> int:
-        """The number of slot numbers; some stand for no slot."""
+        """The number of slot numbers, some of which are unused."""
         return len(self) * self.stride
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes of the slots that are taken."""
+        """Return the bytes of the taken slots."""
         return int((self.used * self.slot_bytes).sum())
 
     def capacity(self, slot_bytes: int) -> int:
-        """Return how many slots of a size a slab holds; 0 if none fits."""
+        """Return the number of slots of a size that fit a slab."""
         return min(self.stride, self.slab_bytes // slot_bytes)
 
     def free(self, slot_bytes: int) -> int:
-        """Return how many slots of a size :meth:`take` could return."""
+        """Return the number of slots of a size that :meth:`take` could return."""
         slabs = self._open.get(slot_bytes, ())
         ready = sum(map(len, map(self._free.__getitem__, slabs)))
         return ready + len(self._blank) * self.capacity(slot_bytes)

@@ -54,7 +54,7 @@ Head: TypeAlias = bytes | memoryview | BlockResult
 
 
 class ValueIO(ABC):
-    """Moves values to one service and back: all that differs from other services.
+    """Moves values to and from one service; holds everything specific to the service.
 
     Failures of the service raise nothing, unless a method says so: the values concerned
     get a failed result, and :meth:`KeyValueTier.note` gets the reason.
@@ -67,13 +67,13 @@ class ValueIO(ABC):
         """Drop the client, if there is one. Never raises."""
 
     async def is_back(self) -> bool:
-        """Return whether the service can be reached again, connecting if needed."""
+        """Return whether the service is reachable again; reconnects if needed."""
         await self.connect()
         return True
 
     @abstractmethod
     async def heads(self, keys: Keys) -> list[Head]:
-        """Read the first ``HEAD_BYTES`` of each value, or only whether it is there."""
+        """Read the first ``HEAD_BYTES`` of each value, or check its existence."""
 
     @abstractmethod
     async def put(self, batch: Batch) -> BlockResults:
@@ -85,7 +85,7 @@ class ValueIO(ABC):
 
     @abstractmethod
     async def remove(self, keys: Keys) -> Bits:
-        """Remove values; return which of them no longer exist."""
+        """Remove values; return for each whether it no longer exists."""
 
     @abstractmethod
     async def remove_folder(self, folder: str) -> None:
@@ -194,7 +194,7 @@ class KeyValueTier(ValueIO, CodedTier):
             if memory is not None:
                 memory.end(keys, repeat(ABSENT))
         if left:
-            raise OSError(f"{self.name}: {left} not deleted: {self.error}")
+            raise OSError(f"{self.name}: could not delete {left} values: {self.error}")
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Remove every value of a namespace."""
@@ -220,7 +220,7 @@ class KeyValueTier(ValueIO, CodedTier):
         self.error = printable(error)
 
     def lost(self, error: BaseException, server: str = "") -> None:
-        """Record that the service is unreachable; a task asks until it is back."""
+        """Record that the service is unreachable; a task retries until it is back."""
         text = error_text(error).partition("\n")[0]
         self.note(f"{server} {text}".strip())
         self._upkeep.lost(self.error)
@@ -270,7 +270,7 @@ class KeyValueTier(ValueIO, CodedTier):
         return results
 
     async def _bring_back(self) -> None:
-        """Ask the service after each pause until it answers again."""
+        """Try to reach the service after each pause, until it answers."""
         async for _ in self._upkeep:
             try:
                 if await self.is_back():
@@ -289,7 +289,7 @@ def _order(key: Key, raw: bytes | memoryview) -> int:
 
 
 class _Memory:
-    """Remembers which blocks are there, and for a while which are not.
+    """Caches which blocks exist, and for a short time which do not.
 
     Calls overlap, so an answer may be older than a change. A look-up changes an entry
     only if it is the same as when the look-up began; a put or delete only if no other
@@ -307,7 +307,7 @@ class _Memory:
         self._contested: set[Key] = set()
 
     def begin(self, keys: Keys) -> None:
-        """Note that a put or delete of blocks has begun."""
+        """Record that a put or delete of blocks has begun."""
         for key in keys.tolist():
             before = self._changing.get(key, 0)
             self._changing[key] = before + 1  # bounded: by the store's own calls
@@ -328,7 +328,7 @@ class _Memory:
                 self.note(key, order)
 
     def look_up(self, keys: Keys) -> tuple[Orders, Ids]:
-        """Return the orders that are known, and which blocks have to be asked for."""
+        """Return the known orders, and the blocks to look up."""
         known = map(self.present.get, keys.tolist(), repeat(ABSENT))
         orders = np.fromiter(known, np.uint8, keys.size)
         now = asyncio.get_running_loop().time()
@@ -345,7 +345,7 @@ class _Memory:
         return self.present.get(key), self._absent.get(key)
 
     def note(self, key: Key, order: int) -> None:
-        """Remember the order of a block, or that it is ``ABSENT``."""
+        """Cache the order of a block, or ``ABSENT``."""
         if order == ABSENT:
             self.lacks(key, STORE_OBJECT_ABSENT_S)
             return
@@ -356,7 +356,7 @@ class _Memory:
             self.present.popitem(last=False)
 
     def lacks(self, key: Key, for_s: float) -> None:
-        """Remember for some seconds that a block is absent."""
+        """Cache for some seconds that a block is absent."""
         self.present.pop(key, None)
         self._absent[key] = asyncio.get_running_loop().time() + for_s
         self._absent.move_to_end(key)
@@ -364,7 +364,7 @@ class _Memory:
             self._absent.popitem(last=False)
 
     def forget_namespace(self, digest: bytes) -> None:
-        """Forget all blocks of a namespace, so that they are asked for again."""
+        """Drop all cached blocks of a namespace, so that they are looked up again."""
         self._contested.update(k for k in self._changing if k.startswith(digest))
         for key in [key for key in self.present if key.startswith(digest)]:
             self.lacks(key, 0.0)

@@ -1,4 +1,4 @@
-"""Tiers without bytes, for a replay: they decide as the real ones, and copy nothing.
+"""Tiers without bytes, for a replay: they decide like real tiers but copy nothing.
 
 Which block has room, which one goes for it, what is written below and what is brought
 up again is decided by the classes that a store has. Only what moves images is replaced,
@@ -86,8 +86,8 @@ class VirtualDisk(DiskTier):
         nbytes, slab_bytes, _, evict = self._asked(address)
         if "codec" in address.options:
             raise UsageError(
-                f"tier {address.text!r}: codec= is not replayed: a trace does not have "
-                f"the content, on which the length depends"
+                f"tier {address.text!r}: a replay takes no codec=: compressed lengths "
+                "depend on the content, which a trace does not have"
             )
         nowhere = cast("TierDirectory", _Nowhere(nbytes // slab_bytes, slab_bytes))
         super().__init__(address, nowhere, tenants, evict)

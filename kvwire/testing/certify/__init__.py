@@ -1,4 +1,4 @@
-"""kvwire certify: the proofs of kvwire, turned on any transport.
+"""kvwire certify: tests the memory safety of any transport.
 
 Write an adapter, a subclass of :class:`End` with about a dozen lines, and run
 ``kvwire certify file.py:Class`` or call :func:`certify`. Schedules are made from seeds.

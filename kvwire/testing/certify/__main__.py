@@ -20,7 +20,7 @@ ENDS: Final[dict[str, Callable[..., Coroutine[Any, Any, None]]]] = {
 
 
 def main() -> None:
-    """Be one end, as the command line says.
+    """Run one end, according to the command line.
 
     Nothing is tidied at the end: a transport may have left threads that never end.
     """

@@ -1,4 +1,4 @@
-"""Plays schedules: the left end, and the judgement of all that both ends do."""
+"""Runs schedules at the left end, and checks both ends' results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LEAK_BYTES: Final = 1 << 20
 
 
 class Played(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What has come of a schedule, or the number of the step that begins.
+    """The result of a schedule, or the number of the step that begins.
 
     Attributes:
         step: The step under way; -1 at the end.
@@ -61,7 +61,7 @@ class Played(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(eq=False, slots=True)
 class Reference:
-    """A reference of the right end.
+    """A reference to memory of the right end.
 
     Attributes:
         data: What the transport calls it.
@@ -82,7 +82,7 @@ class Reference:
 
 @dataclass(eq=False, slots=True)
 class StartedStep:
-    """A get or a put under way.
+    """A running get or put.
 
     Attributes:
         step: Which one.
@@ -204,7 +204,7 @@ class Player:
         await asyncio.gather(*both)
 
     async def _close(self, *, dead: bool = False) -> None:
-        """Close both ends with what is under way, and use all memory again."""
+        """Close both ends during their operations, and reuse all memory."""
         self._trouble += 1
         await self._within(self._end.close(), "close")
         if not dead:
@@ -282,7 +282,7 @@ class Player:
         await self._finish(operation)
 
     def _begin(self, step: Step) -> StartedStep | None:
-        """Begin a get or a put, if there is what it needs and nothing else uses it."""
+        """Start a get or put, if its reference exists and its memory is unused."""
         reference = self._references.get(step.reference)
         if reference is None or not type(self._end).can(step.verb):
             return None
@@ -325,7 +325,7 @@ class Player:
         )
 
     async def _finish(self, operation: StartedStep, ended: str = "") -> None:
-        """Wait for the end of an operation, and judge it."""
+        """Wait for the end of an operation, and check it."""
         step = operation.step
         done, _ = await asyncio.wait([operation.task], timeout=self._limit_s)
         if not done:
@@ -384,7 +384,7 @@ class Player:
             self._broken(wrong.rule, f"{operation.step}: {wrong.text}")
 
     def _broken(self, rule: str, text: str) -> None:
-        """End the schedule, unless the target need not keep this rule."""
+        """End the schedule, unless this rule is excluded for the target."""
         if rule not in self._without:
             raise Wrong(rule, text)
 
@@ -401,7 +401,7 @@ class Player:
                 raise wrong
 
     async def _settle(self) -> None:
-        """Watch for a while, once the peer goes on."""
+        """Watch the memory for a while, after the peer has continued."""
         await self._going.wait()
         await asyncio.sleep(_SETTLE_S)
         self._watch()
@@ -433,7 +433,7 @@ class Player:
                 self._broken("busy-idle", text)
 
     async def _cycle(self, step: int, count: int) -> None:
-        """Connect many times, and look whether each round leaves more behind."""
+        """Connect many times, and check that the rounds leak nothing."""
         seen: list[dict[str, Usage]] = []
         for _ in range(_ROUNDS):
             for number in range(count):
@@ -463,7 +463,7 @@ class Player:
     # --- time -------------------------------------------------------------------------
 
     async def _within(self, work: Awaitable[T], what: str) -> T:
-        """Wait for something that has to end and must not fail."""
+        """Wait for a call that must end in time without an error."""
         # What is opened for the first time loads libraries.
         limit_s = self._limit_s * (OPENING if what in {"open", "connect"} else 1)
         task = asyncio.ensure_future(work)
@@ -486,7 +486,7 @@ class Player:
 async def left_end(
     channel: MessageSocket, target: str, path: str, limit: str, without: str
 ) -> None:
-    """Play schedules one after the other, until one fails or there are no more.
+    """Run schedules one after the other, until one fails or all have run.
 
     Cancel safety: is not cancelled.
     """

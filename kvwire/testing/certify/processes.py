@@ -1,4 +1,4 @@
-"""The processes of a run: the right end, which may be stopped and killed, and messages.
+"""The processes of a run: the right end, which may be stopped or killed, and messages.
 
 Both ends map one file. The left process writes and judges the memory of both, and the
 right one only hands its part to the transport. So a dead process's memory can be looked
@@ -34,7 +34,7 @@ READY: Final = "ready"
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a process has of the system.
+    """The system resources that a process uses.
 
     Attributes:
         memory: Bytes of its own.
@@ -54,7 +54,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the right end is to do, with the arguments of its method."""
+    """A call for the right end: a method and its arguments."""
 
     verb: str
     schedule: Schedule | None = None
@@ -65,7 +65,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What has come of an order; ``failed`` is the error's text."""
+    """The result of an order; ``failed`` is the error's text."""
 
     data: bytes = b""
     usage: Usage | None = None
@@ -73,7 +73,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def usage(*, tidy: bool) -> Usage:
-    """Look at this process; if tidy, without what only waits to be collected."""
+    """Measure this process; ``tidy`` collects garbage first."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if tidy:
         gc.collect()
@@ -115,7 +115,7 @@ def part(memory: npt.NDArray[np.uint64], schedule: Schedule) -> memoryview:
 
 
 class MessageSocket:
-    """Messages to another process and from it, one JSON document in a line."""
+    """Exchanges messages with another process, one JSON document per line."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -133,7 +133,7 @@ class MessageSocket:
         await self._writer.drain()
 
     async def receive(self) -> bytes:
-        """Return the next message; nothing once the other process is gone.
+        """Return the next message, or None once the other process has ended.
 
         Cancel safety: a message that has come in part is lost.
         """
@@ -160,11 +160,11 @@ class MessageSocket:
 
 
 class Gone(Exception):
-    """The process has ended by itself."""
+    """Reports that the process has ended by itself."""
 
 
 class Process:
-    """A process of ours at the other end of a channel.
+    """A child process at the other end of a channel.
 
     Args:
         role: Which end it is.
@@ -181,12 +181,12 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
         assert self._process is not None
         return self._process.pid
 
     async def start(self) -> None:
-        """Start it, and wait until it has imported what it needs.
+        """Start it, and wait until its imports are done.
 
         Raises:
             Gone: It has ended instead.
@@ -210,7 +210,7 @@ class Process:
                 raise Gone(f"a process has not started: {await self.ended()}")
 
     async def ask(self, message: Order) -> Reply:
-        """Have it do something.
+        """Send it an order, and wait for the reply.
 
         Raises:
             Gone: It has ended.
@@ -227,7 +227,7 @@ class Process:
             raise Gone(f"the right process has ended: {await self.ended()}")
         answer = msgspec.json.decode(line, type=Reply)
         if answer.failed:
-            raise RuntimeError(f"the right end: {answer.failed}")
+            raise RuntimeError(f"the process on the right side: {answer.failed}")
         return answer
 
     def signal(self, number: signal.Signals) -> None:
@@ -237,7 +237,7 @@ class Process:
             self._process.send_signal(number)
 
     async def ended(self) -> str:
-        """Wait until it has ended; how.
+        """Wait until it has ended; return its exit status.
 
         Cancel safety: safe.
         """
@@ -258,7 +258,7 @@ class Process:
 
 
 async def right_end(channel: MessageSocket, target: str, path: str) -> None:
-    """Be the right end, until the left process is gone.
+    """Run the right end until the left process has ended.
 
     Cancel safety: is not cancelled.
     """

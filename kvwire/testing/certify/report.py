@@ -1,4 +1,4 @@
-"""What has come of a run: a page for people, HTML, and JUnit for CI."""
+"""The reports of a run: a page for people, HTML, and JUnit for CI."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def html(certificate: Certificate) -> str:
 
 
 def junit(certificate: Certificate) -> bytes:
-    """Write one test case for each promise, as CI systems read them."""
+    """Write one JUnit test case for each promise."""
     failed: dict[str, list[Breach]] = {}
     for breach in certificate.breaches:
         failed.setdefault(breach.rule, []).append(breach)
@@ -82,5 +82,5 @@ def junit(certificate: Certificate) -> bytes:
 
 
 def _printable(text: str) -> str:
-    """Leave out what XML cannot hold: a library may print anything when it dies."""
+    """Remove characters that XML forbids; a crashing library may print any."""
     return "".join(c for c in text if c.isprintable() or c in "\n\t")

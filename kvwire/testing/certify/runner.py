@@ -1,4 +1,4 @@
-"""Runs schedules on a target, each in processes that may die, and makes breaches."""
+"""Runs schedules on a target, in processes that may crash, and collects breaches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHRINK_S: Final = 60.0
 
 
 class Breach(msgspec.Struct, frozen=True):
-    """A broken promise, with a schedule that shows it; a file that runs again.
+    """A broken promise, with a schedule that reproduces it.
 
     Attributes:
         target: What broke it.
@@ -58,7 +58,7 @@ class Breach(msgspec.Struct, frozen=True):
 
 
 class Certificate(msgspec.Struct, frozen=True):
-    """What has come of a run.
+    """The result of a run.
 
     Attributes:
         target: What was run.
@@ -78,7 +78,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
 
 class Stage:
-    """Plays schedules on one target; its processes are made anew after each breach.
+    """Runs schedules on one target; each breach is followed by new processes.
 
     Args:
         target: What is certified.
@@ -122,7 +122,7 @@ class Stage:
                 file.close()
 
     async def play(self, schedule: Schedule) -> Played:
-        """Play a schedule, and judge the end of its processes as well.
+        """Run a schedule, and also check how its processes end.
 
         Cancel safety: safe, its processes are ended with the stage.
         """
@@ -167,7 +167,7 @@ class Stage:
         return str(schedule.steps[step]) if step >= 0 else "open"
 
     def _last_words(self) -> str:
-        """Return the last lines that the processes have printed."""
+        """Return the last lines of the processes' output."""
         assert self._log is not None
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
@@ -189,7 +189,7 @@ async def certify(
     without: Collection[str] = (),
     progress: Callable[[int, Played], None] | None = None,
 ) -> Certificate:
-    """Play schedules on a target, and report which promises it breaks.
+    """Run schedules on a target, and report its broken promises.
 
     Args:
         target: What is certified; see :func:`~kvwire.testing.certify.transport.load`.
@@ -210,7 +210,7 @@ async def certify(
     for rule in without:
         if rule not in RULES:
             known = nearest(rule, RULES)
-            raise UsageError(f"certify: there is no rule {rule!r}; {known}")
+            raise UsageError(f"certify: unknown rule {rule!r}; {known}")
     end = load(target)
     if not (type(end).can("get") or type(end).can("put")):
         raise UsageError(f"certify: {target} has neither get nor put")
@@ -243,7 +243,7 @@ async def certify(
 
 
 def kind(failure: Played | Breach) -> str:
-    """Name the kind of a failure: its rule, and for a late write what it came after."""
+    """Return a failure's kind: its rule, and for a late write the event before it."""
     if failure.rule != "late-write":
         return failure.rule
     after = failure.text.partition(" changed after ")[2]
@@ -253,7 +253,7 @@ def kind(failure: Played | Breach) -> str:
 async def _breach(
     stage: Stage, version: str, shown: list[tuple[Schedule, Played]], times: int
 ) -> Breach:
-    """Make the first of some failures small, and play it again."""
+    """Shorten the first of some failures, and replay it."""
     schedule, played = shown[0]
     wanted = kind(played)
     smaller = shrink(schedule.steps)
@@ -282,7 +282,7 @@ async def _breach(
 
 
 async def _failed(stage: Stage, schedule: Schedule, wanted: str) -> Played | None:
-    """Play a schedule until it fails in one way, a few times at most."""
+    """Run a schedule, a few times at most, until it fails in one way."""
     for _ in range(_TRIES):
         played = await stage.play(schedule)
         if played.rule and kind(played) == wanted:

@@ -1,4 +1,4 @@
-"""Schedules: what happens to a transport, as plain data made from a seed.
+"""Schedules: the steps for a transport, as plain data from a seed.
 
 A schedule is a list of steps. A step that makes no sense where it stands, such as the
 withdrawal of a reference that was never made, is passed over. So any part of a failing
@@ -70,7 +70,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     after_s: float = 0.0
 
     def __str__(self) -> str:
-        """Write it for people."""
+        """Return it as text for people."""
         seconds = f" after {self.after_s * 1e3:g} ms" if self.after_s else ""
         way = "" if self.way == "wait" else f", {self.way}{seconds}"
         match self.verb:
@@ -106,7 +106,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def make(seed: int) -> Schedule:
-    """Make the schedule of a seed: 16 seeds in a row have every theme."""
+    """Make a seed's schedule; 16 consecutive seeds cover every theme."""
     draw = random.Random(seed)  # noqa: S311 - a seed is meant to repeat
     theme = _THEMES[seed % len(_THEMES)]
     slots, slot_bytes = draw.choice(_SHAPES[-2:] if theme is _cycles else _SHAPES)
@@ -136,12 +136,12 @@ def _verb(draw: random.Random) -> Literal["get", "put"]:
 
 
 def _stop(draw: random.Random) -> list[Step]:
-    """Perhaps stop the peer, so that what follows is met in the middle."""
+    """Perhaps stop the peer, so that the next step interrupts an operation."""
     return [Step("stop", after_s=draw.choice(_STOPS_S))] if draw.random() < 0.6 else []
 
 
 def _again(draw: random.Random, offer: Step, own: int) -> list[Step]:
-    """Use the memory and its reference once more."""
+    """Reuse the memory and its reference."""
     number = offer.reference
     fresh = msgspec.structs.replace(offer, reference=number + 1)
     return [

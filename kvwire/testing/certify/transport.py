@@ -1,4 +1,4 @@
-"""The contract of a transport that is certified: one end of it, in one process.
+"""The contract of a transport under test: one end of it, in one process.
 
 An adapter is a subclass of :class:`End` with about a dozen lines. Each end is made in a
 process of its own, which may be stopped or killed. They are called *left*, which begins
@@ -34,7 +34,7 @@ to install what each needs."""
 
 
 class End:
-    """One end; make a subclass of it.
+    """One end of the transport. Subclass it.
 
     :meth:`get` or :meth:`put` may be left out. What raises has failed, and whatever has
     failed, was cancelled or has returned False must not touch the memory any more.
@@ -48,7 +48,7 @@ class End:
     version: str = ""
 
     async def open(self, memory: memoryview) -> bytes:
-        """Begin; return what the other end needs in order to connect.
+        """Start; return the data that the other end needs to connect.
 
         Args:
             memory: This end's memory. What is offered, read and written lies in it.
@@ -74,7 +74,7 @@ class End:
         raise NotImplementedError
 
     async def withdraw(self, reference: bytes) -> None:
-        """End a reference: when this returns, its memory is used for other things.
+        """End a reference; once this returns, its memory is reused.
 
         Cancel safety: is not cancelled.
         """
@@ -83,7 +83,7 @@ class End:
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
     ) -> bool:
-        """Read what the other end has offered.
+        """Read memory that the other end has offered.
 
         Args:
             reference: From the other end's :meth:`offer`; it may have ended.
@@ -100,7 +100,7 @@ class End:
     async def put(
         self, reference: bytes, data: memoryview, timeout_s: float | None
     ) -> bool:
-        """Write to what the other end has offered.
+        """Write to memory that the other end has offered.
 
         Args:
             reference: From the other end's :meth:`offer`; it may have ended.
@@ -115,7 +115,7 @@ class End:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """End, and leave nothing behind; operations that are under way fail.
+        """End, and leave nothing behind; running operations fail.
 
         Cancel safety: is not cancelled.
         """
@@ -145,8 +145,8 @@ def load(target: str) -> End:
         wanted, _, variant = rest.partition(":")
         if not wanted:
             raise UsageError(
-                f"certify: target {target!r} is no module:Class and no file.py:Class; "
-                f"{nearest(name, TARGETS)}"
+                f"certify: target {target!r} is neither module:Class nor "
+                f"file.py:Class; {nearest(name, TARGETS)}"
             )
         cls = getattr(_imported(name), wanted, None)
     if not (isinstance(cls, type) and issubclass(cls, End)):
@@ -166,7 +166,7 @@ def _imported(name: str) -> object:
     path = Path(name)
     found = importlib.util.spec_from_file_location(path.stem, path)
     if found is None or found.loader is None or not path.is_file():
-        raise UsageError(f"certify: there is no file {name}")
+        raise UsageError(f"certify: file {name} does not exist")
     module = importlib.util.module_from_spec(found)
     sys.modules[path.stem] = module
     found.loader.exec_module(module)

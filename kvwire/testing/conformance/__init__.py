@@ -1,4 +1,4 @@
-"""The conformance kit: what every backend must do, as checks that anybody can run.
+"""The conformance kit: checks of the promises that every backend makes.
 
 >>> report = await check_backend("tcp")
 

@@ -17,7 +17,7 @@ class CheckFailed(AssertionError):
 
 
 class Planted(Exception):
-    """The exception that a handler raises on purpose, where a check wants it."""
+    """The exception that a handler raises on purpose, for a check."""
 
 
 def raise_planted(*_: object) -> None:
@@ -175,7 +175,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """Return one line: how many passed and failed."""
+        """Return one line with the numbers of passed and failed checks."""
         seconds = sum(result.seconds for result in self.results)
         return (
             f"{self.what} {self.backend!r}: {len(self.passed)} of {len(self.results)} "

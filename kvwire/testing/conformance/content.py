@@ -74,7 +74,7 @@ def pattern(number: int, length: int) -> Bytes:
 
 
 def even(size: int) -> Cut:
-    """Return a function that cuts a length into pieces of one size, and the rest."""
+    """Return a function that cuts a length into pieces of one size and a rest."""
 
     def cut(total: int) -> list[int]:
         whole, rest = divmod(total, size)
@@ -154,12 +154,12 @@ class Memory:
             piece[:] = data[place]
 
     def poison(self) -> None:
-        """Overwrite everything, gaps included, as the memory's next user would."""
+        """Overwrite all bytes and gaps, as the memory's next user would."""
         self._arena[:] = _POISON
 
     @property
     def untouched(self) -> bool:
-        """Whether every byte still is as :meth:`poison` wrote it."""
+        """Whether every byte is still as :meth:`poison` wrote it."""
         return bool((self._arena == _POISON).all())
 
     def differs_at(self, data: Bytes) -> int | None:
@@ -173,7 +173,7 @@ class Memory:
         return None
 
     def gaps_are_whole(self) -> bool:
-        """Return whether nothing was written beside the payload."""
+        """Return whether the gaps beside the payload are unchanged."""
         behind = self._arena[self._ends[:, None] + np.arange(_GAP_BYTES)]
         first = self._arena[:_GAP_BYTES]
         return bool((first == _CANARY).all() and (behind == _CANARY).all())
@@ -193,12 +193,12 @@ class Memory:
 
     @property
     def _short_pieces(self) -> bool:
-        """Whether an index of each byte is cheaper than a slice of each piece."""
+        """Whether indexing each byte is cheaper than slicing each piece."""
         return self._lengths.size * _SLICE_BYTES > self.nbytes
 
     @cached_property
     def _index(self) -> Places:
-        """Return where in the arena each byte of the payload lies."""
+        """Return the arena position of each byte of the payload."""
         starts = np.cumsum(self._lengths) - self._lengths
         shifts = np.repeat(self._offsets - starts, self._lengths)
         return shifts + np.arange(self.nbytes, dtype=np.int64)
@@ -211,6 +211,6 @@ class Owned(Protocol):
 
 
 def poison(owned: Owned) -> None:
-    """Overwrite memory that its owner has back, as if a KV block were reused."""
+    """Overwrite memory after its return to the owner, like a reused KV block."""
     if owned.memory is not None:
         owned.memory.poison()

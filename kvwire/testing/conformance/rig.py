@@ -1,4 +1,4 @@
-"""What a check runs on: a watched loop, two backends, and the links or lanes between.
+"""The setup of a check: a watched loop, two backends, and their links or lanes.
 
 A rig lives for one check. At its end it aborts every link or lane, closes every
 listener, and looks for leftovers: descriptors, tasks, errors that only the loop saw.
@@ -92,7 +92,7 @@ class Rig(Generic[S]):
 
     @abstractmethod
     async def rests(self, side: S) -> None:
-        """Wait until a side has nothing under way, or has closed."""
+        """Wait until a side is idle or closed."""
 
     # --- waiting ----------------------------------------------------------------------
 
@@ -123,14 +123,14 @@ class Rig(Generic[S]):
             self.loop.call_soon_threadsafe(self._changed.set)
 
     async def _change(self) -> None:
-        """Wait for the next callback, or a moment."""
+        """Wait for the next callback, or a short time."""
         self._changed.clear()
         alarm = self.loop.call_later(_POLL_S, self._changed.set)
         await self._changed.wait()
         alarm.cancel()
 
     async def within(self, promised: Awaitable[T], what: str) -> T:
-        """Await something that must end in time."""
+        """Await a call that must end in time."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await promised
@@ -153,7 +153,7 @@ class Rig(Generic[S]):
         self.raise_verdict()
 
     async def arrives(self, side: S, count: int) -> None:
-        """Wait until ``count`` frames or payloads in all have arrived whole."""
+        """Wait until ``count`` frames or payloads in all have arrived completely."""
         await self._reaches(side.arrived, count, f"{self.moves}s at {side.name}")
 
     async def given_back(self, side: S) -> None:
@@ -230,7 +230,7 @@ class Rig(Generic[S]):
         return sorted(opened - {spare})
 
     def forget(self, *sides: S) -> None:
-        """Drop sides that have ended, so that nothing here keeps them alive."""
+        """Drop the references to ended sides."""
         self.sides = [side for side in self.sides if side not in sides]
 
     def abort_all(self) -> None:
@@ -339,7 +339,7 @@ class LinkRig(Rig[LinkSide]):
         return len(self._accepted)
 
     def side(self, name: str, link: Link) -> LinkSide:
-        """Put a judging handler on a link, which is not started yet."""
+        """Set a checking handler on a link that has not started yet."""
         side = LinkSide(name, link, self.verdicts)
         self.sides.append(side)
         return side
@@ -436,7 +436,7 @@ AnyRig: TypeAlias = Rig[Any]
 
 
 def _end_link(link: Link) -> None:
-    """Start an accepted link that is no lane, and end it at its first header."""
+    """Start an accepted link, and end it at its first header unless it is a lane."""
     stranger = LinkSide("a stranger", link, Verdicts())
     stranger.on_header = lambda _: link.abort()
     stranger.start()

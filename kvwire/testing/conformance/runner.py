@@ -98,8 +98,8 @@ async def check_backend(
     cls = registry.load(backend) if isinstance(backend, str) else backend
     if not _capabilities(cls).links:
         raise UsageError(
-            f"conformance: backend {cls.scheme!r} says it has no links; check_lanes "
-            f"checks its lanes"
+            f"conformance: backend {cls.scheme!r} has no links; use check_lanes for "
+            "its lanes"
         )
     make = (lambda: cls) if isinstance(cls, Backend) else cls
     if address is None:
@@ -143,7 +143,7 @@ async def check_lanes(
     """
     cls = registry.load(backend) if isinstance(backend, str) else backend
     if not _capabilities(cls).lanes:
-        raise UsageError(f"conformance: backend {cls.scheme!r} says it has no lanes")
+        raise UsageError(f"conformance: backend {cls.scheme!r} has no lanes")
     if address is None and cls.capabilities.links and not cls.capabilities.same_process:
         address = Address(cls.scheme, "127.0.0.1")
     return await run_all(
@@ -191,7 +191,7 @@ async def run_all(
     what: str = "backend",
     **options: Unpack[CheckOptions],
 ) -> Report:
-    """Run checks one after the other, each on a rig of its own.
+    """Run checks one after the other, each on a new rig.
 
     Cancel safety: safe, what the check under way has made may stay.
     """
@@ -199,7 +199,7 @@ async def run_all(
     if only is not None:
         if unknown := sorted(set(only) - {check.id for check in checks}):
             names = ", ".join(unknown)
-            raise UsageError(f"conformance: no check{kind} is called {names}")
+            raise UsageError(f"conformance: unknown check{kind} {names}")
         checks = [check for check in checks if check.id in only]
     results: list[Result] = []
     for check in checks:
@@ -215,7 +215,7 @@ async def run_all(
 
 
 async def run_one(make_rig: Callable[[], Any], check: Check) -> Result:
-    """Run one check on a rig of its own, and look for leftovers.
+    """Run one check on a new rig, and look for leftovers.
 
     Cancel safety: safe, what the check has made may stay.
     """

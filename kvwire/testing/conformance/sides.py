@@ -44,7 +44,7 @@ class Verdicts:
 
 
 class Token:
-    """Accompany a payload; a backend must give it back, and not look at it."""
+    """Accompanies a payload; a backend returns it without looking into it."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -56,7 +56,7 @@ class Token:
         return f"the token of payload {self.number}"
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError("a token belongs to the handler; compare it with `is`")
+        raise TypeError("a backend must not look into a token; compare it with `is`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _memory_of(item: Head | Parcel) -> Memory | None:
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing, as the callback of a check that needs none."""
+    """Do nothing: the callback of a check that needs none."""
 
 
 class Side:
@@ -148,7 +148,7 @@ class Side:
         self._lent.clear()
 
     def wrong(self, text: str) -> None:
-        """Record a promise that this side saw broken."""
+        """Record a broken promise that this side has seen."""
         self._verdicts.add(f"{self.name}: {text}")
 
     # --- what a check does ------------------------------------------------------------
@@ -232,7 +232,7 @@ class Side:
         return landed
 
     def take(self) -> None:
-        """Receive what the other side has sent, where that needs a call."""
+        """Receive the other side's payloads, if that needs a call."""
 
     def release(self) -> None:
         """Receive the held payloads; see :meth:`Rig.held_pair`."""

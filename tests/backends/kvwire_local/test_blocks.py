@@ -284,7 +284,7 @@ def test_a_process_that_has_the_number_of_another() -> None:
     assert found.read(read).all()
     COOKIE[0] ^= 1
     try:
-        with pytest.raises(ConnectionLost, match="owner has gone: ESRCH"):
+        with pytest.raises(ConnectionLost, match="owner has ended: ESRCH"):
             found.read(read)
         with pytest.raises(BackendUnavailable, match="is another process here"):
             ProcessBlocks(memory, peer)

@@ -124,7 +124,7 @@ def test_what_lies_beyond_an_arena_is_refused() -> None:
         target = as_fragments(memoryview(bytearray(200)))
         end = 8192 + mmap.PAGESIZE
         for said in (pieces((end - 99, 100)), pieces((0, 100), (end, 100))):
-            with pytest.raises(ProtocolError, match=f"beyond an arena of {end} bytes"):
+            with pytest.raises(ProtocolError, match=f"beyond the arena's {end} bytes"):
                 peer.reading(DescribedPlace(PlaceKind.ARENA, 0, said), target)
         peer.close()
 
@@ -141,18 +141,20 @@ def test_a_descriptor_whose_pages_could_vanish_is_refused(seals: int) -> None:
     file = os.memfd_create("no arena", os.MFD_ALLOW_SEALING)
     os.ftruncate(file, 4096)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-    with pytest.raises(ProtocolError, match="no sealed arena"):
+    with pytest.raises(ProtocolError, match="not a sealed arena"):
         ourselves().adopt(ARENA_BODY.pack(0), file)
     assert len(open_descriptors()) == before
 
 
 def test_a_descriptor_that_is_no_memory_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="no sealed arena"):
+    with pytest.raises(ProtocolError, match="not a sealed arena"):
         ourselves().adopt(ARENA_BODY.pack(0), os.open(os.devnull, os.O_RDONLY))
 
 
 def test_arenas_are_numbered_in_order() -> None:
     with Arena(4096) as arena:
         for body in (ARENA_BODY.pack(1), b"", b"\0\0\0\0\0"):
-            with pytest.raises(ProtocolError, match="the next arena is number 0"):
+            with pytest.raises(
+                ProtocolError, match="the next arena must have number 0"
+            ):
                 ourselves().adopt(body, os.dup(arena.fileno()))

@@ -151,13 +151,13 @@ def test_what_cannot_have_been_read_is_refused(
     outgoing.come_up(SharedArenas(ends[0], BOTH))
     for number in range(2):
         outgoing.send(memoryview(bytearray(100)), number)
-    with pytest.raises(ProtocolError, match="payloads read of 0"):
+    with pytest.raises(ProtocolError, match="payloads as read, but only 0"):
         outgoing.read(read_so_far(count))
 
 
 @pytest.mark.parametrize("body", [b"", b"\1", bytes(9)])
 def test_an_acknowledgement_is_8_bytes(outgoing: SentPayloads, body: bytes) -> None:
-    with pytest.raises(ProtocolError, match="payloads read"):
+    with pytest.raises(ProtocolError, match="payloads as read"):
         outgoing.read(body)
 
 

@@ -134,6 +134,6 @@ async def test_an_owner_that_is_killed_while_it_writes(there: Owner) -> None:
         assert after.landed
         assert not dying.wrong + after.wrong
     else:
-        with pytest.raises(ConnectionLost, match="the window's owner has gone"):
+        with pytest.raises(ConnectionLost, match="the window's owner has ended"):
             await there.watch(_BLOCKS_MAX)
     assert there.window.owner_gone

@@ -144,13 +144,13 @@ async def test_a_tensor_that_no_arena_has_is_refused(in_arena: OwnersCache) -> N
 @pytest.mark.parametrize(
     ("spans", "table", "said"),
     [
-        (((4096, 0),), (4096, 8), "no memory has 0 B at 0x1000"),
-        (((2**63, 1),), (4096, 8), "no memory has 1 B"),
-        (((4096, 2**64),), (4096, 8), "no memory has"),
-        (((-4096, 64),), (4096, 8), "no memory has"),
-        (((4096, 64),), (4097, 8), "generations are aligned numbers of 8 bytes"),
-        (((4096, 64),), (4096, 12), "generations are aligned numbers of 8 bytes"),
-        (((4096, 64),), (4096, 0), "no memory has 0 B"),
+        (((4096, 0),), (4096, 8), "no exposed memory contains 0 bytes at 0x1000"),
+        (((2**63, 1),), (4096, 8), "no exposed memory contains 1 bytes"),
+        (((4096, 2**64),), (4096, 8), "no exposed memory contains"),
+        (((-4096, 64),), (4096, 8), "no exposed memory contains"),
+        (((4096, 64),), (4097, 8), "generations must be aligned 8-byte numbers"),
+        (((4096, 64),), (4096, 12), "generations must be aligned 8-byte numbers"),
+        (((4096, 64),), (4096, 0), "no exposed memory contains 0 bytes"),
     ],
 )
 async def test_memory_that_no_process_has_is_refused(
@@ -172,7 +172,7 @@ async def test_memory_that_no_process_has_is_refused(
 async def test_a_description_is_a_number(owner: OwnersCache) -> None:
     async with halves() as both:
         for description in (b"", b"123", b"12345"):
-            with pytest.raises(ProtocolError, match="bytes for a window's number"):
+            with pytest.raises(ProtocolError, match="bytes are not a window number"):
                 both.client.window(description, owner.memory)
 
 
@@ -398,7 +398,7 @@ async def test_a_descriptor_that_could_shrink_is_refused() -> None:
         os.ftruncate(fd, 64 * KIB)
         wire_of(both).say(LocalMessageType.ARENA, struct.pack("<I", 0), fd)
         os.close(fd)
-        assert "no sealed arena" in str(await both.at_client.end())
+        assert "not a sealed arena" in str(await both.at_client.end())
 
 
 def wire_of(both: Halves) -> LocalWire:

@@ -195,7 +195,7 @@ class Narrow:
             raise BlockingIOError
 
     def shake_hands(self) -> None:
-        """The peer ends it without a word."""
+        """The peer ends it before any data."""
 
 
 def as_wire(wire: Any) -> Wire:
@@ -211,6 +211,6 @@ async def test_all_is_said_and_flushed(ends: Ends) -> None:
 
 
 async def test_a_wire_that_never_opens(ends: Ends) -> None:
-    with pytest.raises(ConnectionResetError, match="without a word"):
+    with pytest.raises(ConnectionResetError, match="before any data"):
         await hands_shaken(as_wire(Narrow(ends[0])), asyncio.get_running_loop())
     await hands_shaken(PlainWire(ends[0]), asyncio.get_running_loop())

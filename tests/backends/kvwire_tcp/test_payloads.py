@@ -111,7 +111,7 @@ def test_the_end_is_seen_when_nothing_is_expected_and_within_a_payload(
 
 
 def test_a_destination_of_another_length_is_refused(wire: Wire) -> None:
-    with pytest.raises(UsageError, match="3 bytes for a payload of 4"):
+    with pytest.raises(UsageError, match="3 bytes does not fit a payload of 4"):
         wire.reader.expect(Landing(4, memoryview(bytearray(3))))
     with pytest.raises(UsageError, match="read-only: True"):
         wire.reader.expect(Landing(3, memoryview(bytes(3))))

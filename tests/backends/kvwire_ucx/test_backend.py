@@ -49,7 +49,7 @@ async def test_lanes_that_do_not_end_are_counted_and_left(
     backend._contexts[frozenset(), False] = cast("Context", context)
     await backend.aclose()
     (record,) = logged(caplog)
-    assert record.getMessage() == "1 lanes have not ended; UCX is left as it is"
+    assert record.getMessage() == "1 lanes have not ended, so UCX is not shut down"
     assert not freed
 
 

@@ -43,10 +43,10 @@ def test_keys_of_windows_do_not_outlive_them() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"require_rdma": "maybe"}, 'it is "yes" or "no"'),
-        ({"tls": "tcp"}, "no setting 'tls'"),
-        ({"Require_Rdma": "yes"}, "there are require_rdma, and those of UCX"),
-        ({"one_sided": "yes"}, "there is no setting 'one_sided' any more"),
+        ({"require_rdma": "maybe"}, 'use "yes" or "no"'),
+        ({"tls": "tcp"}, "unknown setting 'tls'"),
+        ({"Require_Rdma": "yes"}, "use require_rdma, or one of UCX's own"),
+        ({"one_sided": "yes"}, "setting 'one_sided' was removed"),
         ({"registrations": "5"}, 'with one_sided_windows="peers"'),
     ],
 )

@@ -93,7 +93,7 @@ async def test_bytes_that_differ_are_found(disk: StoreBlocks) -> None:
     await disk.verify(done)
     stock = disk.stocks[done.nbytes]
     stock.want.memory[stock.want.blocks[-1] * done.fragment_bytes] ^= 1
-    with pytest.raises(RuntimeError, match="are not the bytes that were put"):
+    with pytest.raises(RuntimeError, match="other bytes than put had stored"):
         await disk.verify(done)
     # The first block alone is as it should be.
     compare(stock, replace(done, count=1))
@@ -106,7 +106,9 @@ async def test_what_comes_from_memory_is_no_measure_of_a_disk(
     async with measured(disk) as ask:
         await ask(done)
         disk.stocks[done.nbytes].sets.reverse()  # the set in memory now is next
-        with pytest.raises(BenchError, match=r"\d+ of 64 blocks came from the tier"):
+        with pytest.raises(
+            BenchError, match=r"\d+ of 64 blocks were read from the tier"
+        ):
             await ask(done)
 
 

@@ -130,7 +130,7 @@ async def test_metrics_that_are_none(capsys: pytest.CaptureFixture[str]) -> None
     ("url", "code", "text"),
     [
         ("http://127.0.0.1:9", FAILED, "Connection refused"),
-        ("127.0.0.1:8000", CALLED_WRONG, "is no http://host:port"),
+        ("127.0.0.1:8000", CALLED_WRONG, "is not an http://host:port"),
     ],
 )
 async def test_nobody_answers(

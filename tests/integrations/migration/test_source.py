@@ -98,7 +98,9 @@ async def test_it_stays_and_goes_on(
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        pytest.param({"free": 2}, "3 more blocks are not free", id="no blocks"),
+        pytest.param(
+            {"free": 2}, "3 more blocks are needed, and fewer are free", id="no blocks"
+        ),
         pytest.param(
             {"spec": dataclasses.replace(SPEC, block_tokens=2 * SIZE)},
             f"block_tokens: {SIZE} at the source, {2 * SIZE} here",

@@ -96,7 +96,7 @@ def a_stopped_or_dead_owner_is_an_error_and_kills_nobody(_: Any, b: Any) -> None
     finally:
         os.kill(pid, signal.SIGKILL)
     said = raises(RayError, ray.get, b.get.remote([ref]))
-    assert "did not come through kvwire" in said, said
+    assert "could not be fetched through kvwire" in said, said
     assert ray.get(b.back.remote("alive")) == "alive"
 
 
@@ -431,7 +431,7 @@ def send_actor_dies_before_sending(_: Any, b: Any) -> None:
     got = b.back.remote(ref)
     ray.kill(a)
     ray.get([here.open.remote(), blocked])
-    assert "did not come through kvwire" in raises(RayError, ray.get, got)
+    assert "could not be fetched through kvwire" in raises(RayError, ray.get, got)
     works(actor(), b)
 
 

@@ -99,6 +99,6 @@ def test_a_url(text: str, read: str) -> None:
 
 
 def test_a_password_in_a_url_is_not_shown() -> None:
-    with pytest.raises(UsageError, match="is no http") as caught:
+    with pytest.raises(UsageError, match="is not an http") as caught:
         http_url("http://user:secret@host:8000")
     assert "secret" not in str(caught.value)

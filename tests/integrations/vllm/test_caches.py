@@ -53,7 +53,7 @@ def test_the_order_follows_from_the_sizes(
     ],
 )
 def test_an_order_that_is_not_known(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="no axis order that this version knows"):
+    with pytest.raises(UsageError, match="fits no known axis order"):
         find_layout(sizes, SHAPE)
 
 
@@ -217,17 +217,17 @@ def test_decode_reads_no_other_blocks() -> None:
             config(spec("CrossAttentionSpec")),
             "CrossAttentionSpec: it holds an",
         ),
-        (config(state(2)), "states with speculative"),
-        (config(spec(head_size_v=32)), "keys of 64 and values of 32 elements"),
+        (config(state(2)), "speculative decoding with recurrent"),
+        (config(spec(head_size_v=32)), "keys of 64 elements and values of 32"),
         (
             config(spec(), state(), pipeline_parallel_size=2, rank=4),
             "^pipeline_parallel_size=2 with full; state of 136 bytes on 4 ranks: ",
         ),
         (
             config(spec(), pipeline_parallel_size=2, rank=4),
-            "stage 1 of 2 has layers 5 to 10, and the other engine takes it for 6 to",
+            "stage 1 of 2 has layers 5 to 10, but the other engine expects 6 to",
         ),
-        (config(spec(), dtype="fp8_per_token_head"), "its scales lie beside"),
+        (config(spec(), dtype="fp8_per_token_head"), "it stores scales beside"),
         (config(spec(), scales=True), "^calculate_kv_scales: each engine"),
         (
             config(spec(), decode_context_parallel_size=2),

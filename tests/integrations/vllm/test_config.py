@@ -90,7 +90,7 @@ def test_what_nobody_can_dial_is_refused_at_start(listen: str, advertise: str) -
 
 def test_ports_of_ranks_end_at_the_last_one() -> None:
     settings = VllmSettings(listen="10.0.0.1:65535")
-    with pytest.raises(UsageError, match="rank 1 would have port 65536"):
+    with pytest.raises(UsageError, match="rank 1 would get port 65536"):
         settings.address(1)
-    with pytest.raises(UsageError, match="rank 1 would have port 65536"):
+    with pytest.raises(UsageError, match="rank 1 would get port 65536"):
         settings.beside(1)

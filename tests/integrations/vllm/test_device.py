@@ -349,5 +349,5 @@ def test_a_forward_pass_that_fails_sends_nothing(gpus: Gpus) -> None:
 def test_a_device_that_does_not_work_is_known_at_the_start(gpus: Gpus) -> None:
     worker = gpus.worker()
     gpus.of(worker).close()
-    with pytest.raises(UsageError, match="there is none, or it was closed"):
+    with pytest.raises(UsageError, match="does not exist, or was closed"):
         worker.side.register(worker.arrays)

@@ -138,7 +138,7 @@ def test_a_policy_is_a_plug_in() -> None:
         ("least", "least-loaded"),
         ("no.module:X", "no module|No module"),
         (f"{__name__}:NoSuch", "AttributeError"),
-        ("builtins:object", r"no kvwire\.\S+\.Policy"),
+        ("builtins:object", r"not a kvwire\.\S+\.Policy"),
     ],
 )
 def test_a_route_that_is_none(name: str, words: str) -> None:
@@ -240,7 +240,7 @@ def test_an_engine_changes_leaves_and_starts_again() -> None:
     assert fleet.engines == [second]
     fleet.joined(*member(port=9, start=2))  # and moves
     assert [engine.url for engine in fleet.engines] == ["http://127.0.0.1:9"]
-    with pytest.raises(UsageError, match=r"no engine at .*there is: http://127"):
+    with pytest.raises(UsageError, match=r"no engine at .*known engines: http://127"):
         fleet.drain(second.url)
 
 
@@ -262,24 +262,24 @@ def test_only_engines_of_one_model_share_a_request() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"address": "tcp://10.0.0.1:1"}, "10.0.0.1.*no host that --allow"),
+        ({"address": "tcp://10.0.0.1:1"}, "10.0.0.1.*not a host that --allow"),
         ({"address": "inproc://x"}, "tcp://host:port"),
         ({"role": "store"}, "role 'store'"),
-        ({"http": "http://169.254.169.254"}, "no host"),
-        ({"http": "http://127.0.0.1.evil.example:80"}, "no host"),
-        ({"http": "http://u:p@127.0.0.1:80"}, "no http://"),
-        ({"http": "http://127.0.0.1:80/a?b=c"}, "no http://"),
-        ({"http": "http://127.0.0.1:80/admin"}, "no http://"),
-        ({"http": "file:///etc/passwd"}, "no http://"),
+        ({"http": "http://169.254.169.254"}, "not a host"),
+        ({"http": "http://127.0.0.1.evil.example:80"}, "not a host"),
+        ({"http": "http://u:p@127.0.0.1:80"}, "not an http://"),
+        ({"http": "http://127.0.0.1:80/a?b=c"}, "not an http://"),
+        ({"http": "http://127.0.0.1:80/admin"}, "not an http://"),
+        ({"http": "file:///etc/passwd"}, "not an http://"),
         ({"http": "http://127.0.0.1:99999"}, "http"),
         ({"http": "http://[::1"}, "http"),
-        ({"http": ""}, "no http://"),
-        ({"kv_events": "tcp://10.0.0.1:1"}, "no host that --allow"),
-        ({"kv_events": "inproc://x"}, "no tcp://host:port"),
+        ({"http": ""}, "not an http://"),
+        ({"kv_events": "tcp://10.0.0.1:1"}, "not a host that --allow"),
+        ({"kv_events": "inproc://x"}, "not a tcp://host:port"),
         ({"rank": "-1"}, "`int` >= 0.*rank"),
         ({"rank": "2", "ranks": "2"}, "rank 2 of 2"),
         ({"ranks": "1000"}, "`int` <= .*ranks"),
-        ({"ranks": "3", "stages": "2"}, "3 ranks are not those of 2"),
+        ({"ranks": "3", "stages": "2"}, "3 ranks cannot be divided among 2"),
         ({"slots": "٣"}, "Expected `int`.*slots"),
         ({"slots": "9" * 100}, "slots"),
         ({"slots": "9000000"}, "slots"),
@@ -318,7 +318,7 @@ def test_hosts_that_are_allowed(
     for host in fine:
         hosts.check(host)
     for host in not_fine:
-        with pytest.raises(UsageError, match="no host that --allow names"):
+        with pytest.raises(UsageError, match="not a host that --allow permits"):
             hosts.check(host)
 
 

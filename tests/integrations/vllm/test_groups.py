@@ -175,10 +175,16 @@ RAW = np.zeros((8, 100), np.uint8)
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ([np.zeros((4, 9), np.uint8)], "states of 9 bytes, where vLLM's config says"),
-        ([np.zeros((4, 100), np.uint8).T[:4]], "do not lie side by side"),
-        ([np.zeros((4, 50), np.uint8), np.zeros((4, 50), np.uint8)], "do not lie side"),
-        ([RAW[:4, :50], RAW[::2, 50:]], "do not lie side"),
+        (
+            [np.zeros((4, 9), np.uint8)],
+            "its states have 9 bytes, but vLLM's config gives",
+        ),
+        ([np.zeros((4, 100), np.uint8).T[:4]], "are not contiguous"),
+        (
+            [np.zeros((4, 50), np.uint8), np.zeros((4, 50), np.uint8)],
+            "are not contiguous",
+        ),
+        ([RAW[:4, :50], RAW[::2, 50:]], "are not contiguous"),
     ],
 )
 def test_states_that_lie_otherwise(parts: list[Any], said: str) -> None:
@@ -187,7 +193,7 @@ def test_states_that_lie_otherwise(parts: list[Any], said: str) -> None:
 
 
 def test_a_layer_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match=r"no KV cache of layer 'f\.1'"):
+    with pytest.raises(UsageError, match=r"no KV cache for layer 'f\.1'"):
         layer_caches({"f.0": np.zeros((4, 4, 4, 16), np.float32)}, [FULL])
 
 

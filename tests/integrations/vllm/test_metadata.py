@@ -46,7 +46,7 @@ def test_what_is_not_said_is_usual(
         ({"remote": [7]}, "Expected `str`.*remote"),
         ({"stages": True}, "Expected `int`.*stages"),
         ({"stages": -1}, "`int` >= 1.*stages"),
-        ({"stages": 2, "remote": ["a:1"]}, "stages: how many"),
+        ({"stages": 2, "remote": ["a:1"]}, "stages must be"),
         ({"remote": ["a"]}, "no port"),
         ({"remote": ["a:1"] * 2000}, "length <= 1024.*remote"),
     ],

@@ -416,7 +416,7 @@ def test_a_ticket_for_other_ranks(ranks: int) -> None:
     assert tickets.read(text, ["0"], b"prompt", 1).blocks["0"].tolist() == [1, 2]
     with pytest.raises(UsageError, match=f"1 ranks; remote has {ranks}"):
         tickets.read(text, ["0"], b"prompt", ranks)
-    with pytest.raises(UsageError, match=r"\(2,\) blocks of each table.* 2 tables"):
+    with pytest.raises(UsageError, match=r"\(2,\) blocks per table.* 2 tables"):
         tickets.read(text, ["0", "1"], b"prompt", 1)
 
 

@@ -102,7 +102,9 @@ def test_what_cannot_be_split() -> None:
     (spec,) = ranks_of(4, (1, 1))
     assert sources(spec, 1, LAYERS + 1) == targets(spec, 1, LAYERS + 1) == ()
     check_ranks([SHAPE], 6, 3)
-    with pytest.raises(UsageError, match="4 addresses, which are not the ranks of 3"):
+    with pytest.raises(
+        UsageError, match="4 addresses, which cannot be divided among 3"
+    ):
         check_ranks([SHAPE], 4, 3)
     with pytest.raises(UsageError, match="4 KV heads"):
         check_ranks([SHAPE], 6, 2)

@@ -14,7 +14,7 @@ from kvwire.integrations.vllm_store.config import StoreSettings
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"tier": []}, "no key 'tier'; did you mean 'tiers'"),
+        ({"tier": []}, "unknown key 'tier'; did you mean 'tiers'"),
         ({"tiers": "memory:1GiB"}, "tiers='memory:1GiB'"),
         ({"tiers": []}, "tiers"),
         ({"tiers": ["8GiB"]}, "8GiB"),

@@ -93,7 +93,7 @@ def test_an_ended_request_is_held_no_longer_than_it_may_be(
     assert eventually(lambda: queue.freed() == {"a"})
     assert store.under_way == [[1]]
     assert queue.take_observed()["skipped_blocks"] == [2]
-    assert "request a: 2 blocks are not saved: the store is 3 blocks" in caplog.text
+    assert "request a: 2 blocks were not saved: the store is 3 blocks" in caplog.text
 
 
 def test_a_preempted_request_waits_for_copies_alone() -> None:

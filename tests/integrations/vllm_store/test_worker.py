@@ -253,7 +253,7 @@ def test_what_a_server_missed_is_saved_when_it_is_back(
     with worker(tmp_path, tiers=tiers) as made:
         server.kill()
         made.save()
-        assert eventually(lambda: "blocks are not saved" in caplog.text)
+        assert eventually(lambda: "blocks were not saved" in caplog.text)
         server.restart()
 
         def saved() -> bool:
@@ -372,7 +372,7 @@ def test_the_scheduler_has_all_forgotten(
 
 
 def test_a_store_that_does_not_answer_has_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not there"):
+    with pytest.raises(UsageError, match="does not exist"):
         Lookup([tmp_path / "a"], 60.0)
     with worker(tmp_path):
         lookup = Lookup([tmp_path / "a"], 60.0)
@@ -388,7 +388,7 @@ def test_the_address_is_in_a_directory_of_this_user_alone(
     assert found.name == ".._an_engine-3.store"
     assert found.parent.stat().st_mode & 0o777 == 0o700
     found.parent.chmod(0o755)
-    with pytest.raises(UsageError, match="this user alone"):
+    with pytest.raises(UsageError, match="only this user"):
         address_file("e", 0)
 
 

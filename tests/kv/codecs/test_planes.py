@@ -58,16 +58,20 @@ OF = form()
 LESS = bytes(OF.elements - 1)
 MORE = bytes(2**24)
 BAD = [
-    (ZSTD, np.zeros(3, np.uint8), "the lengths take 8"),
+    (ZSTD, np.zeros(3, np.uint8), "its lengths alone need 8"),
     (ZSTD, payload([b"x", b"y"])[:9], "planes of"),
     (ZSTD, payload([bytes(OF.elements + 1), b""]), "planes of"),
     (ZSTD, payload([b"junk", b"junk"]), "zstd"),
-    (ZSTD, payload([zstandard.compress(MORE)] * 2), "a zstd frame of 16777216 bytes"),
-    (ZSTD, payload([zstandard.compress(LESS)] * 2), f"a zstd frame of {len(LESS)}"),
+    (
+        ZSTD,
+        payload([zstandard.compress(MORE)] * 2),
+        "a zstd frame claims 16777216 bytes",
+    ),
+    (ZSTD, payload([zstandard.compress(LESS)] * 2), f"a zstd frame claims {len(LESS)}"),
     (ZSTD, payload([zstandard.compress(LESS + b"1") + b"1"] * 2), "zstd: "),
     (ZSTD, payload([zstandard.compress(LESS + b"1")[:-1]] * 2), "zstd: "),
     (LZ4, payload([b"junk", b"junk"]), "lz4: "),
-    (LZ4, payload([lz4.block.compress(LESS, store_size=False)] * 2), "a plane of"),
+    (LZ4, payload([lz4.block.compress(LESS, store_size=False)] * 2), "a plane has"),
     (LZ4, payload([lz4.block.compress(MORE, store_size=False)[:500]] * 2), "lz4: "),
 ]
 

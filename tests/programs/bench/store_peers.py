@@ -80,7 +80,7 @@ class FlatBlocks(BlockMover):
         for begin in got:
             part = slice(begin, begin + work.nbytes)
             if not np.array_equal(flat.have[part], flat.want[part]):
-                raise RuntimeError("what was got are not the bytes that were put")
+                raise RuntimeError("get returned other bytes than put had stored")
 
     def flat(self, work: StoreWork) -> FlatSet:
         if work.nbytes not in self._sets:

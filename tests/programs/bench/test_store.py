@@ -102,7 +102,7 @@ async def test_they_do_every_work(name: str, tmp_path: Path) -> None:
             nbytes = (tmp_path / f"{done.nbytes}").stat().st_size
             assert nbytes == SETS * done.set_bytes  # as a disk tier has
         peer.flat(done).block(done.count - 1)[1][0] ^= 1
-        with pytest.raises(RuntimeError, match="are not the bytes that were put"):
+        with pytest.raises(RuntimeError, match="other bytes than put had stored"):
             await peer.verify(done)
 
 

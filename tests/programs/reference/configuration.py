@@ -14,8 +14,8 @@ from tests.programs.reference.words import anchored, attributes, table
 _INTRODUCTION: Final = f"""\
 # Configuration
 
-Written from the code by `make reference`. One model for all: a TOML file, then
-`{ENVIRONMENT_PREFIX}*` environment variables, then keyword arguments; the later wins.
+`make reference` writes this page from the code. kvwire reads a TOML file, then
+`{ENVIRONMENT_PREFIX}*` environment variables, then keyword arguments; later values win.
 
 <!-- fragment -->
 ```python
@@ -38,11 +38,11 @@ TLS = "rc,cuda"
 As a variable, a key is in capitals (`{ENVIRONMENT_PREFIX}LANES=4`); lists are separated
 by commas (`{ENVIRONMENT_PREFIX}PREFER=local,tcp`), tables are pairs
 (`{ENVIRONMENT_PREFIX}PROFILE=model=llama,rev=4f1c`,
-`{ENVIRONMENT_PREFIX}BACKENDS=ucx.TLS=tcp`). A key that does not exist is refused, with
-the nearest one that does; so is a value out of its range, a transport that no
+`{ENVIRONMENT_PREFIX}BACKENDS=ucx.TLS=tcp`). kvwire refuses an unknown key and suggests the
+nearest known one. It also refuses a value out of its range, a transport that no
 installed package offers, and a setting that its transport does not have. Sizes are
-numbers of bytes, or text such as `"4MiB"`. `kvwire config show` prints every value and
-where it came from.
+numbers of bytes, or text such as `"4MiB"`. `kvwire config show` prints every value with
+its source.
 """
 
 

@@ -11,16 +11,16 @@ from tests.programs.reference.words import anchored, purpose, table
 _INTRODUCTION: Final = """\
 # Errors
 
-Written from the code by `make reference`. Everything kvwire raises on purpose is below
-`kvwire.KVWireError`; the `timeout` of an `Engine`'s calls is a `TimeoutError` alone.
-`ConnectError` and `ListenError` are an `OSError` as well, `DeadlineExceeded` is a
-`TimeoutError`, and `UsageError` a `ValueError`.
+`make reference` writes this page from the code. All exceptions that kvwire raises on
+purpose are subclasses of `kvwire.KVWireError`; only the `timeout` of an `Engine`'s calls
+raises a plain `TimeoutError`. `ConnectError` and `ListenError` are also `OSError`,
+`DeadlineExceeded` is also a `TimeoutError`, and `UsageError` also a `ValueError`.
 
 Retry on `RequestError`, reconnect on `ConnectionClosed`, change the call on
-`UsageError`, look for a bug (or an attacker) on `ProtocolError`. A transfer of KV
-blocks that breaks is no error but an `Outcome`, with the reason for each block.
+`UsageError`, look for a bug (or an attacker) on `ProtocolError`. A broken KV transfer
+raises no error: its `Outcome` has the reason for each missing block.
 
-A peer gets the number, and one line of text that is never interpreted.
+The last column is the code that the peer gets, with one line of text for people.
 """
 
 

@@ -18,7 +18,7 @@ from tests.programs.reference.words import table
 _INTRODUCTION: Final = """\
 # Metrics
 
-Written from the code by `make reference`. With the extra `metrics`:
+`make reference` writes this page from the code. With the extra `metrics`:
 
 <!-- fragment -->
 ```python
@@ -33,8 +33,8 @@ REGISTRY.register(CommunicatorCollector(communicator))
 REGISTRY.register(StoreCollector(store, "prefix-cache"))
 ```
 
-Numbers are read when Prometheus asks: between two scrapes metrics cost nothing. What
-ends in `_total` only grows.
+kvwire reads the numbers when Prometheus scrapes them, so metrics cost nothing between
+two scrapes. A metric whose name ends in `_total` only grows.
 """
 
 

@@ -397,7 +397,7 @@ async def test_an_index_that_is_overwritten_at_random() -> None:
 def test_tables_that_do_not_fit_each_other(
     slab: int, images: int, words: int, slots: int
 ) -> None:
-    with pytest.raises(UsageError, match="a store's memory of 65536 bytes in slabs"):
+    with pytest.raises(UsageError, match="do not fit together: 65536 bytes in slabs"):
         HostBlocks(
             np.zeros(images, np.uint8),
             np.zeros(words, np.uint64),

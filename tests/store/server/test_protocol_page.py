@@ -75,7 +75,7 @@ def test_orders_are_numbered_as_it_says() -> None:
     assert ORDERS[0] == ("layer", "kv", "token", "head", "dim")
     assert ORDERS[1] == ("layer", "kv", "token", "dim", "head")
     assert ORDERS[-1] == ORDERS[0][::-1]
-    assert f"{ABSENT} means that there is no such block" in " ".join(PAGE.split())
+    assert f"{ABSENT} means that the block does not exist" in " ".join(PAGE.split())
 
 
 def test_limits_in_the_text() -> None:
@@ -83,11 +83,11 @@ def test_limits_in_the_text() -> None:
     for said in (
         f"at most {STORE_REQUEST_BYTES_MAX:,} bytes",
         f"1 to {STORE_HASH_BYTES_MAX} bytes of a hash",
-        f"1 to {STORE_KEYS_MAX:,} of them",
-        f"{STORE_INLINE_BYTES:,} bytes or less",
+        f"1 to {STORE_KEYS_MAX:,} keys in a row",
+        f"at most {STORE_INLINE_BYTES:,} bytes, they are",
         f"1 to {int(STORE_TIMEOUT_S_MAX * 1000):,}: after",
-        f"At most {STORE_REQUESTS_MAX} requests",
-        f"({STORE_NAMESPACES_TOLD} at most, for",
+        f"at most {STORE_REQUESTS_MAX} open requests",
+        f"(at most {STORE_NAMESPACES_TOLD}, for",
         f"the {STORE_NAMESPACES_MAX:,} that it keeps",
         f"text of at most {limits.REASON_CHARS_MAX} characters",
         f"beyond {STORE_HELD_BYTES // limits.MIB} MiB",

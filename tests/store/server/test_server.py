@@ -549,7 +549,7 @@ async def test_a_server_that_was_never_entered_can_be_closed() -> None:
         await server.close()
         await server.close()
         await server.closed()
-        with pytest.raises(UsageError, match="entered once"):
+        with pytest.raises(UsageError, match="entered only once"):
             await server.__aenter__()
 
 
@@ -559,7 +559,7 @@ async def test_a_server_that_could_not_listen_can_be_closed() -> None:
         with pytest.raises(OSError, match="in use"):
             await second.__aenter__()
         await second.close()
-        with pytest.raises(UsageError, match="entered once"):
+        with pytest.raises(UsageError, match="entered only once"):
             await first.__aenter__()
         assert await works(first)
 

@@ -102,7 +102,7 @@ async def test_a_tenant_is_told_of_itself_and_the_operator_of_all(shop: Shop) ->
         async with shop.client("y") as y, shop.client("x") as again:
             assert await y.match(B, cache) == 0
             assert await again.match(A, cache) == 0
-    with pytest.raises(KVWireError, match="there is x, y"):
+    with pytest.raises(KVWireError, match="the tenants are x, y"):
         await delete_all(address, shop.config("all"), "z")
 
 
@@ -137,10 +137,10 @@ async def test_a_certificate_says_who_a_tenant_is(tmp_path: Path) -> None:
 
 
 WRONG = [
-    (["x?key={0}/x"], {}, "the server needs one"),
+    (["x?key={0}/x"], {}, "the server needs a key too"),
     (["x?identity=a"], {"psk_file": "{0}/all"}, 'needs trust="mtls"'),
-    (["x?key={0}/all"], {"psk_file": "{0}/all"}, "one of its own"),
-    (["x?key={0}/x", "y?key={0}/x"], {"psk_file": "{0}/all"}, "have one key"),
+    (["x?key={0}/all"], {"psk_file": "{0}/all"}, "its own key"),
+    (["x?key={0}/x", "y?key={0}/x"], {"psk_file": "{0}/all"}, "have the same key"),
     (["x?key={0}/none"], {"psk_file": "{0}/all"}, "none"),
 ]
 

@@ -53,7 +53,7 @@ async def test_verbs_are_carried_out_at_the_server(tmp_path: Path) -> None:
         assert (await client.prefetch(B, CACHE, tier=tier)).complete
         assert (await store.locate(B, CACHE)).complete
         assert (await client.retain(A, CACHE, priority=90, ttl_s=9)).complete
-        with pytest.raises(UsageError, match="no node of this name"):
+        with pytest.raises(UsageError, match="no node with this name"):
             await client.move(A, CACHE, to=server.communicator.name)
         told = await client.locate(A + chain(1, "c"), CACHE)
         assert told.counts == {"done": 4, "missing": 1}
@@ -115,7 +115,7 @@ async def test_a_tenant_acts_for_itself_and_the_operator_for_each(
         assert told.counts == {"done": 2, "clipped": 2}
         with pytest.raises(UsageError, match=r"it is tenant y, and cannot act for 'x'"):
             await apply_verb(address, config("y"), LOCATE, A, "x")
-        with pytest.raises(UsageError, match="there is x, y"):
+        with pytest.raises(UsageError, match="the tenants are x, y"):
             await apply_verb(address, config("all"), LOCATE, A, "z")
 
 
@@ -159,7 +159,7 @@ async def test_an_older_server_pins_and_is_asked_for_nothing_else(
             assert told.refused.all()
             assert "is an older server, which cannot" in told.reasons[0]
         address = str(server.address).split("//")[-1]
-        with pytest.raises(UsageError, match="older server, which cannot locate"):
+        with pytest.raises(UsageError, match="server is older and cannot locate"):
             await apply_verb(address, Config(), LOCATE, A)
 
 

@@ -48,7 +48,7 @@ def test_trouble_is_one_line_when_it_begins_and_one_when_it_ends(
     tier = FakeTier("below")
     for text in ("", "full", "full", "fails", ""):
         tier.error = text
-    assert warned(caplog) == ["tier below: full", "tier below: all is well again"]
+    assert warned(caplog) == ["tier below: full", "tier below works again"]
     caplog.clear()
     for text in ("full", "", "full", "", "full"):
         tier.error = text
@@ -56,7 +56,7 @@ def test_trouble_is_one_line_when_it_begins_and_one_when_it_ends(
     now += STORE_LOG_AGAIN_S + 1
     for text in ("full", ""):
         tier.error = text
-    assert warned(caplog) == ["tier below: full", "tier below: all is well again"]
+    assert warned(caplog) == ["tier below: full", "tier below works again"]
 
 
 @given(st.lists(st.sampled_from(BlockResult)), st.booleans())

@@ -155,7 +155,7 @@ async def test_an_entry_that_cannot_be_decoded_is_a_miss(
         into = Filled(16, SPEC)
         outcome = await store.get(chain(len(IDS)), into.cache, IDS)
         (missing,) = outcome.missing.reasons
-        assert "could not read it: an entry of codec 1, which is not known" in missing
+        assert "could not read it: the entry uses codec 1, which this" in missing
         assert store.stats()[tiers()[1]].failed_blocks == len(IDS)
         assert "codec 1" in store.report[tiers()[1]]
 
@@ -184,7 +184,7 @@ REFUSED = [
     (["memory:1MiB", "disk:D?size=1MiB&codec=fp9"], "did you mean 'fp8'"),
     (
         ["memory:1MiB", "disk:D?size=1MiB&codec=int8", "object:memory:///"],
-        "all below memory need the same codec .*codec=int8 has int8, .*/// has none",
+        "all tiers below memory must use it.*codec=int8 has int8, .*/// has none",
     ),
 ]
 

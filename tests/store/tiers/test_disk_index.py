@@ -115,7 +115,7 @@ def test_a_later_format_and_another_database_are_refused(
         (f"PRAGMA user_version={FORMAT + 1}", FORMAT + 1),
     ):
         change(tmp_path, statement)
-        said = f"its format is {found}, and this kvwire reads 1; give another directory"
+        said = f"it has format {found}, and this version of kvwire reads 1"
         with pytest.raises(UsageError, match=said), opened(tmp_path):
             pass
 
@@ -136,7 +136,7 @@ def test_slabs_of_no_length_are_damage(tmp_path: Path, length: object) -> None:
     with opened(tmp_path):
         pass
     change(tmp_path, f"UPDATE tier SET slab_bytes = {length}")
-    with pytest.raises(sqlite3.DatabaseError, match="slabs have no length"):
+    with pytest.raises(sqlite3.DatabaseError, match="slab size is missing"):
         DiskIndex(tmp_path / "index", SLAB, synced=False)
 
 

@@ -248,7 +248,7 @@ async def test_memory_that_somebody_keeps_is_said(
     images = memory.images(np.array([0]), BYTES)
     with caplog.at_level(logging.WARNING, "kvwire"):
         memory.close()
-    assert f"{SLOTS * GRAIN_BYTES} bytes of a store stay in use" in caplog.text
+    assert f"{SLOTS * GRAIN_BYTES} bytes of a store's memory stay in use" in caplog.text
     assert images.nbytes == BYTES
     # The memory goes with the last array of it.
     assert "kvwire-store (deleted)" in mappings()

@@ -65,7 +65,7 @@ async def test_a_client_that_does_not_take_our_memory_is_left(module: Any) -> No
         where = f"mooncake://127.0.0.1:{port}?buffer=4KiB"
         tier = await module.MooncakeTier.open(TierAddress.parse(where))
         try:
-            assert "does not take our memory" in tier.reason
+            assert "refused to register kvwire's memory" in tier.reason
             await until(lambda: tier.taking)
             first, second = Played.made
             await until(lambda: first.closed)

@@ -130,7 +130,7 @@ async def test_no_block_goes_to_another_host(status: int) -> None:
         ):
             put = await store.put(chain(1), Filled(seed=1).cache, [0])
             (reason,) = put.missing.reasons
-            assert f"it sends its callers to {elsewhere}" in reason
+            assert f"it redirects to {elsewhere}" in reason
             sends.status, sends.headers = 404, {}
             sends.body = BODY.format(code="NoSuchKey", message="")
     assert sends.asked == ["HEAD"]

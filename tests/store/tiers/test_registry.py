@@ -45,7 +45,7 @@ async def test_a_kind_that_nobody_has() -> None:
     ("values", "words"),
     [
         (["kvwire.missing:It"], "cannot be imported: ModuleNotFoundError"),
-        (["kvwire.store.counters:StoreCounters"], "is no kvwire.store.tiers.Tier"),
+        (["kvwire.store.counters:StoreCounters"], "is not a kvwire.store.tiers.Tier"),
         (["a:A", "b:B"], "claimed by a:A and b:B"),
     ],
 )

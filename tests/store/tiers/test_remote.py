@@ -136,8 +136,11 @@ async def test_a_server_that_is_not_there_yet() -> None:
     ("answer", "said"),
     [
         (lambda find: messages.Found(find.number, b""), "0 orders of 2"),
-        (lambda find: messages.StoreDone(find.number, b"\0\0"), "something else"),
-        (lambda _: messages.Welcome(1), "welcomes twice"),
+        (
+            lambda find: messages.StoreDone(find.number, b"\0\0"),
+            "does not match the request",
+        ),
+        (lambda _: messages.Welcome(1), "sent a second welcome"),
         (lambda find: [2, find.number, b"\xfd\xfd"], "not a reply"),
         (lambda _: b"\xc1", "not a reply"),
         (lambda _: None, "no answer within 0.5 s"),

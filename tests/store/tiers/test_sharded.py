@@ -101,7 +101,7 @@ async def test_verbs_go_to_nodes(tmp_path: Path) -> None:
         found = await client.locate(hashes[:8], cache)
         assert found.held[next(name for name in found.held if node in name)].all()
         assert (await client.get(hashes, cache, range(BLOCKS))).complete
-        with pytest.raises(UsageError, match="no node of this name"):
+        with pytest.raises(UsageError, match="no node with this name"):
             await client.move(hashes, cache, to="10.0.0.1:1")
 
 

@@ -103,7 +103,7 @@ class Admission:
         return QueueFull(why, self._room_in_s())
 
     def _room_in_s(self) -> int:
-        """Estimate in how many seconds the waiting requests have had their turns."""
+        """Estimate the seconds until all waiting requests have had a turn."""
         s = self._mean_s * (self.waiting + 1) / self._running_max
         return max(1, min(math.ceil(s), PROXY_RETRY_AFTER_S_MAX))
 

@@ -1,4 +1,4 @@
-"""Copy prefixes ahead: to an engine that has not been asked for them yet.
+"""Copying prefixes ahead, to an engine before it gets requests for them.
 
 A policy decides, and the proxy copies: it asks another engine for one token of the
 prefix. That engine loads the prefix from the store that it shares with the first one,
@@ -38,13 +38,13 @@ _KEPT_MAX: Final = 65_536
 
 
 class AheadPolicy(ABC):
-    """Decides what is copied to another engine before it is asked for it."""
+    """Decides which prefixes to copy to another engine in advance."""
 
     @abstractmethod
     def answered(
         self, body: Mapping[str, Any], engine: str, now_s: float
     ) -> Mapping[str, Any] | None:
-        """Return what to copy now that an engine answers a request; None for nothing.
+        """Return the prefix to copy when an engine answers a request, or None.
 
         Args:
             body: The client's request, decoded from JSON and not checked. Do not
@@ -59,7 +59,7 @@ class AheadPolicy(ABC):
 
 @dataclass(slots=True)
 class _Prefix:
-    """A prefix that requests have."""
+    """A prefix of several requests."""
 
     count: float = 0.0
     since_s: float = 0.0
@@ -79,7 +79,7 @@ class HotPrefixes(AheadPolicy):
     def answered(
         self, body: Mapping[str, Any], engine: str, now_s: float
     ) -> Mapping[str, Any] | None:
-        """Return the shared beginning of a prompt whose beginning is hot."""
+        """Return a popular beginning of the prompt."""
         digest = prefix_digest(body)
         seen = self._seen.setdefault(digest, _Prefix(since_s=now_s))
         self._seen.move_to_end(digest)
@@ -120,7 +120,7 @@ def make_ahead(name: str) -> AheadPolicy:
 def shared_prompt(
     one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return what two requests have in common at their beginning, if it is enough."""
+    """Return the common beginning of two requests, if it is long enough."""
     for name in ("prompt", "messages"):
         mine = one.get(name)
         theirs = other.get(name)
@@ -133,7 +133,7 @@ def shared_prompt(
 
 
 def _kept(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a request that is kept to compare the next one with."""
+    """Return the part of a request that is kept for comparison with the next one."""
     return {
         name: value[:_KEPT_MAX]
         for name in ("prompt", "messages")

@@ -254,12 +254,12 @@ class ProxyApp:
 
 
 def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Start work that never ends; if it does end, log the error of the plug-in."""
+    """Start work that should never end; if it ends, log the plug-in's error."""
     task = start_task(work)
 
     def say_why(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            logger.error("no engine is found any more", exc_info=task.exception())
+            logger.error("the search for engines has ended", exc_info=task.exception())
 
     task.add_done_callback(say_why)
     return task
@@ -323,7 +323,7 @@ class _Front:
         return HttpAnswer(answer.status, {**answer.headers, **refused}, answer.body)
 
     def _take_hints(self, request: ClientRequest) -> dict[str, str]:
-        """Move hints out of a body; return a header with those that are refused."""
+        """Remove hints from a body; return a header that lists the refused ones."""
         envelope = request.body.pop(HINTS_FIELD, None)
         request.large = {k: v for k, v in request.large.items() if k != HINTS_FIELD}
         if envelope is None:
@@ -395,7 +395,7 @@ class _Front:
         return HttpAnswer(headers=headers, body=content)
 
     async def drain(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
-        """Send an engine no new requests, and move its streams where they can move.
+        """Send an engine no new requests, and move its streams if possible.
 
         The answer comes when the engine has no request left, or after ``wait_s``.
         """
@@ -413,7 +413,7 @@ class _Front:
         return as_json({"engine": engine.url, "running": engine.running}, status)
 
     async def verb(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
-        """Let the store carry out a verb, for blocks of a prompt or of a request."""
+        """Let the store execute a verb on the blocks of a prompt or of a request."""
         assert self.verbs is not None
         order = _decoded(await _read(asked, STORE_ORDER_BYTES_MAX))[0]
         if name := order.pop("request", ""):
@@ -422,7 +422,7 @@ class _Front:
             return await self.verbs.carry_out(asked.path, order, asked.headers)
 
     def _prompt_of(self, name: str) -> dict[str, Any]:
-        """Return the prompt of a request under way, by its id or its answer's."""
+        """Return the prompt of a running request, by its id or its answer's id."""
         moving = self.moves.named(name)
         for one in (*moving, *self.state.requests):
             if one in moving or one.headers.get("x-request-id") == name:
@@ -450,7 +450,7 @@ class _Front:
         return as_json({"requests": moved}, status)
 
     async def copy_ahead(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        """Bring a prompt's KV to the engine that its next request will get."""
+        """Copy a prompt's KV to the engine that its next request will use."""
         if self.ahead is None:
             why = "the proxy was started without --copy-ahead"
             raise Refused(HTTPStatus.CONFLICT, why)
@@ -632,7 +632,7 @@ async def _relay(
                 return
             yield part
     except EngineFailed as exc:
-        logger.warning("an answer broke off: %s", exc)
+        logger.warning("an answer was cut off: %s", exc)
         # An error can be added only to the proxy's own kind of streams.
         if passed or not _is_events(answer):
             raise

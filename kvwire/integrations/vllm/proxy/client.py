@@ -111,7 +111,7 @@ class EngineResponse:
 
     @property
     def is_error(self) -> bool:
-        """Whether its status is 400 or above."""
+        """Whether the status is 400 or above."""
         return self.status >= HTTPStatus.BAD_REQUEST
 
     @property

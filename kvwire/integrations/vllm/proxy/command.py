@@ -33,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if not options.decode and not options.directory:
-        parser.error("--decode or --directory is needed: who answers?")
+        parser.error("name the engines that answer: pass --decode or --directory")
     if options.running < 1 or options.queue < 0:
-        parser.error("--running is 1 or more, and --queue 0 or more")
+        parser.error("--running must be at least 1 and --queue at least 0")
     if not 0 <= options.stop_s <= PROXY_STOP_S_MAX:
-        parser.error(f"--stop-s {options.stop_s:g}; 0 to {PROXY_STOP_S_MAX:g}")
+        parser.error(f"--stop-s {options.stop_s:g}: pass 0 to {PROXY_STOP_S_MAX:g}")
     if not 0 <= options.port < 2**16:
-        parser.error(f"--port {options.port}; 0 to 65535, and 0 takes any free one")
+        parser.error(f"--port {options.port}: pass 0 to 65535; 0 takes any free port")
     try:
         fleet = EngineFleet(
             map(parse_engine, options.prefill),

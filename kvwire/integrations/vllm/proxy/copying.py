@@ -1,4 +1,4 @@
-"""Copies of prefixes to other engines, as a policy of the proxy wants them."""
+"""Copies prefixes to other engines, as the proxy's policy decides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 
 class CopyAhead:
-    """Copies what a policy wants, a few at a time."""
+    """Copies the prefixes that a policy chooses, a few at a time."""
 
     def __init__(
         self, policy: AheadPolicy, dispatcher: Dispatcher, fleet: EngineFleet
@@ -40,7 +40,7 @@ class CopyAhead:
         self._running: set[asyncio.Task[None]] = set()
 
     def answered(self, request: ClientRequest) -> None:
-        """Note that an engine answers a request; copy ahead if the policy wants it."""
+        """Record an engine's answer, and copy ahead if the policy says so."""
         engine = request.decode
         if engine is None:
             return
@@ -59,7 +59,7 @@ class CopyAhead:
         body: Mapping[str, Any],
         without: Collection[VllmEngine] = (),
     ) -> bool:
-        """Begin to copy a prefix to an engine; return whether that has begun."""
+        """Start to copy a prefix to an engine; return whether the copy has started."""
         to = self._fleet.pick(DECODE, body, without)
         if to is None or len(self._running) >= PROXY_COPIES_MAX:
             return False
@@ -72,7 +72,7 @@ class CopyAhead:
         return True
 
     async def close(self) -> None:
-        """Give up what is being copied.
+        """Cancel the running copies.
 
         Cancel safety: safe, it may be called again.
         """

@@ -1,4 +1,4 @@
-"""Follow a directory, and report to a fleet the engines that come and go."""
+"""Follows a directory, and reports new and lost engines to a fleet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 
 class Discovery:
-    """Report to a fleet which engines a directory lists."""
+    """Reports a directory's engines to a fleet."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Discovery:
         except UsageError as exc:
             self.refused += 1
             if key not in self._said and len(self._said) < MEMBERS_MAX:
-                logger.warning("a record in %s: %s", self._directory, exc)
+                logger.warning("ignored a record in %s: %s", self._directory, exc)
                 self._said.add(key)
             self._fleet.left(key)
             return

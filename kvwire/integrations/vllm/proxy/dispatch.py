@@ -136,7 +136,7 @@ class Dispatcher:
         self.budget: RetryBudget = RetryBudget(fleet.clock)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
-        """Get a request answered; return once the answer's first part is here.
+        """Have a request answered; return once the answer's first part is here.
 
         Cancel safety: safe; the requests to both engines end.
         """
@@ -209,7 +209,7 @@ class Dispatcher:
         return None
 
     async def _broke_with(self, last: EngineFailed, engine: VllmEngine) -> bool:
-        """Return whether an engine was broken before it got this request.
+        """Return whether an engine had failed before it got this request.
 
         Otherwise an engine that is broken anyway would count as broken by the request.
         """
@@ -310,7 +310,7 @@ class Dispatcher:
             lost = HTTPStatus.INTERNAL_SERVER_ERROR
             if exc.engine is not engine or exc.status != lost:
                 raise
-            logger.warning("%s; it is asked without KV", exc)
+            logger.warning("%s; sending the request without KV", exc)
             self.budget.spend()  # paid like any other try of one engine alone
             found = None
         if found is None or found.engine is not engine:
@@ -398,7 +398,7 @@ class _Chained(AsyncIterator[bytes]):
 
 
 async def _begun(said: EngineResponse, *, passed: bool) -> bytes:
-    """Return the first part of an answer, and make a cut answer raise.
+    """Return the first part of an answer; a truncated answer raises.
 
     HTTP marks the end of an answer by a length or by chunks. An answer with neither
     looks complete when its engine dies, so its content has to show the end. Of passed
@@ -588,7 +588,7 @@ def for_prefill(
 def for_decode(
     body: dict[str, Any], prefill: VllmServer, transfer_id: str, references: References
 ) -> dict[str, Any]:
-    """Return the decode engine's request: all of it, and a reference to the KV."""
+    """Return the decode engine's request: the client's, with a reference to the KV."""
     # The KV is not computed yet; the prompt may wait behind many others.
     params = kv_params(transfer_id, prefill.remote, prefill.stages, computed=False)
     params = references.signed(params)

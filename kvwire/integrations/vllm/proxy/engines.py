@@ -45,7 +45,7 @@ def parse_engine(text: str) -> VllmServer:
     count = int(stages or 1) if (stages or "1").isdecimal() else 0
     if not count or len(remote) % count:
         raise UsageError(
-            f"engine {text!r}: {len(remote)} addresses are not the ranks of "
+            f"engine {text!r}: {len(remote)} addresses cannot be divided among "
             f"{stages!r} pipeline stages"
         )
     return VllmServer(url.rstrip("/"), remote, count)
@@ -121,7 +121,7 @@ class VllmEngine:
 
     @property
     def computes_twice(self) -> bool:
-        """Whether prompts that it shares are computed by both engines."""
+        """Whether both engines compute the prompts that it shares."""
         return any(one.state == "missing" for one in self.shared.findings)
 
     def does(self, role: str) -> bool:
@@ -134,7 +134,7 @@ class VllmEngine:
         return there and self.does(role)
 
     def is_down(self, now: float) -> bool:
-        """Return whether it is known not to answer."""
+        """Return whether it is known to be unreachable."""
         return self.gone or self.down_until > now
 
     def is_up(self, now: float) -> bool:
@@ -142,7 +142,7 @@ class VllmEngine:
         return not (self.slow or self.is_down(now))
 
     def state(self, now: float) -> str:
-        """Return the engine's state in one word."""
+        """Return the name of the engine's state."""
         if not self.ready:
             return "starting"
         if self.is_down(now):

@@ -67,11 +67,11 @@ _QUOTED_CHARS: Final = 500
 
 
 class OtherToken(EngineFailed):
-    """Report that decode's first token is not the one that the client has."""
+    """Reports that decode's first token differs from the token that the client has."""
 
     @property
     def down(self) -> bool:
-        """No: sums in another order may choose another token."""
+        """False: a different order of sums may choose another token."""
         return False
 
 
@@ -93,11 +93,11 @@ class FirstToken:
 
     @property
     def count(self) -> int:
-        """How many events the beginning has; a chat has one more, with its role."""
+        """The number of events of the beginning; a chat has one more, for the role."""
         return 1 if self.path == COMPLETIONS else 2
 
     def of_both(self, prefill: VllmEngine) -> Mapping[str, Any] | None:
-        """Return what both engines are asked beside the client's fields.
+        """Return the extra fields for both engines' requests.
 
         Return None if they may sample different tokens.
         """
@@ -125,7 +125,7 @@ class FirstToken:
         return "" if self.why else form.content_type
 
     def learn(self, decode: VllmEngine, kind: str, content: bytes, said: Any) -> None:
-        """Keep the form of the beginning of decode's stream, if it is not known yet.
+        """Store the form in which decode begins streams, if it is not known yet.
 
         Args:
             decode: The engine.
@@ -149,7 +149,7 @@ class FirstToken:
         decode.beginnings[self._kind] = Beginning(kind, events if plain else [])
 
     def behind(self, decode: VllmEngine, content: bytes) -> tuple[bytes, Any]:
-        """Return what the client lacks of decode's beginning, and its last event.
+        """Return the part of decode's beginning that the client lacks.
 
         Raises:
             OtherToken: The client has another token.
@@ -174,13 +174,13 @@ class FirstToken:
 
     @property
     def _kind(self) -> tuple[str, bool]:
-        """What decides on the form of the beginning."""
+        """The properties that determine the form of the beginning."""
         options = self.body.get("stream_options")
         counts = isinstance(options, dict) and options.get("continuous_usage_stats")
         return self.path, bool(counts)
 
     def _fill(self, events: list[dict[str, Any]], said: Any) -> str:
-        """Fill the events in; return why decode has to begin, or ""."""
+        """Fill in the events; return why decode must begin the stream, or ""."""
         (choice,) = said["choices"]
         if choice["finish_reason"] != "length":
             return ENDED
@@ -221,7 +221,7 @@ class FirstToken:
         return ""
 
     def _is_plain(self, events: list[Any], said: Any) -> bool | None:
-        """Return whether a beginning is prefill's token; None if it does not show."""
+        """Return whether a beginning is prefill's token; None if that is unknown."""
         (choice,) = said["choices"]
         choices = [event["choices"][0] for event in events]
         first = choices[-1]
@@ -240,7 +240,7 @@ class FirstToken:
         return True if _text_of(first) == _shown(self.body, text) else None
 
     def _remove(self, choice: dict[str, Any]) -> bool:
-        """Remove what the client has from decode's choice; False if it is not in it.
+        """Remove the client's part from decode's choice; return False if it is absent.
 
         An event may have several tokens.
         """
@@ -270,7 +270,7 @@ class FirstToken:
 
 
 class Continued(AsyncIterator[bytes]):
-    """Decode's stream behind the events that the client has."""
+    """Decode's stream after the events that the client already has."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class Continued(AsyncIterator[bytes]):
 
     @property
     def unchanged(self) -> AsyncIterator[bytes] | None:
-        """Decode's own stream, if all of the rest is passed on as it is."""
+        """Decode's own stream, if the rest can be passed on unchanged."""
         return None if self._renames else self._parts
 
     async def __anext__(self) -> bytes:
@@ -304,7 +304,7 @@ class Continued(AsyncIterator[bytes]):
         return part
 
     async def _begin(self) -> bytes:
-        """Return what follows the beginning, as far as it is here."""
+        """Return the received part after the beginning."""
         answer = await self._answer
         if answer.is_error:
             content = await answer.body(PROXY_EVENT_BYTES_MAX)
@@ -321,7 +321,7 @@ class Continued(AsyncIterator[bytes]):
         return left + self._renamed(rest)
 
     def _renamed(self, part: bytes) -> bytes:
-        """Return the whole events of a part, named as the client knows them."""
+        """Return the complete events of a part, with the id that the client knows."""
         if not self._renames:
             return part
         events, mark, self._tail = (self._tail + part).rpartition(b"\n\n")
@@ -335,7 +335,7 @@ class Continued(AsyncIterator[bytes]):
 
 
 async def read_beginning(answer: EngineResponse, count: int) -> tuple[bytes, bytes]:
-    """Read so many events of a stream, if it has them; return them, and more that came.
+    """Read a number of events; return them, and the bytes received after them.
 
     Cancel safety: safe, but the part already read is lost.
     """
@@ -351,7 +351,7 @@ async def read_beginning(answer: EngineResponse, count: int) -> tuple[bytes, byt
 
 
 def _member(name: str, value: Any) -> bytes:
-    """Return how a member of an object is written."""
+    """Return the JSON text of an object's member."""
     return msgspec.json.encode({name: value})[1:-1]
 
 
@@ -365,7 +365,7 @@ def _decoded(content: bytes) -> list[dict[str, Any]]:
 
 
 def _text_of(choice: Mapping[str, Any]) -> str | None:
-    """Return the text of a choice; None if its engine has made more of it."""
+    """Return a choice's text; None if its engine has parsed more than text."""
     if "text" in choice:
         text = choice["text"]
     else:
@@ -377,14 +377,14 @@ def _text_of(choice: Mapping[str, Any]) -> str | None:
 
 
 def _has_content(choice: Mapping[str, Any]) -> bool:
-    """Return whether a choice has anything for a client."""
+    """Return whether a choice has content for a client."""
     said = choice.get("delta", {"text": choice.get("text")})
     more = choice.get("token_ids"), _tokens_in(choice.get("logprobs"))
     return choice["finish_reason"] is not None or any((*said.values(), *more))
 
 
 def _tokens_in(logprobs: Any) -> list[str]:
-    """Return the tokens whose probabilities these are."""
+    """Return the tokens to which these probabilities belong."""
     if not logprobs:
         return []
     if "content" in logprobs:
@@ -393,7 +393,7 @@ def _tokens_in(logprobs: Any) -> list[str]:
 
 
 def _shown(body: Mapping[str, Any], text: str) -> str | None:
-    """Return what vLLM sends of a first token's text at once.
+    """Return the part of a first token's text that vLLM sends at once.
 
     It keeps back as many characters as a stop string may need. Return None if the text
     ends like the beginning of one: then the answer does not follow from tokens alone.

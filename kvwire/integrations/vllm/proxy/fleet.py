@@ -49,7 +49,7 @@ class EngineFleet:
 
     @property
     def engines(self) -> list[VllmEngine]:
-        """All engines that may have a request."""
+        """All engines that may have a running request."""
         self._leaving = {engine for engine in self._leaving if engine.running}
         return [*self._static.values(), *self._found.values(), *self._leaving]
 
@@ -111,7 +111,7 @@ class EngineFleet:
         return any(engine.state(now) in _TAKING for engine in self.engines)
 
     def down(self, engine: VllmEngine) -> None:
-        """Mark an engine as down for a while: others would fail on it too."""
+        """Mark an engine as down for a while, so that other requests avoid it."""
         engine.down_until = self.clock() + DOWN_S
 
     def drain(self, url: str, *, draining: bool = True) -> VllmEngine:
@@ -127,10 +127,10 @@ class EngineFleet:
             if engine.url == wanted:
                 return engine
         known = ", ".join(sorted(engine.url for engine in self.engines))
-        raise UsageError(f"no engine at {wanted!r}; there is: {known or 'none'}")
+        raise UsageError(f"no engine at {wanted!r}; known engines: {known or 'none'}")
 
     def holders(self, tokens: Sequence[int]) -> dict[str, int]:
-        """Return how many leading tokens engines are known to cache, by their URLs."""
+        """Return by URL the number of leading tokens that each engine caches."""
         held: dict[str, int] = {}
         for policy in self._policies.values():
             held.update(policy.holders(self.engines, tokens))
@@ -161,7 +161,7 @@ class EngineFleet:
                 self._update(url)
 
     def _update(self, url: str) -> None:
-        """Bring the engine at a URL in line with the records of its ranks."""
+        """Update the engine at a URL from the records of its ranks."""
         members = self._members[url]
         if not members:
             del self._members[url]

@@ -45,7 +45,7 @@ _TOKENS_MAX: Final = 262_144
 
 
 class EngineBlocks:
-    """Know which blocks an engine's cache holds, from its messages."""
+    """Tracks the blocks in an engine's cache, from its events."""
 
     def __init__(self) -> None:
         # A hash of each block's tokens, by the engine's own hash. bounded:
@@ -131,7 +131,7 @@ class ByKvEvents(Policy):
     def holders(
         self, engines: Sequence[VllmEngine], tokens: Sequence[int]
     ) -> Mapping[str, int]:
-        """Return how many leading tokens engines have reported to cache."""
+        """Return by URL the number of leading tokens that each engine caches."""
         found: dict[str, int] = {}
         for engine in engines:
             blocks = self._blocks(engine)
@@ -181,17 +181,17 @@ class ByKvEvents(Policy):
                     blocks.take(raw)
                 except (*DECODE_ERRORS, OverflowError) as exc:
                     blocks.clear()
-                    logger.warning("events of %s: %r", engine.url, exc)
+                    logger.warning("KV events from %s: %r", engine.url, exc)
                 # An engine with many messages must not block the loop.
                 await asyncio.sleep(0)
         except zmq.ZMQError as exc:
-            logger.warning("events of %s: %s", engine.url, exc)
+            logger.warning("KV events from %s: %s", engine.url, exc)
         finally:
             socket.close(linger=0)
 
 
 def chains_of(tokens: Sequence[int], size: int, before: int = 0) -> list[int]:
-    """Return for each whole block a hash of it and of all blocks before it."""
+    """Return for each full block a hash of it and of all blocks before it."""
     chains = []
     for start in range(0, len(tokens) - size + 1, size):
         before = hash((before, tuple(tokens[start : start + size])))

@@ -1,4 +1,4 @@
-"""Engines in a directory's records, and which of these are accepted.
+"""Engines in a directory's records, and the check whether to accept them.
 
 Records are not trusted, since anybody with write access to the directory can forge
 them. A record has passed the checks of :mod:`kvwire.directory.record`. Here its labels
@@ -34,7 +34,7 @@ class VllmMember:
 
 
 class AllowedHosts:
-    """Know which hosts may be dialled when a directory names them."""
+    """The hosts that may be dialled if a directory lists them."""
 
     def __init__(self, texts: Sequence[str] = ()) -> None:
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
@@ -47,8 +47,8 @@ class AllowedHosts:
                 bare = text.lower().removeprefix("*.")
             if not bare or not set(bare) <= _OF_NAMES or bare[0].isdigit():
                 raise UsageError(
-                    f"allow {text!r}: write a network (10.0.0.0/8), a name, or a name "
-                    f"with all below it (*.fleet.svc)"
+                    f"allow {text!r}: write a network (10.0.0.0/8), a name, or a "
+                    "pattern for all names of a domain (*.fleet.svc)"
                 )
             self._names.append(text.lower())
         self._this_host = not texts
@@ -67,7 +67,7 @@ class AllowedHosts:
             fine = any(ip in network for network in self._networks)
             fine = fine or (self._this_host and is_loopback(host))
         if not fine:
-            raise UsageError(f"{shown(host)} is no host that --allow names")
+            raise UsageError(f"{shown(host)} is not a host that --allow permits")
 
 
 def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
@@ -78,13 +78,14 @@ def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
     except msgspec.ValidationError as exc:
         raise UsageError(f"labels: {exc}") from None
     if labels.rank >= labels.ranks:
-        raise UsageError(f"rank {labels.rank} of {labels.ranks}")
+        raise UsageError(f"labels: rank {labels.rank} of {labels.ranks} does not exist")
     if labels.ranks % labels.stages:
         raise UsageError(
-            f"{labels.ranks} ranks are not those of {labels.stages} pipeline stages"
+            f"{labels.ranks} ranks cannot be divided among {labels.stages} pipeline "
+            "stages"
         )
     if record.role not in ROLES:
-        raise UsageError(f"role {shown(record.role)} is none of {', '.join(ROLES)}")
+        raise UsageError(f"role {shown(record.role)} is not one of {', '.join(ROLES)}")
     url = http_url(labels.http)
     address = _tcp(record.address)
     hosts = [address.host, urlsplit(url).hostname or ""]
@@ -98,7 +99,7 @@ def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
 def _tcp(text: str) -> Address:
     address = Address.parse(text)
     if address.scheme != "tcp" or not address.port:
-        raise UsageError(f"{shown(text)} is no tcp://host:port")
+        raise UsageError(f"{shown(text)} is not a tcp://host:port")
     return address
 
 

@@ -1,4 +1,4 @@
-"""A stream that continues at another engine, because it is moved or its engine died.
+"""A stream that continues on another engine, after a move or its engine's death.
 
 ::
 
@@ -222,13 +222,13 @@ def waiting_field(path: str, body: Mapping[str, Any]) -> str:
 
 
 def _limit(path: str, body: Mapping[str, Any]) -> Any:
-    """Return how many tokens an answer may have; None if the context is the limit."""
+    """Return an answer's limit of tokens; None if only the context limits it."""
     limit = limit_of(body)
     return _COMPLETION_TOKENS if limit is None and path == COMPLETIONS else limit
 
 
 def _logged(path: str, body: Mapping[str, Any]) -> int | None:
-    """Return the ``logprobs`` of a completion that has a request's; None without any.
+    """Return the ``logprobs`` for a completion that replaces a request, or None.
 
     A completion has as many beside each token as its request says, and a chat one less.
     """
@@ -239,7 +239,7 @@ def _logged(path: str, body: Mapping[str, Any]) -> int | None:
 
 
 def _is_text(messages: Any) -> bool:
-    """Return whether a chat has only text, since tokens do not identify a picture."""
+    """Return whether a chat has only text; tokens do not identify a picture."""
     if not isinstance(messages, list):
         return False
     contents = [one.get("content") for one in messages if isinstance(one, dict)]
@@ -286,7 +286,7 @@ class MovableStream:
         self.id: str = ""
 
     async def begin(self, stack: AsyncExitStack) -> EngineResponse:
-        """Get the request answered; see :meth:`Dispatcher.ask`.
+        """Have the request answered; see :meth:`Dispatcher.ask`.
 
         Cancel safety: safe, as that.
         """
@@ -429,7 +429,7 @@ class MovableStream:
         return event
 
     def _take(self, event: bytes) -> list[Event]:
-        """Take an event; return the events for the client, held ones included."""
+        """Handle an event; return the events for the client, including held ones."""
         try:
             text = event.removeprefix(b"data:")
             said = msgspec.json.decode(text, type=dict[str, Any])
@@ -476,7 +476,7 @@ class MovableStream:
             self._prompt = self._prompt or list(prompt)
 
     def _append(self, choice: dict[str, Any]) -> None:
-        """Let a choice follow what the client has of its first token."""
+        """Append a choice to the client's part of the first token."""
         if self._kept and (choice.get("text") or choice.get("finish_reason")):
             choice["text"] = self._kept + choice["text"]
             self._kept = ""
@@ -525,12 +525,12 @@ class MovableStream:
             told.set_result(why)
 
     async def _recovered(self, error: EngineFailed) -> bool:
-        """Go on elsewhere because the engine died; return whether that was possible."""
+        """Continue elsewhere after the engine's death; return whether that worked."""
         here = self._asked.decode
         body = self._asked.body
         if here is None or not self._can_move:
             return False
-        logger.warning("%s broke off its answer: %s", here.url, error.why)
+        logger.warning("%s cut off its answer: %s", here.url, error.why)
         # It is well if it has another first token, or lacks KV that was lost.
         if not error.down or error.status == HTTPStatus.INTERNAL_SERVER_ERROR:
             self._moves.dispatcher.budget.spend()
@@ -559,7 +559,7 @@ class MovableStream:
         return False
 
     async def _switch(self, to: VllmEngine, source: VllmEngine | None) -> str:
-        """Go on at another engine, with this one's KV; return why not, or ""."""
+        """Continue on another engine with this one's KV; return why not, or ""."""
         asked = self._remainder()
         if asked.body["max_tokens"] == 0:
             return _ENDED
@@ -625,11 +625,11 @@ class MovableStream:
 
 
 class _Aborted(EngineFailed):
-    """Report an engine that ends its answers because it was asked to stop."""
+    """Reports an engine that ends its answers because it is shutting down."""
 
 
 def _of_chat(logged: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return a completion's probabilities as those of a chat."""
+    """Convert a completion's probabilities to a chat's."""
 
     def one(token: str, logprob: float) -> dict[str, Any]:
         return {"token": token, "logprob": logprob, "bytes": [*token.encode()]}
@@ -644,7 +644,7 @@ def _of_chat(logged: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def _end_of(event: Mapping[str, Any]) -> int:
-    """Return where the text of a completion's last token ends, by its logprobs."""
+    """Return the end of a completion's last token in its text, from its logprobs."""
     logged = event["choices"][0].get("logprobs") or {}
     if "text_offset" not in logged:
         return 0
@@ -678,7 +678,7 @@ class Moves:
     streams: dict[ClientRequest, MovableStream] = field(default_factory=dict)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
-        """Get a request answered by a stream that can move; see `Dispatcher.ask`.
+        """Have a request answered by a stream that can move; see `Dispatcher.ask`.
 
         Cancel safety: safe, as that.
         """
@@ -707,7 +707,7 @@ class Moves:
     async def move(
         self, asked: list[ClientRequest], to: VllmEngine | None = None
     ) -> list[dict[str, str]]:
-        """Move requests; return for each its id, and its new engine or why it stays.
+        """Move requests; return each id with its new engine or the reason to stay.
 
         Cancel safety: each is moved or stays.
         """
@@ -730,5 +730,5 @@ class Moves:
         return await asyncio.gather(*map(one, asked))
 
     def named(self, name: str) -> list[ClientRequest]:
-        """Return the requests whose answers have this id."""
+        """Return the requests with this id in their answers."""
         return [asked for asked, one in self.streams.items() if one.id == name]

@@ -1,4 +1,4 @@
-"""Requests that are passed to one engine unchanged, since they need no KV transfer.
+"""Requests that need no KV transfer and go to one engine unchanged.
 
 An engine has paths that no client should reach: they put it to sleep, load adapters,
 clear its caches or run code. So only listed paths are passed.
@@ -82,14 +82,14 @@ _QUERY: Final = re.compile(r"[!-~]*")
 
 
 def methods_of(path: str) -> tuple[str, ...]:
-    """Return the HTTP methods of a path that is passed; none if it is not."""
+    """Return the HTTP methods of a path that is passed on; otherwise none."""
     if (kept := _KEPT_ANSWER.fullmatch(path)) is not None:
         return _WRITE if kept[1] else _READ
     return PASSED.get(path, ())
 
 
 def for_engine(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return a client's headers as its engine gets them."""
+    """Return a client's headers for its engine."""
     passed = _passed(headers.items(), _OF_A_REQUEST, headers.get("connection", ""))
     for name, value in passed.items():
         if CONTROLS.search(value):
@@ -99,16 +99,18 @@ def for_engine(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_client(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return an engine's headers as its client gets them."""
+    """Return an engine's headers for its client."""
     named = headers.get("connection", "")
     passed = _passed(headers.items(), _OF_AN_ANSWER, named)
     return {n: value for n, value in passed.items() if not CONTROLS.search(value)}
 
 
 def query_of(query: str) -> str:
-    """Return a query as it stands in a URL, with its question mark."""
+    """Return a query in its URL form, with the question mark."""
     if not _QUERY.fullmatch(query):
-        raise Refused(HTTPStatus.BAD_REQUEST, "the query has what no URL has")
+        raise Refused(
+            HTTPStatus.BAD_REQUEST, "the query has a character that no URL may have"
+        )
     return f"?{query}" if query else ""
 
 

@@ -1,4 +1,4 @@
-"""Routing policies: which of several engines gets a request.
+"""Routing policies, which choose the engine for a request.
 
 To use your own, write a class in any package: ``--route package.module:Class``.
 """
@@ -44,7 +44,7 @@ class Policy(ABC):
     def holders(
         self, engines: Sequence[VllmEngine], tokens: Sequence[int]
     ) -> Mapping[str, int]:
-        """Return how many leading tokens engines are known to cache, by their URLs."""
+        """Return by URL the number of leading tokens that each engine caches."""
         return {}
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
@@ -55,7 +55,7 @@ class Policy(ABC):
 
 
 class LeastLoaded(Policy):
-    """Choose the engine with the fewest requests; among equals, the prompt decides.
+    """Chooses the engine with the fewest requests; among equals, by the prompt.
 
     Among equals the one with the highest weight for the prompt's beginning wins
     (rendezvous hashing). So a prompt returns to an engine that may cache its prefix,
@@ -93,7 +93,7 @@ def make_policy(name: str) -> Policy:
             raise
         raise UsageError(f"route {name!r}: {type(exc).__name__}: {exc}") from exc
     if not isinstance(made, Policy):
-        raise UsageError(f"route {name!r}: it is no {Policy.__module__}.Policy")
+        raise UsageError(f"route {name!r}: it is not a {Policy.__module__}.Policy")
     return made
 
 

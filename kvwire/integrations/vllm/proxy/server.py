@@ -51,7 +51,7 @@ _OLDEST: Final = "3.14.4"
 _THERE: Final = aiohttp.__version__
 if [int(n) for n in re.findall(r"\d+", _THERE)] < [int(n) for n in _OLDEST.split(".")]:
     raise NotInstalledError(
-        f"the proxy needs aiohttp {_OLDEST} or newer, and {_THERE} is installed: "
+        f"the proxy needs aiohttp {_OLDEST} or newer, but {_THERE} is installed: "
         f"{install_command('vllm')}"
     )
 
@@ -260,7 +260,10 @@ async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamRespo
         if request.transport is not None:
             request.transport.close()
     except TimeoutError:
-        logger.warning("a client took nothing for %g s, and was cut", PROXY_UNREAD_S)
+        logger.warning(
+            "closed the connection of a client that read nothing for %g s",
+            PROXY_UNREAD_S,
+        )
         _abort(request.protocol)
     return response
 
@@ -272,7 +275,9 @@ async def _parts(request: web.BaseRequest) -> AsyncIterator[bytes]:
         async for part in request.content.iter_any():
             yield part
     except web.RequestPayloadError as exc:
-        raise Refused(HTTPStatus.BAD_REQUEST, f"the body has no end: {exc}") from None
+        raise Refused(
+            HTTPStatus.BAD_REQUEST, f"the body is incomplete: {exc}"
+        ) from None
 
 
 def _is_open(transport: asyncio.Transport | None) -> bool:

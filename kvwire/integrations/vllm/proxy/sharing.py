@@ -78,7 +78,7 @@ KV_ROLES: Final = {PREFILL: "kv_producer", DECODE: "kv_consumer", BOTH: "kv_both
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """What an engine's ``/metrics`` shows of its connector."""
+    """The connector's figures in an engine's ``/metrics``."""
 
     is_vllm: bool = False  # whether it has any metric of vLLM
     version: str = ""  # kvwire's release; "" without the connector
@@ -120,7 +120,7 @@ def _named(marks: Mapping[str, str], text: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class SharedPrompts:
-    """What became of the prompts that an engine shares with another one."""
+    """The results of prompts that an engine shares with another one."""
 
     # None until it was read.
     reading: EngineReading | None = None
@@ -131,14 +131,14 @@ class SharedPrompts:
     answered: int = -1  # how many requests the engine had answered then
 
     def note(self, results: Mapping[str, int]) -> None:
-        """Note results of prompts; half of the older ones is forgotten at times."""
+        """Record prompts' results; older results lose weight over time."""
         self.recent.update({name: n for name, n in results.items() if n > 0})
         while self.recent.total() > _WINDOW:
             halves = {name: count // 2 for name, count in self.recent.items()}
             self.recent = Counter({name: n for name, n in halves.items() if n})
 
     def note_params(self, params: Mapping[str, Any], transfer_id: str) -> bool:
-        """Note prefill's answer; return whether kvwire sends the prompt.
+        """Record prefill's answer; return whether kvwire sends the prompt.
 
         Args:
             params: Its ``kv_transfer_params``.
@@ -150,7 +150,7 @@ class SharedPrompts:
         return right
 
     def take(self, reading: EngineReading) -> None:
-        """Take a new reading, and note what has happened since the last one."""
+        """Record the changes since the last reading."""
         old = self.reading.results if self.reading else {}
         if any(reading.results.get(name, 0) < count for name, count in old.items()):
             old = {}  # the engine was started anew
@@ -160,7 +160,7 @@ class SharedPrompts:
 
 
 def judge(shared: SharedPrompts, role: str, *, in_sequence: bool) -> Iterator[Finding]:
-    """Yield what is wrong with an engine's part in sharing prompts.
+    """Yield the findings about an engine's part in sharing prompts.
 
     Args:
         shared: What is known.

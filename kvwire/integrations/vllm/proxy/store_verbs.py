@@ -49,7 +49,7 @@ TOKENIZED: Final = ("model", *_PROMPT, "tools", "chat_template_kwargs")
 
 @dataclass(frozen=True, slots=True)
 class StoreBehind:
-    """The store that engines save to.
+    """The store to which engines save.
 
     Attributes:
         url: The URL of its server's HTTP.
@@ -63,7 +63,7 @@ class StoreBehind:
 
 
 class StoreVerbs:
-    """Passes verbs on to the store that engines save to."""
+    """Passes verbs on to the engines' store."""
 
     def __init__(
         self, store: StoreBehind, client: EngineClient, fleet: EngineFleet
@@ -78,7 +78,7 @@ class StoreVerbs:
     async def carry_out(
         self, path: str, order: dict[str, Any], headers: Mapping[str, str]
     ) -> HttpAnswer:
-        """Let the store carry out a verb, and return its answer.
+        """Let the store execute a verb, and return its answer.
 
         Args:
             path: The verb's path.
@@ -180,7 +180,7 @@ class StoreVerbs:
         return f"it has answered with {answer.status}" if answer.is_error else ""
 
     async def _tokens(self, order: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of a prompt; an engine knows those of a text."""
+        """Return a prompt's tokens; an engine tokenizes text."""
         prompt = order.get("prompt")
         if isinstance(prompt, list) and all(type(one) is int for one in prompt):
             return prompt
@@ -193,7 +193,7 @@ class StoreVerbs:
             return await _tokenized(answer)
 
     def _with_engines(self, told: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
-        """Add to a locate which engines have the blocks in their own caches."""
+        """Add the engines whose own caches have the blocks to a locate's answer."""
         blocks = len(told["blocks"])
         for url, count in self._fleet.holders(tokens).items():
             here = count // self._store.block_tokens
@@ -202,7 +202,7 @@ class StoreVerbs:
 
 
 async def _tokenized(answer: EngineResponse) -> list[int]:
-    """Return the tokens that an engine has answered."""
+    """Return the tokens in an engine's answer."""
     said = await answer.body(STORE_ORDER_BYTES_MAX)
     try:
         found = msgspec.json.decode(said, type=_Tokenized)

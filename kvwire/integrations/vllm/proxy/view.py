@@ -58,7 +58,7 @@ class ProxyCollector(Collector):
         self._state = state
 
     def describe(self) -> list[Metric]:
-        """Return nothing, since the metrics have fixed names."""
+        """Return nothing: the metrics have fixed names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -110,7 +110,7 @@ _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
 
 
 def fleet_view(state: ProxyState) -> dict[str, Any]:
-    """Return the state of each engine, and what each request waits for."""
+    """Return each engine's state, and each request's reason for waiting."""
     now = state.fleet.clock()
     engines = [
         {

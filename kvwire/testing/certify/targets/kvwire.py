@@ -20,7 +20,7 @@ _BLOCK_BYTES: Final = 4096
 
 
 class KvwireReference(msgspec.Struct, array_like=True):
-    """Both rights to the same memory: to read it, and to write it."""
+    """The permissions to read and to write the same memory."""
 
     ticket: bytes
     grant: bytes
@@ -84,7 +84,7 @@ class KvwireEnd(End):
 
 
 async def ended(request: kvwire.Request[T]) -> T:
-    """Wait for the end of a request, and until its memory is free."""
+    """Wait until a request has ended and its memory is free."""
     try:
         return await request
     finally:

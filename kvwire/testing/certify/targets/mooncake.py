@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine over TCP, with its calls that wait on a thread.
+"""Mooncake's transfer engine over TCP; its blocking calls run on a thread.
 
 An offer registers its memory, and to withdraw unregisters it. The engine cannot cancel
 a transfer: a cancelled call waits for its end, on the thread.
@@ -25,7 +25,7 @@ _WHEELS: Final = (
 
 
 def _version() -> str:
-    """Return the version of the wheel that is installed, of those that have it."""
+    """Return the version of the installed wheel."""
     for name in _WHEELS:
         try:
             return metadata.version(name)

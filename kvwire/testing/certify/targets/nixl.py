@@ -1,4 +1,4 @@
-"""NIXL's agent with its plug-in UCX, as its wheel comes.
+"""NIXL's agent with the UCX plug-in of its wheel.
 
 An offer registers its memory and describes it, and to withdraw deregisters it. NIXL has
 no call that waits, so a transfer is polled here each half millisecond. One that is

@@ -17,7 +17,7 @@ _REFERENCE_BYTES: Final = 16
 
 
 class Toy(End):
-    """Asks with a reference, and is answered with its bytes."""
+    """Sends a reference, and receives the reference's bytes."""
 
     version = "1"
 

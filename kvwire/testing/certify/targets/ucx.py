@@ -83,7 +83,7 @@ class _Worker:
         self.loop.add_reader(descriptor.value, self.progress)
 
     def progress(self) -> None:
-        """Go on for a while, and sleep if there is nothing more to do."""
+        """Make progress for a while, then sleep until UCX has work."""
         for _ in range(_STEPS):
             if not _UCP.worker_progress(self.handle):
                 break
@@ -94,7 +94,7 @@ class _Worker:
             self.loop.call_soon(self.progress)
 
     async def ended(self, post: _Post, flags: int = 0) -> int:
-        """Post something, and wait for its status, also if this is cancelled."""
+        """Start an operation, and wait for its status, even if cancelled."""
         self.number += 1
         done: asyncio.Future[int] = self.loop.create_future()
         _DONE[self.number] = functools.partial(_resolve, done)
@@ -201,7 +201,7 @@ class UcxEnd(End):
         memory: memoryview,
         timeout_s: float | None,
     ) -> bool:
-        """Get or put, then flush: only then a put is in the other memory."""
+        """Get or put, then flush: only then a put has reached the other memory."""
         theirs, _ = _REFERENCE.unpack_from(reference)
         mine = address_of(memory)
         endpoint = self.endpoint

@@ -1,4 +1,4 @@
-"""Blocks of a window: what was offered lands, and anything else is missing.
+"""Blocks of a window: offered blocks land, and all others are missing.
 
 A lane that reads the peer's memory does so here. Over links and other lanes the owner
 sends the blocks, and compares their generations before and behind them; that is right
@@ -49,7 +49,7 @@ class _Lent(Memory):
 
 
 class _Window:
-    """Blocks of one side, and memory of the other to which they are read.
+    """Blocks of one side, and the other side's memory for reading them.
 
     Each word of a block is the generation under which it is offered, plus its number.
 
@@ -97,19 +97,19 @@ class _Window:
             self._left.lane.conceal(self.memory)
 
     def offer(self, ids: Ids) -> None:
-        """Write to blocks that were withdrawn, and offer them."""
+        """Write to withdrawn blocks, and offer them."""
         found = self.generations.current(ids)
         for block, generation in zip(ids.tolist(), found, strict=True):
             np.add(_NUMBERS, generation, out=self._data[block])
         self.offered[ids] = found
 
     def withdraw(self, ids: Ids) -> None:
-        """Take blocks back, and write something else to them."""
+        """Withdraw blocks, and overwrite them."""
         self.generations.renew(ids)
         self._data[ids] = 0
 
     async def get(self, ids: Ids, tickets: Array) -> Bits:
-        """Read blocks to the same places of this side; return which have landed."""
+        """Read blocks to the same places here; return which have landed."""
         if self.reader is not None:
             return await self.read(self.batch(ids, tickets))
         landed = self.generations.same(ids, tickets)
@@ -138,7 +138,7 @@ class _Window:
         await self._rig.moved(self._left, self._right, count)
 
     def batch(self, ids: Ids, tickets: Array) -> BlockRead:
-        """Return blocks as a reader in place gets them."""
+        """Return blocks as the batch for a reader in place."""
         offsets = ids.astype(np.uint64) * np.uint64(_BLOCK_BYTES)
         return BlockRead(
             pieces_from=np.array([_address(self._data)], np.uint64),
@@ -153,7 +153,7 @@ class _Window:
         )
 
     def require_right(self, ids: Ids, tickets: Array, landed: Bits) -> None:
-        """Require that blocks that have landed are what their tickets name."""
+        """Require that landed blocks have the content of their tickets."""
         for block, ticket in zip(ids[landed].tolist(), tickets[landed], strict=True):
             wrong = int(np.count_nonzero(self.mine[block] != _NUMBERS + ticket))
             require(
