@@ -38,8 +38,8 @@ TLS = "rc,cuda"
 As a variable, a key is in capitals (`{ENVIRONMENT_PREFIX}LANES=4`); lists are separated
 by commas (`{ENVIRONMENT_PREFIX}PREFER=local,tcp`), tables are pairs
 (`{ENVIRONMENT_PREFIX}PROFILE=model=llama,rev=4f1c`,
-`{ENVIRONMENT_PREFIX}BACKENDS=ucx.TLS=tcp`). kvwire refuses an unknown key and suggests the
-nearest known one. It also refuses a value out of its range, a transport that no
+`{ENVIRONMENT_PREFIX}BACKENDS=ucx.TLS=tcp`). kvwire refuses an unknown key and suggests
+the nearest known one. It also refuses a value out of its range, a transport that no
 installed package offers, and a setting that its transport does not have. Sizes are
 numbers of bytes, or text such as `"4MiB"`. `kvwire config show` prints every value with
 its source.

@@ -12,8 +12,8 @@ _INTRODUCTION: Final = """\
 # Errors
 
 `make reference` writes this page from the code. All exceptions that kvwire raises on
-purpose are subclasses of `kvwire.KVWireError`; only the `timeout` of an `Engine`'s calls
-raises a plain `TimeoutError`. `ConnectError` and `ListenError` are also `OSError`,
+purpose are subclasses of `kvwire.KVWireError`; only the `timeout` of an `Engine`'s
+calls raises a plain `TimeoutError`. `ConnectError` and `ListenError` are also `OSError`,
 `DeadlineExceeded` is also a `TimeoutError`, and `UsageError` also a `ValueError`.
 
 Retry on `RequestError`, reconnect on `ConnectionClosed`, change the call on
