@@ -169,8 +169,8 @@ def _check_tensor(torch: Any, tensor: Any, what: str) -> None:
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise UsageError(
-            f"{what}: the tensor is on {tensor.device}; kvwire moves memory of the host "
-            f"and of CUDA devices, so pass tensor.cpu()"
+            f"{what}: the tensor is on {tensor.device}; kvwire moves host memory "
+            f"and CUDA memory, so pass tensor.cpu()"
         )
     if not tensor.is_contiguous():
         raise UsageError(
