@@ -38,7 +38,9 @@ def test_a_walk_types_each_command_and_waits_for_what_it_prints(tmp_path: Path) 
     assert head["version"] == 2
     assert [event[0] for event in events] == sorted(event[0] for event in events)
     walk.picture(film.cast(), tmp_path / "film.svg")
-    assert "walked" in (tmp_path / "film.svg").read_text()
+    drawn = (tmp_path / "film.svg").read_text()
+    assert "walked" in drawn
+    assert "font-face" not in drawn
 
 
 def test_a_command_that_fails_ends_the_walk() -> None:

@@ -152,7 +152,9 @@ def picture(cast: str, svg: Path, lines: int = 40) -> None:
     with Path(os.devnull).open("w") as nothing:
         console = Console(record=True, width=WIDTH, file=nothing)
         console.print(Text("\n".join(shown[-lines:])))
-    svg.write_text(console.export_svg(title="a bare Debian"))
+    drawn = console.export_svg(title="a bare Debian")
+    # Nothing is fetched when a page is read: the reader's own font.
+    svg.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
 
 
 def main() -> None:
