@@ -559,4 +559,5 @@ def _clients(report: StatsReport) -> TopTable:
 def _printable(cell: Cell) -> Cell:
     if isinstance(cell, str):
         return printable(cell)
-    return msgspec.structs.replace(cell, text=printable(cell.text))
+    text = printable(cell.text)
+    return cell if text == cell.text else msgspec.structs.replace(cell, text=text)

@@ -312,25 +312,22 @@ class Incoming(Transfer):
 
     @property
     def _next_move(self) -> NextMove:
-        return NextMove("peer", self._missing_of_peer)
-
-    @property
-    def _missing_of_peer(self) -> str:
         if not self._legs:
-            return self._unasked() if self._unasked else "no peer has pushed it"
+            text = self._unasked() if self._unasked else "no peer has pushed it"
+            return NextMove("peer", text)
         leg = self._legs[0]
         peer = shown(leg.link.peer.name)
         if leg.state is LegState.ASKED:
-            return f"the peer {peer} has not published it"
+            return NextMove("peer", f"the peer {peer} has not published it")
         if leg.state in OFF_LINK:
-            return f"the connection to {peer} is lost"
+            return NextMove("peer", f"the connection to {peer} is lost")
         layers, marked, landed, _, _ = self._progress
         text = "all that was marked has landed, and the commit is missing"
         if landed < marked:
             text = f"{landed} of {marked} marked layers have landed, of {layers}"
         elif marked < layers:
             text = f"it has marked {marked} of {layers} layers"
-        return f"the peer {peer} has not finished it: {text}"
+        return NextMove("peer", f"the peer {peer} has not finished it: {text}")
 
     @property
     def _progress(self) -> Progress:

@@ -56,9 +56,11 @@ async def test_too_many_requests() -> None:
 
 
 async def test_the_page_shows_what_fleet_shows() -> None:
+    now = 0.0
     may_answer = asyncio.Event()
     network = Engines(d1=when(may_answer), d2=refused)
     fleet = fleet_in_turns([P1], [D1, D2])
+    fleet.clock = lambda: now
     application = app(network, fleet=fleet)
     asking = asyncio.ensure_future(post(application))
     await turns_until(lambda: len(network.asked) == 2)
@@ -80,6 +82,9 @@ async def test_the_page_shows_what_fleet_shows() -> None:
     assert refused_order.status_code == 405
     may_answer.set()
     assert (await asking).status_code == 200
+    # However many read it, it is made twice a second.
+    assert (await call(application, "GET", "/top.json")).content == said.content
+    now = 0.5
     shown = (await call(application, "GET", "/top.json")).json()["tables"]
     assert not [table["name"] for table in shown[::2] if table["rows"]]
 

@@ -73,14 +73,14 @@ from kvwire.integrations.vllm.proxy.store_verbs import (
     StoreVerbs,
 )
 from kvwire.integrations.vllm.proxy.view import (
+    FleetPage,
     ProxyCollector,
     ProxyState,
     fleet_view,
-    page_view,
 )
 from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.limits import KIB
-from kvwire.observe.page import PATHS, page_data, page_file
+from kvwire.observe.page import PATHS, page_file
 from kvwire.security.web_pages import why_foreign
 from kvwire.store.limits import STORE_ORDER_BYTES_MAX
 from kvwire.store.order import VERBS
@@ -168,7 +168,16 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     verbs = StoreVerbs(store, client, fleet) if store is not None else None
     ahead = CopyAhead(copy_ahead, dispatcher, fleet) if copy_ahead else None
     front = _Front(
-        dispatcher, state, operator_key, moves, registry, ending, hints, verbs, ahead
+        dispatcher,
+        state,
+        operator_key,
+        moves,
+        registry,
+        ending,
+        FleetPage(state),
+        hints,
+        verbs,
+        ahead,
     )
 
     @asynccontextmanager
@@ -275,6 +284,7 @@ class _Front:
     moves: Moves
     registry: CollectorRegistry
     ending: Ending
+    fleet_page: FleetPage
     # Whether engines get clients' KV hints.
     hints: bool = False
     verbs: StoreVerbs | None = None
@@ -391,7 +401,7 @@ class _Front:
         if (file := page_file(asked.path)) is not None:
             headers, content = file
             return HttpAnswer(headers=headers, body=content)
-        headers, content = page_data(page_view(self.state))
+        headers, content = self.fleet_page.data()
         return HttpAnswer(headers=headers, body=content)
 
     async def drain(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:

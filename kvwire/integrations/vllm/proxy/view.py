@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.limits import SNAPSHOT_ROWS_MAX
+from kvwire.observe.page import page_data
 from kvwire.observe.view import (
     Column,
     Marked,
@@ -138,6 +140,27 @@ def fleet_view(state: ProxyState) -> dict[str, Any]:
         for asked in state.requests
     ]
     return {"engines": engines, "requests": requests}
+
+
+# Anybody may read the page, so its cost does not grow with its readers.
+_SHOWN_S: Final = 0.5
+
+
+class FleetPage:
+    """Makes what the page shows, twice a second at most for all readers."""
+
+    def __init__(self, state: ProxyState) -> None:
+        self._state = state
+        self._until = -math.inf
+        self._data = page_data({})
+
+    def data(self) -> tuple[Mapping[str, str], bytes]:
+        """Return the headers and the content of what the page shows."""
+        now = self._state.fleet.clock()
+        if now >= self._until:
+            self._until = now + _SHOWN_S
+            self._data = page_data(page_view(self._state))
+        return self._data
 
 
 def page_view(state: ProxyState) -> TopView:
