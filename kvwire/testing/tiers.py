@@ -44,6 +44,7 @@ from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.registry import open_tier
 from kvwire.testing.conformance.check import Check, Report, Result, require
 from kvwire.testing.conformance.runner import CheckOptions, run_all, run_one
+from kvwire.testing.oracle import content
 
 OpenTier: TypeAlias = Callable[[], Awaitable[Tier]]
 Away: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
@@ -152,8 +153,8 @@ class Blocks:
             [digest + secrets.token_bytes(16) for _ in range(count)]
         )
         self._orders = np.arange(count, dtype=np.uint8) % len(ORDERS)
-        numbers = np.random.default_rng(int.from_bytes(digest))
-        self.bytes = numbers.integers(0, 256, (count, nbytes), np.uint8)
+        data = content(count * nbytes, int.from_bytes(digest[:8]))
+        self.bytes = np.frombuffer(data, np.uint8).reshape(count, nbytes)
 
     def batch(self) -> tuple[Batch, npt.NDArray[np.uint8]]:
         """Return a batch of all blocks with their memory, for a write."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvwire import KVSpec, PagedCache
 from kvwire.kv.layout import Layout
+from kvwire.testing import oracle
 
 Array = npt.NDArray[Any]
 
@@ -77,12 +78,13 @@ class Memory:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def stamp(self, blocks: Iterable[int], salt: int = 0) -> None:
-        """Write what only these blocks hold, in every layer."""
+        """Write what only these blocks hold: the oracle's bytes, each as a number."""
+        picked = list(blocks)
         for layer, tensor in enumerate(self.tensors):
-            for block in blocks:
-                size = tensor[block].size
-                values = np.arange(size, dtype=np.float32).reshape(tensor[block].shape)
-                tensor[block] = values + 10_000 * (layer + 1) + 1_000_000 * salt + block
+            size = tensor.size // oracle.WORD_BYTES
+            places = np.arange(size).reshape(len(tensor), -1) + layer * size
+            values = oracle.stamp(1, salt, places[picked]).view(np.uint8)
+            tensor[picked] = values.reshape(tensor[picked].shape)
 
     def free(self, blocks: Iterable[int]) -> bool:
         """Whether nobody has written to these blocks."""
