@@ -3,7 +3,8 @@
 :class:`Memory` is the cache of one side of a transfer: a producer's blocks hold values
 that name their layer and block, a consumer's are filled with FREE. So what landed, what
 did not, and what was written where it must not be are told apart by looking.
-:class:`Filled` is a cache of random or no content, as a store is given them.
+:class:`Filled` is a cache of random or no content, as a store is given them. A block of
+a :class:`StampedCache` names its life.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from kvwire import KVSpec, PagedCache
 from kvwire.kv.layout import Layout
+from kvwire.memory.arena import Arena
 from kvwire.testing import oracle
 
 Array = npt.NDArray[Any]
@@ -31,6 +33,8 @@ LARGE = KVSpec(
 # A head of a layer of SPEC for each of two ranks.
 RANKS = [replace(SPEC, kv_heads=1, shard=(rank, 2)) for rank in range(2)]
 FREE = -1.0
+POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+EVERY = slice(None)
 
 # Of 512 bytes a block, so a slot of a store is one grain.
 STORED = KVSpec(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16")
@@ -106,6 +110,54 @@ def same(
         for layer in layers
         for a, b in pairs
     )
+
+
+class StampedCache:
+    """A paged cache whose blocks are written and judged by the oracle.
+
+    The life of a block is the number of its transfer, the generation that its window
+    has offered it under, or its name; its place there is the position in a transfer.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        blocks: int,
+        *,
+        arena: bool = False,
+    ) -> None:
+        shape, as_type = (spec.layers, *shape_of(spec, blocks)), dtype_of(spec)
+        made = np.zeros(shape, as_type)
+        if arena:
+            made = Arena(2 * made.nbytes).numpy(shape, as_type)
+        self.cache = PagedCache(spec, list(made))
+        self.words: oracle.Words = made.reshape(spec.layers, blocks, -1).view(np.uint64)
+        self._places = np.arange(self.words[:, 0].size).reshape(spec.layers, -1)
+        self.poison(list(range(blocks)))
+
+    def stamp(
+        self, life: int, position: int = 0, layers: int | slice = EVERY
+    ) -> oracle.Words:
+        """What a block holds in these layers."""
+        places = self._places + position * self._places.size
+        return oracle.stamp(1, life, places[layers])
+
+    def write(
+        self, block: int, life: int, position: int = 0, layers: int | slice = EVERY
+    ) -> None:
+        self.words[layers, block] = self.stamp(life, position, layers)
+
+    def wrong(self, block: int, life: int, position: int = 0) -> int:
+        """How many bytes of a block are in words that it does not have."""
+        expected = self.stamp(life, position)
+        return 8 * int(np.count_nonzero(self.words[:, block] != expected))
+
+    def poison(self, blocks: list[int]) -> None:
+        self.words[:, blocks] = POISON
+
+    def late(self, blocks: list[int]) -> int:
+        """How many bytes of some blocks are in words without poison."""
+        return 8 * int(np.count_nonzero(self.words[:, blocks] != POISON))
 
 
 @dataclass

@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import kvwire
-from tests.programs.soak.stamps import NUM_BLOCKS, StampedCache
+from tests.programs.soak.stamps import NUM_BLOCKS, SPEC
+from tests.support.caches import StampedCache
 from tests.support.servers import Server, nats_server, redis_server
 from tests.support.tree import ROOT
 
@@ -48,7 +49,7 @@ async def prefill(url: str) -> None:
     """Announce this process, and publish whatever is asked for, until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    stamped, blocks = StampedCache(), iter(range(10**9))
+    stamped, blocks = StampedCache(SPEC, NUM_BLOCKS), iter(range(10**9))
     async with kvwire.open(directory=url, name="prefill") as comm:
         await comm.listen("127.0.0.1:0")
         comm.announce(role="prefill", lease_s=MEMBER_LEASE_S)
@@ -77,7 +78,7 @@ async def prefill(url: str) -> None:
 
 async def decode(url: str) -> None:
     """Get what each line of the input asks for, and say what became of it."""
-    stamped = StampedCache()
+    stamped = StampedCache(SPEC, NUM_BLOCKS)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

@@ -33,6 +33,7 @@ from rich.progress import Progress
 
 import kvwire
 from tests.programs.soak import stamps
+from tests.support.caches import StampedCache
 
 ASK_TAG: Final = 1
 CLAIM_TAG: Final = 2
@@ -82,7 +83,7 @@ class Producer:
     def __init__(self, comm: kvwire.Communicator, way: Way, seed: int) -> None:
         self._comm = comm
         self._random = random.Random(seed)
-        self._stamped = stamps.StampedCache(way.spec)
+        self._stamped = StampedCache(way.spec, stamps.NUM_BLOCKS)
         self._free = list(range(stamps.NUM_BLOCKS))
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -143,7 +144,7 @@ class Consumer:
         self._random = random.Random(seed)
         self._transport = way.transport
         self._number = seed * NUMBERS_EACH
-        self._stamped = stamps.StampedCache(way.spec)
+        self._stamped = StampedCache(way.spec, stamps.NUM_BLOCKS)
         self._free = list(range(stamps.NUM_BLOCKS))
         # Of each transfer that is over on one side: whether it was complete there.
         self._outcomes: dict[int, bool] = {}
@@ -206,7 +207,7 @@ class Consumer:
             inc.abort("soak: not asked for")
         outcome = await inc
         tally = stamps.Tally()
-        self._stamped.check(ask.number, target, outcome, tally)
+        tally.check(self._stamped, ask.number, target, outcome)
         await inc.drained()
         self._stamped.poison(target)
         self._free += target

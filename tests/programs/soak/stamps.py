@@ -1,4 +1,4 @@
-"""Caches whose every word is stamped, and what a soak counts of them."""
+"""Transfers of caches whose every word is stamped, and what a soak counts of them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numpy as np
-
 import kvwire
-from kvwire.memory.arena import Arena
-from kvwire.testing import oracle
-from kvwire.testing.oracle import Words
-from tests.support.caches import dtype_of, shape_of
-
-EVERY = slice(None)
-POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+from tests.support.caches import StampedCache
 
 SPEC = kvwire.KVSpec(
     layers=8, kv_heads=8, head_dim=128, block_tokens=16, dtype="float16"
@@ -29,62 +21,6 @@ BLOCKS_EACH_MAX = NUM_BLOCKS // TRANSFERS_AT_ONCE
 CHUNKS_MAX = 3
 # A round takes milliseconds, and a lease of 2 s where it is cut; longer is a hang.
 ROUND_TIMEOUT_S = 60.0
-
-
-class StampedCache:
-    """A paged cache whose blocks are written and judged by the oracle.
-
-    The life of a block is the number of its transfer, or the generation that its window
-    has offered it under; its place there is the position in the transfer.
-    """
-
-    def __init__(
-        self,
-        spec: kvwire.KVSpec = SPEC,
-        blocks: int = NUM_BLOCKS,
-        *,
-        arena: bool = False,
-    ) -> None:
-        shape, as_type = (spec.layers, *shape_of(spec, blocks)), dtype_of(spec)
-        made = np.zeros(shape, as_type)
-        if arena:
-            made = Arena(2 * made.nbytes).numpy(shape, as_type)
-        self.cache = kvwire.PagedCache(spec, list(made))
-        self.words: Words = made.reshape(spec.layers, blocks, -1).view(np.uint64)
-        self._places = np.arange(self.words[:, 0].size).reshape(spec.layers, -1)
-        self.poison(list(range(blocks)))
-
-    def stamp(self, life: int, position: int = 0, layers: int | slice = EVERY) -> Words:
-        """What a block holds in these layers."""
-        places = self._places + position * self._places.size
-        return oracle.stamp(1, life, places[layers])
-
-    def write(
-        self, block: int, life: int, position: int = 0, layers: int | slice = EVERY
-    ) -> None:
-        self.words[layers, block] = self.stamp(life, position, layers)
-
-    def wrong(self, block: int, life: int, position: int = 0) -> int:
-        """How many bytes of a block are in words that it does not have."""
-        expected = self.stamp(life, position)
-        return 8 * int(np.count_nonzero(self.words[:, block] != expected))
-
-    def check(
-        self, transfer: int, blocks: list[int], outcome: kvwire.Outcome, tally: Tally
-    ) -> None:
-        """Compare the blocks that have landed with their stamps."""
-        landed = set(outcome.landed.ids().tolist())
-        for position, block in enumerate(blocks):
-            if block in landed:
-                tally.wrong_bytes += self.wrong(block, transfer, position)
-                tally.nbytes += self.words[:, block].nbytes
-
-    def poison(self, blocks: list[int]) -> None:
-        self.words[:, blocks] = POISON
-
-    def late(self, blocks: list[int]) -> int:
-        """How many bytes of some blocks are in words without poison."""
-        return 8 * int(np.count_nonzero(self.words[:, blocks] != POISON))
 
 
 @dataclass
@@ -99,6 +35,20 @@ class Tally:
     def failed(self) -> bool:
         """Whether any byte was wrong or late, or a producer claimed too much."""
         return bool(self.wrong_bytes or self.late_bytes or self.false_reports)
+
+    def check(
+        self,
+        cache: StampedCache,
+        transfer: int,
+        blocks: list[int],
+        outcome: kvwire.Outcome,
+    ) -> None:
+        """Compare the blocks that have landed with their stamps."""
+        landed = set(outcome.landed.ids().tolist())
+        for position, block in enumerate(blocks):
+            if block in landed:
+                self.wrong_bytes += cache.wrong(block, transfer, position)
+                self.nbytes += cache.words[:, block].nbytes
 
 
 def take_blocks(free: list[int], count: int, source: random.Random) -> list[int]:

@@ -10,10 +10,10 @@ import pytest
 from kvwire.limits import MIB
 from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx.support import needs_ucx
-from tests.programs.soak import stamps
 from tests.programs.soak.__main__ import main
 from tests.programs.soak.processes import ProcessSoak
-from tests.programs.soak.stamps import POISON, SPEC, StampedCache, Tally
+from tests.programs.soak.stamps import NUM_BLOCKS, SPEC, Tally
+from tests.support.caches import POISON, StampedCache
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_what_a_process_has_found_is_a_failure(what: str) -> None:
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_blocks_that_landed_are_compared_with_their_stamps(wrong: int) -> None:
     """And those that did not may hold anything."""
-    cache, blocks = StampedCache(), [4, 7, 1]
+    cache, blocks = StampedCache(SPEC, NUM_BLOCKS), [4, 7, 1]
     for position, block in enumerate(blocks[:2]):
         cache.write(block, 9, position)
     cache.words[2][7][:wrong] += np.uint64(1)
@@ -78,18 +78,18 @@ def test_blocks_that_landed_are_compared_with_their_stamps(wrong: int) -> None:
         landed = Landed()
 
     tally = Tally()
-    cache.check(9, blocks, Result(), tally)  # type: ignore[arg-type]
+    tally.check(cache, 9, blocks, Result())  # type: ignore[arg-type]
     assert tally.wrong_bytes == 8 * wrong
     assert tally.nbytes == 2 * SPEC.layers * cache.words[0][0].nbytes
 
 
 def test_stamps_name_every_word_and_poison_is_none() -> None:
     """No two words of any life and position are alike."""
-    cache = StampedCache()
+    cache = StampedCache(SPEC, NUM_BLOCKS)
     words = np.concatenate([cache.stamp(*name) for name in ((1,), (2,), (1, 1))])
     assert np.unique(words).size == words.size
     assert POISON not in words
-    assert not cache.late(list(range(stamps.NUM_BLOCKS)))
+    assert not cache.late(list(range(NUM_BLOCKS)))
     for block in (5, 6):
         cache.write(block, 1, layers=2)
     assert cache.late([5, 6]) == 2 * cache.words[2][5].nbytes

@@ -43,7 +43,8 @@ from kvwire.memory.generations import Generations
 from kvwire.testing.oracle import Words
 from kvwire_local import blocks
 from tests.programs.soak.processes import PING_INTERVAL_S, ProcessSoak, say
-from tests.programs.soak.stamps import StampedCache, Tally
+from tests.programs.soak.stamps import Tally
+from tests.support.caches import StampedCache
 
 BLOCKS: Final = 64
 # Large enough that a copy is often overtaken, small enough for many of them.

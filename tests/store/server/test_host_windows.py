@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import kvwire
@@ -23,12 +22,11 @@ from kvwire.store.server.client import ask_report
 from kvwire.store.shared_index import SharedIndex, words_for
 from kvwire.store.tiers.remote import RemoteTier
 from kvwire.store.tiers.slabs import stride_of
-from kvwire.testing.oracle import content
 from tests.store.contract import tier_of
 from tests.store.server_child import ServerProcess, serving
 from tests.support import inside
 from tests.support.caches import STORED as SPEC
-from tests.support.caches import Filled, chain
+from tests.support.caches import Filled, StampedCache, chain
 from tests.support.depth import examples
 from tests.support.pairs import until
 from tests.support.runs import Beside, beside
@@ -188,46 +186,21 @@ async def test_what_is_read_in_place_is_not_evicted_next() -> None:
 # --- content names its hash -----------------------------------------------------------
 
 
-class Named:
-    """A cache with blocks whose bytes follow from their hashes."""
-
-    def __init__(self, blocks: int) -> None:
-        self.filled = Filled(blocks)
-
-    def fill(self, block: int, name: bytes) -> None:
-        for layer, tensor in enumerate(self.filled.tensors):
-            tensor[block] = expected(name, layer, tensor[block])
-
-
-def expected(
-    name: bytes, layer: int, like: npt.NDArray[np.float16]
-) -> npt.NDArray[np.float16]:
-    data = content(like.nbytes, int(name), layer + 1)
-    return np.frombuffer(data, like.dtype).reshape(like.shape)
-
-
-def holds(named: Named, block: int, name: bytes) -> bool:
-    return all(
-        tensor[block].tobytes() == expected(name, layer, tensor[block]).tobytes()
-        for layer, tensor in enumerate(named.filled.tensors)
-    )
-
-
 WRITER = """
 import asyncio, sys
 import kvwire
-from tests.store.server.test_host_windows import Named
+from tests.support.caches import STORED, StampedCache
 
 async def main(where, count):
-    named = Named(8)
+    named = StampedCache(STORED, 8)
     async with kvwire.BlockStore.open(["memory:64KiB", where]) as store:
         number = 0
         while True:
             names = [b"%d" % ((number + i) % count) * 3 for i in range(8)]
             names = [name.rjust(20, b"0") for name in names]
             for block, name in enumerate(names):
-                named.fill(block, name)
-            await store.put(names, named.filled.cache, range(8))
+                named.write(block, int(name))
+            await store.put(names, named.cache, range(8))
             if number % count == 0:
                 print(number, flush=True)
             number += 8
@@ -253,15 +226,15 @@ async def test_readers_beside_evictions_get_no_wrong_block() -> None:
         reading(server.where) as store,
     ):
         await writer.line()
-        target = Named(8)
+        target = StampedCache(SPEC, 8)
         for _ in range(examples(400)):
             some = rng.choice(count, int(rng.integers(1, 9)), replace=False).tolist()
             ids = range(len(some))
             wanted = [names[number] for number in some]
-            outcome = await store.get(wanted, target.filled.cache, ids)
+            outcome = await store.get(wanted, target.cache, ids)
             for block in ids:
                 if block in outcome.landed.ids().tolist():
-                    assert holds(target, block, wanted[block])
+                    assert not target.wrong(block, int(wanted[block]))
                     landed += 1
                 else:
                     missing += 1
@@ -295,32 +268,33 @@ async def test_a_killed_server_is_missed_and_found_again() -> None:
 
 async def test_a_server_killed_while_it_is_read() -> None:
     names = names_of(16)
-    source = Named(16)
+    source = StampedCache(SPEC, 16)
     for block, name in enumerate(names):
-        source.fill(block, name)
-    target = Named(16)
+        source.write(block, int(name))
+    target = StampedCache(SPEC, 16)
     async with serving("--tier", "memory:1MiB") as server:
         async with BlockStore.open([SMALL, server.where]) as store:
-            await store.put(names, source.filled.cache, range(16))
+            await store.put(names, source.cache, range(16))
         async with reading(server.where) as store:
             server.signal(signal.SIGKILL)
             while tier_of(store, RemoteTier).mapped is not None:
-                outcome = await store.get(names, target.filled.cache, range(16))
+                outcome = await store.get(names, target.cache, range(16))
                 for block in outcome.landed.ids().tolist():
-                    assert holds(target, block, names[block])
+                    assert not target.wrong(block, int(names[block]))
                 await asyncio.sleep(0)
 
 
 READER = """
 import asyncio, sys
 import kvwire
-from tests.store.server.test_host_windows import names_of, reading, Named
+from tests.store.server.test_host_windows import names_of, reading
+from tests.support.caches import STORED, StampedCache
 
 async def main(where):
-    target = Named(8)
+    target = StampedCache(STORED, 8)
     async with reading(where) as store:
         while True:
-            await store.get(names_of(8), target.filled.cache, range(8))
+            await store.get(names_of(8), target.cache, range(8))
             print("read", flush=True)
             await asyncio.sleep(0)
 
@@ -356,16 +330,16 @@ async def test_an_index_that_is_overwritten_at_random() -> None:
     print("seed", seed)
     rng = np.random.default_rng(seed)
     names = names_of(64)
-    source = Named(64)
+    source = StampedCache(SPEC, 64)
     for block, name in enumerate(names):
-        source.fill(block, name)
-    target = Named(8)
+        source.write(block, int(name))
+    target = StampedCache(SPEC, 8)
     async with (
         BlockStore.open(["memory:512KiB"]) as served,
         StoreServer(served, "127.0.0.1:0") as server,
         reading(f"kvwire://{server.address}") as store,
     ):
-        await served.put(names, source.filled.cache, range(64))
+        await served.put(names, source.cache, range(64))
         shared = inside.tiers(served).memory.share()
         assert shared is not None
         table = shared.words.view(np.uint8)
@@ -376,11 +350,11 @@ async def test_an_index_that_is_overwritten_at_random() -> None:
             table[at] = rng.integers(0, 256, many, np.uint8)
             some = rng.choice(64, int(rng.integers(1, 9)), replace=False).tolist()
             wanted = [names[number] for number in some]
-            outcome = await store.get(wanted, target.filled.cache, range(len(some)))
+            outcome = await store.get(wanted, target.cache, range(len(some)))
             for block in outcome.landed.ids().tolist():
-                assert holds(target, block, wanted[block])
+                assert not target.wrong(block, int(wanted[block]))
             table[:] = whole
-        assert await store.match(names, target.filled.cache) == 64
+        assert await store.match(names, target.cache) == 64
         del table, shared  # or the store's memory stays
 
 
