@@ -22,6 +22,8 @@ _NAMES: Final = re.compile(r'"id":"[^"]*"|"created":\d+')
 _QUOTED_CHARS: Final = 300
 # Texts that come in pieces.
 _PIECES: Final = (".text", ".content", ".reasoning", ".arguments")
+# How an answer of a server begins that fails at once.
+_FAILURES: Final = ("500 ", '200 data: {"error"')
 # By so much may probabilities differ whose sums were in another order, in this type.
 _SUMS: Final = 1e-3
 # What vLLM says of a token that cannot come. Which of all such tokens it lists beside
@@ -39,6 +41,7 @@ class Likeness(StrEnum):
     BYTES = "same bytes"
     GROUPED = "tokens grouped otherwise"
     DIGITS = "last digits of probabilities"
+    FAILED = "both fail"
     DIFFERENT = "different"
 
 
@@ -171,6 +174,9 @@ def likeness(one: str, other: str) -> Likeness:
     """How two answers are alike."""
     if one == other:
         return Likeness.BYTES
+    # A proxy has the status of an error that its engine puts into a stream.
+    if all(said.startswith(_FAILURES) for said in (one, other)):
+        return Likeness.FAILED
     merged = _merged(one), _merged(other)
     if merged[0] == merged[1]:
         return Likeness.GROUPED

@@ -29,6 +29,8 @@ def stream(*texts: str, logprob: float = -0.5) -> str:
         (stream("a"), stream("b"), Likeness.DIFFERENT),
         (stream("a"), stream("a").replace("200", "400"), Likeness.DIFFERENT),
         (stream("a", "b"), stream("a"), Likeness.DIFFERENT),
+        ('200 data: {"error": 1}', '500 {"error": 2}', Likeness.FAILED),
+        (stream("a"), '500 {"error": 2}', Likeness.DIFFERENT),
         ('200 {,"a":1}', '200 {,"a":1.0}', Likeness.GROUPED),
         ('200 {,"a":1}', '200 {,"a":2}', Likeness.DIFFERENT),
     ],
