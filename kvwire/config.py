@@ -114,10 +114,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         forbid: Transports that are never used.
         lanes: The number of data paths of the chosen transport. More than one helps if
             one core or one flow cannot fill the wire.
-        one_sided_windows: Which peers may read this process's windows one-sidedly; a
-            peer that may do so can read all of a window, offered or not. ``"user"``:
-            processes of the same user on this host. ``"peers"``: every peer.
-            ``"off"``: none, so that each block is asked for.
+        one_sided_windows: The peers that may read this process's windows without
+            asking. Such a peer can read a whole window, also blocks that were not
+            offered to it. ``"user"``: processes of the same user on this host.
+            ``"peers"``: every peer. ``"off"``: none; peers ask for each block.
         backends: Settings of individual transports, such as ``{"ucx": {"TLS":
             "tcp"}}``.
         profile: Names with values, such as the model's revision. If both sides have a
@@ -126,14 +126,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             8 and everything small, ``"off"`` trusts the transport. ``"auto"`` is
             ``"on"``, but ``"sampled"`` between memory of one host. It applies to the
             payload that this side sends.
-        chunk_bytes: Payload bytes in one frame; the smaller of both sides' is used.
-        eager_bytes: Messages up to this size travel at once; the smaller of both sides'
-            is used.
-        window_bytes: How many bytes of messages are held until somebody receives them.
-        window_messages: How many such messages are held.
+        chunk_bytes: Payload bytes in one frame. A connection uses the smaller value of
+            its two sides.
+        eager_bytes: Messages up to this size are sent before they are received. A
+            connection uses the smaller value of its two sides.
+        window_bytes: Bytes of arrived messages that are kept until they are received.
+        window_messages: The number of arrived messages that are kept.
         message_bytes: ``recv`` without a buffer allocates at most this.
-        handshake_timeout_s: From connect or accept to a usable connection.
-        close_timeout_s: How long ``close`` waits for what was begun.
+        handshake_timeout_s: Time from connect or accept to a usable connection.
+        close_timeout_s: Time that ``close`` waits for running operations.
         ping_interval_s: How long the peer may be silent before it is pinged.
         ping_misses: Intervals of silence after which the peer counts as dead.
         lease_s: How long a KV transfer holds its blocks without progress, and how long

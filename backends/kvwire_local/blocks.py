@@ -335,7 +335,7 @@ def _arena_of(span: Span, arenas: Sequence[MappedArena]) -> MappedArena:
     """Return the arena that contains a span, with its address at the owner.
 
     Raises:
-        BackendUnavailable: There is none.
+        BackendUnavailable: No arena contains it.
     """
     first, end = span
     for base, mapping in arenas:

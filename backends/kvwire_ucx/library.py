@@ -107,7 +107,7 @@ def load() -> UcxLibrary:
     Cached, also if there is none: after installing one, start a new process.
 
     Raises:
-        BackendUnavailable: There is none, it cannot be loaded, or it is too old.
+        BackendUnavailable: UCX is missing, cannot be loaded, or is too old.
     """
     found = answer()
     if isinstance(found, str):

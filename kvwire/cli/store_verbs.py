@@ -130,7 +130,7 @@ def pin(
     Args:
         address: The server's address.
         hashes: The hashes, in hexadecimal digits, in the order of the chain.
-        ttl_s: After how many seconds that ends by itself; never without it.
+        ttl_s: Seconds after which this ends; without it, this does not end.
         blocks: More about the blocks.
     """
     return _carry_out("pin", address, blocks, blocks.order(hashes, ttl_s=ttl_s))
@@ -161,7 +161,7 @@ def retain(
         address: The server's address.
         hashes: The hashes, in hexadecimal digits, in the order of the chain.
         priority: 0 to 100, where 0 is evicted first and all other blocks have 50.
-        ttl_s: After how many seconds that ends by itself; never without it.
+        ttl_s: Seconds after which this ends; without it, this does not end.
         blocks: More about the blocks.
     """
     order = blocks.order(hashes, priority=priority, ttl_s=ttl_s)

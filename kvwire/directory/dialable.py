@@ -49,7 +49,7 @@ def read_advertised(text: str) -> Address:
         The address; its port is 0 if the text has none.
 
     Raises:
-        UsageError: It is none of these.
+        UsageError: The text is not an address.
     """
     rest = text.removeprefix("tcp://")
     if "://" in rest:

@@ -142,8 +142,8 @@ class RemoteWindow:
             ticket: From the owner's ``offer``.
             into: A writable cache; or writable memory, for a window of plain bytes.
             blocks: As many block ids of ``into`` as the ticket's tokens need, in the
-                ticket's order, or ``{group: ids}``; for plain bytes, None is block 0
-                and those that follow.
+                ticket's order, or ``{group: ids}``. For plain bytes, None is block 0
+                and the blocks after it.
             positions: The blocks to read, by their positions in the ticket; None for
                 all. For tickets of one group.
             deadline: As for :meth:`Connection.send <kvwire.Connection.send>`; blocks

@@ -44,7 +44,7 @@ class TransferSnapshot:
         layers_landed: Layers whose blocks have all landed.
         nbytes: Payload bytes to move; 0 until its peer is known.
         landed_bytes: Bytes that have landed; with several consumers, the least.
-        waits_for: What it waits for, in words.
+        waits_for: The reason for waiting, in words.
         waits_on: Who has the next move: ``"peer"``; ``"program"``, this side's own;
             or ``"device"``, this side's.
     """

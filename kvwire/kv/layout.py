@@ -60,8 +60,7 @@ def parse_layout(text: str) -> Dims:
     for axis in named:
         if axis not in AXES:
             raise UsageError(
-                f"layout {text!r}: unknown axis {axis!r}; the axes are "
-                f"{', '.join(AXES)}, the short forms {' and '.join(ALIASES)}; "
+                f"layout {text!r}: unknown axis or short form {axis!r}; "
                 f"{nearest(axis, (*AXES, *ALIASES))}"
             )
         if named.count(axis) > 1:

@@ -304,8 +304,7 @@ def dtype_name(dtype: object) -> DType:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UsageError(
-            f"KVSpec: dtype={str(dtype)!r} is not one of {', '.join(DTYPE_BYTES)}; "
-            f"{nearest(name, DTYPE_BYTES)}"
+            f"KVSpec: dtype={str(dtype)!r} is unknown; {nearest(name, DTYPE_BYTES)}"
         )
     return cast("DType", name)
 

@@ -61,7 +61,7 @@ _DISTRIBUTIONS: Final = (
 _OUTCOMES: Final = ("complete", "partial", "failed")
 # Exported properties of the communicator.
 _GAUGES: Final = {
-    "quarantined_bytes": "Bytes nobody wants any more that a transport may still touch",
+    "quarantined_bytes": "Bytes of ended transfers that a transport may still touch",
     "open_transfers": "KV transfers without an outcome",
 }
 

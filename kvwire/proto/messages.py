@@ -241,8 +241,9 @@ class Messages:
         if length > self._eager_bytes or header.request or header.segment:
             raise UnexpectedFrame(
                 "KVW-MS-01",
-                f"a message of {length} bytes where {self._eager_bytes} were agreed, "
-                f"or with a request number",
+                f"a message of {length} bytes with request {header.request} and "
+                f"segment {header.segment}; the limit is {self._eager_bytes} bytes, "
+                "and both numbers must be 0",
             )
         self._credit.arrived(length)
         # Before: credit was spent for this message. After: a buffer is held for it, of

@@ -162,7 +162,10 @@ class Grants:
         if row.access is not access and row.access is not _BOTH:
             raise AccessDenied(f"the grant does not allow {access}")
         if not 0 <= offset <= row.nbytes or not 0 <= nbytes <= row.nbytes - offset:
-            raise AccessDenied(f"{offset}+{nbytes} of a grant of {row.nbytes} bytes")
+            raise AccessDenied(
+                f"{nbytes} bytes at offset {offset} are outside the grant of "
+                f"{row.nbytes} bytes"
+            )
         region = row.region
         if not region.open or not generation == row.generation == region.generation:
             raise StaleRegion("the region was closed or reused since the grant")

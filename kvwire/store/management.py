@@ -140,7 +140,7 @@ class StoreManagement(AsyncWith):
             tenant: The tenant that owns them.
 
         Returns:
-            What became of each block.
+            The result for each block.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant.
@@ -181,7 +181,7 @@ class StoreManagement(AsyncWith):
                 brings the blocks into its own memory.
 
         Returns:
-            What became of each block.
+            The result for each block.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant or tier.
@@ -222,7 +222,7 @@ class StoreManagement(AsyncWith):
                 takes blocks. Disks above it let go of them too.
 
         Returns:
-            What became of each block.
+            The result for each block.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant or tier.
@@ -266,7 +266,7 @@ class StoreManagement(AsyncWith):
                 several pins of a block the last end counts.
 
         Returns:
-            What became of each block.
+            The result for each block.
 
         Raises:
             UsageError: The hashes or ``ttl_s`` are invalid, or there is no such tenant.
@@ -296,7 +296,7 @@ class StoreManagement(AsyncWith):
             tenant: The tenant that owns them.
 
         Returns:
-            What became of each block.
+            The result for each block.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant.
@@ -335,7 +335,7 @@ class StoreManagement(AsyncWith):
                 never.
 
         Returns:
-            What became of each block.
+            The result for each block.
 
         Raises:
             UsageError: The hashes, ``priority`` or ``ttl_s`` are invalid, or there is
@@ -378,7 +378,7 @@ class StoreManagement(AsyncWith):
             keep: Whether the blocks stay here as well.
 
         Returns:
-            What became of each block.
+            The result for each block.
 
         Raises:
             UsageError: The hashes or the address are invalid, or there is no such

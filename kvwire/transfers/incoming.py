@@ -563,7 +563,7 @@ def join(*parts: Incoming) -> Joined:
     """Combine several incoming transfers of the same blocks into one.
 
     Raises:
-        UsageError: There is none, or their block lists differ.
+        UsageError: No transfer was passed, or their block lists differ.
     """
     if not parts:
         raise UsageError("join: pass the Incoming of each producer")

@@ -172,7 +172,7 @@ def test_boxes_that_nobody_would_tell(boxes: list[Segment]) -> None:
 
 def test_boxes_outside_the_transfer() -> None:
     landed = Landed(plan_of({"kv": (WIDE, [0, 1])}))
-    with pytest.raises(UsageError, match="granules 1 to 2 of 2"):
+    with pytest.raises(UsageError, match="granules 1 to 2 are outside the 2"):
         landed.mark_boxes([Segment(0, 0, 1, 0, 1), Segment(0, 0, 1, 1, 2)])
     assert landed.left == 8
 

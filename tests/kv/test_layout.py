@@ -15,8 +15,8 @@ MLA = KVSpec(layers=3, kv_heads=1, head_dim=8, block_tokens=2, components=1)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("block heads dim", "no axis 'heads'; the axes are layer, block, kv, token"),
-        ("nhd", "no axis 'nhd'.* NHD and HND"),
+        ("block heads dim", "unknown axis .*'heads'; did you mean 'head'"),
+        ("nhd", "unknown axis .*'nhd'.* HND, NHD"),
         ("block dim block", "axis 'block' appears twice"),
         ("token head dim", "axis 'block' is missing"),
         ("", "axis 'block' is missing"),

@@ -123,14 +123,14 @@ def wrong_tensors() -> list[tuple[Any, str, str]]:
     named = "block kv token head dim"
     return [
         (good[:2], "NHD", "2 tensors for layers=3; pass one for each layer"),
-        ([*good[:2], half], "NHD", r"tensors\[2\]: dtype is float16 .* says bfloat16"),
+        ([*good[:2], half], "NHD", r"tensors\[2\]: dtype is float16 .* has bfloat16"),
         (
             [*good[:2], other_blocks],
             "NHD",
-            r"tensors\[2\]: 8 blocks, the first .* has 9",
+            r"tensors\[2\]: it has 8 blocks, .* first tensor has 9",
         ),
         ([*good[:2], padded], "NHD", r"tensors\[2\]: axis 'block' has a stride of 384"),
-        ([*good[:2], on_gpu], "NHD", r"tensors\[2\]: in memory of cuda:0"),
+        ([*good[:2], on_gpu], "NHD", r"tensors\[2\]: it is in memory of cuda:0"),
         ([*good[:2], None], "NHD", r"tensors\[2\]: a NoneType is neither"),
         (
             [*good[:2], good[0]],
@@ -141,13 +141,17 @@ def wrong_tensors() -> list[tuple[Any, str, str]]:
         ([*good[:2], (good[2], good[2])], "NHD", r"tensors\[2\] is 2 tensors"),
         ([(k, k) for k in keys], "NHD", "component 0 and layer . component 1 share"),
         ([big[:9], big[1:], good[0]], "NHD", "layer 0 .* and layer 1 .* share memory"),
-        (good, "HND", r"tensors\[0\]: shape \(9, 2, 2, 4, 8\) is not HND"),
-        ([tiny] * 3, "NHD", r"shape \(7,\) is not NHD .*\(blocks, kv 2, token"),
+        (good, "HND", r"tensors\[0\]: shape \(9, 2, 2, 4, 8\) does not fit layout HND"),
+        (
+            [tiny] * 3,
+            "NHD",
+            r"shape \(7,\) does not fit layout NHD.*\(blocks, kv 2, token",
+        ),
         ([(tiny, tiny)], "NHD", r"is \(blocks, layer 3, token 2, head 4, dim 8\)"),
         (
             good,
             "block token head dim",
-            r"tensors\[0\]: layout .* lacks axis 'kv', of which .* 2",
+            r"tensors\[0\]: layout .* lacks axis 'kv'; .* size 2",
         ),
         (good, "block kv token dim", "lacks axis 'head'"),
         (good[0], named, "lacks axis 'layer'"),
@@ -163,7 +167,11 @@ def wrong_tensors() -> list[tuple[Any, str, str]]:
         ([expanded] * 3, named, "axis 'kv' has stride 0"),
         ([gaps] * 3, named, "the innermost axis 'dim' has a stride of 4 bytes"),
         ([overlap[:4]] * 3, named, "'kv' has a stride of 256 bytes, less than the 512"),
-        (good[0], "NHD", r"the cross-layer tensor: shape \(9, 2, 2, 4, 8\) is not NHD"),
+        (
+            good[0],
+            "NHD",
+            r"the cross-layer tensor: shape \(9, 2, 2, 4, 8\) does not fit layout NHD",
+        ),
         ([(keys[0], good[0])] * 3, "NHD", r"tensors\[0\]\[1\]: shape"),
     ]
 

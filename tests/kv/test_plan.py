@@ -99,14 +99,14 @@ def test_blocks_of_a_segment() -> None:
 @pytest.mark.parametrize(
     ("segment", "message"),
     [
-        (Segment(1, 0, 1, 0, 1), "group 1 of 1"),
-        (Segment(-1, 0, 1, 0, 1), "group -1 of 1"),
+        (Segment(1, 0, 1, 0, 1), "group 1 does not exist"),
+        (Segment(-1, 0, 1, 0, 1), "group -1 does not exist"),
         (Segment(0, 1, 2, 0, 1), "layers 1 to 2; group 'kv' carries 0 to 1"),
         (Segment(0, -1, 1, 0, 1), "layers -1 to -1"),
         (Segment(0, 0, 0, 0, 1), "layers 0 to -1"),
-        (Segment(0, 0, 1, 2, 2), "granules 2 to 3 of 3"),
-        (Segment(0, 0, 1, 0, 0), "granules 0 to -1 of 3"),
-        (Segment(0, 0, 1, -1, 1), "granules -1 to -1 of 3"),
+        (Segment(0, 0, 1, 2, 2), "granules 2 to 3 are outside the 3"),
+        (Segment(0, 0, 1, 0, 0), "granules 0 to -1 are outside the 3"),
+        (Segment(0, 0, 1, -1, 1), "granules -1 to -1 are outside the 3"),
     ],
     ids=str,
 )
@@ -121,7 +121,7 @@ def test_bytes_outside_a_segment_are_refused() -> None:
     (segment,) = segments_of(plan, layers=0)
     size = plan.nbytes_of(segment)
     for offset, nbytes in ((-1, 1), (0, -1), (0, size + 1), (size, 1)):
-        with pytest.raises(UsageError, match=f"bytes .* of {size}"):
+        with pytest.raises(UsageError, match=f"outside its {size} bytes"):
             plan.touched(segment, offset, nbytes)
 
 

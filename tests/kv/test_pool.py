@@ -160,7 +160,7 @@ def test_wrong_calls_change_nothing() -> None:
         (lambda: pool.touch([0, 2]), "block 2 is free and has no cached content"),
         (lambda: pool.cache([0], []), "0 hashes for 1 blocks"),
         (lambda: pool.evict([1, 1]), "block 1 appears twice"),
-        (lambda: pool.ref_count(3), "block 3 is not one of"),
+        (lambda: pool.ref_count(3), "block 3 does not exist"),
         (lambda: pool.hash_of(-1), "block -1 is not one of"),
         (lambda: pool.allocate(-1), r"allocate\(-1\)"),
         (lambda: pool.allocate(2), "1 of 3 blocks are free"),

@@ -228,7 +228,7 @@ def test_requests_that_contradict_each_other_are_named() -> None:
         plan(request("a", [1]), request("a", [2]))
     other = PrefillRequest(id="b", num_tokens=4, blocks=[2], block_tokens=8)
     with pytest.raises(
-        UsageError, match="'b' has block_tokens=8 in group 'kv', another"
+        UsageError, match="'b' has block_tokens=8 in group 'kv', and another"
     ):
         plan(request("a", [1]), other)
 

@@ -199,7 +199,9 @@ def test_one_cache_one_device() -> None:
     host = np.zeros((3, 2, 2, 1, 4), np.float16)
     device = torch_like(np.zeros_like(host), "torch.float16", "cuda")
     one = KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="float16")
-    with pytest.raises(UsageError, match="group 'b': in memory of cuda:0, the first"):
+    with pytest.raises(
+        UsageError, match="group 'b': it is in memory of cuda:0, the first"
+    ):
         PagedCache.grouped({"a": (one, host), "b": (one, device)})
     cache = PagedCache(one, device)
     assert cache.device == Device(MemoryKind.CUDA, 0)

@@ -101,7 +101,7 @@ async def test_what_is_not_there(layers: Any, blocks: Any, said: str) -> None:
 
 async def test_groups_are_marked_by_name_or_all_at_once() -> None:
     marks, _ = marks_of("full", "window")
-    with pytest.raises(UsageError, match="pass group= one of full, window"):
+    with pytest.raises(UsageError, match="pass group=, one of full, window"):
         marks.add(2, None, None, None)
     with pytest.raises(UsageError, match=r"unknown group 'kv'; .* full, window"):
         marks.add(2, None, "kv", None)

@@ -60,8 +60,8 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         primary_kv_view: vLLM's memory, one row per chunk.
         tier_type: The name that vLLM uses.
         tiers: As for :meth:`kvwire.BlockStore.open`.
-        write: Likewise.
-        record: Likewise.
+        write: As for ``tiers``.
+        record: As for ``tiers``.
         name: Separates models and layouts; engines that share a store give the same
             name. By default it is made of weights, layout and ranks.
         backpressure_detector: vLLM's own.

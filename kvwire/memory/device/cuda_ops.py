@@ -284,7 +284,7 @@ class CudaStream(Stream):
         """Wait for an event of ours, or of torch or CuPy.
 
         Raises:
-            UsageError: It is none of these.
+            UsageError: The object is not such an event.
         """
         # First torch's name for the handle, then CuPy's.
         handle = getattr(event, "cuda_event", getattr(event, "ptr", None))

@@ -250,7 +250,7 @@ class GetOperation(Operation):
             begun: The number of fills of memory begun when it had none of the blocks.
 
         Returns:
-            The positions that have landed, and those that this tier does not give.
+            The positions that landed, and the positions that this tier did not deliver.
         """
         memory = self.tiers.memory
         nbytes = request.namespace.image_bytes

@@ -204,7 +204,7 @@ class NumberedRequest(ClientMessage, array_like=True, frozen=True, gc=False):
 
 
 class Find(NumberedRequest, array_like=True, frozen=True, gc=False, tag=2):
-    """Asks which of these blocks are there.
+    """Asks for the blocks, of a list, that the server has.
 
     Attributes:
         names: Their keys.

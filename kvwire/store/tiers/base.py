@@ -434,7 +434,7 @@ class Tier(ABC):
         pinned.
 
         Returns:
-            What became of each block. This class locates blocks, and refuses the rest.
+            The result for each block. This class locates blocks, and refuses the rest.
 
         Cancel safety: safe, it may be called again.
         """

@@ -49,7 +49,7 @@ class Played(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         step: The step under way; -1 at the end.
         rule: The broken promise, a key of ``RULES``; "" if all was kept.
-        text: What went wrong.
+        text: A description of the failure.
         operations: How many gets and puts have landed.
     """
 
@@ -107,7 +107,7 @@ class Player:
     """Plays one schedule.
 
     Args:
-        target: What is certified.
+        target: The target to certify.
         right: The process of the right end, which runs.
         path: The file with both memories.
         limit_s: How long anything may take.

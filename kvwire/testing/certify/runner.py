@@ -38,7 +38,7 @@ class Breach(msgspec.Struct, frozen=True):
         target: What broke it.
         version: The version of that.
         rule: The promise, a key of ``kvwire.testing.oracle.RULES``.
-        text: What went wrong.
+        text: A description of the failure.
         seeds: Seeds whose schedules broke it.
         schedule: The smallest that was found.
         without: Rules that were left out.
@@ -81,7 +81,7 @@ class Stage:
     """Runs schedules on one target; each breach is followed by new processes.
 
     Args:
-        target: What is certified.
+        target: The target to certify.
         limit_s: How long anything may take.
         without: Rules that the target need not keep.
     """
@@ -192,7 +192,7 @@ async def certify(
     """Run schedules on a target, and report its broken promises.
 
     Args:
-        target: What is certified; see :func:`~kvwire.testing.certify.transport.load`.
+        target: The target; see :func:`~kvwire.testing.certify.transport.load`.
         seeds: Of the schedules.
         seconds: After how long to play no more of them; None for all.
         limit_s: How long anything may take before it is a hang.

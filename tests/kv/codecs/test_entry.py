@@ -101,7 +101,9 @@ def test_an_entry_is_decoded_only_into_what_it_is_of(codec: BlockCodec) -> None:
 def test_a_codec_and_an_entry_of_a_later_version_are_refused_by_name() -> None:
     entry = encoded(LOSSLESS[0], image(form()), form())
     entry[4] = 77
-    with pytest.raises(IntegrityError, match="codec 77, which is not known"):
+    with pytest.raises(
+        IntegrityError, match="codec 77, which this version does not know"
+    ):
         decoded(entry, form())
     entry[3] = 2
     said = re.escape(

@@ -37,7 +37,9 @@ async def test_a_third_partys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_kind_that_nobody_has() -> None:
-    with pytest.raises(UsageError, match=r"no kind 'tape'; there is memory, disk"):
+    with pytest.raises(
+        UsageError, match=r"unknown kind 'tape'; the kinds are memory, disk"
+    ):
         await BlockStore.open(["memory:1MiB", "tape:/dev/st0"])
 
 
