@@ -21,7 +21,8 @@ async def test_one_desk_and_one_set_of_waiters(device: SimulatedDevice) -> None:
     assert copy_engine.slot_bytes == MIB
     assert devices.waiters(device) is devices.waiters(device)
     devices.close()
-    assert devices.copy_engine(device.device) is not copy_engine
+    with pytest.raises(BackendUnavailable, match="the communicator is closed"):
+        devices.copy_engine(device.device)
     devices.close()
 
 
