@@ -28,6 +28,7 @@ TARGETS: Final = {
     "ucx": "pip install libucx-cu12",
     "ucxx": "pip install ucxx-cu12",
     "vllm": "pip install vllm nixl",
+    "vllm_tier": "pip install vllm",
 }
 """Targets that come with kvwire, modules of ``kvwire.testing.certify.targets``, and how
 to install what each needs."""

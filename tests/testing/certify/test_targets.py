@@ -28,9 +28,10 @@ NEEDS = {
     "ucx": ["libucx"],
     "ucxx": ["ucxx"],
     "vllm": ["vllm", "nixl"],
+    "vllm_tier": ["vllm"],
 }
 # They have no puts.
-STORES = {"lmcache", "vllm"}
+STORES = {"lmcache", "vllm", "vllm_tier"}
 ONCE = Schedule(
     seed=0,
     slots=4,

@@ -31,6 +31,9 @@ from lmcache.v1.platform.event_notifier import consume_fd
 from kvwire.memory.copy import address_of
 from kvwire.testing.certify.transport import End
 
+# What an adapter imports with its first use takes seconds.
+get_l2_adapter_config_class("fs")
+
 _MODEL: Final = "certify"
 
 
