@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Final
 
@@ -74,9 +73,9 @@ class LmcacheEnd(End):
 
     async def offer(self, data: memoryview) -> bytes:
         reference = secrets.token_bytes(32)
-        submit = self.adapter.submit_store_task
-        result = await self.ended(submit, reference, data)
-        if not result.is_successful():
+        keys = [ObjectKey(reference, _MODEL, 0)]
+        store = self.ended(self.adapter.submit_store_task(keys, [_object(data)]))
+        if not (await store).is_successful():
             raise OSError("the object was not stored")
         return reference
 
@@ -87,9 +86,8 @@ class LmcacheEnd(End):
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
     ) -> bool:
-        load = asyncio.ensure_future(
-            self.ended(self.adapter.submit_load_task, reference, into)
-        )
+        keys = [ObjectKey(reference, _MODEL, 0)]
+        load = self.ended(self.adapter.submit_load_task(keys, [_object(into)]))
         try:
             async with asyncio.timeout(timeout_s):
                 found = await asyncio.shield(load)
@@ -97,12 +95,10 @@ class LmcacheEnd(End):
             await asyncio.wait([load])
         return bool(found.test(0))
 
-    async def ended(
-        self, submit: Callable[..., int], reference: bytes, data: memoryview
-    ) -> Any:
-        number = submit([ObjectKey(reference, _MODEL, 0)], [_object(data)])
+    def ended(self, number: int) -> asyncio.Future[Any]:
+        """Return what a task has brought, once it has."""
         self.waiting[number] = self.loop.create_future()
-        return await self.waiting[number]
+        return self.waiting[number]
 
     def stored(self, descriptor: int) -> None:
         consume_fd(descriptor)

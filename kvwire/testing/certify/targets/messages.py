@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import struct
+from collections.abc import AsyncIterator
 from typing import Final
 
 from kvwire.testing.certify.transport import End
@@ -53,26 +54,35 @@ class MessageEnd(End):
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
     ) -> bool:
-        return await self.asked(False, reference, into, timeout_s)
+        async with self.asked(False, reference) as asked:
+            if asked is not None:
+                _, tag = asked
+                await self.message(False, into, tag, timeout_s)
+            return asked is not None
 
     async def put(
         self, reference: bytes, data: memoryview, timeout_s: float | None
     ) -> bool:
-        return await self.asked(True, reference, data, timeout_s)
+        async with self.asked(True, reference) as asked:
+            if asked is None:
+                return False
+            reader, tag = asked
+            await self.message(True, data, tag, timeout_s)
+            return bool(await reader.read(1))
 
+    @contextlib.asynccontextmanager
     async def asked(
-        self, puts: bool, reference: bytes, mine: memoryview, timeout_s: float | None
-    ) -> bool:
+        self, puts: bool, reference: bytes
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, int] | None]:
+        """Ask for an operation; None if there is no such memory, else its tag."""
         tag = secrets.randbits(_TAG_BITS)
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         self.writers.add(writer)
         try:
             writer.write(_REQUEST.pack(puts, reference, tag))
-            if not await reader.read(1):
-                return False
-            writer.write(b"y")
-            await self.message(puts, mine, tag, timeout_s)
-            return not puts or bool(await reader.read(1))
+            found = await reader.read(1)
+            writer.write(found)
+            yield (reader, tag) if found else None
         finally:
             self.writers.discard(writer)
             writer.transport.abort()

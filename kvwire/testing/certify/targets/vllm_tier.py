@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -81,7 +80,9 @@ class VllmTierEnd(End):
 
     async def offer(self, data: memoryview) -> bytes:
         reference = secrets.token_bytes(28)
-        if not await self.ended(self.tier.submit_store, reference, data, loads=False):
+        store = self.job(reference, data, loads=False)
+        self.tier.submit_store(store)
+        if not await self.ended(store.job_id):
             raise OSError("the chunks were not stored")
         return reference
 
@@ -91,40 +92,35 @@ class VllmTierEnd(End):
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
     ) -> bool:
-        load = asyncio.ensure_future(
-            self.ended(self.tier.submit_load, reference, into, loads=True)
-        )
+        job = self.job(reference, into, loads=True)
+        self.tier.submit_load(job)
+        load = asyncio.ensure_future(self.ended(job.job_id))
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(load)
         finally:
             await asyncio.wait([load])
 
-    async def ended(
-        self,
-        submit: Callable[[TransferJob], None],
-        reference: bytes,
-        data: memoryview,
-        *,
-        loads: bool,
-    ) -> bool:
-        """Submit a job, and look for its end as often as an engine steps."""
+    def job(self, reference: bytes, data: memoryview, *, loads: bool) -> TransferJob:
         first = (address_of(data) - address_of(self.memory)) // _CHUNK_BYTES
         count = len(data) // _CHUNK_BYTES
         keys = [
             make_offload_key(reference + number.to_bytes(4, "big"), 0)
             for number in range(count)
         ]
-        job = next(self.numbers)
+        number = next(self.numbers)
         chunks = np.arange(first, first + count)
-        submit(TransferJob(job, keys, chunks, loads, ReqContext(str(job))))
-        while job not in self.results:
+        return TransferJob(number, keys, chunks, loads, ReqContext(str(number)))
+
+    async def ended(self, number: int) -> bool:
+        """Look for the end of a job as often as an engine steps."""
+        while number not in self.results:
             if self.closed:
                 raise ConnectionError("the tier was closed")
             await asyncio.sleep(_STEP_S)
             for result in self.tier.get_finished_jobs():
                 self.results[result.job_id] = result.success
-        return self.results.pop(job)
+        return self.results.pop(number)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.tier.shutdown)
