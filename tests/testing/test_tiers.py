@@ -203,7 +203,7 @@ async def test_what_a_tier_cannot_show_is_not_checked() -> None:
     assert "found.landed" in ids
     assert not ids & {"exact.damaged", "away.answered", "away.opened"}
     assert report.summary.startswith(f"tier 'mine': {len(ids)} of {len(ids)} checks")
-    with pytest.raises(UsageError, match=r"no check of tiers is called away\.opened"):
+    with pytest.raises(UsageError, match=r"unknown check of tiers away\.opened"):
         await check_tier(service.open, only=["away.opened"])
     with pytest.raises(CheckFailed, match=r"found\.landed: .*find lacks"):
         await check_tier(lambda: service.open(FindsNothing), only=["found.landed"])
