@@ -142,7 +142,7 @@ class IOThread:
         """Run a coroutine on the loop without waiting for it."""
         if not isinstance(coroutine, Coroutine):
             raise wrong_type(
-                "start", coroutine, "a coroutine, as of an async function,"
+                "start", coroutine, "a coroutine, such as an async function returns"
             )
         call = _Call(coroutine, self._calls)
         try:

@@ -131,7 +131,7 @@ def test_a_wait_that_takes_too_long_leaves_the_transfer_going() -> None:
         out.ready(layers=0)
         inc.wait_layer(0, PATIENCE_S)
         for wait in (inc.wait, out.wait, inc.wait_drained, out.wait_drained):
-            with pytest.raises(TimeoutError, match=r"not within 0\.01 s"):
+            with pytest.raises(TimeoutError, match=r"not done within 0\.01 s"):
                 wait(0.01)
         with pytest.raises(TimeoutError):
             inc.wait_layer(1, 0.01)
@@ -330,7 +330,7 @@ def test_work_on_its_loop_is_not_waited_for() -> None:
 def test_work_that_is_no_coroutine_is_named() -> None:
     with (
         engines() as e,
-        pytest.raises(kvwire.UsageError, match=r"start: a coroutine.*this is an int"),
+        pytest.raises(kvwire.UsageError, match=r"start: pass a coroutine.*not an int"),
     ):
         e.p.start(lambda _: 5)  # type: ignore[arg-type, return-value]
 

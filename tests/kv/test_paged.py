@@ -123,7 +123,7 @@ def wrong_tensors() -> list[tuple[Any, str, str]]:
     named = "block kv token head dim"
     return [
         (good[:2], "NHD", "2 tensors for layers=3; pass one for each layer"),
-        ([*good[:2], half], "NHD", r"tensors\[2\]: dtype is float16 .* has bfloat16"),
+        ([*good[:2], half], "NHD", r"tensors\[2\]: dtype is float16, .* has bfloat16"),
         (
             [*good[:2], other_blocks],
             "NHD",

@@ -161,7 +161,7 @@ def test_wrong_calls_change_nothing() -> None:
         (lambda: pool.cache([0], []), "0 hashes for 1 blocks"),
         (lambda: pool.evict([1, 1]), "block 1 appears twice"),
         (lambda: pool.ref_count(3), "block 3 does not exist"),
-        (lambda: pool.hash_of(-1), "block -1 is not one of"),
+        (lambda: pool.hash_of(-1), "block -1 does not exist"),
         (lambda: pool.allocate(-1), r"allocate\(-1\)"),
         (lambda: pool.allocate(2), "1 of 3 blocks are free"),
     ]

@@ -231,7 +231,7 @@ async def test_verbs_are_carried_out_for_those_who_have_a_key(tmp_path: Path) ->
                 ("/kv/pin", b"{", keys["x"], 400, "not JSON"),
                 ("/kv/pin", {"hashes": ["x"]}, keys["x"], 400, "hashes"),
                 ("/kv/move", {**wanted, "to": "n"}, keys["x"], 400, "no node"),
-                ("/kv/move", abroad, keys["x"], 400, "no node"),
+                ("/kv/move", abroad, keys["x"], 400, "kvwire:// servers"),
             ):
                 status, told = await order(path, asked, key)
                 assert (status, why in told["error"]) == (code, True), (path, told)

@@ -153,7 +153,7 @@ def test_how_many_may_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     expect_fine(pair)
     ask(pair.client)
     expect_fine(pair)
-    with pytest.raises(errors.UsageError, match="wait for an answer"):
+    with pytest.raises(errors.UsageError, match="wait for this peer"):
         ask(pair.client)
     pair.client.forge(FrameType.OPEN, control.Open(b"4", False, 0, b""), request=7)
     expect_broken(pair, pair.server, "KVW-TR-01")

@@ -122,9 +122,9 @@ def test_a_closed_counter_tells_those_who_wait(counter: LayerCounter) -> None:
 def test_what_cannot_be(counter: LayerCounter) -> None:
     with pytest.raises(UsageError, match="layers=0"):
         LayerCounter(0, pinned_word())
-    with pytest.raises(UsageError, match="word: 4 bytes"):
+    with pytest.raises(UsageError, match="word: got 4 bytes"):
         LayerCounter(LAYERS, pinned_word()[:4])
     with pytest.raises(UsageError, match="writable bytes"):
         LayerCounter(LAYERS, pinned_word().toreadonly())
-    with pytest.raises(UsageError, match="layer 5: the counter has 5"):
+    with pytest.raises(UsageError, match="layer 5 does not exist; the counter has 5"):
         counter.begin().layer(LAYERS)
