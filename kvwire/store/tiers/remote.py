@@ -134,19 +134,21 @@ class RemoteTier(Tier):
         active = self._client.active
         return active is not None and not active.welcome.read_only
 
-    async def find(self, keys: Keys) -> Orders:
-        """Return the order of each block's image, or ``ABSENT``.
-
-        One round trip, unless its memory is read in place and tells enough.
-        """
-        return await self._found(keys)
-
     async def holds(self, keys: Keys) -> Bits:
         """See Tier. Where a server has tiers below, memory alone does not count."""
-        held: Bits = await self._found(keys, kept=True) != ABSENT
+        held: Bits = await self.find(keys, kept=True) != ABSENT
         return held
 
-    async def _found(self, keys: Keys, *, kept: bool = False) -> Orders:
+    async def find(self, keys: Keys, *, kept: bool = False) -> Orders:
+        """Return the order of each block's image, or ``ABSENT``.
+
+        One round trip, unless the server's memory is read in place and that suffices.
+
+        Args:
+            keys: The blocks' keys.
+            kept: Ignore blocks that are only in the memory of a server with tiers
+                below it.
+        """
         mapped = self.mapped
         if mapped is None or (kept and not mapped.alone):
             orders = np.full(keys.size, ABSENT, np.uint8)
