@@ -86,7 +86,7 @@ class Act:
         try:
             told: Placement = await call(self.hashes, cache, **self.options)
         except UsageError as exc:
-            if self.verb != "move" or "no node of this name is conn" not in str(exc):
+            if self.verb != "move" or self.options["to"] not in NODES:
                 raise
             return all_placed(self.count, BlockState.REFUSED, str(exc))
         return told
