@@ -1,7 +1,8 @@
 """Inbound links: the handshake with an unknown peer, and its limits.
 
-A stranger costs one link, one task and a deadline. The numbers of pending handshakes
-and of connections waiting to be accepted are limited, because strangers can raise both.
+An unknown peer costs one link, one task and a deadline. The numbers of pending
+handshakes and of connections waiting to be accepted are limited, because unknown peers
+can drive up both.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ class Acceptor:
     def _level(self, error: KVWireError, remote: Address | None) -> int:
         """Return the log level for a refusal: a warning only for a wrong key.
 
-        A host that keeps trying with a wrong key gives one warning per interval; a
-        stranger that speaks another protocol gives none.
+        If a host keeps trying with a wrong key, one warning is logged per interval;
+        clients that speak another protocol cause none.
         """
         if not isinstance(error, AuthenticationFailed) or not _KEYS & {*error.fields}:
             return logging.INFO
@@ -199,8 +200,8 @@ class AcceptQueue(AsyncIterator[Connection]):
     """Holds inbound connections until they are accepted; iterate it to accept them.
 
     Any number of tasks may iterate at once, and each connection goes to one of them. A
-    connection that has ended in the queue is handed out too, since messages that its
-    peer sent before it closed can still be received.
+    connection that ended while it was queued is handed out too, because messages that
+    its peer sent before closing can still be received.
     """
 
     def __init__(self) -> None:
@@ -213,7 +214,7 @@ class AcceptQueue(AsyncIterator[Connection]):
         return len(self._waiting)
 
     def put(self, connection: Connection) -> None:
-        """Add a connection, and wake the tasks that wait for one."""
+        """Add a connection, and wake the waiting tasks."""
         self._waiting.append(connection)  # bounded: CONNECTIONS_MAX, by the caller
         self._changed.set()
 

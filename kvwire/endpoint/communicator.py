@@ -1,8 +1,9 @@
 """A communicator: one identity, its listeners and connections, all on one loop.
 
-Its parts do not use it: they share :class:`kvwire.driver.services.Services`, and
-:class:`kvwire.endpoint.links.Links` holds the dialled and accepted links. This module
-assembles them, checks the calling thread, and closes them in the right order.
+The parts of a communicator never refer to the communicator itself: they share
+:class:`kvwire.driver.services.Services`, and :class:`kvwire.endpoint.links.Links` holds
+the dialled and accepted links. This module assembles the parts, checks the calling
+thread, and closes everything in the right order.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 
 class Communicator(AsyncWith):
-    """Connects to peers and accepts their connections. Made by :func:`kvwire.open`."""
+    """Connects to peers and accepts connections. Created by :func:`kvwire.open`."""
 
     def __init__(self, config: Config) -> None:
         check_transports(config)
@@ -146,7 +147,7 @@ class Communicator(AsyncWith):
 
     @property
     def quarantined_bytes(self) -> int:
-        """Return the bytes of ended requests that a transport may still touch."""
+        """Return the bytes of ended requests that transports may still touch."""
         return self._services.buffers.quarantined_bytes
 
     @property
@@ -160,16 +161,17 @@ class Communicator(AsyncWith):
         """Accept connections on an address; :meth:`connections` returns them.
 
         Args:
-            address: ``"host:port"`` or ``"scheme://..."``; port 0 takes any free one.
-                Every address of a host's name is listened on, with the same port.
+            address: ``"host:port"`` or ``"scheme://..."``; port 0 takes any free port.
+                If a host name has several addresses, all are bound, with the same port.
 
         Returns:
-            The bound address, with the real port; the first one of a name.
+            The bound address, with the real port; for a host name, its first address.
 
         Raises:
             UsageError: The address cannot be used, or needs a trust mode.
             BackendUnavailable: Its transport is not installed, or ruled out by config.
-            ListenError: It is taken, or not one of this host's. Also an OSError.
+            ListenError: The address is taken, or does not belong to this host. Also an
+                OSError.
 
         Cancel safety: safe, nothing stays bound.
         """
@@ -186,16 +188,16 @@ class Communicator(AsyncWith):
         """Connect to a communicator that listens.
 
         Args:
-            address: Where it listens. The addresses of a name are dialled in turn, a
-                quarter of a second apart, and the first that answers is used.
-            transport: Require one, or one of several in order of preference.
-            timeout_s: Until the connection is usable; None for the configured
-                ``handshake_timeout_s``.
+            address: Where it listens. If a host name has several addresses, they are
+                dialled a quarter of a second apart, and the first to answer is used.
+            transport: A required transport, or several in order of preference.
+            timeout_s: Seconds until the connection must be usable; None for the
+                configured ``handshake_timeout_s``.
 
         Raises:
             UsageError: The address cannot be used, or needs a trust mode.
             BackendUnavailable: No required transport can run here.
-            HandshakeError: The sides do not agree; names the fields.
+            HandshakeError: The sides do not agree; the error names the fields.
             ConnectionClosed: The peer ended the connection during the handshake.
             ConnectError: Nothing listens there, it cannot be reached, or this
                 communicator itself listens there. Also an OSError.
@@ -239,16 +241,16 @@ class Communicator(AsyncWith):
     ) -> Window:
         """Let peers read blocks of a cache, or of plain bytes, without asking.
 
-        Nothing is offered yet: see :meth:`Window.offer <kvwire.Window.offer>`. Every
-        peer of this communicator may open the window, and reads the blocks for which it
-        has a ticket. Whether a peer on this host or behind RDMA may read the memory in
-        place, and could then also read what was not offered, is a setting:
-        ``one_sided_windows``.
+        No block is offered yet: see :meth:`Window.offer <kvwire.Window.offer>`. Every
+        peer of this communicator may open the window, and may read the blocks for which
+        it has a ticket. The setting ``one_sided_windows`` decides which peers on this
+        host or behind RDMA may read the memory in place; such a peer could also read
+        blocks that were not offered.
 
         Args:
             name: The name by which peers open it.
-            memory: A cache; or contiguous memory, which is cut into blocks.
-            block_bytes: The bytes of each block of plain memory.
+            memory: A cache, or contiguous memory, which is divided into blocks.
+            block_bytes: The size of each block of plain memory.
 
         Raises:
             UsageError: The memory cannot be used, or the name is taken.
@@ -263,8 +265,8 @@ class Communicator(AsyncWith):
     def peer(self, where: str | Record) -> Peer:
         """Return the peer at an address, or one that a directory selector matches.
 
-        Nothing is dialled before it is used. The same text names the same peer, and a
-        peer has one connection: to spread load, name a peer for each of
+        The peer is not dialled before its first use. Equal texts return the same peer,
+        and a peer has one connection: to spread load, use one peer for each of
         :meth:`members`.
 
         Args:
@@ -272,9 +274,9 @@ class Communicator(AsyncWith):
                 one of :meth:`members`.
 
         Raises:
-            UsageError: The text is neither, the directory of the configuration cannot
-                be used, or there are too many peers.
-            BackendUnavailable: The library of the directory is missing.
+            UsageError: The text is neither an address nor a selector, the configured
+                directory cannot be used, or there are too many peers.
+            BackendUnavailable: The directory's library is missing.
             ClosedOK: The communicator is closed.
         """
         self._thread.check("Communicator.peer")
@@ -300,9 +302,9 @@ class Communicator(AsyncWith):
     async def members(self, selector: str = "") -> tuple[Record, ...]:
         """Return the other members of the directory that match a selector.
 
-        The directory is watched from the first call on, and later ones return at once
-        with what is known. Those with the least ``load`` come first, equal ones in
-        random order.
+        The first call begins to watch the directory; later calls return the known
+        members at once. Members with the least ``load`` come first, in random order if
+        equal.
 
         Args:
             selector: As for :meth:`peer`; by default every member.
@@ -310,10 +312,10 @@ class Communicator(AsyncWith):
         Raises:
             ConnectError: No member is known yet, and the directory cannot be reached.
             UsageError: The text is no selector, or the directory cannot be used.
-            BackendUnavailable: The library of the directory is missing.
+            BackendUnavailable: The directory's library is missing.
             ClosedOK: The communicator is closed.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         self._thread.check("Communicator.members")
         self._links.check_open()
@@ -335,26 +337,26 @@ class Communicator(AsyncWith):
         address: str | Address | None = None,
         lease_s: float = MEMBER_LEASE_S,
     ) -> None:
-        """Announce this communicator in the directory of its configuration.
+        """Announce this communicator in its configured directory.
 
-        Returns at once: the record is written as soon as the directory can be reached,
-        renewed, and withdrawn by :meth:`close`. Another call replaces it, for instance
-        with another load. A record proves nothing, and peers trust none: see
-        docs/topics/directories.md.
+        Returns at once. The record is written as soon as the directory can be reached,
+        then renewed until :meth:`close` withdraws it. Another call replaces the record,
+        for instance to change the load. Records prove nothing and peers do not trust
+        them: see docs/topics/directories.md.
 
         Args:
             role: Its role, such as ``"decode"``.
             model: A fingerprint of its model; by default the cache's.
-            cache: Its cache; the record gets a digest of each of its specs.
+            cache: Its cache; the record contains a digest of each group's spec.
             labels: Further terms for selectors.
             load: How busy it is, from 0 to 1; the least busy is dialled first.
             address: The address that peers dial; by default the first listening one.
             lease_s: Seconds after its last renewal until peers consider it gone.
 
         Raises:
-            UsageError: It listens nowhere, or on all addresses, and ``address`` is not
-                given; or a value is not allowed.
-            BackendUnavailable: The library of the directory is missing.
+            UsageError: ``address`` is not given and it does not listen, or listens on
+                all addresses; or a value is not allowed.
+            BackendUnavailable: The directory's library is missing.
             ClosedOK: The communicator is closed.
         """
         self._thread.check("Communicator.announce")
@@ -399,10 +401,10 @@ class Communicator(AsyncWith):
     async def withdraw(self) -> None:
         """Withdraw the announcement, so that no new peer finds this communicator.
 
-        Connections stay as they are. Never raises; if the directory cannot be reached
-        the lease ends the record.
+        Existing connections stay open. Never raises: if the directory cannot be
+        reached, the record expires with its lease.
 
-        Cancel safety: safe, it is not renewed any more.
+        Cancel safety: safe, the record is no longer renewed.
         """
         self._thread.check("Communicator.withdraw")
         await self._membership.withdraw()
@@ -410,12 +412,13 @@ class Communicator(AsyncWith):
     # --- memory -----------------------------------------------------------------------
 
     def register(self, buffer: Memory, access: AccessName | Access = "read") -> Region:
-        """Lend memory that peers may reach, each with a grant.
+        """Lend memory to peers; each peer needs a grant to reach it.
 
         Args:
-            buffer: Contiguous memory, also on a GPU, or fragments; writable if it may
-                be put into.
-            access: ``"read"`` lets peers get, ``"write"`` put, ``"readwrite"`` both.
+            buffer: Contiguous memory, also on a GPU, or fragments. It must be writable
+                if peers may put into it.
+            access: ``"read"`` lets peers get, ``"write"`` lets them put,
+                ``"readwrite"`` both.
 
         Raises:
             UsageError: The memory cannot be used.
@@ -435,11 +438,13 @@ class Communicator(AsyncWith):
         """Offer a transfer to the peers that pull it by its id.
 
         Args:
-            id: The name both applications use; free again once the transfer has ended.
-            cache: Where it lies.
+            id: The name that both applications use; free again once the transfer has
+                ended.
+            cache: The cache that holds the blocks.
             blocks: Block ids in token order, or ``{group: ids}``.
-            consumers: How many peers pull it, such as a tensor-parallel group's ranks.
-            lease_s: Seconds for which the blocks are held while a consumer is missing.
+            consumers: How many peers pull it, for example the number of ranks in a
+                tensor-parallel group.
+            lease_s: How many seconds the blocks are held while a consumer is missing.
             deadline, priority, tokens, hashes, content, codec, free: As for
                 :meth:`Connection.pull <kvwire.Connection.pull>`.
             group_bytes, growing: As for
@@ -480,7 +485,7 @@ class Communicator(AsyncWith):
     def transfers(self) -> tuple[TransferSnapshot, ...]:
         """Return the open transfers, oldest first, with their reasons for waiting.
 
-        For operators and logs: it looks at every open transfer.
+        Meant for operators and logs: its cost grows with the number of open transfers.
         """
         self._thread.check("Communicator.transfers")
         return transfer_snapshots(self._registry.views())
@@ -488,25 +493,25 @@ class Communicator(AsyncWith):
     def snapshot(self) -> Snapshot:
         """Return the open connections, transfers and stores, and the counters.
 
-        Plain values, which ``msgspec.json.encode`` takes; ``kvwire top`` shows the same
-        of a live process. See docs/howto/observe.md.
+        The values are plain, so ``msgspec.json.encode`` accepts them; ``kvwire top``
+        shows the same data for a live process. See docs/howto/observe.md.
         """
         self._thread.check("Communicator.snapshot")
         return snapshot_of(self._links)
 
     @yields_before_raising
     async def fired(self, event: Any) -> None:
-        """Wait until an event on a stream of a GPU has fired; the stream does not wait.
+        """Wait until an event on a GPU stream has fired; the stream does not wait.
 
-        Use it before ``pull`` or ``expect`` with blocks that kernels still read: both
-        write to them from streams of their own.
+        Use it before ``pull`` or ``expect`` if kernels still read the blocks: both
+        calls write to the blocks from streams of their own.
 
         Args:
             event: A torch or CuPy event, recorded after the kernels.
 
         Raises:
             UsageError: It is not an event of torch or CuPy.
-            BackendUnavailable: Its GPU has failed, or does not work.
+            BackendUnavailable: The event's GPU has failed, or does not work.
             ClosedOK: The communicator is closed.
 
         Cancel safety: safe, it only watches.
@@ -518,16 +523,16 @@ class Communicator(AsyncWith):
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Close every listener and connection, gracefully; at most ``close_timeout_s``.
+        """Close every listener and connection gracefully, within ``close_timeout_s``.
 
-        If a transfer is settled here, and the link was lost before its producer got the
-        report, the report is sent over another link within that time.
+        If a transfer has its outcome here, but the link was lost before the producer
+        got the report, the report is sent over another link within that time.
 
         If a transport may still touch memory after that time, an error is logged and
         that memory stays in quarantine.
 
-        Cancel safety: safe. Connections that are closing go on; call it again for the
-        rest.
+        Cancel safety: safe. Connections that are closing continue; call it again to
+        close the rest.
         """
         self._thread.check("Communicator.close")
         self._stop()
@@ -563,7 +568,7 @@ class Communicator(AsyncWith):
         await services.close()
 
     def abort(self) -> None:
-        """End every connection now. Never raises; ``close`` waits for the rest."""
+        """End every connection now. Never raises; ``close`` waits for the remains."""
         self._thread.check("Communicator.abort")
         self._stop()
         self._links.end()
@@ -602,7 +607,8 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
 
     Args:
         config: A Config, the path of a TOML file, or None for the environment alone.
-        **arguments: Keys of Config that override it, such as ``name="decode-0"``.
+        **arguments: Keys of Config that override ``config``, such as
+            ``name="decode-0"``.
 
     Attributes:
         config: The resulting configuration.

@@ -1,8 +1,9 @@
-"""A connection: messages, puts and gets, KV transfers, and its end.
+"""A connection: messages, puts and gets, KV transfers, and closing.
 
-It stands between its user and the core. A verb creates a request, lends its memory to
-the core and lets the driver send the core's frames; an event of the core completes the
-request. Events of a transfer go to this side's end of it.
+It connects its user with the protocol core. A verb creates a request, lends the
+request's memory to the core and lets the driver send the core's frames; an event from
+the core completes the request. Events that concern a transfer go to the object for this
+side's end of the transfer.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Connection(AsyncWith):
 
     @property
     def transport_report(self) -> TransportReport:
-        """Return each considered transport, and why it was or was not chosen."""
+        """Return the considered transports, and why each was or was not chosen."""
         return self._driver.active.report
 
     @property
@@ -180,22 +181,24 @@ class Connection(AsyncWith):
         """Send a message to the receiver of a tag; the result is its length in bytes.
 
         Completes when ``buffer`` may be reused, whether or not the message has arrived.
-        A small message completes at once; a large one moves when the peer has posted
-        memory for it. Messages of one tag are received in the order they were sent.
+        A small message completes at once; a large one is sent once the peer has posted
+        memory for it. Messages with the same tag are received in the order in which
+        they were sent.
 
         Args:
             tag: 0 to 2**64 - 1.
-            buffer: Contiguous memory, also a tensor on a GPU: then what the thread's
-                current stream has queued before the call is waited for.
+            buffer: Contiguous memory, also a tensor on a GPU. For a GPU, the send waits
+                for the work that the thread's current stream had queued before the
+                call.
             deadline: Seconds from now, a timedelta, or an instant of the loop's clock,
                 ``kvwire.Instant(loop.time() + 5)``; None for as long as it takes.
 
         Raises:
             UsageError: The buffer or tag cannot be used.
             BackendUnavailable: A GPU does not work, or the connection cannot move its
-                memory; from the await if what was queued before has failed.
+                memory. From the await: the work queued on the stream has failed.
             ConnectionClosed: From the await: the connection is closing or closed.
-            MessageTooLarge: From the await: it is over the receiver's limit.
+            MessageTooLarge: From the await: the message exceeds the receiver's limit.
             DeadlineExceeded: From the await.
 
         Cancel safety:
@@ -246,18 +249,19 @@ class Connection(AsyncWith):
             BackendUnavailable: As for :meth:`send`.
             ConnectionClosed: From the await: no message of this tag is left, and none
                 can arrive.
-            MessageTooLarge: From the await. With ``into``, the message waits for a
-                larger buffer. Without, it was over ``message_bytes``, or there is no
-                memory for it, and it was refused: its send fails, and the next
-                receive gets the next message.
-            IntegrityError: From the await: it arrived damaged.
+            MessageTooLarge: From the await. With ``into``, the message stays and waits
+                for a larger buffer. Without ``into``, the message exceeded
+                ``message_bytes``, or there was no memory for it. It was refused: its
+                send fails, and the next receive gets the next message.
+            IntegrityError: From the await: the message arrived damaged.
             DeadlineExceeded: From the await.
 
         Cancel safety:
-            Safe while no message has been met: a receive that nobody awaits is not
-            posted, so it takes no message, and awaiting the request posts it again.
-            Once a message is on its way the receive goes on without the waiter;
-            ``into`` is busy until ``await request.released()`` returns.
+            Safe as long as no message has been matched: a receive is only posted while
+            it is awaited, so a cancelled one takes no message, and awaiting the request
+            again posts it again. Once a message is on its way, the receive continues
+            without the waiter; ``into`` is in use until ``await request.released()``
+            returns.
         """
         if get_ident() != self._thread.ident:
             self._thread.check("Connection.recv")
@@ -273,23 +277,24 @@ class Connection(AsyncWith):
     def unreceived(self) -> dict[int, int]:
         """Return the number of unreceived messages per tag, including announced ones.
 
-        Bounded by the receive window (``window_messages``, ``window_bytes``) and by the
-        number of requests: beyond it senders wait.
+        The number is bounded by the receive window (``window_messages``,
+        ``window_bytes``) and by the number of requests; beyond that, senders wait.
         """
         return self._core.messages.unreceived
 
     def discard(self, tag: int) -> int:
-        """Drop a tag's messages, present and future, until the next ``recv`` of it.
+        """Drop a tag's messages, present and future, until its next ``recv``.
 
-        Use it for answers that are no longer needed. The sender gets its credit back;
-        the send of a message that was only announced fails with
-        :exc:`~kvwire.PeerCancelled`. The latest 4,096 tags are remembered.
+        Use it for answers that are no longer needed. The sender gets its credit back.
+        If a message was only announced, its send fails with
+        :exc:`~kvwire.PeerCancelled`. Only the latest 4,096 discarded tags are
+        remembered.
 
         Returns:
-            How many messages were here or on their way.
+            The number of messages that had arrived or were on their way.
 
         Raises:
-            UsageError: The tag cannot be used, or a receive waits for it.
+            UsageError: The tag cannot be used, or a receive is waiting for it.
         """
         self._thread.check("Connection.discard")
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
@@ -305,12 +310,13 @@ class Connection(AsyncWith):
     ) -> Request[int]:
         """Write a buffer into memory that the peer has granted.
 
-        Completes when every byte is in the peer's memory. The result is their number.
+        Completes when every byte is in the peer's memory. The result is the number of
+        bytes.
 
         Args:
-            buffer: As many bytes as the grant, or the part ``grant[a:b]`` of it; also a
-                tensor on a GPU, as for :meth:`send`.
-            grant: Made by the peer for this connection.
+            buffer: As many bytes as the grant, or as its part ``grant[a:b]``, covers;
+                also a tensor on a GPU, as for :meth:`send`.
+            grant: A grant that the peer made for this connection.
             deadline: As for :meth:`send`.
 
         Raises:
@@ -388,26 +394,30 @@ class Connection(AsyncWith):
         """Request a transfer that the peer publishes, now or later.
 
         Args:
-            id: The name both applications know it by.
-            cache: Where it lands.
+            id: The name that both applications use for the transfer.
+            cache: The cache to fill.
             blocks: Block ids in token order, or ``{group: ids}``.
-            deadline: As for ``send``; the outcome then has the blocks that landed.
-            priority: 0 to 255; chunks of a higher one go first.
-            tokens: Valid tokens in the list, where the last block is not full.
-            hashes: One for each block; ``have`` can then name blocks already here.
-            content: A name of all the tokens, which both sides compare in place of
-                their hashes: for blocks of other sizes.
-            have: Hashes this side has, or a predicate: those blocks are not sent.
-            lease_s: Seconds to wait for another link after a lost one.
-            codec: A lossy encoding of the payload: ``"fp8"``, ``"int8"`` or ``"int4"``;
-                the peer has to give the same one. See docs/topics/codecs.md.
-            free: Called once, without arguments and on the loop, when kvwire can no
-                longer touch the blocks, however the transfer ends.
+            deadline: As for ``send``; when it passes, the outcome has the blocks that
+                landed by then.
+            priority: 0 to 255; chunks of a transfer with a higher priority go first.
+            tokens: The number of valid tokens in the list, if the last block is not
+                full.
+            hashes: One hash per block; ``have`` can then name blocks that are already
+                here.
+            content: A name for the whole token sequence. Both sides compare it instead
+                of the hashes, which works even if their block sizes differ.
+            have: The hashes of blocks that this side has, or a predicate on hashes:
+                these blocks are not sent.
+            lease_s: Seconds to wait for a new link after a link was lost.
+            codec: A lossy encoding of the payload: ``"fp8"``, ``"int8"`` or ``"int4"``.
+                The peer has to pass the same value. See docs/topics/codecs.md.
+            free: A callback without arguments. It runs once, on the loop, when kvwire
+                can no longer touch the blocks, however the transfer ends.
 
         Returns:
-            The transfer. Await it for its outcome. At the end of
-            ``async with connection.pull(...) as incoming:`` it is aborted if it is not
-            over, and has drained.
+            The transfer. Await it for its outcome. Leaving ``async with
+            connection.pull(...) as incoming:`` aborts an unfinished transfer, and waits
+            until it has drained.
 
         Raises:
             UsageError: The cache or the blocks cannot be used; nothing was sent, and
@@ -431,15 +441,15 @@ class Connection(AsyncWith):
         """Send the peer a transfer that it expects, now or later.
 
         Args:
-            id: The name both applications know it by.
-            cache: Where it lies.
+            id: The name that both applications use for the transfer.
+            cache: The cache that holds the blocks.
             blocks: Block ids in token order, or ``{group: ids}``.
             deadline, priority, tokens, hashes, content, lease_s, codec, free: As for
                 :meth:`pull`.
-            group_bytes: Layers smaller than this together travel together; None for
-                the default, 1 for layer by layer.
-            growing: Not all blocks that ``tokens`` need are known yet, as in chunked
-                prefill; ``extend`` names the rest.
+            group_bytes: Consecutive layers are sent together until they have this many
+                bytes; None for the default, 1 for layer by layer.
+            growing: Whether some blocks for ``tokens`` are not known yet, as in chunked
+                prefill; ``extend`` names them later.
 
         Raises:
             UsageError: The cache or the blocks cannot be used; nothing was sent. If
@@ -455,12 +465,12 @@ class Connection(AsyncWith):
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Finish the open requests, send CLOSE, and end; at most ``close_timeout_s``.
+        """Finish the open requests, send CLOSE, and end, within ``close_timeout_s``.
 
-        Receives without a message fail with :exc:`~kvwire.ClosedOK`, on both
+        Receives that no message has matched fail with :exc:`~kvwire.ClosedOK`, on both
         sides. Returns when this connection no longer touches any memory.
 
-        Cancel safety: safe. The connection goes on closing; call it again to wait.
+        Cancel safety: safe. The connection continues to close; call it again to wait.
         """
         self._thread.check("Connection.close")
         if not self._core.closed:
@@ -778,7 +788,7 @@ def checked_tag(tag: Any) -> int:
     """Return a tag as a plain int.
 
     Raises:
-        UsageError: It is no integer, or out of range.
+        UsageError: The tag is not an integer, or is out of range.
     """
     number = whole(tag)
     if number is None or not 0 <= number <= _TAG_MAX:

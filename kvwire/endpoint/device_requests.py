@@ -1,17 +1,17 @@
-"""The messages, puts and gets of one connection whose memory is a device's.
+"""One connection's messages, puts and gets in device memory.
 
-The bytes move as those of a transfer do, through the slots of
-:mod:`kvwire.driver.device_staging`. But the caller's streams may still use the memory
-when a verb is called: kernels that write what is to be sent, or that read what is to be
-overwritten. So each request has an event behind them, and its memory is not touched
-before that has fired::
+The bytes move like those of a transfer, through the slots of
+:mod:`kvwire.driver.device_staging`. But when a verb is called, the caller's streams may
+still use the memory: kernels may still write the bytes to send, or read the bytes to
+overwrite. So each request records an event behind these kernels, and does not touch the
+memory before the event has fired::
 
     send    ANNOUNCE at once;             bytes behind READY and the event
     recv    takes its message in order;   READY, or the copy, behind the event
     put     PUT behind the event
     get     GET behind the event
 
-A send and a recv take their turn at once, so that messages stay in order.
+A send and a recv take their place in the order at once, so messages stay in order.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kvwire.wire.control import AccessBody
 
 
 class DeviceRequests:
-    """Posts requests whose memory is a device's, and lets them go on in time.
+    """Posts requests with device memory, and continues each when its event has fired.
 
     Attributes:
-        unready: Requests whose event has not fired, each with what it then does.
+        unready: Requests whose event has not fired, each with its next action.
     """
 
     def __init__(self, driver: ConnectionDriver) -> None:
@@ -48,7 +48,7 @@ class DeviceRequests:
     def post(
         self, request: Request[int], device: Device, buffer: BufferId
     ) -> RequestRecord:
-        """Start a request in the core; its memory is touched behind its event.
+        """Start a request in the core; its memory is touched only behind its event.
 
         Raises:
             BackendUnavailable: The device does not work, or this connection cannot move
@@ -82,7 +82,7 @@ class DeviceRequests:
         return record
 
     def wanted(self, event: MemoryWanted) -> None:
-        """Act on a message that may use its memory as soon as the device permits."""
+        """Let a message use its memory as soon as the device permits."""
         use = partial(self._use, event)
         if event.request in self.unready:
             self.unready[event.request] = use
@@ -127,5 +127,5 @@ class DeviceRequests:
 
 
 def target_of(grant: Grant, nbytes: int) -> AccessBody:
-    """Return what a put or get names of the peer's memory."""
+    """Return the peer's memory that a put or get addresses."""
     return AccessBody(grant.grant, grant.generation, grant.token, grant.offset, nbytes)

@@ -1,10 +1,10 @@
-"""A name that stands for several addresses: bind all of them, dial until one answers.
+"""Host names with several addresses: bind all of them, dial until one answers.
 
-Only a try shows which address of a name works: a host has IPv4 and IPv6, a cable is
-unplugged, a program listens on one of the two. So all are dialled in turn, without
-waiting for the last one to give up, and the first that answers is taken (RFC 8305,
-"Happy Eyeballs"). Listening on a name binds each of its addresses, with one port, since
-it is unknown which of them a peer will dial first.
+Only dialling shows which address of a name works: a host may have IPv4 and IPv6
+addresses and listen on only one of them, or a cable may be unplugged. So the addresses
+are dialled one after the other, without waiting for earlier attempts to fail, and the
+first to answer is used (RFC 8305, "Happy Eyeballs"). Listening on a name binds each of
+its addresses, with one port, because a peer may dial any of them first.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Dialling:
     """Opens a link to one of the addresses of a name.
 
     Args:
-        name: The address as the user gave it.
+        name: The address as the user wrote it.
         backend: Dials each of its addresses.
-        trust: Which of them may be dialled.
+        trust: The trust mode, which decides which addresses may be dialled.
     """
 
     def __init__(self, name: Address, backend: Backend, trust: TrustMode) -> None:
@@ -46,11 +46,11 @@ class Dialling:
         self._failures: dict[Address, OSError] = {}
 
     async def link(self) -> tuple[Address, Link]:
-        """Return the first link that came up, and its address.
+        """Return the first link to be established, and its address.
 
         Raises:
             UsageError: The name is malformed, or needs a trust mode.
-            ConnectError: The name is unknown, or no address answers; the text has a
+            ConnectError: The name is unknown, or no address answers; the text gives a
                 reason for each.
 
         Cancel safety: safe, half-made links are closed.
@@ -142,11 +142,12 @@ async def listen_on_all(
 ) -> list[Listener]:
     """Listen on every address of a name, all with one port.
 
-    Addresses that this host does not have are skipped, if it has at least one of them.
+    Addresses that do not belong to this host are skipped, if at least one does.
 
     Raises:
         UsageError: The name is malformed, or needs a trust mode.
-        OSError: It is unknown, one of its addresses is taken, or none is this host's.
+        OSError: The name is unknown, one of its addresses is taken, or none belongs to
+            this host.
 
     Cancel safety: safe, nothing stays bound.
     """

@@ -4,9 +4,9 @@ For engines that are not asyncio programs: a scheduler's step loop, a worker's f
 pass. Marks are handed over without waiting; a wait blocks the calling thread on a lock
 instead of polling; an idle engine costs no CPU.
 
-Everything may be called from any thread but the engine's own. Values that are read
-without asking the loop (an outcome, the landed layers) only ever change from unknown to
-known, so an answer may be late but never wrong.
+Everything may be called from any thread but the engine's own. Some values (an outcome,
+the landed layers) are read without asking the loop. They only ever change from unknown
+to known, so an answer may be out of date but never wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Engine:
 
     Args:
         config: A Config, the path of a TOML file, or None for the environment alone.
-        **arguments: Keys of Config that override it.
+        **arguments: Keys of Config that override ``config``.
 
     Raises:
         UsageError: The configuration cannot be used.
@@ -100,9 +100,9 @@ class Engine:
 
         Args:
             address: Where it listens.
-            transport: Require one, or one of several in order of preference.
-            timeout_s: Until the connection is usable; None for the configured
-                ``handshake_timeout_s``.
+            transport: A required transport, or several in order of preference.
+            timeout_s: Seconds until the connection must be usable; None for the
+                configured ``handshake_timeout_s``.
 
         Raises:
             ClosedOK: The engine is closed.
@@ -122,7 +122,7 @@ class Engine:
             timeout: Seconds to wait; None for as long as it takes.
 
         Raises:
-            TimeoutError: None came in time; no connection is lost.
+            TimeoutError: No connection came in time; none is lost.
             ClosedOK: The engine was closed.
         """
         # Timed on the loop: a connection is taken by us or by nobody.
@@ -191,13 +191,12 @@ class Engine:
     def window(self, where: str, name: str) -> EngineRemoteWindow:
         """Open a window of a peer, and wait until it is open.
 
-        The peer is dialled now, and again by the next ``get`` after its connection has
-        ended.
+        The peer is dialled now. If its connection ends, the next ``get`` dials again.
 
         Args:
             where: The peer's address, or a selector, as for
                 :meth:`kvwire.Communicator.peer`.
-            name: The name that the peer has given to ``expose``.
+            name: The name that the peer passed to ``expose``.
 
         Raises:
             ClosedOK: The engine is closed.
@@ -211,8 +210,8 @@ class Engine:
     ) -> concurrent.futures.Future[T]:
         """Run a coroutine on the engine's loop without waiting for it.
 
-        For work of several steps, such as connecting and then pulling. It may use the
-        whole communicator; any thread may read the result.
+        Use it for work in several steps, such as connecting and then pulling. The
+        coroutine may use the whole communicator; any thread may read the result.
 
         Args:
             work: Called with the communicator, on the calling thread; the coroutine
@@ -227,10 +226,10 @@ class Engine:
     def close(self) -> None:
         """End every transfer and connection, then the thread.
 
-        Takes about ``close_timeout_s`` at most. Transfers in flight end with an outcome
-        and threads that wait for them get it; other calls fail with
-        :exc:`~kvwire.ClosedOK`. Every caller returns once all of it has ended; it may
-        be called again. After a fork the child's copy has nothing to close.
+        Takes about ``close_timeout_s`` at most. Transfers in flight end with an
+        outcome, which threads waiting for it receive; other calls fail with
+        :exc:`~kvwire.ClosedOK`. It may be called repeatedly and from several threads:
+        each call returns once everything has ended. In a forked child it does nothing.
 
         Raises:
             UsageError: From the engine's own thread.
@@ -276,7 +275,7 @@ class EngineConnection:
 
     @property
     def transport_report(self) -> TransportReport:
-        """Return each considered transport, and why it was or was not chosen."""
+        """Return the considered transports, and why each was or was not chosen."""
         return self._connection.transport_report
 
     def pull(
@@ -378,7 +377,7 @@ class EngineRemoteWindow:
         """Read blocks that the owner has offered, and wait for them.
 
         The arguments and errors are those of :meth:`kvwire.RemoteWindow.get`, with
-        ``timeout`` in seconds in place of ``deadline``: blocks that have not come by
+        ``timeout`` in seconds instead of ``deadline``: blocks that have not arrived by
         then are missing. When it returns, nothing touches the blocks any more.
         """
 
@@ -421,8 +420,8 @@ class _EngineTransfer:
         """Wait for the outcome.
 
         Raises:
-            TimeoutError: It is not known within ``timeout`` seconds. The transfer goes
-                on; wait again, or abort it.
+            TimeoutError: There was no outcome within ``timeout`` seconds. The transfer
+                continues; wait again, or abort it.
         """
         known = self._end.outcome
         if known is not None:
@@ -433,7 +432,8 @@ class _EngineTransfer:
         """Wait until kvwire can no longer touch the blocks.
 
         Raises:
-            TimeoutError: Not within ``timeout`` seconds. The blocks are *not* free.
+            TimeoutError: It did not drain within ``timeout`` seconds. The blocks are
+                *not* free.
         """
         if not self._end.is_drained:
             self._thread.call(self._end.drained(), timeout)
@@ -458,7 +458,7 @@ class EngineOutgoing(_EngineTransfer):
     ) -> None:
         """Mark parts as ready, as :meth:`kvwire.Outgoing.ready`; never waits.
 
-        A mark has no effect once the transfer is over or the engine closed, so a
+        A mark has no effect after the transfer has ended or the engine was closed, so a
         forward pass need not check.
         """
         self._end.ready(layers, blocks, group=group, after=after)
@@ -484,9 +484,11 @@ class EngineIncoming(_EngineTransfer):
 
         Raises:
             UsageError: There is no such layer or group.
-            RequestError, ConnectionClosed, ProfileMismatch: The transfer ended without
-                it, for this reason. ClosedOK also if the engine is closed.
-            TimeoutError: Not within ``timeout`` seconds; the transfer goes on.
+            RequestError, ConnectionClosed, ProfileMismatch: The transfer ended before
+                the layer landed; the error is the reason. ClosedOK also if the engine
+                is closed.
+            TimeoutError: The layer did not land within ``timeout`` seconds; the
+                transfer continues.
         """
         if not self._end.layer_landed(layer, group):
             self._thread.call(self._end.layer(layer, group), timeout)

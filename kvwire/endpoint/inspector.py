@@ -1,8 +1,9 @@
 """Answers ``kvwire top`` and ``kvwire trace`` about one communicator, if enabled.
 
-It listens on a Unix socket in a folder that only its user can enter, who may read this
-process's memory anyway. Clients can only read: one sends a line, ``snapshot`` or
-``trace``, and gets a line of JSON; everything is bounded.
+It listens on a Unix socket in a folder that only its user can enter, and that user may
+read this process's memory anyway. Clients cannot change anything: a client sends one
+line, ``snapshot`` or ``trace``, and gets one line of JSON. Clients and line lengths are
+bounded.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class Inspector:
         self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def start(self) -> None:
-        """Start serving snapshots and handling the signal, as configured.
+        """Start serving snapshots and handling the signal, if configured.
 
         Raises:
             UsageError: The folder cannot be used.
 
-        Cancel safety: whatever has started ends with :meth:`close`.
+        Cancel safety: call :meth:`close` to end what had started.
         """
         config = self._services.config
         if config.inspect:

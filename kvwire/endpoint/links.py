@@ -1,8 +1,8 @@
-"""The links of one communicator: dialled or accepted, in a handshake, or a connection.
+"""One communicator's links: dialled or accepted, in a handshake or connected.
 
-A link starts with a handshake. When both sides agree, a :class:`Connection` takes it
-over, within the same call. This module keeps track of each link until it has touched
-memory for the last time, and decides whether new ones may be made.
+A link starts with a handshake. When both sides agree, a :class:`Connection` takes the
+link over, within the same call. This module keeps track of each link until it can no
+longer touch memory, and decides whether new links may be made.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Links:
         identity: The identity that the communicator proves in each handshake.
         regions: The memory that it has lent to peers.
         windows: The blocks that it exposes to reads without asking.
-        drivers: The drivers of its links. Ordered, so that the order in which they are
-            ended does not depend on object addresses.
-        connections: Those that have not ended, oldest first.
-        lost: Called with each connection that ended without having been closed.
+        drivers: The drivers of its links. They are kept in order, so that the order in
+            which they are ended does not depend on object addresses.
+        connections: The connections that have not ended, oldest first.
+        lost: Called with each connection that ends without having been closed.
         closed: The communicator is closing, or closed: nothing new begins.
     """
 
@@ -95,7 +95,7 @@ class Links:
         """Raise if the communicator is closed.
 
         Raises:
-            ClosedOK: It is.
+            ClosedOK: The communicator is closed.
         """
         if self.closed:
             raise ClosedOK("the communicator is closed")
@@ -104,7 +104,8 @@ class Links:
         """Return the backend of an address.
 
         Raises:
-            BackendUnavailable: It is not installed, or the configuration rules it out.
+            BackendUnavailable: The backend is not installed, or the configuration rules
+                it out.
         """
         reason = control_rejection(config, scheme)
         if reason:
@@ -204,14 +205,14 @@ class Links:
         scheme: str,
         busy: str = "",
     ) -> HandshakeDriver[Connection]:
-        """Start a link; its handshake leads to a connection, or to an error.
+        """Start a link's handshake, which ends with a connection or an error.
 
         Args:
-            link: The link, which is not started yet.
+            link: A link that has not been started yet.
             handshake: This side of the handshake.
             config: This side's preferences.
             scheme: The transport of the link.
-            busy: Why there is no room for another connection, or "".
+            busy: The reason why no more connections are accepted, or "".
         """
         opening = HandshakeDriver(
             link,

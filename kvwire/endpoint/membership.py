@@ -1,8 +1,7 @@
 """A communicator's part in its directory: watches members and announces itself.
 
-The directory that the configuration names is made with the communicator, and connected
-when it is first needed. It is watched once a peer is named by a selector. If the
-directory fails, existing connections stay as they are.
+The configured directory is connected when it is first needed, and watched once a
+selector names a peer. If the directory fails, existing connections stay as they are.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class Membership:
     """Watches a directory for the peers of one communicator, and announces it there.
 
     Args:
-        url: Names the directory; empty for the folder of this user.
+        url: The directory's URL; empty for this user's folder.
 
     Attributes:
-        members: The members that this side knows of, by their keys.
+        members: The known members by their keys.
     """
 
     def __init__(self, url: str) -> None:
@@ -60,9 +59,9 @@ class Membership:
         """Return the known members that match a selector.
 
         Raises:
-            ConnectError: Nothing is known yet, and the directory cannot be reached.
+            ConnectError: No members are known yet, and the directory cannot be reached.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         directory = self._begin_watching()
         if not self.members:  # the watch has brought none yet, or there is nobody
@@ -86,7 +85,7 @@ class Membership:
         self._listeners.remove(listener)
 
     def announce(self, record: Record) -> None:
-        """Announce a record, which replaces the last one; returns at once."""
+        """Announce a record in place of the previous one; returns at once."""
         directory = self._opened()
         self._announced = record.key
         directory.check(record)
@@ -135,7 +134,7 @@ class Membership:
 
 
 def spec_digests(cache: PagedCache) -> dict[str, str]:
-    """Return 32 hexadecimal digits for each cache group, a digest of its spec."""
+    """Return for each cache group a digest of its spec, as 32 hexadecimal digits."""
     return {
         name: sha256(repr(group.spec.to_pairs()).encode()).hexdigest()[:32]
         for name, group in cache.groups.items()

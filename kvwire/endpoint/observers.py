@@ -1,7 +1,7 @@
 """Observers, called when KV transfers begin and end: traces, logs, accounting.
 
-They are called in the middle of the work, so they must be quick. If one raises, the
-error is logged and the transfer is not affected.
+They are called in the middle of a transfer's work, so they must be quick. If an
+observer raises, the error is logged and the transfer is not affected.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ transfers_logger: logging.Logger = logging.getLogger("kvwire.transfers")
 
 
 class Observer(Protocol):
-    """Is called when a transfer begins and ends, on the communicator's loop."""
+    """Receives the begin and end of each transfer, on the communicator's loop."""
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """Handle the begin of a transfer, in the context of the call that made it."""
+        """Handle the begin of a transfer, in the context of the call that began it."""
 
     def ended(
         self,
@@ -39,7 +39,8 @@ class Observer(Protocol):
         Args:
             transfer: The transfer.
             outcome: Its outcome.
-            connections: The connections of its last attempts; empty if no peer came.
+            connections: The connections used by its last attempts; empty if no peer
+                joined.
         """
 
 
@@ -47,7 +48,7 @@ class Observers:
     """Holds the observers of one communicator.
 
     Attributes:
-        traced: Whether at least one of them is a tracer.
+        traced: Whether at least one observer is a tracer.
     """
 
     def __init__(self) -> None:

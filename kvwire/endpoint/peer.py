@@ -1,14 +1,14 @@
-"""A peer that is named by address or selector, and the choice of the process to dial.
+"""A peer named by address or selector, and the choice of the process to dial.
 
-A peer has one connection at a time. It is dialled when something needs it, and again
+A peer has one connection at a time. The connection is dialled on first use, and again
 after it has ended. Attempts are bounded: they are made only while a caller waits, at
-most ``PEER_ATTEMPTS_MAX`` in a round, with a pause after each round that doubles. So a
-forged record costs only its attempts: the process that answers has to prove a key or a
-certificate, and has to be the incarnation that the record names.
+most ``PEER_ATTEMPTS_MAX`` in a round, and the pause after each round doubles. A forged
+record costs no more than these attempts, because the process that answers has to
+authenticate, and has to be the incarnation that the record names.
 
-A change of a member in the directory decides which one is dialled next, and nothing
-else. If the member of a connection has left or moved, nothing new begins on the
-connection once another member is there, and it is closed when it is idle.
+Changes in the directory affect only the choice of the next member to dial. If the
+connected member has left or moved, new work goes to another member as soon as there is
+one, and the old connection is closed when it is idle.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ _SHARES_MAX: Final = 4
 
 
 class Peer:
-    """Stands for the process at an address, or for a member that a selector matches.
+    """Represents the process at an address, or a member that a selector matches.
 
-    Made by :meth:`Communicator.peer <kvwire.Communicator.peer>`. It is dialled when it
-    is first used, and dialled again, with pauses, after its connection has ended. A
-    selector picks the member that is least busy when it is dialled, and another one
-    only after that one has left: later loads change nothing. Verbs return at once. A
-    request waits for a connection for at most ``handshake_timeout_s``, and then fails
-    with :exc:`~kvwire.ConnectError`; a transfer ends with that reason in its outcome. A
-    new connection keeps no state of the one before: a message goes to the process that
-    answers now, which may not be the one that got the last message.
+    Created by :meth:`Communicator.peer <kvwire.Communicator.peer>`. It is dialled on
+    first use, and again, with pauses, after its connection has ended. A selector picks
+    the member that is least busy at the time of dialling, and another member only after
+    the first has left; later changes of load have no effect. Verbs return at once. A
+    request waits at most ``handshake_timeout_s`` for a connection, and then fails with
+    :exc:`~kvwire.ConnectError`; a transfer ends with that reason in its outcome. A new
+    connection keeps no state from the previous one: a message goes to the process that
+    answers now, which may differ from the process that received the last message.
     """
 
     def __init__(
@@ -134,13 +134,14 @@ class Peer:
     async def connect(self) -> Connection:
         """Dial it now if it is not connected, and return the connection.
 
-        The connection may be closed when it is idle, once the peer is another process.
+        Once the peer is another process, the old connection may be closed when it is
+        idle.
 
         Raises:
             ConnectError: No matching process could be reached within
                 ``handshake_timeout_s``; the text says why the last attempt failed.
             HandshakeError, UsageError, BackendUnavailable: The process at the address
-                cannot be used; with a selector others are tried.
+                cannot be used. With a selector, other members are tried first.
             ClosedOK: The peer, or the communicator, is closed.
 
         Cancel safety: safe, dialling ends when no caller waits for it.
@@ -155,7 +156,7 @@ class Peer:
     ) -> Request[int]:
         """Send a message; see :meth:`Connection.send <kvwire.Connection.send>`.
 
-        Cancel safety: as there.
+        Cancel safety: as for that method.
         """
         connection = self._usable("send")
         if connection is not None:
@@ -179,7 +180,7 @@ class Peer:
     ) -> Request[int] | Request[bytearray]:
         """Receive a message; see :meth:`Connection.recv <kvwire.Connection.recv>`.
 
-        Cancel safety: as there.
+        Cancel safety: as for that method.
         """
         connection = self._usable("recv")
         if connection is not None:
@@ -195,9 +196,9 @@ class Peer:
         """Write into memory that the peer has granted to this connection.
 
         See :meth:`Connection.put <kvwire.Connection.put>`. A grant for an earlier
-        connection is a UsageError.
+        connection raises UsageError.
 
-        Cancel safety: as there.
+        Cancel safety: as for that method.
         """
         connection = self._usable("put")
         if connection is not None:
@@ -211,9 +212,9 @@ class Peer:
         """Read memory that the peer has granted to this connection.
 
         See :meth:`Connection.get <kvwire.Connection.get>`. A grant for an earlier
-        connection is a UsageError.
+        connection raises UsageError.
 
-        Cancel safety: as there.
+        Cancel safety: as for that method.
         """
         connection = self._usable("get")
         if connection is not None:
@@ -226,8 +227,8 @@ class Peer:
         """Open a window; see :meth:`Connection.window <kvwire.Connection.window>`.
 
         The peer is dialled if it is not connected. After the connection has ended, the
-        next ``get`` dials again and opens the window anew; blocks that another process
-        has offered are missing.
+        next ``get`` dials again and reopens the window. If another process answers,
+        blocks that the first process offered are missing.
 
         Raises:
             AccessDenied: The peer exposes no window of this name.
@@ -256,8 +257,8 @@ class Peer:
 
         Raises:
             UsageError: The cache or the blocks cannot be used; nothing was sent.
-            ClosedOK: The communicator is closed. If no connection comes, or a closed
-                or lost one is all there is, the transfer has an outcome instead.
+            ClosedOK: The communicator is closed. If no connection can be made, or the
+                only one is closed or lost, the transfer ends with an outcome instead.
         """
         self._thread.check("Peer.pull")
         check_options("pull", options)
@@ -278,8 +279,8 @@ class Peer:
 
         Raises:
             UsageError: The cache or the blocks cannot be used; nothing was sent.
-            ClosedOK: The communicator is closed. If no connection comes, or a closed
-                or lost one is all there is, the transfer has an outcome instead.
+            ClosedOK: The communicator is closed. If no connection can be made, or the
+                only one is closed or lost, the transfer ends with an outcome instead.
         """
         self._thread.check("Peer.push")
         check_options("push", options)
@@ -290,9 +291,9 @@ class Peer:
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Stop dialling, and close the connection; requests that wait for one fail.
+        """Stop dialling, and close the connection; requests waiting for it fail.
 
-        Cancel safety: safe. The connection goes on closing; call it again to wait.
+        Cancel safety: safe. The connection continues to close; call it again to wait.
         """
         self._thread.check("Peer.close")
         self._stop()
@@ -515,7 +516,7 @@ class Peer:
         """Connect to one candidate.
 
         Raises:
-            KVWireError: It cannot be reached, or another process answers.
+            KVWireError: The candidate cannot be reached, or another process answers.
         """
         patience_s = self._services.config.handshake_timeout_s
         if record is None:

@@ -1,8 +1,8 @@
 """After a lost connection: redial within the lease, and resume its transfers.
 
-Only the side that dialled can dial again; the other one waits for it. Either way an
-interrupted transfer asks again only when the lost link has touched memory for the last
-time, and only the same start of the peer (its origin) can resume it.
+Only the side that dialled can dial again; the other side waits for it. On either side
+an interrupted transfer resumes only once the lost link can no longer touch memory, and
+only with the same incarnation of the peer (its origin).
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ class Reconnector:
         self._awaited: dict[bytes, Connection] = {}
 
     def lost(self, connection: Connection, error: ConnectionClosed) -> None:
-        """Recover a connection that has ended without having been closed."""
+        """Recover from a connection that ended without having been closed."""
         heard = connection._core.hears_us(self._loop.time())
         self._run(self._recover(connection, gone=heard and _was_reset(error)))
 
     def taken_over(self, connection: Connection, resumes: bytes) -> None:
-        """Replace a lost connection by one that its peer has redialled."""
+        """Replace a lost connection by the one that its peer has redialled."""
         if not self._links.ended:
             self._run(self._take_over(connection, resumes))
 
     def retire(self, connection: Connection) -> None:
-        """Close a connection once it is idle; nothing new begins on it."""
+        """Stop using a connection for new work, and close it once it is idle."""
         self._run(self._close_when_idle(connection))
 
     async def close(self) -> None:
-        """Stop redialling, and stop waiting for peers that would dial again.
+        """Stop redialling, and stop waiting for peers to redial.
 
         Cancel safety: safe, call it again.
         """
@@ -138,10 +138,10 @@ class Reconnector:
     async def _redial(self, lost: Connection) -> None:
         """Redial until it succeeds or nothing waits for the connection.
 
-        If a peer is silent, leases end the waiting. If its kernel refuses the port, the
-        process has ended or restarts: it gets ``restart_grace_s``. Transfers that have
-        met no peer yet justify one attempt: the peer may have asked for them on the
-        lost link, and cannot dial itself.
+        If the peer is silent, the transfers' leases bound the wait. If the peer's
+        kernel refuses the port, its process has ended or is restarting, and it gets
+        ``restart_grace_s``. Transfers that no peer has joined yet justify one attempt:
+        the peer may have requested them on the lost link, and cannot dial itself.
         """
         registry = self._registry
         origin = lost.peer.origin
@@ -200,8 +200,8 @@ class Reconnector:
     async def _close_when_idle(self, connection: Connection) -> None:
         """Close a connection once it is idle.
 
-        It is checked once per lease: by then whatever waited for it has come or given
-        up.
+        It is checked once per lease: by then every transfer that waited for the
+        connection has started or given up.
         """
         registry = self._registry
         origin = connection.peer.origin

@@ -1,4 +1,4 @@
-"""Registered memory: peers that have a grant may reach it, until it is closed."""
+"""Registered memory: peers with a grant may reach it until it is closed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvwire.types import Access, AccessName, Grant
 
 
 class Region:
-    """Lends memory to peers that have a grant, until it is closed.
+    """Lends memory to peers with a grant until it is closed.
 
     kvwire uses the memory from ``register`` until :meth:`close` has returned. The
-    application may read and write it meanwhile; a peer's ``get`` receives the bytes as
-    they are when they are sent.
+    application may read and write the memory meanwhile; a peer's ``get`` receives the
+    bytes as they are at the moment of sending.
     """
 
     def __init__(self, links: Links, record: RegionRecord) -> None:
@@ -55,11 +55,11 @@ class Region:
             connection: The only connection whose peer can use the grant.
             offset: The first byte of the range.
             nbytes: Its length in bytes; None for the rest of the region.
-            access: ``"read"``, ``"write"`` or ``"readwrite"``; None for all the region
-                allows.
+            access: ``"read"``, ``"write"`` or ``"readwrite"``; None for all that the
+                region allows.
 
         Raises:
-            UsageError: The range or the access is more than the region has.
+            UsageError: The range or the access exceeds that of the region.
             BackendUnavailable: The region is a device's memory, and the device does not
                 work, or the connection cannot move its memory.
             ConnectionClosed: The connection is closing or closed.
@@ -88,10 +88,10 @@ class Region:
         )
 
     def revoke(self) -> None:
-        """End every grant made so far; the region stays open for new ones.
+        """End every grant made so far; new grants remain possible.
 
         Puts and gets in progress fail with :exc:`~kvwire.StaleRegion`, but may still
-        touch the memory: only :meth:`close` waits until they do not.
+        touch the memory; only :meth:`close` waits for that to end.
         """
         self._thread.check("Region.revoke")
         self._links.regions.revoke(self._record)
@@ -100,10 +100,10 @@ class Region:
     async def close(self) -> None:
         """End every grant and wait until kvwire no longer touches the memory.
 
-        There is no deadline: a transport finishes what it has begun, or the
-        connection's liveness check ends it.
+        There is no deadline: a transport finishes its running operations, or the
+        liveness check ends the connection.
 
-        Cancel safety: safe. The region is closed either way; call it again to go on
+        Cancel safety: safe. The region is closed either way; call it again to continue
         waiting for its memory.
         """
         self._thread.check("Region.close")

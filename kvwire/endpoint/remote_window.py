@@ -32,7 +32,7 @@ from kvwire.types import Deadline
 
 
 class RemoteWindow:
-    """A peer's window, open for reading; made by ``await connection.window(name)``.
+    """A peer's window, open for reading; created by ``await connection.window(name)``.
 
     Attributes:
         name: The name by which the owner exposes it.
@@ -61,7 +61,7 @@ class RemoteWindow:
 
     @property
     def serial(self) -> bytes:
-        """Return the serial, which is in its tickets; a reopening changes it."""
+        """Return the serial in the window's tickets; reopening changes it."""
         return self._opened.serial
 
     @property
@@ -83,8 +83,8 @@ class RemoteWindow:
     def owner_gone(self) -> bool:
         """Return whether the owner's process, or the connection to it, has ended.
 
-        Mapped memory outlives its owner: blocks that were offered can still be read,
-        and are what they were.
+        Mapped memory outlives its owner: offered blocks can still be read, and are
+        unchanged.
         """
         reader = self._opened.reader
         return bool(self._opened.gone) or (reader is not None and reader.owner_gone)
@@ -94,15 +94,16 @@ class RemoteWindow:
     ) -> bytes:
         """Return the ticket of blocks whose generations are known.
 
-        For owners of several processes, where one process draws the generations for all
-        (:meth:`Window.offer`).
+        Use it if the owner consists of several processes, and one process draws the
+        generations for all (:meth:`Window.offer`).
 
         Args:
             blocks: The owner's block ids, by group.
             generations: The generation of each, by group.
 
         Raises:
-            UsageError: A group is missing, or has not one generation for each block.
+            UsageError: A group is missing, or the numbers of its blocks and generations
+                differ.
         """
         opened = self._opened
         groups = [group.name for group in opened.geometry.groups]
@@ -135,30 +136,30 @@ class RemoteWindow:
         """Read blocks that the owner has offered.
 
         The result is an :class:`~kvwire.Outcome`: ``landed``, and ``missing`` with the
-        reasons: withdrawn, damaged, or gone. A block that is missing may have been
-        written to.
+        reasons: withdrawn, damaged, or gone. A missing block may have been overwritten
+        in part.
 
         Args:
-            ticket: From the owner's ``offer``.
+            ticket: The ticket that the owner's ``offer`` returned.
             into: A writable cache; or writable memory, for a window of plain bytes.
             blocks: As many block ids of ``into`` as the ticket's tokens need, in the
-                ticket's order, or ``{group: ids}``. For plain bytes, None is block 0
-                and the blocks after it.
-            positions: The blocks to read, by their positions in the ticket; None for
-                all. For tickets of one group.
+                ticket's order, or ``{group: ids}``. For plain bytes, None means block 0
+                and the following blocks.
+            positions: The blocks to read, as positions in the ticket; None for all.
+                Only for tickets of one group.
             deadline: As for :meth:`Connection.send <kvwire.Connection.send>`; blocks
-                that have not come by then are missing.
+                that have not arrived by then are missing.
 
         Raises:
             UsageError: The ticket is malformed, the blocks do not fit it, or the cache
                 cannot receive.
-            ProfileMismatch: The caches do not fit together; it names the fields.
+            ProfileMismatch: The caches do not fit together; the error names the fields.
             RequestCancelled: From the await, after ``cancel()``.
 
         Cancel safety:
-            Cancelling the await does not stop the read. The blocks are busy until
-            ``await request.released()`` returns; once there is an outcome, they are
-            free unless the deadline has passed.
+            Cancelling the await does not stop the read. The blocks are in use until
+            ``await request.released()`` returns. Once there is an outcome they are
+            free, unless the deadline has passed.
         """
         if get_ident() != self._thread.ident:
             self._thread.check("RemoteWindow.get")
@@ -177,7 +178,9 @@ class RemoteWindow:
         return read.begin(self._opened, self._queue)
 
     async def close(self) -> None:
-        """Stop reading, and notify the owner. Running reads end as ``gone``.
+        """Stop reading, and notify the owner.
+
+        In running reads, the blocks that have not arrived are missing as ``gone``.
 
         Cancel safety: safe, it is closed either way.
         """
@@ -274,7 +277,7 @@ class RemoteWindow:
 def memory_here(window: RemoteWindow) -> npt.NDArray[np.uint8] | None:
     """Return the memory of a window of plain bytes, read-only, if it is mapped here.
 
-    For code of this library that has its own generations of what lies in the window.
+    For kvwire's own code that keeps generations of its own inside the window.
     """
     reader = window._opened.reader
     return None if reader is None else reader.memory_here()

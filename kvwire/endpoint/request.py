@@ -1,15 +1,15 @@
-"""A request: one movement of bytes, with exactly one completion.
+"""A request: one data movement, with exactly one completion.
 
-The completion is stored in the request before anybody is woken. So it cannot get lost
-with a cancelled task, several tasks may await one request, and awaiting it again gives
-the same answer.
+The completion is stored in the request before any waiting task is woken. So it cannot
+get lost with a cancelled task, several tasks may await one request, and awaiting it
+again gives the same result.
 
-Cancelling an ``await`` stops the waiting and not the movement: the hardware goes on,
-and so does the request. ``cancel()`` ends the request, and ``released()`` returns when
-its memory is free. The one exception is a receive that has met no message yet: it is
-posted only while somebody awaits it, so that no message vanishes into a forgotten
-buffer. Awaiting it again posts it again. A request of a peer that is not connected is
-not posted either; the peer posts it on the connection as soon as there is one.
+Cancelling an ``await`` stops the waiting, not the data movement: the hardware
+continues, and so does the request. ``cancel()`` ends the request, and ``released()``
+returns when its memory is free. The one exception is a receive that no message has
+matched yet: it is posted only while a task awaits it, so that no message vanishes into
+a forgotten buffer. Awaiting it again posts it again. If a request was made on a
+:class:`~kvwire.Peer` without a connection, the peer posts the request once it has one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class Request(Coroutine[Any, Any, T], Generic[T]):
-    """Follows one send, recv, put or get. Await it for its result.
+    """Represents one running send, recv, put or get. Await it for its result.
 
     It can be passed wherever asyncio takes a coroutine: ``asyncio.create_task``,
-    ``gather``, ``TaskGroup``. Unlike a coroutine it has started already, and need not
+    ``gather``, ``TaskGroup``. Unlike a coroutine, it has already started and need not
     be awaited.
     """
 
@@ -109,8 +109,9 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     def cancel(self) -> None:
         """End the request on both sides; does nothing if it is complete.
 
-        Tasks that await it get :exc:`~kvwire.RequestCancelled`. Its memory is free once
-        :meth:`released` returns, because a transport finishes what it has begun.
+        Tasks that await it get :exc:`~kvwire.RequestCancelled`. A transport still
+        finishes its running operations, so the memory is free only once
+        :meth:`released` returns.
         """
         if self._owner is not None and not self._over:
             self._owner._thread.check("Request.cancel")
@@ -119,9 +120,8 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     async def released(self) -> None:
         """Wait until kvwire and its transports no longer touch the request's memory.
 
-        That can be later than the completion, even of a failed request. There is no
-        deadline: memory is either free or it is not, and a timeout would only be a
-        guess.
+        That can be later than the completion, even if the request failed. There is no
+        deadline, because a timeout could only guess whether the memory is free.
 
         Cancel safety: safe, it only watches.
         """
@@ -238,15 +238,15 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
 
 
 def succeeded(request: Request[Any]) -> bool:
-    """Return whether a request is complete, with a result and not with an error."""
+    """Return whether a request completed without an error."""
     return request._over and request._error is None
 
 
 def when_released(request: Request[Any], call: Callable[[], None]) -> None:
     """Call a function once kvwire no longer touches the request's memory.
 
-    It is called at once if that is so already. For upper rooms, which hold many
-    requests; others await :meth:`Request.released`.
+    If the memory is free already, the function is called at once. It is for upper
+    rooms, which hold many requests; other code awaits :meth:`Request.released`.
     """
     if request._owner is None:
         call()

@@ -1,8 +1,8 @@
 """The open objects of a communicator, with their reasons for waiting, as plain values.
 
-A snapshot is taken for operators and dumps, on the loop, in one turn of it; nothing is
-kept between two snapshots. ``msgspec.json.encode`` and ``dataclasses.asdict`` accept
-all of it.
+A snapshot, for operators and dumps, is taken within one turn of the loop, and nothing
+is kept between two snapshots. ``msgspec.json.encode`` and ``dataclasses.asdict`` accept
+it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ class TransferSnapshot:
     """Shows one end of a KV transfer that has no outcome yet.
 
     Attributes:
-        id: Its id, as a text.
-        side: Whether this side sends it or receives it.
-        peers: The names of the peers it runs with now.
+        id: Its id as text.
+        side: Whether this side sends or receives.
+        peers: The names of the current peers.
         age_s: Seconds since the call.
-        layers: Its layers, over all groups; 0 until its peer is known.
-        layers_marked: Those that its producer has marked, as far as this side knows.
+        layers: The number of its layers, over all groups; 0 until its peer is known.
+        layers_marked: The layers that its producer has marked, as far as this side
+            knows.
         layers_landed: Layers whose blocks have all landed.
         nbytes: Payload bytes to move; 0 until its peer is known.
-        landed_bytes: Bytes that have landed; with several consumers, the least.
+        landed_bytes: Bytes that have landed; with several consumers, the smallest
+            number.
         waits_for: The reason for waiting, in words.
-        waits_on: Who has the next move: ``"peer"``; ``"program"``, this side's own;
-            or ``"device"``, this side's.
+        waits_on: Who has to act next: ``"peer"``, ``"program"`` (on this side) or
+            ``"device"`` (on this side).
     """
 
     id: str
@@ -69,14 +71,15 @@ class ConnectionSnapshot:
 
     Attributes:
         peer: The peer's name.
-        address: Where it is; "" if the transport does not know.
-        transport: The transport that carries its data now.
-        state: How far it is, such as ``"open"``.
+        address: The peer's address; "" if the transport does not know it.
+        transport: The transport that carries its data at the moment.
+        state: The connection's state, such as ``"open"``.
         age_s: Seconds since its handshake.
         silent_s: Seconds since the peer last sent anything.
-        queued_bytes: Bytes that its link has accepted and not sent yet.
-        requests: Its open requests: messages, puts, gets, transfers.
-        unreceived: Messages that wait to be received, announced ones included.
+        queued_bytes: Bytes that its link has accepted but not sent yet.
+        requests: The number of its open requests: messages, puts, gets, transfers.
+        unreceived: The number of messages waiting to be received, including announced
+            ones.
     """
 
     peer: str
@@ -111,7 +114,7 @@ class StoreSnapshot:
 
     Attributes:
         name: Its tiers.
-        calls: Puts and gets under way, oldest first.
+        calls: The running puts and gets, oldest first.
         pinned_blocks: Slots of the memory tier that may not be evicted now.
         counters: Its counters, by their names.
         trouble: The last failure of each tier; tiers without one are left out.
@@ -131,15 +134,16 @@ class Snapshot:
     Attributes:
         name: The name of the communicator.
         pid: The id of its process.
-        incarnation: Its random bytes of this start, in hexadecimal.
+        incarnation: The random bytes that identify this start of it, in hexadecimal.
         at_s: The time of the snapshot, in seconds since 1970.
         connections: Its connections; ``SNAPSHOT_ROWS_MAX`` at most.
         transfers: Its open transfers, oldest first; ``SNAPSHOT_ROWS_MAX`` at most.
         open_connections: The number of connections.
         open_transfers: The number of open transfers.
-        asked: Ids that peers asked for and this side has not offered.
+        asked: Transfer ids that peers requested but this side has not offered.
         stores: The stores on the same event loop.
-        quarantined_bytes: Bytes of ended requests that a transport may still touch.
+        quarantined_bytes: Bytes that a transport may still touch although their
+            requests have ended.
         counters: The counters of the communicator, by their names.
     """
 

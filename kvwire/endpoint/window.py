@@ -2,11 +2,11 @@
 
 The owner offers blocks that will not change, and withdraws them before it writes to
 them again. Each offer gives a block a *generation*, a random 64-bit number in a table
-beside the cache; withdrawing replaces the number. A reader copies a block and looks at
-its generation afterwards. If that is still the one of its ticket, every byte is what
-the owner had offered; if not, the block is missing and nothing else happens. So the
-owner never waits for a reader, a reader that has died holds nothing, and a reference
-to a block that was reused is never mistaken for a good one.
+beside the cache; withdrawing replaces the number. A reader copies a block and reads its
+generation afterwards. If the generation still equals the one in the reader's ticket,
+the copy is exactly what the owner had offered; otherwise the block is reported as
+missing. So the owner never waits for a reader, a dead reader holds nothing, and a
+ticket for a block that was reused since never yields wrong bytes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ BYTES_GROUP = "bytes"
 
 
 class Window:
-    """Blocks of this process that peers may read; made by ``expose``.
+    """Blocks of this process that peers may read; created by ``expose``.
 
     The cache's memory has to stay where it is until :meth:`close` has returned.
     :meth:`offer` and :meth:`withdraw` may be called from any thread.
 
     Attributes:
         name: The name by which peers open it.
-        serial: Random bytes in all of its tickets, which its readers know too.
+        serial: Random bytes that identify this window in all of its tickets; readers
+            get them when they open it.
     """
 
     def __init__(
@@ -79,20 +80,21 @@ class Window:
     ) -> bytes:
         """Allow blocks to be read by peers that get the returned ticket.
 
-        The blocks must not change until :meth:`withdraw`: on a device, the kernels that
-        write to them must be over, and not only queued. Offering a block again
-        returns the same right; there is no count.
+        The blocks must not change until :meth:`withdraw`. On a device, the kernels that
+        write to them must have finished, not only be queued. Offering an offered block
+        again returns the same generation; one withdrawal ends it, however often it was
+        offered.
 
         Args:
-            blocks: Block ids, or ``{group: ids}``; of plain bytes, numbers of blocks.
-            generations: For owners of several processes, whose tickets one of them
-                writes: the generation of each block, in the same order. They have to be
-                random numbers that were drawn for these blocks since they were last
-                withdrawn. By default the window draws them.
+            blocks: Block ids, or ``{group: ids}``; for plain bytes, block numbers.
+            generations: The generation of each block, in the same order; by default the
+                window draws them. Pass them if the owner consists of several processes
+                and one of them writes the tickets for all. They have to be random
+                numbers, drawn anew after the blocks were last withdrawn.
 
         Returns:
-            The ticket: the blocks and their generations, 12 bytes for each and some 32
-            more. It may travel by any channel.
+            The ticket: the blocks and their generations, 12 bytes per block and about
+            32 more. Send it to the reader by any channel.
 
         Raises:
             UsageError: A block is out of range, the window is closed, or there is not
@@ -116,10 +118,10 @@ class Window:
         )
 
     def withdraw(self, blocks: Blocks | None = None) -> None:
-        """Forbid reading blocks; after that you may write to them.
+        """Forbid reading blocks; afterwards you may write to them.
 
-        Returns at once, whatever readers do: one that is in the middle of a block
-        reports it as missing.
+        Returns at once, even if readers are active: a reader in the middle of a block
+        reports the block as missing.
 
         Args:
             blocks: As for :meth:`offer`; None for all.
@@ -137,10 +139,10 @@ class Window:
     async def close(self) -> None:
         """Withdraw all blocks, and wait until no transport touches the memory.
 
-        There is no deadline: a reader that does not answer is ended by its connection's
-        liveness check.
+        There is no deadline: if a reader does not answer, the liveness check ends its
+        connection.
 
-        Cancel safety: safe. The window is closed either way; call it again to go on
+        Cancel safety: safe. The window is closed either way; call it again to continue
         waiting for its memory.
         """
         self._thread.check("Window.close")
@@ -174,8 +176,9 @@ class WindowTable:
     """The windows that a communicator exposes.
 
     Attributes:
-        open: Those that are open, by name.
-        closing: Called with each window that is closed, by its connections.
+        open: The open windows, by name.
+        closing: Callbacks from connections; each is called with every window that
+            closes.
     """
 
     def __init__(self, thread: LoopThread) -> None:
@@ -214,10 +217,11 @@ class WindowTable:
 def as_cache(
     verb: str, memory: PagedCache | Any, block_bytes: int | None
 ) -> PagedCache:
-    """Return memory as a cache: plain bytes are a group of one layer.
+    """Return memory as a cache: plain bytes become a group with one layer.
 
     Raises:
-        UsageError: The memory cannot be used, or is no multiple of ``block_bytes``.
+        UsageError: The memory cannot be used, or its size is not a multiple of
+            ``block_bytes``.
     """
     if isinstance(memory, PagedCache):
         if block_bytes is not None:

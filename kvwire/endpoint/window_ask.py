@@ -1,7 +1,7 @@
-"""Gets from a window by messages; gets of the same loop turn share a request.
+"""Gets from a window by messages; gets in the same loop turn share a request.
 
-A request of the connection has blocks of one read or of several, in the order of groups
-and of a bounded size.
+A request contains the blocks of one or several reads, in the order of groups; its size
+is bounded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _U4: Final = np.dtype("<u4")
 
 
 class ReadQueue:
-    """Collects the reads by messages of one window.
+    """Collects one window's reads by messages.
 
     Attributes:
         opened: The window, open on one connection.
@@ -77,7 +77,8 @@ class WindowAsk:
 
     Attributes:
         parts: The reads, in the order of the request's blocks.
-        together: The bytes that come in one frame; 0 if they come as chunks.
+        together: The number of bytes if they come in one frame; 0 if they come as
+            chunks.
     """
 
     __slots__ = ("opened", "parts", "record", "together")
@@ -89,7 +90,7 @@ class WindowAsk:
         self.together = together
 
     def done(self, event: RequestDone) -> None:
-        """Give each read its blocks; request the blocks of a refused list again."""
+        """Pass received blocks to their reads; request a refused list again."""
         record = event.request
         record.context = None
         answer = record.answer

@@ -1,7 +1,7 @@
-"""The bytes of a small get: gathered by the owner, and copied to blocks by the reader.
+"""The bytes of a small get, which the owner gathers and the reader copies to blocks.
 
-They are in the order of the granules, and in a granule in that of its walk. The two
-sides may cut a granule into pieces of different length; the order is the same.
+The bytes follow the order of the granules, and within a granule the order of its walk.
+The two sides may cut a granule into pieces of different lengths; the order is the same.
 """
 
 from __future__ import annotations

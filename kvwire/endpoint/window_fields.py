@@ -1,6 +1,6 @@
 """Encodes the byte fields of window frames: geometries, memory, sets of blocks.
 
-The memory of a window is described for readers in place.
+The description of a window's memory is for readers in place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BASE: Final = np.dtype("<i8")
 
 
 def encode_memory(table: int, where: tuple[Placed, ...]) -> bytes | None:
-    """Return the description; None if it is too long to be sent."""
+    """Return the memory's description; None if it is too long to be sent."""
     groups = tuple(
         _Group(place.bases.astype(_BASE, copy=False).tobytes(), place.strides)
         for place in where
@@ -56,7 +56,7 @@ def decode_memory(
     """Read the peer's description of a window whose geometry is known.
 
     Raises:
-        ProtocolError: No owner would send it.
+        ProtocolError: The description is invalid.
     """
     try:
         memory = _DECODER.decode(data)
@@ -98,7 +98,7 @@ def read_geometry(data: bytes) -> Geometry:
 
 
 def packed(bits: Bits) -> bytes:
-    """Return bits as WINDOW_GOT encodes them."""
+    """Return bits in the encoding of WINDOW_GOT."""
     return np.packbits(bits, bitorder="little").tobytes()
 
 

@@ -1,7 +1,7 @@
-"""The windows of a peer that are open here, on one connection.
+"""A peer's windows that this side has opened, on one connection.
 
-The reader keeps what is agreed once for each window: its geometry, the caches of this
-side into which it is read, and what reads it in place.
+For each window the reader keeps its geometry, the local caches that it is read into,
+and the object that reads it in place.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ class OpenedWindow:
     """A window of the peer, open on one connection.
 
     Attributes:
-        number: Its number there.
+        number: Its number on that connection.
         serial: The serial number in its tickets.
         together: The most bytes that the owner sends in one frame.
-        geometry: Its cache.
-        first: The first entry of each group, and behind the last one of all.
-        reader: Reads it in place, without asking; None while it is read by messages.
-        prepared: Done once ``reader`` is ready, or cannot be; None for no lane.
-        gone: Why it can be read no more, or "".
-        held_bytes: The bytes that were read in place since a read last let the loop
-            run, and some for each read.
+        geometry: The geometry of the owner's cache.
+        first: The first table entry of each group, followed by the total number of
+            entries.
+        reader: Reads the window in place, without asking; None while it is read by
+            messages.
+        prepared: Done once ``reader`` is ready or has failed; None if there is no lane.
+        gone: The reason why it can no longer be read, or "".
+        held_bytes: The bytes read in place since a read last let the loop run, plus a
+            fixed amount per read.
     """
 
     def __init__(self, windows: PeerWindows, answer: WindowOpened) -> None:
@@ -78,7 +80,7 @@ class OpenedWindow:
         """Return the map from its blocks to the blocks of a local cache.
 
         Raises:
-            ProfileMismatch: They do not fit together.
+            ProfileMismatch: The two caches do not fit together.
         """
         view = self._views.get(cache)
         if view is None:
@@ -89,7 +91,8 @@ class OpenedWindow:
         """Return the view's number on this connection, once the owner knows it.
 
         Raises:
-            UsageError: There are too many views of other geometry, or too many groups.
+            UsageError: There are too many views with different geometries, or too many
+                groups.
         """
         if view.number is not None:
             return view.number
@@ -114,7 +117,7 @@ class OpenedWindow:
         """From now on, read the window in place, over the lane with this number.
 
         Raises:
-            ProtocolError: No owner would describe its memory so.
+            ProtocolError: The owner's description of its memory is invalid.
         """
         endpoint = self.windows.driver.lanes.find(lane)
         if endpoint is None:
@@ -137,7 +140,7 @@ class OpenedWindow:
     async def _prepare(self, coming: WindowReader) -> None:
         """Read in place once a reader is ready.
 
-        Cancel safety: it is cancelled with its loop only.
+        Cancel safety: it is only cancelled together with its loop.
         """
         try:
             await coming.ready()
@@ -169,7 +172,7 @@ class OpenedWindow:
         self._lane = None
 
     def note(self, read: asyncio.Future[Any]) -> None:
-        """Record a read in place or its memory, so that the owner waits for it."""
+        """Record a read in place, or its memory, so that the owner waits for it."""
         self._under_way.add(read)  # bounded: one for each get
         read.add_done_callback(self._over)
 
@@ -190,7 +193,7 @@ class WindowOpening:
     """A requested window of the peer, before the answer.
 
     Attributes:
-        found: Its result.
+        found: A future for the opened window.
     """
 
     def __init__(
@@ -226,12 +229,12 @@ class WindowOpening:
 
 
 class PeerWindows:
-    """The windows of the peer of one connection that are open here.
+    """The peer's windows that this side has opened on one connection.
 
     Attributes:
         driver: Runs the connection.
-        by_number: The windows.
-        asked_bytes: The bytes of small gets that were asked for and have not come.
+        by_number: The windows by their numbers.
+        asked_bytes: The bytes of small gets that were requested and have not arrived.
     """
 
     def __init__(self, driver: ConnectionDriver) -> None:

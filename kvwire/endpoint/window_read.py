@@ -1,9 +1,9 @@
 """One get from a window: in place if a lane supports it, otherwise by messages.
 
-Whatever the way, a read is the same: blocks with the generations of a ticket go to
-blocks of a cache of this side, and those whose generation has changed are missing.
-Small reads in place are over when they have begun. Larger ones are cut into turns, so
-that the loop runs other tasks in between.
+Either way gives the same result: blocks that still have the generations of the ticket
+are copied to blocks of a local cache, and the others are missing. A small read in place
+completes within the call. A larger one is divided into turns, so that the loop can run
+other tasks in between.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Asked(Protocol):
 
 
 class AskQueue(Protocol):
-    """Requests blocks from a window's owner by messages."""
+    """Sends requests for blocks to a window's owner."""
 
     def add(self, read: Reading) -> None:
         """Request the remaining blocks of a read."""
@@ -89,14 +89,16 @@ class Reading:
     """One ``get``: its landed, lost and remaining blocks.
 
     Attributes:
-        named: The ticket.
+        named: The ticket that the caller passed.
         deadline: An instant of the loop's clock.
-        over: It has an outcome.
-        single: Its ticket is of one group, so it may share a frame with others.
-        asked: Its requests that are not over.
+        over: Whether it has an outcome.
+        single: Whether its ticket covers one group, so that it may share a frame with
+            other reads.
+        asked: Its open requests to the owner.
         buffers: The buffers that land in its blocks.
-        under_way: What it reads in place, for a lane that takes its time.
-        view: The map from the window's blocks to its own, once it has begun.
+        under_way: The part that it is reading in place, if the lane works
+            asynchronously.
+        view: The map from the window's blocks to the local blocks, once it has begun.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class Reading:
 
         Args:
             opened: The window.
-            queue: Asks the owner for the blocks that are still to do.
+            queue: Requests from the owner the blocks that could not be read in place.
 
         Raises:
             ProfileMismatch: The caches do not fit together.
@@ -258,7 +260,7 @@ class Reading:
     ) -> None:
         """Read in batches that block the loop only briefly; then complete.
 
-        Cancel safety: it is cancelled with its loop only.
+        Cancel safety: it is only cancelled together with its loop.
         """
         try:
             async with asyncio.timeout_at(self.deadline):
@@ -307,7 +309,7 @@ class Reading:
     def landed(self, ask: Asked, part: Part, line: int) -> int:
         """Copy contiguous received blocks to their places; return the number of bytes.
 
-        Their generations were compared behind the owner's copy.
+        The owner compared their generations after it had copied them.
         """
         view = self.view
         assert view is not None

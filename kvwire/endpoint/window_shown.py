@@ -1,7 +1,7 @@
-"""The owner's side of windows that one peer has open: it answers the peer's gets.
+"""The owner's side of the windows that one peer has open: it answers the peer's gets.
 
-It compares generations, sends the blocks straight from the cache, and compares again
-once its link no longer reads them.
+It compares the blocks' generations, sends the blocks straight from the cache, and
+compares the generations again once the link no longer reads the blocks.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class ShownView(NamedTuple):
     """A peer's geometry, with the map from this side's blocks.
 
     Attributes:
-        places: Where blocks lie, by group.
-        pieces: The pieces of one block, by group.
+        places: The places of blocks in memory, by group.
+        pieces: The number of memory pieces of one block, by group.
     """
 
     places: tuple[BlockPlaces, ...]
@@ -90,7 +90,7 @@ class ShownWindow:
         self.lanes: list[tuple[LaneEndpoint, WindowMemory]] = []
 
     def view(self, geometry: bytes) -> ShownView | str:
-        """Return the places of blocks for a reader with this geometry."""
+        """Return the map of this side's blocks for a reader with this geometry."""
         cache = self.window._cache
         try:
             walks = view_walks(self.window._geometry, read_geometry(geometry))
@@ -106,10 +106,10 @@ class _Named(NamedTuple):
     """The contents of a get request.
 
     Attributes:
-        shown: The window.
+        shown: The requested window.
         entries: The places of its blocks in the window's table.
-        generations: Their generations.
-        granules: Where they lie, by group.
+        generations: The blocks' generations, as the reader knows them.
+        granules: The places of the blocks' granules, by group.
     """
 
     shown: ShownWindow
@@ -122,8 +122,8 @@ class OwnWindows:
     """This side's windows that one connection's peer has open.
 
     Attributes:
-        by_number: The windows.
-        served: The gets of the peer that are being sent.
+        by_number: The windows by their numbers.
+        served: The peer's gets whose blocks are being sent.
     """
 
     def __init__(self, driver: ConnectionDriver, table: WindowTable) -> None:
@@ -198,7 +198,7 @@ class OwnWindows:
 
         Returns:
             The lane's number, the addresses, and the lane's own description; None if
-            the lane cannot.
+            the lane cannot read in place.
         """
         window = shown.window
         cache = window._cache
@@ -290,12 +290,13 @@ class OwnWindows:
     def _named(self, body: WindowGet) -> _Named:
         """Return the contents of a WINDOW_GET.
 
-        It computes no table that is larger than what a well-meant get needs.
+        It never computes a larger table than a legitimate get needs.
 
         Raises:
             StaleRegion: The window was closed.
             ProfileMismatch: The reader's cache is unknown, or does not fit.
-            ProtocolError: It names other blocks, or other bytes.
+            ProtocolError: The request's blocks or byte count are not those of the
+                window.
         """
         shown = self.by_number.get(body.window)
         if shown is None:
@@ -344,7 +345,8 @@ class OwnWindows:
     def _hide(self, window: Window) -> None:
         """End a window at the peer, which answers once its lanes have stopped reading.
 
-        A peer that has it on no lane reads nothing by itself: it is not waited for.
+        If the peer has the window on no lane, it cannot read by itself, and there is no
+        wait.
         """
         for shown in list(self.by_number.values()):
             if shown.window is window:
