@@ -1,15 +1,15 @@
 """Eviction order of blocks of one size: least recently used, or S3-FIFO.
 
-Least recently used (``lru``): a used block goes to the back. A single scan over
-documents that are read only once pushes everything else out.
+Least recently used (``lru``): each use moves a block to the back of the queue. A single
+scan over documents that are read only once evicts everything else.
 
 S3-FIFO (``s3fifo``; Yang, Zhang, Qiu, Yue, Rashmi: *FIFO queues are all you need for
-cache eviction*, SOSP 2023): a new block enters a small queue, a tenth of the tier, and
-leaves the tier from there unless it was used again; then it goes to the main queue, in
-which each use earns one more round, at most three. The names of blocks that left the
-small queue are remembered for a while: a block that comes back by then goes to the main
-queue. So a scan passes through a tenth of the tier. A use never reorders a queue; it
-only counts.
+cache eviction*, SOSP 2023): a new block enters a small queue, a tenth of the tier. At
+its front a block is evicted, unless it was used meanwhile; then it moves to the main
+queue. There each use earns a block one more round, at most three. The names of blocks
+evicted from the small queue are remembered for a while, and a block put again within
+that time enters the main queue directly. So a scan displaces only a tenth of the tier.
+A use is only counted, and never reorders a queue.
 
 Both take O(1) per block, and calls loop over blocks within C; see
 :mod:`kvwire.store.index`. Blocks of a chain enter tail first, and leave in that order.
@@ -43,7 +43,7 @@ each: Final[Callable[[Iterable[object]], object]] = partial(deque, maxlen=0)
 
 
 class SlotState:
-    """The state of each slot that eviction needs."""
+    """The part of a slot's state that eviction needs."""
 
     __slots__ = ("pins", "uses")
 
@@ -76,11 +76,11 @@ class EvictionQueue(ABC):
 
     @abstractmethod
     def pop(self, count: int) -> tuple[Keys, Ids]:
-        """Take out up to ``count`` blocks to evict, the first in front."""
+        """Remove and return up to ``count`` blocks to evict, in order."""
 
     @abstractmethod
     def remove(self, keys: Keys, slots: Ids) -> None:
-        """Take out some blocks, which may not be in the queue."""
+        """Remove some blocks; blocks that are not in the queue are ignored."""
 
     @abstractmethod
     def oldest(self) -> int | None:
@@ -138,7 +138,7 @@ class S3FifoQueue(EvictionQueue):
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
 
     def hold(self, keys: Keys, slots: Ids) -> None:
-        """Do nothing: a block in use keeps its place, and eviction skips it."""
+        """Do nothing: a block in use keeps its place, but eviction skips it."""
 
     def release(self, keys: Keys, slots: Ids) -> None:
         """Add new blocks; a block in a queue keeps its place."""
@@ -159,7 +159,7 @@ class S3FifoQueue(EvictionQueue):
         uses[slots] = np.minimum(uses[slots] + 1, _USES_MAX)
 
     def pop(self, count: int) -> tuple[Keys, Ids]:
-        """Take out the next blocks. Each block is visited at most four times."""
+        """Remove and return the next blocks; visits each at most four times."""
         found: list[tuple[Keys, Ids]] = []
         uses = self.state.uses
         pins = self.state.pins

@@ -1,4 +1,4 @@
-"""Operations on stored blocks besides put and get: delete, the verbs, counts."""
+"""Operations on stored blocks besides put and get: delete, verbs, statistics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HashTokens = int | Mapping[str, int] | None
 
 
 class StoreManagement(AsyncWith):
-    """Delete, move, protect and count blocks. Subclassed by the store."""
+    """Methods that delete, move, protect and count blocks; the store inherits them."""
 
     _name: str
     _tiers: TierStack
@@ -53,22 +53,22 @@ class StoreManagement(AsyncWith):
     ) -> None:
         """Delete blocks from every tier; no get finds them, not even after a restart.
 
-        It waits for running reads and writes of them.
+        It waits until running reads and writes of these blocks have ended.
 
         Args:
             hashes: See :meth:`put`.
-            cache: A cache of the kind that the blocks are for.
+            cache: A cache of the kind that the blocks belong to.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant.
-            OSError: A tier still has some of them, or may have; the text has the
-                reason.
+            OSError: A tier still has some of the blocks, or may have; the text gives
+                the reason.
             ClosedOK: The store is closed.
 
-        Cancel safety: running work of the tiers is finished first, so no block is
-            deleted that is put later; it may be called again.
+        Cancel safety: the tiers first finish their running work, so that no block put
+        later is deleted; it may be called again.
         """
         self._check("BlockStore.delete", cache)
         namespaces = self._namespaces(cache, hash_tokens, tenant)
@@ -88,24 +88,24 @@ class StoreManagement(AsyncWith):
         """Delete all blocks of a tenant, as :meth:`delete` does.
 
         Args:
-            cache: Limits it to blocks for such a cache. Without it all that this store
-                knows are deleted: those it had when it was opened, and those put or got
-                since.
+            cache: Delete only blocks for such a cache. By default all blocks known to
+                this store are deleted: those it had when it was opened, and those put
+                or got since.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
 
         Returns:
-            The number of blocks that were in memory and on disks. Other tiers delete
-            theirs and do not count them.
+            The number of blocks deleted from memory and disks. Other tiers delete their
+            blocks without counting them.
 
         Raises:
             UsageError: There is no such tenant.
-            OSError: A tier still has some of them, or may have; the text has the
-                reason.
+            OSError: A tier still has some of the blocks, or may have; the text gives
+                the reason.
             ClosedOK: The store is closed.
 
-        Cancel safety: running work of the tiers is finished first, so no block is
-            deleted that is put later; it may be called again.
+        Cancel safety: the tiers first finish their running work, so that no block put
+        later is deleted; it may be called again.
         """
         self._check("BlockStore.delete_all", cache, optional=True)
         known = self._tiers.of_tenant(tenant)
@@ -127,20 +127,21 @@ class StoreManagement(AsyncWith):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> Placement:
-        """Find the tiers and nodes that have some blocks; reads no disk.
+        """Find the tiers and nodes that have the given blocks; reads no disk.
 
-        A block is done if any place has it, and deferred if one could not be asked.
+        A block is *done* if any place has it, and *deferred* if a place could not be
+        asked.
 
         Args:
             hashes: See :meth:`put`.
-            cache: A cache of the kind that the blocks are for. Without it the blocks of
-                all caches that this store knows of are meant, such as the shards of a
-                model; for each hash the worst of them counts.
+            cache: A cache of the kind that the blocks belong to. By default the blocks
+                of all caches known to this store are meant, such as all shards of a
+                model; each hash gets the worst of their states.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
 
         Returns:
-            The result for each block.
+            The result of each block.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant.
@@ -169,26 +170,26 @@ class StoreManagement(AsyncWith):
     ) -> Placement:
         """Copy blocks into a higher tier before a get needs them.
 
-        A block that is there already, or is being read or written, costs nothing. As
-        much as the tenant may move at once is moved, from the head of the chain on.
+        A block that is there already, or is being read or written, costs nothing.
+        Blocks are copied from the head of the chain on, as many as the tenant may move
+        at once.
 
         Args:
             hashes: See :meth:`put`.
             cache: See :meth:`locate`.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
-            tier: The tier's address, or its kind if there is one of it. A store server
-                brings the blocks into its own memory.
+            tier: The tier's address, or its kind if there is only one tier of that
+                kind. A store server copies the blocks into its own memory.
 
         Returns:
-            The result for each block.
+            The result of each block.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant or tier.
             ClosedOK: The store is closed.
 
-        Cancel safety: running reads and writes are finished first; no block is
-            lost.
+        Cancel safety: running reads and writes finish first; no block is lost.
         """
         return await self._carry_out(
             "BlockStore.prefetch",
@@ -209,27 +210,26 @@ class StoreManagement(AsyncWith):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> Placement:
-        """Free blocks' memory once a lower tier has them.
+        """Free the memory of blocks once a lower tier has them.
 
-        Blocks in use, and pinned ones, stay in memory as well, and are deferred.
+        Blocks that are in use or pinned also stay in memory, and are *deferred*.
 
         Args:
             hashes: See :meth:`put`.
             cache: See :meth:`locate`.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
-            tier: The tier that shall have them; by default the first below memory that
-                takes blocks. Disks above it let go of them too.
+            tier: The destination; by default the first tier below memory that accepts
+                blocks. Disks above the destination drop the blocks too.
 
         Returns:
-            The result for each block.
+            The result of each block.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant or tier.
             ClosedOK: The store is closed.
 
-        Cancel safety: running reads and writes are finished first; no block is
-            lost.
+        Cancel safety: running reads and writes finish first; no block is lost.
         """
         return await self._carry_out(
             "BlockStore.demote",
@@ -252,21 +252,22 @@ class StoreManagement(AsyncWith):
     ) -> Placement:
         """Protect blocks from eviction, for a time or until :meth:`unpin`.
 
-        They are pinned in each tier that has them: on a disk also across restarts, in
-        memory until the close. A tenant may pin and retain half of its quota, and all
-        tenants together a quarter of a tier; blocks beyond that are clipped, from the
-        head of the chain on. Deleted, damaged and expired blocks go in spite of it.
+        The blocks are pinned in each tier that has them: on a disk also across
+        restarts, in memory until the store closes. A tenant may pin and retain half of
+        its quota, and all tenants together a quarter of a tier. The limit is used up
+        from the head of the chain on; blocks beyond it are *clipped*. A pin does not
+        protect a block from being deleted, from expiring, or from removal after damage.
 
         Args:
             hashes: See :meth:`put`.
             cache: See :meth:`locate`.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
-            ttl_s: Seconds after which the pin ends by itself; None for never. Of
-                several pins of a block the last end counts.
+            ttl_s: Seconds after which the pin ends by itself; None for never. If a
+                block is pinned several times, the latest end counts.
 
         Returns:
-            The result for each block.
+            The result of each block.
 
         Raises:
             UsageError: The hashes or ``ttl_s`` are invalid, or there is no such tenant.
@@ -296,7 +297,7 @@ class StoreManagement(AsyncWith):
             tenant: The tenant that owns them.
 
         Returns:
-            The result for each block.
+            The result of each block.
 
         Raises:
             UsageError: The hashes are invalid, or there is no such tenant.
@@ -321,21 +322,21 @@ class StoreManagement(AsyncWith):
     ) -> Placement:
         """Evict blocks after, or before, others of their size.
 
-        All blocks of a lower priority go first, in each tier that has the blocks now.
-        The priority ends with the close, also on a disk. Above 50, which is that of all
-        other blocks, it counts as pinned; see :meth:`pin`.
+        Each tier that has the blocks now evicts all blocks of a lower priority first.
+        The priority is forgotten when the store closes, also on a disk. All other
+        blocks have the priority 50; blocks with a higher one count toward the limit of
+        pinned blocks, see :meth:`pin`.
 
         Args:
             hashes: See :meth:`put`.
             cache: See :meth:`locate`.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
-            priority: 0 to 100; 50 ends a retention.
-            ttl_s: Seconds after which the priority is the usual one again; None for
-                never.
+            priority: 0 to 100; 50 restores the usual priority.
+            ttl_s: Seconds after which the usual priority is restored; None for never.
 
         Returns:
-            The result for each block.
+            The result of each block.
 
         Raises:
             UsageError: The hashes, ``priority`` or ``ttl_s`` are invalid, or there is
@@ -362,31 +363,30 @@ class StoreManagement(AsyncWith):
     ) -> Placement:
         """Move blocks to another store server, or to a node of this store's servers.
 
-        A node gets copies, also of blocks that gets do not find any more since nodes
-        have joined or left: they look where the name of a block places it now, and the
-        address of the whole tier as ``to`` brings each block there. To another server
-        blocks go away: memory and disks of this store let go of them, unless they are
-        in use or pinned.
+        A node gets copies. A block's name determines the node on which a get looks for
+        it, so when nodes have joined or left, gets no longer find some blocks; with the
+        whole tier's address as ``to``, each block is copied to its current node. After
+        a move to another server, this store's memory and disks drop the blocks, unless
+        they are in use or pinned.
 
         Args:
             hashes: See :meth:`put`.
             cache: See :meth:`locate`.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
-            to: The name of a node of a tier on many servers, or that tier's address; or
+            to: A node's name, if a tier has several servers, or that tier's address; or
                 another server, ``kvwire://HOST:PORT`` with the options of a tier.
-            keep: Whether the blocks stay here as well.
+            keep: Whether this store keeps the blocks as well.
 
         Returns:
-            The result for each block.
+            The result of each block.
 
         Raises:
             UsageError: The hashes or the address are invalid, or there is no such
                 tenant or node.
             ClosedOK: The store is closed.
 
-        Cancel safety: running reads and writes are finished first; no block is
-            lost.
+        Cancel safety: running reads and writes finish first; no block is lost.
         """
         verb = Verb(VerbKind.MOVE, to, keep=keep)
         target = await self._server_at(to)

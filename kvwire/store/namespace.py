@@ -1,14 +1,15 @@
 """The namespace of a block: the properties that identify it, besides its hash.
 
-A hash names tokens. Their KV also depends on the model, on the shard and the layers
-that a cache holds, and on the cache group. All of it goes into the digest of a
-*namespace*, and a block's key is that digest and its hash. So one store can hold blocks
-of several models, shards and groups, and none is ever found in place of another.
+A hash names tokens. The tokens' KV also depends on the model, on the shard and the
+layers that a cache holds, and on the cache group. A *namespace* is the digest of all
+these, and a block's key consists of that digest and its hash. So one store can hold
+blocks for several models, shards and groups without ever confusing them.
 
-The order of a block's bytes in its *image*, in the store, is not part of the namespace:
-it is an order of the five axes, kept beside each block. A cache's own memory order
-makes the longest pieces, so an image has the order of the cache that it was put from,
-and a cache with another order converts it in a get.
+A block's bytes in the store are its *image*. The order of the bytes, which is an order
+of the five axes, is not part of the namespace; it is kept beside each block. Copies are
+fastest in a cache's own memory order, because the contiguous pieces are longest. So an
+image has the memory order of the cache that it was put from, and a get into a cache
+with another order converts it.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ assert len(ORDERS) < UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The namespace for one cache group of one model, on one shard.
+    """The namespace for one cache group of a model, on one shard.
 
     Attributes:
         group: The group's name.
-        spec: The spec of a block; its ``block_tokens`` are the tokens per hash.
+        spec: The spec of a block; ``block_tokens`` is the number of tokens per hash.
         tenant: The tenant that owns the blocks; "" in a store without tenants.
-        lossy: The codec below memory that loses bits; "" for none.
+        lossy: The lossy codec of the tiers below memory; "" for none.
         digest: 16 bytes, equal exactly if group, spec, tenant and codec are equal.
         image_bytes: Bytes of one block.
     """
@@ -78,7 +79,7 @@ class Namespace:
 
 
 def of_tenant(digest: bytes, tenant: str) -> bytes:
-    """Return the digest of a tenant's namespace, from the digest without a tenant."""
+    """Return the digest of a tenant's namespace, given the digest without a tenant."""
     if not tenant:
         return digest
     return sha256(digest + tenant.encode()).digest()[:DIGEST_BYTES]

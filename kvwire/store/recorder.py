@@ -1,11 +1,11 @@
-"""Records a store's requested blocks, as a trace for replays.
+"""Records the blocks requested from a store, as a trace for replays.
 
 A recording has a line for each get, put and delete (:mod:`kvwire.store.trace`), without
 the blocks' content. A hash is replaced by a number that only this process can compute,
 so a recording cannot show whether the store had a given prompt.
 
-A get that follows a ``match`` asks only for what the match has found. In a larger store
-it would have asked for more, so its line has the whole chain that was asked for; a
+A get after a ``match`` requests only the blocks that the match found. With a larger
+store it would have requested more, so its line records the whole chain of the match. A
 match that found nothing has a line of its own.
 """
 
@@ -44,10 +44,10 @@ class _Chain(NamedTuple):
 
 
 class Recorder:
-    """Writes the trace of one store to a new file. One event loop.
+    """Writes the trace of one store to a new file; bound to one event loop.
 
-    It stops when the directory has as many bytes of recordings as it may have, or when
-    a write fails; either is logged, and the store goes on.
+    It stops when the recordings in the directory reach their size limit, or when a
+    write fails. Either is logged, and the store continues.
     """
 
     def __init__(self, text: str) -> None:

@@ -1,11 +1,11 @@
 """Replays a trace through tiers in virtual time, to predict their hits.
 
-The tiers decide as those of a store (:mod:`kvwire.store.tiers.virtual`), and each line
-is carried out by the store's own put and get, which only copy nothing. So a replay has
-the admission and the eviction of a store by construction, at the speed of its index.
+The virtual tiers (:mod:`kvwire.store.tiers.virtual`) make the same decisions as a
+store's tiers, and each line runs the store's own put and get, without the copies. So a
+replay admits and evicts exactly as a store does, at the speed of the store's index.
 
-Each line is over before the next one begins. Time is that of the trace: blocks of a
-tenant with a ``ttl`` expire by it.
+Lines are replayed one after the other. The clock is the trace's, also for the expiry of
+blocks whose tenant has a ``ttl``.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class ReplayedTier(msgspec.Struct, kw_only=True):
 
     Attributes:
         name: Its address.
-        hit_blocks: Blocks of gets that came from it.
-        read_bytes: Their bytes.
-        written_blocks: Blocks that it took.
-        written_bytes: Their bytes.
-        evicted_blocks: Blocks that it forgot for others.
+        hit_blocks: Blocks that gets read from it.
+        read_bytes: The bytes of these blocks.
+        written_blocks: Blocks that it stored.
+        written_bytes: The bytes of these blocks.
+        evicted_blocks: Blocks that it evicted to make room for others.
         blocks: Blocks that it has at the end.
-        used_bytes: Bytes that they take.
-        size_bytes: Bytes that they may take.
+        used_bytes: Bytes that these blocks use.
+        size_bytes: Bytes that blocks may use.
     """
 
     name: str
@@ -78,10 +78,10 @@ class ReplayPoint(msgspec.Struct, kw_only=True):
     """The counts of one time interval, and the tiers' contents at its end.
 
     Attributes:
-        time_s: The end of that part, in seconds of the trace.
-        asked_blocks: Blocks that were asked for.
-        hit_blocks: Those that came from each tier.
-        evicted_blocks: Those that each tier forgot for others.
+        time_s: The end of the interval, in seconds of the trace.
+        asked_blocks: Blocks that were requested.
+        hit_blocks: Blocks that were read from each tier.
+        evicted_blocks: Blocks that each tier evicted to make room for others.
         used_bytes: Bytes in use in each tier.
     """
 
@@ -97,15 +97,15 @@ class ReplayReport(msgspec.Struct, kw_only=True):
 
     Attributes:
         lines: Lines of the trace.
-        accesses: Blocks that they name.
-        asked_blocks: Blocks that were asked for: all of a request, a load or a get.
-        hit_blocks: Those that were found.
-        hit_rate: Their share.
+        accesses: Blocks that the lines name.
+        asked_blocks: Blocks that were requested: all of a request, a load or a get.
+        hit_blocks: Requested blocks that were found.
+        hit_rate: ``hit_blocks`` as a share of ``asked_blocks``.
         span_s: The time of the last line.
-        counters: What the store's own counters would have shown.
+        counters: The values that the store's own counters would have.
         tiers: Each tier, the fastest first.
-        part_s: The length of a part of the timeline, in seconds of the trace.
-        timeline: Up to 128 parts of the time; one in which nothing happened is missing.
+        part_s: The length of one interval of the timeline, in seconds of the trace.
+        timeline: Up to 128 intervals; intervals in which nothing happened are left out.
     """
 
     lines: int
@@ -143,12 +143,12 @@ class Replay:
         """Make the tiers.
 
         Args:
-            tiers: See :meth:`kvwire.BlockStore.open`; of ``memory:`` and ``disk:``
-                only. A disk's directory is not touched.
+            tiers: See :meth:`kvwire.BlockStore.open`; only ``memory:`` and ``disk:``. A
+                disk's directory is not touched.
             write: As there.
             tenants: As there.
-            block_bytes: Bytes of a block, where a line does not have them.
-            ticks_per_s: The trace's units of time in a second.
+            block_bytes: The size of a block, for lines that do not record it.
+            ticks_per_s: The trace's time units per second.
 
         Raises:
             UsageError: A tier or tenant cannot be parsed, or is of another kind.
@@ -193,9 +193,10 @@ class Replay:
         """Replay one line.
 
         Raises:
-            UsageError: The size of its blocks is not known, or there is no such tenant.
+            UsageError: The size of the line's blocks is not known, or there is no such
+                tenant.
 
-        Cancel safety: the replay is of no use after it.
+        Cancel safety: the replay cannot be used afterwards.
         """
         time_s = line.timestamp / self._ticks_per_s
         self._now_s = max(self._now_s, time_s)
@@ -386,7 +387,7 @@ class _Put(_NoCopy, PutOperation):
 
 
 class _Timeline:
-    """The course of a replay, in parts of equal length whose number is bounded."""
+    """The course of a replay, in a bounded number of intervals of equal length."""
 
     def __init__(self, tiers: int) -> None:
         self.points: list[ReplayPoint] = []

@@ -1,4 +1,4 @@
-"""A put or get of a store, from the call until its blocks are free."""
+"""A store's put or get, from the call until its blocks are free."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvwire.store.operations.base import Operation
 class StoreRequest:
     """A running put or get. Await it for its :class:`~kvwire.Outcome`.
 
-    It runs from the call on, whether it is awaited or not. Cancelling an await stops
-    the waiting and not the copy; it can be awaited again. The caller's blocks may be
-    reused from :meth:`drained` on, and not before.
+    It starts with the call, whether it is awaited or not. Cancelling an await stops the
+    waiting, not the copy; it can be awaited again. The caller's blocks must not be
+    reused before :meth:`drained` has returned.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class StoreRequest:
     async def drained(self) -> None:
         """Wait until nothing in the store can touch the caller's blocks any more.
 
-        A get drains when its outcome is known. A put drains earlier: it has copied its
-        blocks to memory before it completes, and a tier below takes them from there.
+        A get drains when its outcome is known. A put drains earlier: it copies its
+        blocks to the memory tier before it completes, and lower tiers read them from
+        there.
 
         Cancel safety: safe, it only watches.
         """

@@ -1,7 +1,7 @@
-"""The names for tiers in other distributions; see docs/howto/write-a-tier.md.
+"""The names that tiers in other distributions use; see docs/howto/write-a-tier.md.
 
-Other rooms of kvwire reach into the store by these names, and by what `kvwire` itself
-exports.
+Other rooms of kvwire may use these names of the store, and the names that `kvwire`
+itself exports.
 """
 
 from kvwire.store.address import TierAddress

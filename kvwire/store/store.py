@@ -1,13 +1,14 @@
-"""The KV database: put blocks under their hashes, and get them back anywhere.
+"""The KV store: put blocks under their hashes, and get them back anywhere.
 
 >>> async with kvwire.BlockStore.open(["memory:8GiB"]) as store:
 ...     await store.put(hashes, cache, blocks)
 ...     found = await store.match(hashes, other)
 ...     outcome = await store.get(hashes[:found], other, free_blocks[:found])
 
-A block is immutable: its hash names the tokens, and its namespace everything else that
-its bytes depend on (:mod:`kvwire.store.namespace`). So a stored block is never written
-again, and any cache for the same model can get it, whatever its layout and block size.
+A block is immutable: its hash names the tokens, and its namespace covers everything
+else that its bytes depend on (:mod:`kvwire.store.namespace`). So a stored block is
+never overwritten, and any cache for the same model can get it, whatever its layout and
+block size.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ _KIND: Final = attrgetter("namespace.digest", "keys.size")
 
 
 class BlockStore(StoreManagement):
-    """Store blocks by their hashes, in memory and in the tiers below it.
+    """Stores blocks by their hashes, in memory and in the tiers below it.
 
-    Made by :meth:`open`; bound to one event loop. Every block passes through the memory
-    tier.
+    Created by :meth:`open`; bound to one event loop. Every block passes through the
+    memory tier.
     """
 
     def __init__(
@@ -128,15 +129,18 @@ class BlockStore(StoreManagement):
         """Open a store: ``await`` it, or use it as ``async with``.
 
         Args:
-            tiers: Fastest first; the first is ``memory:SIZE``.
-            write: When a put is complete. ``"through"``: when a tier that survives a
-                restart has the blocks, if there is one. ``"back"``: when memory has
-                them; they are written below when memory needs the room, or at the end.
-            tenants: The tenants that share it, such as ``"acme?disk=100GiB&ttl=3600"``;
-                see :class:`kvwire.store.tenants.Tenant`.
-            record: Where to record which blocks the store is asked for, such as
-                ``"traces?size=1GiB"``: a file in this directory, for ``kvwire store
-                replay``. It stops when the directory has that size. Empty for nowhere.
+            tiers: The addresses of the tiers, fastest first; the first is
+                ``memory:SIZE``.
+            write: When a put completes. ``"through"``: when a tier that survives a
+                restart has the blocks, if there is such a tier. ``"back"``: when memory
+                has them; they are written to lower tiers when memory needs the room, or
+                when the store closes.
+            tenants: The tenants that share the store, such as
+                ``"acme?disk=100GiB&ttl=3600"``; see
+                :class:`kvwire.store.tenants.Tenant`.
+            record: A directory for a recording of the requested blocks, which ``kvwire
+                store replay`` can read, such as ``"traces?size=1GiB"``. Recording stops
+                when the directory reaches that size. Empty for no recording.
 
         Raises:
             UsageError: A tier or tenant cannot be parsed, or cannot be used.
@@ -183,12 +187,13 @@ class BlockStore(StoreManagement):
     ) -> int | dict[str, int]:
         """Return the number of a chain's leading blocks that are stored; reads no disk.
 
-        A block may be evicted between this and a get, which then reports it missing.
+        A block may be evicted before the get that follows, which then reports it
+        missing.
 
         Args:
-            hashes: The chain; for a grouped cache ``{group: hashes}``.
-            cache: The cache that needs them; may be left out while the store has blocks
-                for one kind of cache only.
+            hashes: The hashes of the chain; for a grouped cache ``{group: hashes}``.
+            cache: The cache that needs the blocks. It may be left out as long as the
+                store has blocks for only one kind of cache.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
 
@@ -232,7 +237,7 @@ class BlockStore(StoreManagement):
 
         Args:
             hashes: The blocks' hashes.
-            cache: The cache that needs them; it has one group.
+            cache: The cache that needs the blocks; it must have one group.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
 
@@ -258,30 +263,31 @@ class BlockStore(StoreManagement):
         tenant: str = "",
         after: object = None,
     ) -> StoreRequest:
-        """Store blocks under their hashes; stored ones are only marked as used.
+        """Store blocks under their hashes; mark blocks already stored as used.
 
-        Do not write to the blocks until the request is drained. The outcome shows for
-        each block whether the store has it, and why not.
+        Do not write to the blocks until the request has drained. The outcome shows for
+        each block whether it is stored now, or the reason why not.
 
         Args:
-            hashes: Names of full blocks, in token order; for a grouped cache ``{group:
-                hashes}``. One for each block, unless ``hash_tokens`` is given.
-            cache: The cache with the blocks.
+            hashes: The hashes of full blocks, in token order; for a grouped cache
+                ``{group: hashes}``. One per block, unless ``hash_tokens`` is given.
+            cache: The cache that holds the blocks.
             blocks: Their block ids, or ``{group: ids}``.
-            hash_tokens: Tokens per hash, if not those of a block: one number for every
-                group, or one for each.
-            tenant: The tenant that owns them, one of those given to :meth:`open`.
-            after: For a cache on a device: an event of torch or CuPy behind which the
-                blocks are written. By default one is recorded now, on this thread's
-                current stream.
+            hash_tokens: Tokens per hash, if it differs from the tokens per block: one
+                number for all groups, or one for each.
+            tenant: The tenant that owns the blocks, one of those passed to
+                :meth:`open`.
+            after: For a cache on a device: a torch or CuPy event that fires once the
+                blocks are written. By default an event is recorded now, on this
+                thread's current stream.
 
         Raises:
-            UsageError: Hashes and blocks do not fit, or `after` is not an event.
+            UsageError: Hashes and blocks do not match, or `after` is not an event.
             BackendUnavailable: The cache is on a device that does not work.
             ClosedOK: The store is closed.
 
-        Cancel safety: cancelling the await stops the waiting and not the put; its
-            blocks are free when ``drained()`` of the request returns.
+        Cancel safety: cancelling the await stops the waiting, not the put; the blocks
+        are free once the request's ``drained()`` returns.
         """
         return self._move(
             PutOperation, hashes, cache, blocks, hash_tokens, tenant, after
@@ -299,8 +305,8 @@ class BlockStore(StoreManagement):
     ) -> StoreRequest:
         """Fill blocks with the stored blocks of some hashes.
 
-        The outcome is like that of a transfer: which blocks landed, and why the others
-        did not. A missing block may hold any bytes.
+        The outcome is like a transfer's: the blocks that landed, and the reasons why
+        others did not. A missing block may contain arbitrary bytes.
 
         Args:
             hashes: See :meth:`put`.
@@ -308,28 +314,29 @@ class BlockStore(StoreManagement):
             blocks: The block ids to fill, or ``{group: ids}``.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
-            after: For a cache on a device: see :meth:`put`; nothing queued behind it
-                may use the blocks before the request is drained.
+            after: For a cache on a device: an event that fires once the blocks may be
+                overwritten; see :meth:`put`. Work queued behind the event must not use
+                the blocks before the request has drained.
 
         Raises:
-            UsageError: Hashes and blocks do not fit, the cache cannot be written to, or
-                `after` is not an event.
+            UsageError: Hashes and blocks do not match, the cache cannot be written to,
+                or `after` is not an event.
             BackendUnavailable: The cache is on a device that does not work.
             ClosedOK: The store is closed.
 
-        Cancel safety: cancelling the await stops the waiting and not the get; its
-            blocks are free when ``drained()`` of the request returns.
+        Cancel safety: cancelling the await stops the waiting, not the get; the blocks
+        are free once the request's ``drained()`` returns.
         """
         return self._move(
             GetOperation, hashes, cache, blocks, hash_tokens, tenant, after
         )
 
     def require_room(self, cache: PagedCache, *, tenant: str = "") -> None:
-        """Check that a cache's block fits every tier, before a put.
+        """Check before a put that a block of a cache fits every tier.
 
-        Otherwise a put of blocks that are too large would store none, and report it
-        each time. A tier that cannot be reached counts as having room; so does a disk
-        with a codec.
+        Without this check, every put of too large blocks would store nothing and report
+        it again. A tier that cannot be reached counts as having room, and so does a
+        disk with a codec.
 
         Args:
             cache: The cache whose blocks will be put.
@@ -367,7 +374,7 @@ class BlockStore(StoreManagement):
 
     @property
     def report(self) -> dict[str, str]:
-        """Each tier's reason for accepting no blocks, or its last failure, or ""."""
+        """Each tier's reason for accepting no blocks, or its last failure; else ""."""
         return {self._name: ""} | {t.name: t.error for t in self._tiers.below}
 
     @yields_before_raising
@@ -375,7 +382,7 @@ class BlockStore(StoreManagement):
         """Wait until the blocks of all puts so far would survive a power cut.
 
         Raises:
-            OSError: They would not, or may not: a disk is full or fails.
+            OSError: Some would not, or may not, because a disk is full or fails.
             ClosedOK: The store is closed.
 
         Cancel safety: safe, it may be called again.
@@ -389,12 +396,12 @@ class BlockStore(StoreManagement):
             await self._tiers.flush()
 
     async def close(self) -> None:
-        """Close the store once running calls have ended. May be called repeatedly.
+        """Close the store after running calls have ended; it may be called repeatedly.
 
-        From the call on no new call is accepted. Servers of the store are closed first.
+        New calls are refused from now on. The store's servers are closed first.
 
-        Cancel safety: only the waiting is cancelled: the close goes on by itself, and
-            may be called again to wait for its end.
+        Cancel safety: only the waiting is cancelled: the close continues by itself;
+        call it again to wait for its end.
         """
         self._thread.check("BlockStore.close")
         # A server of this store may begin operations until it is closed itself.
@@ -484,7 +491,7 @@ class BlockStore(StoreManagement):
         return task
 
     async def _run(self, work: Operation) -> None:
-        """Run an operation in the caller's task; a close waits for it.
+        """Run an operation in the caller's task; closing the store waits for it.
 
         Cancel safety: a running copy is finished first.
         """
@@ -554,12 +561,12 @@ class StoreAccess(NamedTuple):
     """Access to a store's internals, for this library's own code.
 
     Attributes:
-        tiers: Where its blocks are.
-        thread: Who may call it.
+        tiers: The tiers that hold its blocks.
+        thread: The thread that may call it.
         devices: Copies of blocks in GPU memory.
-        servers: The closes of its servers, which its own close calls first.
-        run: Moves blocks in the caller's task; a close waits for it.
-        is_closed: Whether nothing can be begun any more.
+        servers: The close functions of its servers; closing the store calls them first.
+        run: Runs an operation in the caller's task; closing waits for it.
+        is_closed: Whether new calls are refused.
     """
 
     tiers: TierStack

@@ -1,9 +1,9 @@
 """The tenants of a store and their quotas: ``acme?disk=100GiB&ttl=3600``.
 
 A tenant's name is part of its blocks' keys (:mod:`kvwire.store.namespace`), so that no
-other tenant finds them. Quotas are counted in each tier separately. A quota is a bound
-and reserves nothing: as long as all quotas together are less than a tier, no tenant
-evicts another's blocks.
+other tenant finds them. Quotas are counted in each tier separately. A quota limits a
+tenant but reserves nothing for it. As long as the sum of all quotas is less than a
+tier's size, no tenant evicts another's blocks.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ class Tenant:
 
     Attributes:
         name: Its name.
-        quotas: The most bytes it may have, by the kind of tier; no entry means no
-            bound.
+        quotas: The most bytes it may have in each kind of tier; a kind without an entry
+            is unlimited.
         ttl_s: Seconds after which its blocks expire; 0 for never.
         pinned_bytes: The most bytes it may pin or retain in a tier; 0 for half of its
             quota, or a quarter of the tier, whichever is less.
-        key_file: The key by which it authenticates to a server; "" for none.
-        identity: The name in a certificate by which it authenticates; "" for none.
-        moving_bytes: The most bytes that prefetches, demotes and moves of it may move
-            at once; 0 for half of its quota of memory, or a quarter of memory.
+        key_file: The file of the key with which it authenticates to a server; "" for
+            none.
+        identity: The name in the certificate with which it authenticates; "" for none.
+        moving_bytes: The most bytes that its prefetches, demotes and moves may move at
+            once; 0 for half of its memory quota, or a quarter of memory.
     """
 
     name: str
@@ -63,8 +64,9 @@ class Tenant:
 
         Args:
             text: ``NAME?quota=SIZE&memory=SIZE&disk=SIZE&ttl=SECONDS&pinned=SIZE`` and
-                ``moving=SIZE``, and for a server ``key=FILE`` or ``identity=NAME``. No
-                name stands for blocks without a tenant, with the bounds of verbs only.
+                ``moving=SIZE``, and for a server ``key=FILE`` or ``identity=NAME``. An
+                empty name stands for blocks without a tenant, for which only the limits
+                of verbs can be set.
         """
         if not isinstance(text, str):
             raise UsageError(f"tenant {text!r}: write 'acme?disk=100GiB&ttl=3600'")
@@ -106,7 +108,7 @@ def _most(size_bytes: int, quota: int) -> int:
 
 
 class Shares:
-    """Each tenant's bounds in one tier, by the tenant's number."""
+    """Each tenant's limits in one tier, by the tenant's number."""
 
     __slots__ = ("expire", "pinned_bytes", "quota_bytes", "ttl_s")
 

@@ -1,4 +1,4 @@
-"""Traces of block accesses: one line of JSON each, in a common format.
+"""Traces of block accesses, in a common format with one line of JSON per access.
 
 The first four fields of a line are those of Mooncake's open traces
 (github.com/kvcache-ai/Mooncake, FAST25-release), which other simulators read as well.
@@ -7,12 +7,12 @@ Further fields, which some traces have, are ignored::
     {"timestamp": 27482, "input_length": 6955, "output_length": 52,
      "hash_ids": [46, 47, 48, 49, 2354, 2355]}
 
-A number in ``hash_ids`` names a block and all blocks before it. Such a line is what an
-engine does with a prompt: it loads the leading blocks that are stored, computes the
-others and stores them.
+A number in ``hash_ids`` names a block and all blocks before it. Such a line describes
+an engine's work on one prompt: it loads the leading blocks that are stored, computes
+the others and stores them.
 
 A recording of a store (:mod:`kvwire.store.recorder`) has three more fields: ``op`` is
-the call, ``block_bytes`` the bytes of each block, and ``tenant`` the blocks' owner.
+the call, ``block_bytes`` the size of each block, and ``tenant`` the blocks' owner.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class TraceLine(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         input_length: Tokens of the prompt, or of the blocks.
         output_length: Tokens of the answer; a replay does not use it.
         hash_ids: The blocks, in token order.
-        op: What is done with them.
-        block_bytes: Bytes of each; 0 if the trace does not have it.
+        op: The operation on the blocks.
+        block_bytes: The size of each block; 0 if the trace does not record it.
         tenant: The tenant that owns them.
     """
 
@@ -80,7 +80,8 @@ def read_trace(path: Path, lines: Iterable[bytes]) -> Iterator[TraceLine]:
     """Yield the parsed lines of a file.
 
     Raises:
-        UsageError: A line is not one of a trace; the text has its number and the field.
+        UsageError: A line is not valid in a trace; the text names its number and the
+            field.
     """
     for number, line in enumerate(lines, 1):
         if line.isspace():
