@@ -2,8 +2,7 @@
 
 It connects its user with the protocol core. A verb creates a request, lends the
 request's memory to the core and lets the driver send the core's frames; an event from
-the core completes the request. Events that concern a transfer go to the object for this
-side's end of the transfer.
+the core completes the request. A transfer's events go to its local end.
 """
 
 from __future__ import annotations
@@ -182,14 +181,12 @@ class Connection(AsyncWith):
 
         Completes when ``buffer`` may be reused, whether or not the message has arrived.
         A small message completes at once; a large one is sent once the peer has posted
-        memory for it. Messages with the same tag are received in the order in which
-        they were sent.
+        memory for it. Messages of one tag arrive in the order they were sent.
 
         Args:
             tag: 0 to 2**64 - 1.
-            buffer: Contiguous memory, also a tensor on a GPU. For a GPU, the send waits
-                for the work that the thread's current stream had queued before the
-                call.
+            buffer: Contiguous memory, also a tensor on a GPU; then the send first waits
+                for the work queued on the thread's current stream.
             deadline: Seconds from now, a timedelta, or an instant of the loop's clock,
                 ``kvwire.Instant(loop.time() + 5)``; None for as long as it takes.
 
@@ -249,19 +246,18 @@ class Connection(AsyncWith):
             BackendUnavailable: As for :meth:`send`.
             ConnectionClosed: From the await: no message of this tag is left, and none
                 can arrive.
-            MessageTooLarge: From the await. With ``into``, the message stays and waits
-                for a larger buffer. Without ``into``, the message exceeded
-                ``message_bytes``, or there was no memory for it. It was refused: its
-                send fails, and the next receive gets the next message.
+            MessageTooLarge: From the await. With ``into``, the message waits for a
+                larger buffer. Without, it exceeded ``message_bytes`` or the free memory
+                and was refused: its send fails, and the next receive gets the next
+                message.
             IntegrityError: From the await: the message arrived damaged.
             DeadlineExceeded: From the await.
 
         Cancel safety:
-            Safe as long as no message has been matched: a receive is only posted while
-            it is awaited, so a cancelled one takes no message, and awaiting the request
-            again posts it again. Once a message is on its way, the receive continues
-            without the waiter; ``into`` is in use until ``await request.released()``
-            returns.
+            Safe as long as no message was matched: a receive is posted only while it is
+            awaited, and takes no message otherwise; awaiting it again posts it again.
+            After a match it continues without the waiter, and ``into`` is in use until
+            ``await request.released()`` returns.
         """
         if get_ident() != self._thread.ident:
             self._thread.check("Connection.recv")
@@ -287,8 +283,7 @@ class Connection(AsyncWith):
 
         Use it for answers that are no longer needed. The sender gets its credit back.
         If a message was only announced, its send fails with
-        :exc:`~kvwire.PeerCancelled`. Only the latest 4,096 discarded tags are
-        remembered.
+        :exc:`~kvwire.PeerCancelled`. The latest 4,096 tags are remembered.
 
         Returns:
             The number of messages that had arrived or were on their way.
@@ -310,8 +305,7 @@ class Connection(AsyncWith):
     ) -> Request[int]:
         """Write a buffer into memory that the peer has granted.
 
-        Completes when every byte is in the peer's memory. The result is the number of
-        bytes.
+        The result, once every byte is in the peer's memory, is the number of bytes.
 
         Args:
             buffer: As many bytes as the grant, or as its part ``grant[a:b]``, covers;
@@ -397,17 +391,15 @@ class Connection(AsyncWith):
             id: The name that both applications use for the transfer.
             cache: The cache to fill.
             blocks: Block ids in token order, or ``{group: ids}``.
-            deadline: As for ``send``; when it passes, the outcome has the blocks that
-                landed by then.
+            deadline: As for ``send``; the outcome has the blocks that landed until
+                then.
             priority: 0 to 255; chunks of a transfer with a higher priority go first.
-            tokens: The number of valid tokens in the list, if the last block is not
-                full.
-            hashes: One hash per block; ``have`` can then name blocks that are already
-                here.
+            tokens: The number of valid tokens, if the last block is not full.
+            hashes: One per block; ``have`` can then name blocks already here.
             content: A name for the whole token sequence. Both sides compare it instead
                 of the hashes, which works even if their block sizes differ.
-            have: The hashes of blocks that this side has, or a predicate on hashes:
-                these blocks are not sent.
+            have: Hashes of blocks not to send because this side has them; or a
+                predicate.
             lease_s: Seconds to wait for a new link after a link was lost.
             codec: A lossy encoding of the payload: ``"fp8"``, ``"int8"`` or ``"int4"``.
                 The peer has to pass the same value. See docs/topics/codecs.md.
