@@ -1,8 +1,7 @@
 """A connection: messages, puts and gets, KV transfers, and closing.
 
-It connects its user with the protocol core. A verb creates a request, lends the
-request's memory to the core and lets the driver send the core's frames; an event from
-the core completes the request. A transfer's events go to its local end.
+A verb creates a request, lends its memory to the protocol core and lets the driver send
+the frames; an event from the core completes the request or informs the transfer.
 """
 
 from __future__ import annotations
@@ -247,9 +246,8 @@ class Connection(AsyncWith):
             ConnectionClosed: From the await: no message of this tag is left, and none
                 can arrive.
             MessageTooLarge: From the await. With ``into``, the message waits for a
-                larger buffer. Without, it exceeded ``message_bytes`` or the free memory
-                and was refused: its send fails, and the next receive gets the next
-                message.
+                larger buffer. Without, it exceeded ``message_bytes`` or free memory and
+                was refused: its send fails; the next receive gets the next message.
             IntegrityError: From the await: the message arrived damaged.
             DeadlineExceeded: From the await.
 
@@ -401,8 +399,8 @@ class Connection(AsyncWith):
             have: Hashes of blocks not to send because this side has them; or a
                 predicate.
             lease_s: Seconds to wait for a new link after a link was lost.
-            codec: A lossy encoding of the payload: ``"fp8"``, ``"int8"`` or ``"int4"``.
-                The peer has to pass the same value. See docs/topics/codecs.md.
+            codec: A lossy encoding of the payload, the same at the peer: ``"fp8"``,
+                ``"int8"`` or ``"int4"``. See docs/topics/codecs.md.
             free: A callback without arguments. It runs once, on the loop, when kvwire
                 can no longer touch the blocks, however the transfer ends.
 
@@ -459,8 +457,8 @@ class Connection(AsyncWith):
     async def close(self) -> None:
         """Finish the open requests, send CLOSE, and end, within ``close_timeout_s``.
 
-        Receives that no message has matched fail with :exc:`~kvwire.ClosedOK`, on both
-        sides. Returns when this connection no longer touches any memory.
+        Unmatched receives fail with :exc:`~kvwire.ClosedOK`, on both sides. Returns
+        when this connection no longer touches any memory.
 
         Cancel safety: safe. The connection continues to close; call it again to wait.
         """
