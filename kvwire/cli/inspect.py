@@ -68,7 +68,7 @@ def top(
     if once:
         show(screen(process_view(found, (), silent)), console())
         return
-    rates = RateMemory()
+    rates = RateMemory(most_s=10 * interval_s)
     drawn = screen(process_view(found, rates.before(found), silent))
     with Live(drawn, screen=True, auto_refresh=False) as live:
         while True:

@@ -29,11 +29,12 @@ from typing import NamedTuple
 from kvwire.backend import Payload
 from kvwire.driver.limits import STAGING_SLOTS
 from kvwire.driver.ports import PathOwner
-from kvwire.errors import BackendUnavailable, ConnectionLost
+from kvwire.errors import BackendUnavailable, ConnectionLost, WireCode
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import SPAN_BYTES_MAX
 from kvwire.memory.copy import copy
 from kvwire.memory.device.copy_engine import CopyEngine, Done
+from kvwire.memory.device.ops import device_errors
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.records import ChunkArrival, RequestRecord
 from kvwire.proto.state import RequestStage
@@ -84,11 +85,9 @@ class DeviceStaging:
             )
         nbytes = self._core.agreement.parameters.chunk_bytes
         span_bytes = max(nbytes, SPAN_BYTES_MAX)
-        # bounded by the devices of this host
-        self._slots[device] = (
-            _Slots(copy_engine, nbytes),
-            _Slots(copy_engine, span_bytes),
-        )
+        with device_errors(device):
+            both = _Slots(copy_engine, nbytes), _Slots(copy_engine, span_bytes)
+        self._slots[device] = both  # bounded by the devices of this host
 
     @property
     def quiet(self) -> bool:
@@ -207,8 +206,13 @@ class DeviceStaging:
         begin: Callable[[Done], None],
         then: Callable[[], None],
         copy_engine: CopyEngine,
+        request: RequestRecord | None = None,
     ) -> None:
-        """Begin a copy with its own hold, and call `then` at its end."""
+        """Begin a copy with its own hold, and call `then` at its end.
+
+        If it fails the connection does, and so does ``request``: a receive of a message
+        that came before the connection's end may be posted after it.
+        """
         holds = self._buffers.holds
         holds.take(buffer)
         self._copying += 1
@@ -220,7 +224,7 @@ class DeviceStaging:
                     holds.drop(buffer)
                     then()
                 else:
-                    self._failed(copy_engine, error)
+                    self._failed(copy_engine, error, request)
                 self._owner.run()
             except Exception:
                 # Nobody called: the completion thread has more calls to make.
@@ -232,7 +236,7 @@ class DeviceStaging:
             begin(done)
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
             self._copying -= 1
-            self._failed(copy_engine, exc)
+            self._failed(copy_engine, exc, request)
 
     def _gathered(self, chunk: Chunk) -> None:
         if self._ended:
@@ -255,11 +259,16 @@ class DeviceStaging:
                 assert request.buffer is not None
                 slot = slots.take(held.nbytes)
                 copy(held, slot.view)
-                self._scatter(slot, request.buffer, into, done)
+                self._scatter(slot, request.buffer, into, done, request)
             slots.unplaced.popleft()
 
     def _scatter(
-        self, slot: _Slot, buffer: BufferId, into: Payload, then: Callable[[], None]
+        self,
+        slot: _Slot,
+        buffer: BufferId,
+        into: Payload,
+        then: Callable[[], None],
+        request: RequestRecord | None = None,
     ) -> None:
         assert isinstance(into, Fragments)
         self._copy(
@@ -267,6 +276,7 @@ class DeviceStaging:
             lambda done: slot.slots.copy_engine.to_device(slot.view, into, done),
             partial(self._scattered, slot, then),
             slot.slots.copy_engine,
+            request,
         )
 
     def _scattered(self, slot: _Slot, then: Callable[[], None]) -> None:
@@ -299,7 +309,9 @@ class DeviceStaging:
             self._paused = False
             self._link.resume()
 
-    def _failed(self, copy_engine: CopyEngine, error: Exception) -> None:
+    def _failed(
+        self, copy_engine: CopyEngine, error: Exception, request: RequestRecord | None
+    ) -> None:
         if not copy_engine.failed:
             logger.error(
                 "%s failed; the buffers of its copy stay held",
@@ -308,7 +320,10 @@ class DeviceStaging:
             )
             copy_engine.failed = str(error)
         # Transfers of other memory go on with the next link.
-        self._core.fail(ConnectionLost(f"{copy_engine.ops.device} failed: {error}"))
+        why = f"{copy_engine.ops.device} failed: {error}"
+        self._core.fail(ConnectionLost(why))
+        if request is not None and not request.over:
+            self._core.refuse(request, BackendUnavailable(why), WireCode.OTHER)
 
 
 class _Held(NamedTuple):

@@ -332,7 +332,7 @@ def _check_pieces(walk: Canonical, local: GroupGeometry) -> None:
     most = max(limits.KV_PIECES_MAX, nbytes // limits.KV_PIECE_BYTES)
     if count > most:
         raise ProfileMismatch(
-            f"group {walk.group!r}: {nbytes} the two layouts differ so much that "
+            f"group {walk.group!r}: the two layouts differ so much that "
             f"{nbytes} bytes become {count} pieces, more than {most} (order on the "
             f"wire: {' '.join(walk.order)}; in memory: {' '.join(local.order)}); use "
             "one layout on both sides, or list fewer blocks",

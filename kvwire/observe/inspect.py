@@ -54,7 +54,14 @@ def sockets(folder: Path | None) -> list[Path]:
         entries = sorted(folder.iterdir())
     except OSError as exc:
         raise UsageError(f"{folder}: {exc.strerror}") from None
-    return [e for e in entries if stat.S_ISSOCK(e.lstat().st_mode)]
+    return [one for one in entries if _is_socket(one)]
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False  # its process has ended meanwhile
 
 
 def snapshots(paths: list[Path]) -> tuple[list[Snapshot], list[str]]:

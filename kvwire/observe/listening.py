@@ -168,6 +168,8 @@ class _Request(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer one request."""
         client = self.client_address[0]
+        # From here on it is not the client who is slow.
+        self.server.since.pop(self.connection, None)
         self._answer(self.server.get(self._path, self._headers, client))
 
     def do_POST(self) -> None:

@@ -119,8 +119,9 @@ class TopView(msgspec.Struct, frozen=True):
 class RateMemory:
     """Remembers the snapshots before, so that a view can show rates. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_s: float = _RATE_S_MAX) -> None:
         self._lock = threading.Lock()
+        self._most_s = most_s
         # By incarnation. bounded: by the processes of the last look
         self._last: dict[str, Snapshot] = {}
         self._before: dict[str, Snapshot] = {}
@@ -138,7 +139,7 @@ class RateMemory:
                     old = self._before.get(key)
                 else:
                     last[key] = one
-                if old is not None and one.at_s - old.at_s < _RATE_S_MAX:
+                if old is not None and one.at_s - old.at_s < self._most_s:
                     before[key] = old
             self._last = last
             self._before = before

@@ -219,10 +219,12 @@ class Messages:
             self._holds.retire(buffer)
             return
         request.buffer = buffer
-        if request.kind is RequestKind.SEND:
+        if request.kind is not RequestKind.SEND:
+            self._receive(request)
+        elif request.nbytes:
             self._chunks.begin_send(request)
         else:
-            self._receive(request)
+            self._nothing_to_move(request)
 
     def filled(self, request: RequestRecord) -> None:
         """End a receive into a device: the front has put the held message there.

@@ -38,6 +38,7 @@ from tests.support.simulated_device import (
     SimulatedDevice,
     SimulatedStream,
 )
+from tests.support.waiting import PATIENCE_S
 
 # Below and above what travels unasked, one chunk, and more than the slots hold.
 SIZES = (1, 16 * KIB, 64 * KIB, 700 * KIB + 3)
@@ -443,6 +444,24 @@ async def test_what_was_held_is_received_after_the_end(
     assert np.array_equal(target.read(), content(SMALL))
     with pytest.raises(ClosedOK):
         await pair.left.recv(1, into=target)
+
+
+async def test_a_copy_that_fails_after_the_end_fails_its_receive(
+    pair: Pair, near: SimulatedDevice
+) -> None:
+    """The connection, which is over, no longer fails its requests."""
+    await pair.right.send(1, content(SMALL))
+    await until(lambda: pair.left.unreceived.get(1) == 1)
+    await pair.right.close()
+    await pair.left.wait_closed()
+    near.hold()
+    received = pair.left.recv(1, into=zeros(near, SMALL))
+    await until(lambda: not inside.staging(pair.left).quiet)
+    near.fail("it fell off the bus")
+    near.release()
+    with pytest.raises(BackendUnavailable, match="it fell off the bus"):
+        await asyncio.wait_for(received, PATIENCE_S)
+    assert pair.near.quarantined_bytes == SMALL
 
 
 async def test_a_closed_communicator_copies_nothing(

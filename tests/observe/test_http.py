@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,14 @@ import pytest
 from kvwire import BlockStore, ListenError, StoreServer
 from kvwire.observe import listening
 from kvwire.observe.http import MetricsServer
+from kvwire.observe.listening import HttpReply, HttpThread
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.orders import StoreOrders
 from tests.support.caches import Filled, chain
+from tests.support.waiting import PATIENCE_S
 
 
-def fetched(server: MetricsServer, path: str) -> tuple[int, str]:
+def fetched(server: MetricsServer | HttpThread, path: str) -> tuple[int, str]:
     where = server.url.removesuffix("/metrics") + path
     try:
         with urllib.request.urlopen(where, timeout=60) as answer:
@@ -104,6 +108,28 @@ async def test_whoever_asks_without_an_end_is_hung_up_on(
                 await asyncio.wait_for(asyncio.to_thread(trickle, where), 20)
             status, _ = await asyncio.to_thread(fetched, server, "/health")
             assert status == HTTPStatus.OK
+
+
+def test_an_answer_may_take_longer_than_a_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page waits as long for a stopped process as a client may take to ask."""
+    looked = threading.Event()
+    service_actions = listening._Server.service_actions
+
+    def look(server: listening._Server) -> None:
+        service_actions(server)
+        if listening._SILENT_S < 0:
+            looked.set()
+
+    def slow(path: str, headers: Mapping[str, str], client: str) -> HttpReply:
+        monkeypatch.setattr(listening, "_SILENT_S", -1.0)
+        assert looked.wait(PATIENCE_S), (path, headers, client)
+        return HttpReply.of(HTTPStatus.OK, "text/plain", b"all of it")
+
+    monkeypatch.setattr(listening._Server, "service_actions", look)
+    with HttpThread("127.0.0.1:0", slow) as server:
+        assert fetched(server, "/") == (HTTPStatus.OK, "all of it")
 
 
 async def test_whoever_asks_and_goes_is_no_news(

@@ -611,6 +611,8 @@ class MovableStream:
             body["min_tokens"] = max(0, body["min_tokens"] - done)
         if (logged := _logged(asked.path, body)) is not None:
             body["logprobs"] = logged
+        else:
+            body.pop("logprobs", None)  # a chat may say false, which completions number
         body.pop("top_logprobs", None)
         # Its numbers so far are used; the same ones again would depend on them.
         if type(body.get("seed")) is int:
