@@ -4,9 +4,9 @@
 connections, and a :class:`Connection` has ``send``, ``recv``, ``put`` and ``get``. See
 docs/index.md.
 
-A public name is imported when it is first used, and NumPy with it. So programs that
-need little of kvwire start fast: the command's help, or a pytest run that merely has
-the plugin installed.
+Public names, and NumPy, are imported on first use. So programs that need little of
+kvwire start fast, such as the command's help, or a pytest run in which the plugin is
+merely installed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Helpers for asyncio in all of kvwire: tasks, clean-up, pauses, thread checks.
 
-An operation that fails at once lets the loop run before it raises. Programs retry in a
-loop: ``while True: try: await connection.recv(tag) except RequestError: continue``. If
-that ``await`` failed without suspending its task, the loop would run nothing else, no
-timer and no other connection, for as long as the failure lasts. So every awaitable of
-the public API that can fail gives the event loop one turn before it raises.
+An operation that fails at once still lets the loop run before it raises. The reason is
+programs that retry in a loop: ``while True: try: await connection.recv(tag) except
+RequestError: continue``. If that ``await`` failed without suspending its task, the
+event loop would run nothing else, neither timers nor other connections, as long as the
+failure lasts. So every public awaitable that can fail gives the event loop one turn
+before it raises.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ _CANCEL_AGAIN_S: Final = 0.2
 
 
 def absolute(deadline: Deadline) -> float | None:
-    """Return the deadline as a time of the running loop's clock.
+    """Return the deadline as a time on the running loop's clock.
 
     Raises:
-        UsageError: It is neither seconds from now nor an instant, or below 0.
+        UsageError: It is below 0, or neither a number of seconds nor an instant.
     """
     if deadline is None:
         return None
@@ -74,7 +75,7 @@ def seconds_of(name: str, value: object) -> float:
     """Check a duration from a caller, of any numeric type.
 
     Raises:
-        UsageError: It is not a number, or not above 0.
+        UsageError: It is not a number above 0.
     """
     seconds = _number(value)
     if not 0 < seconds < math.inf:
@@ -85,7 +86,7 @@ def seconds_of(name: str, value: object) -> float:
 def _number(value: object) -> float:
     """Return a number of any type as a float; NaN for any other value.
 
-    ``float`` itself would accept texts and booleans.
+    Unlike ``float``, it does not accept texts and booleans.
     """
     if type(value) is float:  # nearly always, and a check of ``Real`` is four calls
         return value
@@ -120,9 +121,9 @@ def start_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Start a task that begins in a later turn of the running loop, never in this one.
 
     ``loop.create_task`` uses the application's task factory, and
-    ``asyncio.eager_task_factory`` (Python 3.12) takes the first step at once: before
-    the caller has recorded the task, or has set up what the task relies on. Every task
-    of kvwire is started here, so all code can rely on the later turn.
+    ``asyncio.eager_task_factory`` (Python 3.12) runs the first step at once, before the
+    caller has recorded the task or finished its preparations. Every task of kvwire is
+    started here, so all code can rely on the later turn.
     """
     return asyncio.Task(coroutine, loop=asyncio.get_running_loop())
 
@@ -130,11 +131,12 @@ def start_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 async def run_to_completion(work: Awaitable[T]) -> T:
     """Await `work` to its end, even if the caller is cancelled meanwhile.
 
-    A coroutine gets a task of its own, so no cancellation of the caller reaches it.
-    asyncio cancels a task once. A cancel scope of anyio, which Starlette and FastAPI
-    use, cancels it again at every ``await`` until the scope is left, so a clean-up that
-    awaits in the caller's task ends at its first ``await``. So each ``__aexit__``, and
-    each ``except BaseException`` that has to await, cleans up through this function.
+    A coroutine gets its own task, so the caller's cancellation does not reach it.
+    asyncio cancels a task once. But an anyio cancel scope, as used by Starlette and
+    FastAPI, cancels the task again at every ``await`` until the scope is left, which
+    would end a clean-up in the caller's task at its first ``await``. So each
+    ``__aexit__``, and each ``except BaseException`` that has to await, cleans up
+    through this function.
 
     Cancel safety: `work` is finished first; then the cancellation is raised.
     """
@@ -161,13 +163,15 @@ async def run_to_completion(work: Awaitable[T]) -> T:
 class Upkeep:
     """Tracks whether a server or link is unreachable, why, and when to try again.
 
-    The code that finds it away calls :meth:`lost` with the reason. The first loss after
-    a pause begins the next one, whose length is random below a limit that doubles up to
-    ``last_s``. So clients that lost the same server do not return at the same moment,
-    and an absent server is tried less and less often. :meth:`back` ends it.
+    Code that finds the server unreachable calls :meth:`lost` with the reason. The first
+    loss after a pause begins the next pause. Its length is random, below a limit that
+    doubles up to ``last_s``, so clients that lost the same server do not return at the
+    same moment, and an absent server is tried less and less often. :meth:`back` ends
+    the pause.
 
-    Code that answers requests fails them at once while :attr:`resting`. Code that keeps
-    something up iterates; each step of the loop waits until the pause is over::
+    Code that serves requests fails them at once while :attr:`resting`. Code that
+    maintains a connection iterates; each step of the loop waits until the pause is
+    over::
 
         async for _ in upkeep:
             try:
@@ -180,12 +184,13 @@ class Upkeep:
 
     Args:
         first_s: The limit of the first pause.
-        last_s: The limit that no pause exceeds.
-        steady_s: How long it must be back before pauses are short again, so that a
-            server that fails as soon as it is up is not tried without a pause.
+        last_s: The largest limit of a pause.
+        steady_s: How long the server must stay reachable before pauses are short again.
+            This slows down attempts at a server that keeps failing right after its
+            start.
 
     Attributes:
-        reason: Why it is away; "" while it is there.
+        reason: Why it is unreachable; "" while it is reachable.
     """
 
     __slots__ = (
@@ -217,15 +222,15 @@ class Upkeep:
     def lost(self, reason: str, *, within_s: float = math.inf) -> bool:
         """Record that it is unreachable.
 
-        During a pause only the reason changes: running requests fail together, and
-        count as one loss.
+        During a pause only the reason changes, because running requests fail together
+        and count as one loss.
 
         Args:
             reason: Why.
-            within_s: A bound for the pause that begins.
+            within_s: A limit for the pause that begins.
 
         Returns:
-            Whether it was there until now, so that the caller can log the change.
+            Whether it was reachable until now, so that the caller can log the change.
         """
         was_there = not self.reason
         self.reason = reason
@@ -240,7 +245,7 @@ class Upkeep:
         """Record that it is reachable again.
 
         Returns:
-            Whether it was away until now.
+            Whether it was unreachable until now.
         """
         was_away = bool(self.reason)
         self.reason = ""
@@ -312,12 +317,12 @@ def yields_before_raising(
 
 
 async def end_task(task: asyncio.Future[Any]) -> None:
-    """Cancel a task until it has ended; its result or error is dropped.
+    """Cancel a task until it has ended, and drop its result or error.
 
-    A library may swallow a cancellation; ``asyncio.wait_for`` in Python 3.11 does if
-    its future is done in the same turn. So the task is cancelled again.
+    The task is cancelled repeatedly because a library may swallow a cancellation;
+    ``asyncio.wait_for`` in Python 3.11 does if its future is done in the same turn.
 
-    Cancel safety: the task may go on for a while.
+    Cancel safety: the task may continue for a while.
     """
     while not task.done():
         task.cancel()
@@ -329,8 +334,8 @@ async def end_task(task: asyncio.Future[Any]) -> None:
 async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
     """Run several coroutines at once, and return their results.
 
-    If one raises, the others run to their ends before the first error is raised. So
-    none goes on unowned, and none that touches memory is stopped in the middle.
+    If one raises, the others still finish before the first error is raised. So no
+    coroutine continues without an owner, and none is stopped while it touches memory.
 
     Cancel safety: all are cancelled; the cancellation is raised when all have ended.
     """
@@ -347,12 +352,12 @@ async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
 
 
 class LoopThread:
-    """The loop an object belongs to, and the thread and process that run it.
+    """The loop that an object belongs to, with the loop's thread and process.
 
     A call from another thread would interfere with the loop's current step, and the
     damage would look like the peer's fault, so the call is refused where it is made.
-    Code that runs for every message compares ``ident`` itself, one integer with
-    another; a fork changes it.
+    Code that runs for every message compares the integer ``ident`` itself; a fork
+    changes it.
 
     Attributes:
         ident: ``threading.get_ident()`` of its thread; ``FORKED`` in a child process.
@@ -369,9 +374,9 @@ class LoopThread:
     async def leave(self, close: Callable[[], Awaitable[None]]) -> None:
         """Close at the end of an ``async with`` block, even if the task is cancelled.
 
-        A cancel scope that cancels at each ``await`` does not interrupt it. In a child
-        that was forked within the block and leaves it, for example by ``sys.exit``,
-        nothing is closed.
+        A cancel scope that cancels at each ``await`` does not interrupt the close. If a
+        child process was forked within the block and leaves the block, for example by
+        ``sys.exit``, nothing is closed in the child.
 
         Cancel safety: it is closed first; then the cancellation is raised.
         """
@@ -379,7 +384,7 @@ class LoopThread:
             await run_to_completion(close())
 
     def check(self, call: str) -> None:
-        """Refuse a call from another thread, loop or process than the object's own."""
+        """Refuse a call from any thread, loop or process but the object's own."""
         if self.ident == FORKED:
             self.check_process(call)
         running = asyncio._get_running_loop()  # noqa: SLF001 - None where none runs
@@ -401,7 +406,7 @@ class LoopThread:
             )
 
     def check_process(self, call: str) -> None:
-        """Refuse a call in a child that was forked from the object's own process."""
+        """Refuse a call in a child process that was forked from the object's own."""
         if self.ident == FORKED:
             raise UsageError(
                 f"{call}: the object belongs to process {self._pid}, and this process "

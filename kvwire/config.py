@@ -1,7 +1,7 @@
 """The configuration: a TOML file < ``KVWIRE_*`` environment < keyword arguments.
 
-An unknown key is an error that names the nearest one. Secrets themselves never come
-from the environment or the command line: only the path of a file does.
+An unknown key raises an error that names the nearest known key. The environment and the
+command line never contain secrets, only the paths of files that do.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FileName: TypeAlias = "str | os.PathLike[str]"
 
 
 class ConfigOptions(TypedDict, total=False):
-    """The keys of :class:`Config`, as ``kvwire.open`` takes them; see there."""
+    """The keys of :class:`Config` as keyword arguments of ``kvwire.open``."""
 
     name: str
     trust: Trust
@@ -101,58 +101,61 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         trust: ``"loopback"``: this host only, without authentication. ``"psk"``: both
             sides prove that they hold the key in ``psk_file``. ``"mtls"``: both sides
             authenticate with certificates, and traffic over tcp is encrypted.
-        psk_file: A file made by ``kvwire keygen``, readable by its owner alone.
+        psk_file: A file made by ``kvwire keygen``, readable only by its owner.
         psk_accept_files: Further keys to accept from peers while keys are rotated.
         tls_cert_file: This side's certificate, in PEM.
-        tls_key_file: The private key of that certificate, in PEM, readable by its owner
-            alone.
+        tls_key_file: The private key of that certificate, in PEM, readable only by its
+            owner.
         tls_ca_file: The only CAs whose certificates are accepted, in PEM.
         tls_peers: The accepted peers: URIs and DNS names in their certificates. A
             single ``"*"`` accepts every certificate signed by a CA in ``tls_ca_file``.
-        prefer: Transports in the order in which they are tried; others come last.
+        prefer: Transports in the order in which they are tried; all others are tried
+            last.
         require: If not empty, only these transports may be used.
         forbid: Transports that are never used.
-        lanes: The number of data paths of the chosen transport. More than one helps if
-            one core or one flow cannot fill the wire.
-        one_sided_windows: The peers that may read this process's windows without
-            asking. Such a peer can read a whole window, also blocks that were not
-            offered to it. ``"user"``: processes of the same user on this host.
-            ``"peers"``: every peer. ``"off"``: none; peers ask for each block.
+        lanes: The number of data paths that the chosen transport uses. More than one
+            helps if a single core or flow cannot saturate the network.
+        one_sided_windows: The peers that may read this process's windows directly. Such
+            a peer can read a whole window, also blocks that were not offered to it.
+            ``"user"``: processes of the same user on this host. ``"peers"``: every
+            peer. ``"off"``: no peer; each block has to be requested.
         backends: Settings of individual transports, such as ``{"ucx": {"TLS":
             "tcp"}}``.
-        profile: Names with values, such as the model's revision. If both sides have a
-            name, their values must be equal; the error names the difference.
-        checksum: ``"on"`` verifies every payload byte, ``"sampled"`` one large chunk in
-            8 and everything small, ``"off"`` trusts the transport. ``"auto"`` is
-            ``"on"``, but ``"sampled"`` between memory of one host. It applies to the
-            payload that this side sends.
-        chunk_bytes: Payload bytes in one frame. A connection uses the smaller value of
-            its two sides.
-        eager_bytes: Messages up to this size are sent before they are received. A
-            connection uses the smaller value of its two sides.
-        window_bytes: Bytes of arrived messages that are kept until they are received.
-        window_messages: The number of arrived messages that are kept.
-        message_bytes: ``recv`` without a buffer allocates at most this.
-        handshake_timeout_s: Time from connect or accept to a usable connection.
-        close_timeout_s: Time that ``close`` waits for running operations.
+        profile: Names with values, such as the model's revision. If a name occurs on
+            both sides, its values must be equal; the error names the difference.
+        checksum: Applies to the payload that this side sends. ``"on"`` verifies every
+            byte, ``"sampled"`` everything small and one large chunk in 8, ``"off"``
+            trusts the transport. ``"auto"`` is ``"sampled"`` within one host, else
+            ``"on"``.
+        chunk_bytes: The payload bytes of one frame. A connection uses the smaller of
+            both sides' values.
+        eager_bytes: Messages up to this size are sent without waiting for a ``recv``. A
+            connection uses the smaller of both sides' values.
+        window_bytes: The most bytes of arrived messages that are kept until they are
+            received.
+        window_messages: The most arrived messages that are kept until they are
+            received.
+        message_bytes: The most bytes that ``recv`` without a buffer allocates.
+        handshake_timeout_s: The limit for a new connection to become usable.
+        close_timeout_s: How long ``close`` waits for running operations.
         ping_interval_s: How long the peer may be silent before it is pinged.
-        ping_misses: Intervals of silence after which the peer counts as dead.
-        lease_s: How long a KV transfer holds its blocks without progress, and how long
-            it waits for a peer that has fallen silent.
-        restart_grace_s: How long a KV transfer waits for a peer whose connection was
-            reset or refused, which means that its process has probably ended.
-        resume: Whether a KV transfer whose connection is lost waits, within its lease,
+        ping_misses: The number of silent intervals after which the peer counts as dead.
+        lease_s: How long a KV transfer without progress holds its blocks, and how long
+            it waits for a silent peer.
+        restart_grace_s: How long a KV transfer waits for a peer whose process has
+            probably ended, because a connection was reset or refused.
+        resume: Whether a KV transfer that loses its connection waits, within its lease,
             for another link to the same peer.
-        quarantine_bytes: New transfers are refused while more memory than this waits
-            for a transport to release it.
-        connections_max: The most inbound connections at one time.
-        directory: The URL of the directory in which members of a fleet find each other,
-            such as ``"redis://host:6379"``; empty for this user's folder on this
+        quarantine_bytes: New transfers are refused while transports have yet to release
+            more than this many bytes.
+        connections_max: The most inbound connections at any time.
+        directory: The URL of the directory in which the members of a fleet find each
+            other, such as ``"redis://host:6379"``; empty for this user's folder on this
             machine.
         io_cpus: CPUs that the thread of a :class:`kvwire.Engine` may run on; if empty,
-            those of the thread that makes the engine.
-        inspect: A folder that only this user may enter, for the socket that ``kvwire
-            top`` and ``kvwire trace`` connect to; empty for none.
+            the CPUs of the thread that makes the engine.
+        inspect: The folder of the socket for ``kvwire top`` and ``kvwire trace``, which
+            only this user may enter; empty for no socket.
         inspect_signal: Whether SIGUSR1 writes a snapshot to the log.
     """
 
@@ -302,7 +305,7 @@ def load_with_origins(
     environment: Mapping[str, str] | None = None,
     **arguments: Unpack[ConfigOptions],
 ) -> tuple[Config, dict[str, str]]:
-    """Read a configuration as :meth:`Config.load` does, with the origin of each key."""
+    """Read a configuration like :meth:`Config.load`; also return each key's origin."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, layer in _layers(path, environment, arguments):
@@ -494,8 +497,8 @@ def local_path(text: str) -> str:
     """Expand a path as a shell would: ``~`` and ``$HOME`` become folders.
 
     Raises:
-        UsageError: There is no such user or environment variable, or no file can have
-            this name.
+        UsageError: The path names an unknown user or environment variable, or cannot be
+            a file's name.
     """
     check_file_name(text)
     for name in filter(None, (n for pair in _VARIABLE.findall(text) for n in pair)):
@@ -526,7 +529,7 @@ def checked_values(
     origins: Mapping[str, str],
     usual_origin: str = "config",
 ) -> S:
-    """Return settings as a struct; an error names the key and where it came from."""
+    """Return settings as a struct; an error names the key and its origin."""
     try:
         # strict=False reads numbers from text, as environment variables have them.
         return msgspec.convert(values, kind, strict=False)

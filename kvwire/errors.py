@@ -2,10 +2,10 @@
 
 * :exc:`KVWireError`
 
-  * :exc:`UsageError`: you called it wrong; nothing was sent.
+  * :exc:`UsageError`: the call was wrong; nothing was sent.
   * :exc:`BackendUnavailable`: scheme unknown, library missing, or wrong API version.
-  * :exc:`ListenError`: an address cannot be listened on; an ``OSError`` as well.
-  * :exc:`ConnectError`: nobody can be reached there; an ``OSError`` as well.
+  * :exc:`ListenError`: it is impossible to listen on an address; also an ``OSError``.
+  * :exc:`ConnectError`: an address cannot be reached; also an ``OSError``.
   * :exc:`HandshakeError`: the peers could not agree; names every differing field.
 
     * :exc:`VersionMismatch`
@@ -20,13 +20,13 @@
     * :exc:`UnexpectedFrame`
     * :exc:`FlowControlViolation`
 
-  * :exc:`ConnectionClosed`: the connection is gone, and so are its requests.
+  * :exc:`ConnectionClosed`: the connection and all its requests have ended.
 
     * :exc:`ClosedOK`
     * :exc:`ConnectionLost`
     * :exc:`PeerUnresponsive`
 
-  * :exc:`RequestError`: this request only; the connection lives.
+  * :exc:`RequestError`: only this request failed; the connection continues.
 
     * :exc:`DeadlineExceeded`
     * :exc:`AccessDenied`
@@ -40,7 +40,7 @@
 Retry on :exc:`RequestError`, reconnect on :exc:`ConnectionClosed`, look for a bug (or
 an attacker) on :exc:`ProtocolError`. The peer receives a :class:`WireCode` and a short
 reason, never a traceback. Each leaf of ``RequestError`` and ``HandshakeError`` has one
-code, and :func:`error_from_code` turns it back into the class.
+code, and :func:`error_from_code` converts a code back into an error.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from kvwire.limits import LOG_CHARS_MAX, NAME_CHARS_MAX, REASON_CHARS_MAX
 
 
 class WireCode(enum.IntEnum):
-    """Codes by which one peer reports a failure to the other.
+    """Codes with which one peer reports a failure to the other.
 
     Values are never reused.
     """
@@ -122,7 +122,7 @@ class _AtAddress(OSError):
 
 
 class ListenError(KVWireError, _AtAddress):
-    """An address cannot be listened on: taken, not of this host, or unknown.
+    """Listening on an address is impossible: it is taken, unknown, or not this host's.
 
     Attributes:
         address: The address.
@@ -131,7 +131,7 @@ class ListenError(KVWireError, _AtAddress):
 
 
 class ConnectError(KVWireError, _AtAddress):
-    """Nobody can be reached at an address: refused, unreachable, or an unknown name.
+    """An address cannot be reached: refused, no route, or an unknown host name.
 
     Attributes:
         address: The address.
@@ -164,7 +164,7 @@ class AuthenticationFailed(HandshakeError):
 
 
 class ProfileMismatch(HandshakeError):
-    """A field that must be equal is not, or the sides have no transport in common."""
+    """The sides differ in a field that must be equal, or share no transport."""
 
     code = WireCode.PROFILE
 
@@ -190,7 +190,7 @@ class ProtocolError(KVWireError):
 
 
 class MalformedFrame(ProtocolError):
-    """A frame cannot be decoded: its checksum, a range or its body is wrong."""
+    """A frame cannot be decoded: its checksum, a value or its body is wrong."""
 
 
 class FrameTooLarge(ProtocolError):
@@ -212,7 +212,7 @@ class ConnectionClosed(KVWireError):
 
 
 class ClosedOK(ConnectionClosed):
-    """One side closed the connection on purpose; everything was delivered before."""
+    """One side closed the connection on purpose, after everything was delivered."""
 
 
 class ConnectionLost(ConnectionClosed):
@@ -232,7 +232,7 @@ class RequestError(KVWireError):
 class DeadlineExceeded(RequestError, TimeoutError):
     """The deadline has passed.
 
-    The request's memory is free only once it has drained.
+    The request's memory is free only once the request has drained.
     """
 
     code = WireCode.DEADLINE
@@ -251,7 +251,7 @@ class StaleRegion(RequestError):
 
 
 class IntegrityError(RequestError):
-    """Bytes arrived different from how they were sent."""
+    """The bytes that arrived differ from those that were sent."""
 
     code = WireCode.INTEGRITY
 
@@ -273,7 +273,7 @@ class MessageTooLarge(RequestError):
 
 
 class PeerError(RequestError):
-    """The peer reported a failure that this version has no class for."""
+    """The peer reported a failure for which this version has no class."""
 
 
 def _below(parent: type[KVWireError]) -> Iterator[type[KVWireError]]:
@@ -291,7 +291,7 @@ _BY_CODE: Final = {
 
 
 def shown(text: str, chars_max: int = LOG_CHARS_MAX) -> str:
-    """Return a peer's string for errors and logs: quoted, printable and short."""
+    """Return a peer's text for errors and logs: quoted, printable and short."""
     quoted = repr(text)
     if len(quoted) <= chars_max:
         return quoted
@@ -313,7 +313,7 @@ def without_password(url: str) -> str:
 
 
 def check_credentials(url: str) -> None:
-    """Refuse a URL whose user name or password would end its host early.
+    """Refuse a URL whose user name or password makes its host ambiguous.
 
     Raises:
         UsageError: A ``/``, ``?``, ``#``, ``[`` or ``]`` precedes the last ``@``.
@@ -336,21 +336,21 @@ def printable(text: str) -> str:
 
 
 def is_name(value: object) -> bool:
-    """Return whether a value is a text that can be sent to a peer whole."""
+    """Return whether a value is a text that can be sent to a peer uncut."""
     if not isinstance(value, str) or len(value) > NAME_CHARS_MAX:
         return False
     return value.encode(errors="replace").decode() == value
 
 
 def sayable(reason: str) -> str:
-    """Return a reason as it is sent to a peer: short, cut between characters."""
+    """Return a reason short enough for a peer, cut between characters."""
     return reason[:REASON_CHARS_MAX].encode(errors="replace").decode()
 
 
 def error_from_code(code: int, text: str) -> KVWireError:
     """Return the exception for the code and text that a peer reported.
 
-    An unknown code, as of a newer peer, becomes a :exc:`PeerError`.
+    An unknown code, such as a newer peer's, becomes a :exc:`PeerError`.
     """
     try:
         cls = _BY_CODE.get(WireCode(code), PeerError)
@@ -378,18 +378,18 @@ _REMEDIES: Final = {
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's text; drop the frames that it went through."""
+    """Return an error's text, and drop its traceback's frames."""
     text = str(error) or type(error).__name__
     drop_frames(error)
     return text
 
 
 def drop_frames(error: BaseException) -> None:
-    """Drop the frames that an error, and each error before it, went through.
+    """Drop the traceback frames of an error, and of each error before it.
 
     Each request of a connection keeps the connection's error, and a library may keep
-    its own for a moment. The frames keep the memory that was to be moved: all of a
-    store's.
+    its own for a moment. The frames would keep memory alive: everything that was to be
+    moved, such as the whole memory of a store.
     """
     link: BaseException | None = error
     while link is not None:
@@ -398,7 +398,7 @@ def drop_frames(error: BaseException) -> None:
 
 
 def with_remedy(error: BaseException) -> str:
-    """Return the text of a system error with its remedy."""
+    """Return a system error's text together with a remedy."""
     said = (getattr(error, "strerror", None) or str(error)).rstrip(".")
     remedy = _REMEDIES.get(getattr(error, "errno", None) or 0)
     where = getattr(error, "filename", None)
@@ -420,7 +420,7 @@ _FEW_NAMES: Final = 8
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error text: the nearest known name, or all of few names.
+    """Return the end of an error text: the nearest known name, or a list of names.
 
     If no name is near, all are listed.
     """

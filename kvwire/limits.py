@@ -1,9 +1,9 @@
-"""The bounds that several rooms share, each with its reason; assertions relate them.
+"""The bounds that several rooms share, with reasons; assertions relate them.
 
-A number from a peer is compared with a bound before it is used for anything. A bound
-that concerns one room stands in the room's own ``limits.py``. Units are in the names.
-What a user may change is a default of :class:`kvwire.Config`, and the ``_MAX`` beside
-it is the largest value that Config accepts.
+A number from a peer is compared with a bound before it is used. A bound that concerns
+only one room is in that room's ``limits.py``. Units are in the names. If users may
+change a bound, it is a default of :class:`kvwire.Config`, and the ``_MAX`` beside it is
+the largest value that Config accepts.
 """
 
 from __future__ import annotations

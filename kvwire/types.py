@@ -1,4 +1,4 @@
-"""Small value types that every layer shares; nothing here needs a loop or a socket."""
+"""Small value types that every layer shares; they need neither loop nor socket."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ OneSidedWindows: TypeAlias = Literal["user", "peers", "off"]
 class Instant:
     """A time on the event loop's clock; a plain number means seconds from now.
 
-    Several calls can share one instant, and so one time budget::
+    Several calls can share one instant, and thus one time budget::
 
         until = kvwire.Instant(loop.time() + 5)
         await conn.send(1, question, deadline=until)
         answer = await conn.recv(1, deadline=until)
 
     Attributes:
-        time: In seconds, as ``loop.time()`` returns it.
+        time: Seconds on the clock of ``loop.time()``.
     """
 
     time: float
@@ -92,7 +92,7 @@ class Transitions(dict[tuple[S, Step], S], Generic[S, Step]):
 
 
 class Role(enum.IntEnum):
-    """The role of a side: client, which opened the connection, or server."""
+    """A side's role: the client has opened the connection, the server accepted it."""
 
     CLIENT = 0
     SERVER = 1
@@ -123,10 +123,10 @@ class Access(enum.Flag):
 
     @classmethod
     def parse(cls, text: AccessName | Access) -> Access:
-        """Read ``"read"``, ``"write"`` or ``"readwrite"``.
+        """Parse ``"read"``, ``"write"`` or ``"readwrite"``.
 
         Raises:
-            UsageError: It is another text.
+            UsageError: The text is none of these.
         """
         if isinstance(text, Access) and text:
             return text
@@ -181,9 +181,9 @@ class Address:
 
     @classmethod
     def parse(cls, text: str | Address) -> Address:
-        """Read ``"host:port"``, ``"tcp://host:port"``, ``"inproc://name"`` or a path.
+        """Parse ``"host:port"``, ``"tcp://host:port"``, ``"inproc://name"`` or a path.
 
-        Transports whose addresses are files write them as ``"scheme:///a/path"``.
+        Transports that use files as addresses write them as ``"scheme:///a/path"``.
 
         Raises:
             UsageError: The text is none of these, or the port is not 0 to 65,535.
@@ -225,7 +225,7 @@ def check_file_name(text: str) -> None:
     """Refuse a text that cannot be the name of a file.
 
     Raises:
-        UsageError: It has a NUL, or half of a surrogate pair.
+        UsageError: It contains a NUL, or half of a surrogate pair.
     """
     try:
         if b"\0" not in text.encode(errors="surrogateescape"):
@@ -238,7 +238,7 @@ def check_file_name(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """The identity of one connection's peer, as TLS has proved it."""
+    """A peer's identity on one connection, as proved by TLS."""
 
     identity: str
     binding: bytes = field(repr=False)
@@ -246,19 +246,19 @@ class PeerIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerInfo:
-    """The peer's claims about itself, some of them proved by TLS or a key.
+    """A peer's claims about itself; TLS or a key has proved some of them.
 
     Attributes:
-        name: The name it gives itself.
+        name: The name that it gives itself.
         incarnation: 16 random bytes, new for each start of its process.
         address: Its address, if the transport knows it.
-        trust: How it was authenticated.
-        version: The protocol's version.
-        profile: The profile in its configuration.
+        trust: How the peer was authenticated.
+        version: The protocol version in use.
+        profile: The profile from its configuration.
         identity: In ``mtls`` mode, the name in its certificate that `tls_peers` lists;
-            else "". Of all names, only this one is proved.
-        key_id: In ``psk`` mode, the id of the accepted key that a client has proved;
-            else b"".
+            else "". This is the only proved name.
+        key_id: In ``psk`` mode, the id of the key with which a client has
+            authenticated; else b"".
     """
 
     name: str
@@ -274,8 +274,8 @@ class PeerInfo:
     def origin(self) -> bytes:
         """Return bytes that distinguish this start of this peer from all others.
 
-        Anybody who has seen an incarnation can claim it, except that in ``mtls`` mode
-        it counts only together with the identity.
+        A process that has seen another's incarnation can claim it. In ``mtls`` mode
+        this does not help, since the bytes also depend on the identity.
         """
         return self.identity.encode() + self.incarnation
 
@@ -292,8 +292,8 @@ class Candidate:
     Attributes:
         name: The transport's name, such as ``"tcp"``.
         taken: Whether it carries the connection's data.
-        reason: Why it does, or does not.
-        possible: Whether it may carry the data if those before it cannot.
+        reason: Why it was or was not chosen.
+        possible: Whether it could carry the data if the transports before it cannot.
     """
 
     name: str
@@ -307,13 +307,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TransportReport:
-    """Every transport that was considered for a connection, with reasons."""
+    """The transports that were considered for a connection, with reasons."""
 
     candidates: tuple[Candidate, ...] = field(default=())
 
     @property
     def taken(self) -> str:
-        """Return the name of the transport that was taken."""
+        """Return the name of the chosen transport."""
         for candidate in self.candidates:
             if candidate.taken:
                 return candidate.name
@@ -328,20 +328,20 @@ class TransportReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Permission to ``get`` from, or ``put`` into, memory of one peer.
+    """Permission to ``get`` from, or ``put`` into, a peer's memory.
 
-    It can be turned into bytes and sent by any channel. It is valid on one connection,
-    and until the region ends. Slicing narrows it: ``grant[a:b]`` covers that part and
-    no more.
+    It can be converted to bytes and sent through any channel. It is valid on one
+    connection, until the region ends. Slicing narrows it: ``grant[a:b]`` covers only
+    these bytes.
 
     Attributes:
         access: Whether it allows ``get``, ``put`` or both.
-        connection: The id of the connection it was made for, 16 bytes.
+        connection: The id of the connection that it was made for, 16 bytes.
         grant: Its number on that connection.
         generation: The region's generation when it was made.
-        token: Proves that the peer made it; never shown.
+        token: Proves that the peer made the grant; never shown.
         offset: The offset of this part in the granted memory.
-        nbytes: Its length; also ``len(grant)``.
+        nbytes: The length of this part; also ``len(grant)``.
     """
 
     access: Access
@@ -356,10 +356,10 @@ class Grant:
         return self.nbytes
 
     def __getitem__(self, part: slice) -> Grant:
-        """Return a part of the grant, by byte positions as in a ``bytes`` object.
+        """Return a part of the grant; slices count bytes, as in a ``bytes`` object.
 
         Raises:
-            UsageError: The step is not 1, or this is an index instead of a slice.
+            UsageError: The step is not 1, or the key is an index instead of a slice.
         """
         if not isinstance(part, slice):
             raise UsageError(
@@ -385,11 +385,11 @@ class Grant:
 
     @classmethod
     def from_bytes(cls, raw: bytes | bytearray | memoryview) -> Grant:
-        """Read a grant from bytes that came by some channel.
+        """Read a grant from bytes that arrived through any channel.
 
         Raises:
-            UsageError: These bytes are not a grant. Whether the peer honours a grant
-                shows only when it is used.
+            UsageError: The bytes are not a grant. Only using a grant shows whether the
+                peer accepts it.
         """
         try:
             if len(raw) != _GRANT.size:
@@ -427,7 +427,7 @@ def text_of(id: str | bytes | int) -> str:
 
 
 def whole(value: object) -> int | None:
-    """Return a whole number of any type, also NumPy's, as an int, or else None."""
+    """Return a whole number of any type, also NumPy's, as an int; else None."""
     if isinstance(value, bool):
         return None
     try:
