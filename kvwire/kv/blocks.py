@@ -1,12 +1,12 @@
 """Block lists: the blocks that a transfer moves, in order.
 
-The list is in token order: its block at position 0 holds the request's first
-``block_tokens`` tokens, and so on. A *position* counts within the list, a block *id*
-within the pool. A hybrid model has one list per cache group, so a block's full name is
-(group, id).
+The list is in token order: the block at position 0 holds the request's first
+``block_tokens`` tokens, and so on. A *position* is an index into the list, a block *id*
+an index into the pool. A hybrid model has one list per cache group, so a block's full
+name is (group, id).
 
-An outcome has the landed blocks as a set of such names, and the missing ones as a
-mapping from name to reason. Both are backed by arrays.
+An outcome contains the landed blocks as a set of such names, and the missing blocks as
+a mapping from name to reason. Both are backed by arrays.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
 
 
 class BlockSet(AbstractSet[tuple[str, int]]):
-    """A set of blocks, each a (group, id) tuple that is made only when iterated over.
+    """A set of blocks as (group, id) tuples, which are only created by iteration.
 
     Args:
-        ids: The ids of each group.
+        ids: The block ids of each group.
     """
 
     __slots__ = ("_ids", "_sorted")
@@ -167,8 +167,8 @@ Number = TypeVar("Number", bound=np.generic)
 class MissingOfGroup:
     """The missing blocks of one group.
 
-    ``ids[i]`` is missing for the reason number ``codes[i]``. ``lost``, shape (layers,
-    ids), marks the layers that did not land.
+    ``codes[i]`` is the number of the reason why ``ids[i]`` is missing. ``lost``, shape
+    (layers, ids), marks the layers that did not land.
     """
 
     ids: Ids
@@ -177,7 +177,7 @@ class MissingOfGroup:
     lost: Bits
 
     def only(self, these: Bits) -> MissingOfGroup:
-        """Return the same for a selection of the ids."""
+        """Return the part of this for a selection of the ids."""
         return MissingOfGroup(
             self.ids[these], self.codes[these], self.layers, self.lost[:, these]
         )
@@ -188,8 +188,8 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
 
     Args:
         groups: The missing blocks of each group of the transfer.
-        reasons: The text of each code; a reason may have no block.
-        beside: Reasons for positions that never got a block.
+        reasons: The text of each code; there may be reasons that apply to no block.
+        beside: The reasons of positions that never got a block.
     """
 
     __slots__ = ("_blocks", "beside", "groups", "meanings")
@@ -261,7 +261,7 @@ def named_of(lists: Mapping[str, Ids]) -> Mapping[str, Ids]:
 
 
 def nothing_missing(groups: Mapping[str, range]) -> MissingBlocks:
-    """Return an empty mapping for a transfer with these groups and their layers."""
+    """Return an empty mapping for a transfer with these groups and layers."""
     return MissingBlocks(
         {
             name: MissingOfGroup(
@@ -279,7 +279,7 @@ def nothing_missing(groups: Mapping[str, range]) -> MissingBlocks:
 def missing_blocks(
     groups: Mapping[str, MissingOfGroup], reasons: Sequence[str]
 ) -> MissingBlocks:
-    """Return the missing blocks; unnamed positions contribute their reasons only."""
+    """Return the missing blocks; unnamed positions contribute only their reasons."""
     named = {name: group.ids != UNNAMED for name, group in groups.items()}
     if all(all_of(bits) for bits in named.values()):
         return MissingBlocks(groups, reasons)
@@ -294,7 +294,7 @@ def missing_blocks(
 def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
     """Merge the missing blocks of several shares of the same block list.
 
-    A block that several shares miss has the reason of the first of them, and the
+    If a block is missing in several shares, it gets the first share's reason, and the
     missing layers of all.
     """
     # Reasons are concatenated; share i's begin at offsets[i].

@@ -1,36 +1,38 @@
-"""The one byte order of a transfer, which both sides compute from two descriptions.
+"""A transfer's byte order, which both sides compute from their two descriptions.
 
 Theory
 ------
-A transfer moves the elements that both sides have. They form a box with six axes: model
-layers that both hold, the request's tokens, components, model heads that both hold,
-elements of a head. The byte order is a walk through that box; each side maps the steps
-of the walk onto its own memory. The two sides need to agree on the walk and nothing
-else.
+A transfer moves the elements that both sides have. They form a box with these axes: the
+model layers that both hold, the request's granules and their tokens, the components,
+the model heads that both hold, and the elements of a head. The byte order is a walk
+through that box; each side maps the steps of the walk onto its own memory. The two
+sides need to agree only on the walk.
 
-*Granules.* Blocks of the two sides may differ in size, so the token axis is cut into
+*Granules.* The two sides' blocks may differ in size, so the token axis is cut into
 granules of ``gcd(block_tokens, block_tokens)`` tokens: the largest runs of tokens that
-no block boundary of either side divides. With equal blocks a granule is a block.
-Granule g begins at token ``g * granule_tokens`` of the request, and lies within one
-block on either side. A partly filled last granule is moved whole; the bytes after the
-last token belong to the same blocks and have no meaning.
+no block boundary of either side divides. If the block sizes are equal, a granule is a
+block. Granule g begins at token ``g * granule_tokens`` of the request, and lies within
+one block on either side. A partly filled last granule is moved whole; the bytes after
+the last token lie in the same blocks and have no meaning.
 
 *Axis order.* The walk nests the axes (layer, granule, component, token, head, dim) in
-some order, where the granule axis stands where ``block`` stands in a memory order. Any
+some order, with the granule axis in the place that ``block`` has in a memory order. Any
 order is correct. A side needs one fragment for each run of the walk that is contiguous
-in its memory, and the runs are longest when the walk follows its memory order. So the
-order is the producer's memory order or the consumer's, whichever makes fewer fragments
-on both sides together; the producer's if equal. Consequences:
+in its memory, and the runs are longest when the walk follows that side's memory order.
+So the order is the producer's or the consumer's memory order, whichever makes fewer
+fragments in total; if equal, the producer's. Consequences:
 
 * Equal layouts merge into the longest fragments that the memory allows, on both sides.
-* One cross-layer side and one per-layer side: the walk is block by block, so the
-  cross-layer side has one fragment for each block and the other loses nothing.
-* NHD against HND: one side keeps whole blocks and the other scatters, where it is cheap
-  (in its own memory), and not on the wire.
+* A cross-layer side and a per-layer side: the walk is block by block, so the
+  cross-layer side has one fragment per block, and the other side has no more fragments
+  than otherwise.
+* NHD and HND: one side keeps whole blocks and the other scatters. The scattering
+  happens in that side's memory, where it is cheap, and not on the wire.
 
-*Why both sides agree.* The choice uses only what is in the two descriptions, and
-integer arithmetic. The order is in :attr:`Canonical.order` and so in the plan's digest:
-peers of different versions that would choose differently notice before a byte moves.
+*Why both sides agree.* The choice depends only on the two descriptions, and uses
+integer arithmetic. The order is part of :attr:`Canonical.order` and so of the plan's
+digest. If peers with different versions chose different orders, they would notice
+before a byte moves.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from kvwire.kv.spec import overlap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canonical:
-    """The elements of one cache group that a transfer carries, and their order.
+    """The elements of one cache group in a transfer, and their order.
 
     ``layers`` and ``heads`` are the model's indices that both sides hold. In ``order``
     the name ``block`` stands for the granule axis.
@@ -70,7 +72,7 @@ class Canonical:
         return elements * self.head_dim * self.item_bytes
 
     def fields(self) -> tuple[str | int, ...]:
-        """Return the values that decide the walk, for a digest both sides compare."""
+        """Return the values that determine the walk, for a digest to compare."""
         return (
             self.group,
             " ".join(self.order),
@@ -99,7 +101,7 @@ class Canonical:
 
 
 def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
-    """Return the elements that a transfer between two sides carries, for each group.
+    """Return for each group the elements that a transfer between two sides carries.
 
     Both sides get the same answer, because it depends on the two descriptions only.
 
@@ -121,7 +123,7 @@ def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
 
 
 def pieces(walk: Canonical, side: GroupGeometry) -> int:
-    """Return the number of contiguous pieces that a walk has in one side's memory."""
+    """Return the number of contiguous pieces of a walk in one side's memory."""
     extents = walk.extents(len(walk.layers), walk.granules)
     return math.prod(extents.values()) // _run(walk.order, extents, side)
 
@@ -206,7 +208,7 @@ def _choose_order(
 def _run(order: tuple[str, ...], extents: dict[str, int], side: GroupGeometry) -> int:
     """Return the number of contiguous elements of the walk on one side.
 
-    Blocks count as never adjacent, since neither side knows the other's block ids.
+    Blocks never count as adjacent, since neither side knows the other's block ids.
     """
     strides = _gapless_strides(side)
     run = 1

@@ -1,17 +1,18 @@
 """A cache of encoded rows, which a transfer with ``codec=`` moves instead of the cache.
 
-The blocks that a transfer lists have a *shadow*: a cache in host memory with the same
-layers, heads and tokens, whose rows are the encoded ones, as ``uint8``. Block i of the
-shadow belongs to position i of the list. The transfer moves the shadow like any other
-cache, so partial transfers, other block sizes and shards, resuming and exact outcomes
-work for encoded rows with no change to the protocol. The producer encodes a part before
-it counts as marked; the consumer decodes a landed part before it counts as landed.
+The listed blocks of a transfer have a *shadow*: a cache in host memory with the same
+layers, heads and tokens, which contains the encoded rows as ``uint8``. Block i of the
+shadow corresponds to position i of the list. The transfer moves the shadow like any
+other cache, so partial transfers, different block sizes and shards, resuming and exact
+outcomes work for encoded rows without a change to the protocol. The producer encodes a
+part before it marks the part as ready; the consumer decodes a part before it reports
+the part as landed.
 
-The shadow's fingerprint names codec and element type. Peers compare fingerprints, so
-both ends are sure to use the same codec.
+The shadow's fingerprint names the codec and the element type. Peers compare
+fingerprints, which ensures that both ends use the same codec.
 
-Groups without tokens in floating point (recurrent states, a cache of fp8) have a shadow
-too, which holds their bytes unchanged.
+Groups whose tokens are not in floating point (recurrent states, an fp8 cache) have a
+shadow too, with their bytes unchanged.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class CodedCache:
         lists: The shadow's block lists: block i at position i.
 
     Raises:
-        UsageError: The cache has no tokens in floating point.
+        UsageError: No group of the cache has tokens in floating point.
     """
 
     def __init__(self, cache: PagedCache, lists: BlockLists, codec: RowCodec) -> None:
@@ -78,7 +79,7 @@ class CodedCache:
         self._ids = lists
 
     def encode(self, group: str, layers: range, blocks: range, move: Move) -> None:
-        """Encode some layers, counted from 0 in the group, of some list positions."""
+        """Encode some list positions in some layers, counted from 0 in the group."""
         spec = self._real.groups[group].spec
         ids = self._ids[group]
         walk = Canonical(
@@ -110,7 +111,7 @@ class CodedCache:
     def decode(
         self, walk: Canonical, layers: range, granules: slice, wanted: Bits, move: Move
     ) -> None:
-        """Decode some layers and granules of a transfer's walk, which have landed."""
+        """Decode some layers and granules that have landed."""
         spec = self._real.groups[walk.group].spec
         for real, shadow in self._pieces(walk, layers, granules, wanted):
             if not _is_coded(spec):

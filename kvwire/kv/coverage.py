@@ -1,8 +1,8 @@
 """The marked or landed layers of each block, as bits of integers.
 
-Marks are made in the middle of a forward pass, so one mark must cost only a few integer
-operations. Layers added for all blocks are bits of one integer; each other layer has an
-integer with one bit per block. Boolean arrays take five times as long.
+Marks are made in the middle of a forward pass, so a mark must cost only a few integer
+operations. Layers that were added for all blocks are bits of one integer; each other
+layer has an integer with one bit per block. Boolean arrays take five times as long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Coverage:
 
     Attributes:
         whole_layers: One bit per layer, set once all its blocks were added.
-        complete: Every cell was added.
+        complete: Whether every cell was added.
     """
 
     __slots__ = (
@@ -50,7 +50,7 @@ class Coverage:
         self._bits: dict[int, int] = {}
 
     def claim(self, layers: range, blocks: range, among: int = ANY) -> bool:
-        """Add cells unless one was added before; return whether they were added.
+        """Add cells unless any was added before; return whether they were added.
 
         Only blocks in the mask ``among`` count as added before.
 

@@ -1,9 +1,9 @@
-"""A byte stream as the list of contiguous memory pieces that hold it.
+"""A byte stream as a list of contiguous pieces of memory.
 
-A transfer has one canonical byte order; each side maps it onto its own memory with a
-list of fragments. The two lists may be cut differently and need only have the same
-total length. A list is a pair of NumPy arrays, so 100,000 fragments cost two arrays and
-not 100,000 objects.
+A transfer has one canonical byte order, which each side maps onto its own memory with a
+list of fragments. The two lists may be cut differently; only their total lengths must
+be equal. A list is a pair of NumPy arrays, so 100,000 fragments need two arrays instead
+of 100,000 objects.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Fragments:
     """Contiguous pieces of one side's memory, in canonical order.
 
     Attributes:
-        addresses: Shape (n,), uint64: the first byte of each fragment.
-        lengths: Shape (n,), uint64: its bytes, each at least 1.
+        addresses: Shape (n,), uint64: the address of each fragment.
+        lengths: Shape (n,), uint64: the length of each fragment, at least 1.
         starts: Shape (n + 1,), uint64: where each fragment begins in the stream; the
             last entry is the total.
         nbytes: Total bytes.
-        piece_bytes: The length of every fragment if they are known to be equal, else 0.
+        piece_bytes: The length of each fragment if all are known to be equal, else 0.
         owner: An object that keeps the memory alive.
         writable: Whether the memory may be written to.
-        device: The device that has the addresses; None for host memory. Host code must
-            not touch a device's addresses.
+        device: The device that the addresses belong to; None for host memory. Host code
+            must not access a device's addresses.
     """
 
     __slots__ = (
@@ -85,7 +85,7 @@ class Fragments:
         writable: bool,
         device: Device | None = None,
     ) -> Fragments:
-        """Return fragments of one length, at least 1, joining those that touch."""
+        """Return fragments of one length, at least 1, and join adjacent ones."""
         count = addresses.size
         lengths = np.empty(count, np.uint64)
         lengths.fill(length)
@@ -155,11 +155,11 @@ class Fragments:
         return part
 
     def selected(self, which: Ids | Bits) -> Fragments:
-        """Return some fragments, by position or mask, as a new stream."""
+        """Return some of the fragments, by position or mask, as a new stream."""
         return self._part(self.addresses[which], self.lengths[which])
 
     def merged(self) -> Fragments:
-        """Return the same stream, with touching fragments joined."""
+        """Return the same stream, with adjacent fragments joined."""
         if self.addresses.size < 2:
             return self
         touches = self.addresses[1:] == self.addresses[:-1] + self.lengths[:-1]
@@ -192,7 +192,7 @@ class Fragments:
 
 
 def concatenated(parts: Sequence[Fragments]) -> Fragments:
-    """Join lists into one stream; all must have one device and one writability."""
+    """Join lists into one stream; device and writability must be the same in all."""
     first = parts[0]
     return Fragments(
         np.concatenate([part.addresses for part in parts]),
@@ -208,7 +208,7 @@ Payload = memoryview | Fragments
 
 
 def view_of(address: int, nbytes: int, *, owner: object, writable: bool) -> memoryview:
-    """Return memory as a view, which keeps ``owner`` alive."""
+    """Return a view of memory, which keeps ``owner`` alive."""
     return np.asarray(_Memory(address, nbytes, owner, writable)).data
 
 

@@ -1,7 +1,7 @@
 """The descriptions of cache and block lists that two sides exchange before a transfer.
 
-Both sides compute the canonical order from the two descriptions. So a description holds
-everything that the order depends on, and no addresses or block ids.
+Both sides compute the canonical order from the two descriptions. So a description
+contains everything that the order depends on, but neither addresses nor block ids.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GroupGeometry:
 
     @property
     def capacity(self) -> int:
-        """Return the number of valid tokens: by default, all in the blocks."""
+        """Return the number of valid tokens, which by default is all in the blocks."""
         if self.tokens is not None:
             return self.tokens
         return self.blocks * self.spec.block_tokens
@@ -66,7 +66,7 @@ class GroupGeometry:
 class Geometry:
     """One side's part of a transfer, for all groups.
 
-    Describing or decoding the same thing again returns the same object, so that values
+    Equal descriptions, made or decoded repeatedly, are the same object, so that values
     derived from it are computed once.
     """
 
@@ -159,7 +159,7 @@ def _checked_count(tokens: object, group: str) -> int:
 
 @lru_cache(limits.KV_TEMPLATES_MAX)
 def geometry_of(fields: tuple[object, ...]) -> Geometry:
-    """Return :meth:`Geometry.decode` of fields, cached."""
+    """Return the cached result of :meth:`Geometry.decode`."""
     return Geometry.decode(fields)
 
 

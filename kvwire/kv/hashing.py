@@ -1,18 +1,18 @@
 """Content hashes that name blocks: a chain of hashes over the tokens.
 
-The hash of a block covers its own tokens and, through the hash of the block before it,
-every token that its KV depends on. Equal hashes mean equal KV, so two processes can
-compare the blocks they have without sending a token.
+A block's hash covers its own tokens and, through the previous block's hash, every token
+that its KV depends on. Equal hashes mean equal KV, so two processes can compare their
+blocks without sending tokens.
 
 The chain uses SHA-256, not Python's ``hash()``. The latter differs between processes,
-so there would be no hits (LMCache #1139); and an attacker can construct collisions, and
-get another user's KV. Two chains are comparable if scheme, block size and seed are
-equal; the handshake carries these as :meth:`HashScheme.to_pairs`.
+so there would be no hits (LMCache #1139). Also, an attacker could construct collisions
+to obtain another user's KV. Two chains are comparable if scheme, block size and seed
+are equal; the handshake transmits these as :meth:`HashScheme.to_pairs`.
 
 A link of the chain is ``sha256(parent || tokens as little-endian int32 || extra)``. All
-blocks have equally many tokens, so no bytes can move from tokens to extra or back. The
-parent of the first block is the root, ``sha256(sha256(scheme) || seed digest ||
-salt)``.
+blocks have the same number of tokens, so the boundary between tokens and extra is
+unambiguous. The parent of the first block is the root, ``sha256(sha256(scheme) || seed
+digest || salt)``.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class HashScheme:
     """Names blocks by their content; processes that share a cache use equal schemes.
 
     Attributes:
-        block_tokens: Tokens of a block. Only full blocks get a hash.
-        seed: Keeps deployments apart, so that outsiders can neither prepare a collision
-            nor recognise a prompt. It is never sent: peers compare a digest of it.
+        block_tokens: Tokens per block. Only full blocks get a hash.
+        seed: Makes the hashes of deployments differ, so that outsiders can neither
+            prepare a collision nor recognise a prompt. It is never sent: peers compare
+            its digest.
 
     Raises:
         UsageError: ``block_tokens`` is out of range.
@@ -70,8 +71,8 @@ class HashScheme:
         """Return the parent hash of every first block.
 
         Args:
-            salt: Keeps requests apart that must not share blocks, such as those of two
-                tenants.
+            salt: Gives different hashes to requests that must not share blocks, such as
+                those of two tenants.
         """
         name = sha256(f"kvwire/{SCHEME}/{self.block_tokens}".encode()).digest()
         return sha256(name + sha256(self.seed).digest() + salt).digest()
@@ -89,11 +90,11 @@ class HashScheme:
         Args:
             tokens: Token ids, 0 to 2**31 - 1. Tokens after the last full block are
                 ignored.
-            parent: The hash of the block before them; None at the start of a request.
+            parent: The hash of the preceding block; None at the start of a request.
             salt: See :meth:`root`; ignored with ``parent``, whose hash covers it
                 already.
-            extra: Other things the KV of a block depends on (an image's hash, an
-                adapter's name), by the block's position among these.
+            extra: Other inputs that a block's KV depends on (an image's hash, an
+                adapter's name), by the block's position in ``tokens``.
 
         Raises:
             UsageError: A token id is invalid, or ``extra`` names a block that is not
@@ -126,8 +127,8 @@ class HashScheme:
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """Return the scheme as (name, value) texts in a fixed order.
 
-        Peers that differ in one of them have no hash in common. Comparing them tells
-        such a misconfiguration from a cold cache.
+        Peers that differ in any pair have no hash in common. Comparing the pairs
+        distinguishes such a misconfiguration from a cold cache.
         """
         digest = sha256(b"kvwire/hash-seed/" + sha256(self.seed).digest()).hexdigest()
         return (
@@ -140,19 +141,19 @@ class HashScheme:
 def vllm_block_hashes(
     tokens: Sequence[int], block_tokens: int, *, seed: str = "vllm-none-hash"
 ) -> list[BlockHash]:
-    """Return the hashes that vLLM itself gives to the full blocks of a prompt.
+    """Return the hashes that vLLM computes for the full blocks of a prompt.
 
     With these, a :class:`kvwire.BlockPool` or an index uses the same names as vLLM's
-    own cache and KV events, provided vLLM runs with ``--prefix-caching-hash-algo
-    sha256_cbor``. Its events carry the last 8 bytes of a hash as a number, unless
-    ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. vLLM hashes prompts with an adapter, an
-    image or a salt differently.
+    own cache and KV events, provided that vLLM runs with ``--prefix-caching-hash-algo
+    sha256_cbor``. vLLM's events contain only the last 8 bytes of a hash, as a number,
+    unless ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. The hashes do not match for
+    prompts with an adapter, an image or a salt.
 
     Args:
         tokens: Token ids, 0 to 2**31 - 1.
         block_tokens: vLLM's ``--block-size``.
-        seed: The engines' ``PYTHONHASHSEED``; by default the value that vLLM uses when
-            it is not set.
+        seed: The engines' ``PYTHONHASHSEED``; by default the value that vLLM uses if
+            the variable is not set.
 
     Raises:
         UsageError: A token id is invalid, or the block size is out of range.

@@ -1,8 +1,8 @@
 """Infers a cache's spec from its tensors.
 
-A tensor of five dimensions has blocks, keys and values, tokens, heads and elements, so
-its shape and a layout give every number of a spec. Shapes with two readings are
-refused: a guess would move the right bytes to the wrong place.
+A five-dimensional tensor has axes for blocks, keys and values, tokens, heads and
+elements, so its shape and a layout give every number of a spec. Ambiguous shapes are
+refused: a wrong guess would move the right bytes to the wrong place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def inferred(
     """Return the spec, the tensors for PagedCache, and their axis order.
 
     Raises:
-        UsageError: The tensors have no shape of a cache, or one with two readings.
+        UsageError: The tensors' shape is not a cache's, or is ambiguous.
     """
     entries: Any
     if hasattr(tensors, "layers"):

@@ -1,8 +1,8 @@
 """The landed parts of a transfer: one bit per layer and granule.
 
-When all chunks of a segment were verified, all its cells become landed at once. In a
-segment that stays incomplete, a cell has landed if no missing byte range touches it.
-Marking is idempotent, so a chunk that is sent again after a reconnect changes nothing.
+Once all chunks of a segment were verified, all its cells count as landed. In a segment
+that stays incomplete, a cell has landed if no missing byte range touches it. Marking is
+idempotent, so a chunk that is sent again after a reconnect changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _COMPLETE: Final = operator.attrgetter("complete")
 class Landed:
     """The landed cells of one transfer, from one side's view.
 
-    With ``held``, cells that the consumer had before the transfer count as landed.
+    ``held`` marks cells that the consumer had before the transfer; they count as
+    landed.
     """
 
     def __init__(self, plan: TransferPlan, *, held: bool = True) -> None:
@@ -54,7 +55,7 @@ class Landed:
             raise
 
     def claim(self, segment: Segment) -> bool:
-        """Mark a segment and return True; if a moving cell was marked before, False."""
+        """Mark a segment; return False instead if a moving cell was marked before."""
         group, layer, layers, granule, granules = segment
         try:
             top = layer - self.plan.groups[group].layers.start
@@ -85,9 +86,9 @@ class Landed:
             self._groups[segment.group].add_blocks(layer, mask)
 
     def mark_boxes(self, boxes: Sequence[Segment]) -> None:
-        """Record the boxes that a peer reports as landed, as :meth:`boxes` makes them.
+        """Record the boxes that a peer reports as landed; see :meth:`boxes`.
 
-        Checking a report must cost no more than reading it. So boxes may not overlap,
+        Checking a report must not cost more than reading it. So boxes must not overlap,
         and there may be no more of them than cutting by rows needs.
 
         Raises:
@@ -131,8 +132,8 @@ class Landed:
     def lacking(self, segment: Segment) -> list[Segment]:
         """Return the parts of a segment that have not landed.
 
-        Cells that the consumer had before may be included where that makes fewer parts:
-        they do not move in any case.
+        Cells that the consumer had before are included where that reduces the number of
+        parts, since they are never sent anyway.
         """
         held = ~self.plan.maps[segment.group].wanted[segment.granule_slice]
         return [
@@ -158,12 +159,12 @@ class Landed:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers, in all groups, that landed for every block."""
+        """Return how many layers, in all groups, landed for every block."""
         return sum(cells.whole_layers.bit_count() for cells in self._groups)
 
     @property
     def nbytes(self) -> int:
-        """Return the landed payload bytes, without bytes held before."""
+        """Return the landed payload bytes, without the bytes held before."""
         return sum(
             (cells.blocks_of(layer) & moving).bit_count() * part.granule_bytes
             for part, cells, moving in zip(
@@ -242,7 +243,7 @@ class Landed:
 
 
 def leading_tokens(landed: Bits, block_tokens: int, tokens: int) -> int:
-    """Return the number of a group's leading tokens that landed, at most ``tokens``."""
+    """Return how many of a group's leading tokens landed, at most ``tokens``."""
     leading = landed.size if landed.all() else int(landed.argmin())
     return min(leading * block_tokens, tokens)
 
@@ -250,17 +251,18 @@ def leading_tokens(landed: Bits, block_tokens: int, tokens: int) -> int:
 def common_tokens(
     tokens: Collection[int], leading: Iterable[int], complete: bool, states: bool
 ) -> int:
-    """Return the number of leading tokens that landed in every layer and group.
+    """Return how many leading tokens landed in every layer and group.
 
-    A group that lists fewer tokens than another is a window: it holds the last tokens
-    only. A window for an earlier end is not available, so an incomplete transfer with a
-    window has no usable tokens. The same holds for a recurrent state.
+    A group with fewer tokens than another is a window: it holds only the last tokens.
+    If some of them are missing, the tokens before cannot be used either, because their
+    own window was not transferred. So an incomplete transfer with a window has no
+    usable tokens. The same is true for a recurrent state.
 
     Args:
-        tokens: The tokens of each group's list.
-        leading: How many of them landed from the beginning.
-        complete: Everything has landed.
-        states: A group holds recurrent states.
+        tokens: The number of tokens in each group's list.
+        leading: How many of these landed from the beginning on.
+        complete: Whether everything has landed.
+        states: Whether a group holds recurrent states.
     """
     if states or len(set(tokens)) > 1:
         return max(tokens) if complete else 0
@@ -270,8 +272,8 @@ def common_tokens(
 def _boxes(cells: Bits) -> Iterator[tuple[int, int, int, int]]:
     """Yield the set cells as boxes: (row, rows, column, columns).
 
-    Adjacent equal rows share their boxes, one box per run of columns. If layers landed
-    one after the other, that is a single box.
+    There is one box per run of columns, and adjacent equal rows share boxes. So layers
+    that landed one after the other are a single box.
     """
     if not cells.size:
         return

@@ -1,10 +1,10 @@
 """Layouts: the cache axis of each tensor dimension, and the stride of each axis.
 
 A layout is an axis order in einops style: ``"block kv token head dim"``. Parentheses
-fold several axes into one dimension: ``"block head token (kv dim)"`` has the key and
-the value of one token side by side. An axis of one element may be left out, so MLA is
-``"block token dim"``. The text gives only the *names*; strides come from the tensor, so
-that a transposed or padded view needs no layout of its own.
+fold several axes into one dimension: in ``"block head token (kv dim)"`` the key and the
+value of a token are side by side. An axis with one element may be left out, so MLA is
+``"block token dim"``. The text gives only the *names*; the strides come from the
+tensor, so a transposed or padded view needs no layout of its own.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def choose_dims(
     """Return the axes of each dimension of a tensor with this layout and shape.
 
     An axis order is used as written. ``"NHD"`` and ``"HND"`` adapt: a cross-layer
-    tensor has ``layer`` after ``block``, tensors with keys and values apart have no
-    ``kv``, and axes of one element are dropped if the tensor has fewer dimensions.
+    tensor has ``layer`` after ``block``, separate tensors for keys and values have no
+    ``kv``, and axes with one element are dropped if the tensor has fewer dimensions.
 
     Raises:
         UsageError: The layout does not fit the shape or the spec.
@@ -156,7 +156,7 @@ def read_axes(
 
 
 def extents_of(spec: KVSpec) -> dict[str, int]:
-    """Return the extent of each axis; ``block`` has 0, since the spec lacks it."""
+    """Return the extent of each axis; 0 for ``block``, which the spec lacks."""
     return {
         "layer": spec.layers,
         "block": 0,
@@ -168,9 +168,9 @@ def extents_of(spec: KVSpec) -> dict[str, int]:
 
 
 def overlapping(axes: Mapping[str, Axis], item_bytes: int) -> tuple[str, int]:
-    """Return the innermost axis whose steps overlap the axes inside it, or ``""``.
+    """Return the innermost axis with a stride so small that it overlaps, or ``""``.
 
-    The second value is the least stride that would not overlap, in bytes.
+    The second value is the smallest stride in bytes that does not overlap.
     """
     span = item_bytes
     for stride, name in sorted((a.stride, n) for n, a in axes.items() if a.extent > 1):

@@ -1,14 +1,14 @@
 """One side's map: the memory address of each byte of the canonical walk.
 
-The address of an element is a base (by layer and component) plus one offset per other
+An element's address is a base (by layer and component) plus one offset for each other
 axis, so the addresses of a whole segment are a broadcast sum: one NumPy addition per
 axis, however many fragments there are. Before the sum, the innermost axes are merged as
-long as they are contiguous; after it, fragments that happen to touch (neighbouring
-block ids) are joined.
+long as they are contiguous; afterwards, fragments that happen to be adjacent (because
+of neighbouring block ids) are joined.
 
-Layer-wise streaming asks for the same granules of one layer after the other. Their
-fragments differ only by one distance, so the last result is kept and shifted. Where a
-layer is a single fragment, it is a slice of one view over all layers.
+Layer-wise streaming asks for the same granules in one layer after the other. From layer
+to layer, all fragments move by the same distance, so the last result is kept and
+shifted. If a layer is a single fragment, it is a slice of one view over all layers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GroupMemory(Protocol):
 
     @property
     def strides(self) -> dict[str, int]:
-        """The bytes between steps along each other axis."""
+        """The bytes between steps along each of the other axes."""
 
     @property
     def owners(self) -> object:
@@ -72,7 +72,7 @@ class Steps:
         self._block: Fragments | None = None
 
     def blocks(self, ids: Ids) -> Fragments:
-        """Return all layers of some blocks, block by block; granules must be blocks."""
+        """Return some blocks in all layers, block by block; granules must be blocks."""
         behind = ids * self.memory.strides["block"]
         if ids.size != 1:
             return self.fragments(self.walk.layers, behind)
@@ -81,7 +81,7 @@ class Steps:
         return self._block.shifted(behind.item(0))
 
     def fragments(self, layers: range, behind: Ids) -> Fragments:
-        """Return the granules at ``behind`` bytes after block 0, with runs merged."""
+        """Return the granules ``behind`` bytes after block 0, with runs merged."""
         relative, run, shape = self.of(layers)
         addresses = relative + behind.reshape(shape)
         return Fragments.uniform(
@@ -93,10 +93,9 @@ class Steps:
         )
 
     def of(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
-        """Return addresses relative to a granule, bytes at each, and a shape.
+        """Return addresses relative to a granule, the bytes at each, and a shape.
 
-        An array of granule offsets, reshaped to that shape, can be added to the
-        addresses.
+        Reshape an array of granule offsets to that shape to add it to the addresses.
         """
         known = self._known.get(layers)
         if known is None:
@@ -109,7 +108,7 @@ class Steps:
         return known
 
     def table(self, layers: range) -> Ids:
-        """Return the base address of each component of some layers."""
+        """Return the base address of each component in some layers."""
         first = layers.start - self.memory.spec.first_layer
         return self.memory.bases[first : first + len(layers)]
 

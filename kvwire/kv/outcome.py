@@ -1,8 +1,8 @@
 """A transfer's outcome: landed blocks, missing blocks with reasons, and timings.
 
-A partial transfer is an outcome, not an exception. Blocks are named by (group, block
-id), because ids of two groups collide. Sets and mappings are backed by arrays: a
-transfer of 100,000 blocks makes no object per block unless you iterate over them.
+A partial transfer is an outcome, not an exception. A block's name is (group, block id),
+because ids in different groups collide. Sets and mappings are backed by arrays: a
+transfer of 100,000 blocks creates no object per block unless you iterate over them.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from kvwire.kv.plan import PlanTemplate
 class Timings:
     """The seconds that one end of a transfer waited, by reason.
 
-    At each moment an end waits for one thing, so the phases add up to the time from the
-    call to the outcome. The two ends may differ, since each counts its own waits.
+    An end waits for one thing at a time, so the phases add up to the time from the call
+    to the outcome. The two ends may have different timings, since each counts its own
+    waits.
 
     Attributes:
-        queue_s: For the peer to begin its end of the transfer.
+        queue_s: For the peer to start its end of the transfer.
         handshake_s: For a plan, including the time to make it.
         memory_wait_s: In a push, for memory at the consumer.
-        mark_wait_s: For the producer's next mark, so for its compute, while no marked
-            data was in flight.
-        wire_s: For payload in flight.
+        mark_wait_s: For the producer's next mark (so for its compute), while no data
+            was in flight.
+        wire_s: For the payload in flight.
         commit_s: For the final confirmation, once everything had landed.
         lost_s: For a peer that was silent, or whose connection was lost.
     """
@@ -74,16 +75,16 @@ class Outcome:
 
     Attributes:
         complete: Whether every block landed.
-        landed: The blocks whose every layer landed and was verified.
-        missing: The other blocks, with reasons. Positions of a growing transfer that
-            never got a block are not among them; see :attr:`unnamed`.
-        usable_prefix: Leading blocks that landed in every layer and group; see
-            :attr:`kvwire.kv.landed.Landed.usable_prefix`.
-        usable_tokens: The same in tokens.
-        lists: The block list of each group; -1 where no block was named.
+        landed: The blocks of which every layer landed and was verified.
+        missing: The other blocks, with reasons. In a growing transfer it lacks the
+            positions that never got a block; see :attr:`unnamed`.
+        usable_prefix: The number of leading blocks that landed in every layer and
+            group; see :attr:`kvwire.kv.landed.Landed.usable_prefix`.
+        usable_tokens: The same, counted in tokens.
+        lists: The block list of each group; -1 at positions without a block.
         tokens: The number of tokens that each group's list stands for.
         timings: How long this end waited, by reason.
-        layers_grouped: How many layers moved together; 1 is layer by layer.
+        layers_grouped: How many layers were sent together; 1 means layer by layer.
         nbytes: Payload bytes that landed.
     """
 
@@ -105,7 +106,7 @@ class Outcome:
 
     @property
     def state(self) -> Literal["complete", "partial", "failed"]:
-        """Summarise the result: everything landed, some bytes did, or nothing."""
+        """Summarise the result: everything, some bytes, or nothing landed."""
         if self.complete:
             return "complete"
         return "partial" if self.nbytes else "failed"
@@ -121,9 +122,8 @@ def outcome_of(
 ) -> Outcome:
     """Return the outcome of a transfer that has ended.
 
-    Each of ``reasons`` is a text with, per group, the positions that it explains if
-    they are missing, shape (blocks,). The first that covers a position wins, else
-    ``otherwise``.
+    Each item of ``reasons`` is a text and, per group, a mask of shape (blocks,). A
+    missing position gets the first text whose mask covers it, or else ``otherwise``.
     """
     plan = landed.plan
     if landed.complete:
@@ -200,13 +200,13 @@ def nothing_landed(
 
 
 def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Join the outcomes of transfers that each carried a part of the same blocks.
+    """Join the outcomes of transfers that each carried a share of the same blocks.
 
-    A block has landed if every share of it has. The transfers ran side by side, so the
+    A block has landed if all its shares have. The transfers ran concurrently, so the
     timings are those of the slowest.
 
     Raises:
-        UsageError: There is no outcome, or they have different block lists.
+        UsageError: There is no outcome, or their block lists differ.
     """
     if not outcomes:
         raise UsageError("join: pass at least one outcome")

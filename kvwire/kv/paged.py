@@ -1,9 +1,10 @@
 """A paged KV cache: the mapping from its elements to bytes of tensors.
 
-Whatever the tensors' shapes, a cache group comes down to a table of base addresses (one
-per layer and component) and four strides (block, token, head, dim). The *memory order*
-is the axes sorted by stride, outermost first: two caches with the same memory order
-have the same neighbours in memory, however their tensors are cut and named.
+Whatever the tensors' shapes, a cache group is described by a table of base addresses
+(one per layer and component) and four strides (block, token, head, dim). The *memory
+order* is the list of axes sorted by stride, outermost first. If two caches have the
+same memory order, the same elements are neighbours in memory, however the tensors are
+cut and named.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ class PagedCache:
 
     Args:
         spec: What the tensors hold.
-        tensors: One tensor for each layer; or one cross-layer tensor; or either with a
-            (keys, values) pair in place of a tensor. NumPy, torch or CuPy, or anything
-            that :func:`kvwire.kv.tensors.tensor_view` reads, all on one device. They
-            are kept alive, never copied and never resized.
-        layout: Axis order of each tensor; see :mod:`kvwire.kv.layout`.
+        tensors: One tensor per layer, or one cross-layer tensor; in either case a
+            tensor may be replaced by a (keys, values) pair. They can be NumPy, torch or
+            CuPy objects, or anything else that :func:`kvwire.kv.tensors.tensor_view`
+            accepts, all on one device. They are kept alive, and never copied or
+            resized.
+        layout: The axis order of each tensor; see :mod:`kvwire.kv.layout`.
 
     Attributes:
         groups: The cache's groups by name; a plain cache has one, ``"kv"``.
@@ -67,20 +69,20 @@ class PagedCache:
         """Describe a cache whose spec follows from the shape of its tensors.
 
         Args:
-            tensors: For each layer a tensor, or a pair of keys and values, in a list or
-                in a mapping in the order of layers, as vLLM has it. Shapes are (blocks,
-                2, tokens, heads, dim) or (2, blocks, tokens, heads, dim), without the 2
-                for a pair, and (blocks, tokens, dim) for MLA. Or a ``StaticCache`` of
-                transformers for one sequence, whose tokens are cut into blocks.
-            layout: "HND" has heads before tokens; or an axis order, for other shapes.
-            block_tokens: For a cache of transformers: the tokens of a block.
-            fields: Fields of :class:`~kvwire.KVSpec` that tensors do not show:
-                ``fingerprint``, ``shard``, ``first_layer``, ...; and ``dtype`` for
-                elements that are stored as raw integers.
+            tensors: A list, or a mapping as in vLLM, with one item per layer in order:
+                a tensor, or a pair of keys and values. Shapes are (blocks, 2, tokens,
+                heads, dim) or (2, blocks, tokens, heads, dim), without the 2 for a
+                pair, and (blocks, tokens, dim) for MLA. Alternatively a transformers
+                ``StaticCache`` for one sequence, whose tokens are divided into blocks.
+            layout: "HND" if heads precede tokens; or an axis order, for other shapes.
+            block_tokens: For a transformers cache: the tokens per block.
+            fields: Fields of :class:`~kvwire.KVSpec` that tensors do not determine:
+                ``fingerprint``, ``shard``, ``first_layer``, ...; and ``dtype`` if the
+                elements are stored as raw integers.
 
         Raises:
-            UsageError: A shape has two readings or none, so that the axes have to be
-                named; or as for the class.
+            UsageError: A shape is ambiguous or unknown, so the axes have to be named;
+                or as for the class.
         """
         spec, entries, order = inferred(tensors, layout, block_tokens, fields)
         return cls(spec, entries, order)
@@ -94,11 +96,11 @@ class PagedCache:
         Args:
             groups: {name: (spec, tensors)} or {name: (spec, tensors, layout)}. Both
                 sides of a transfer must use the same names.
-            layout: The layout of groups that do not give one.
+            layout: The layout of groups without a layout of their own.
 
         Raises:
             UsageError: As for the class, naming the group; or there is no group, or a
-                name is bad.
+                name is not allowed.
         """
         if not isinstance(groups, Mapping):
             raise wrong_type("PagedCache.grouped", groups, "{name: (spec, tensors)}")
@@ -139,7 +141,8 @@ class PagedCache:
         """Check block ids against this cache; see :func:`kvwire.kv.blocks.block_lists`.
 
         Raises:
-            UsageError: Names the group, the block id and the range.
+            UsageError: A block id is out of range; the error names the group, the id
+                and the range.
         """
         if isinstance(blocks, BlockLists) and blocks.keys() == self.groups.keys():
             return blocks
@@ -167,7 +170,7 @@ class PagedCache:
 
 
 def computed_once(cache: PagedCache, key: object, compute: Callable[[], T]) -> T:
-    """Return a value derived from a cache, computed by the first call with this key."""
+    """Return a value derived from a cache; it is computed once for each key."""
     known = cache._known  # noqa: SLF001 - of this file's class
     found: T | None = known.get(key)
     if found is None:
@@ -181,9 +184,10 @@ def computed_once(cache: PagedCache, key: object, compute: Callable[[], T]) -> T
 class CacheGroup:
     """One group of layers that share a block table.
 
-    ``bases``, shape (layers, components), has the address of block 0, token 0, head 0
-    of each layer and component. ``strides`` are the bytes between steps along the other
-    axes, 0 for an axis of one element. ``order`` has all axes, outermost first.
+    ``bases``, shape (layers, components), contains the address of block 0, token 0,
+    head 0 for each layer and component. ``strides`` are the bytes between steps along
+    the other axes, 0 for an axis with one element. ``order`` lists all axes, outermost
+    first.
     """
 
     def __init__(self, name: str, spec: KVSpec, tensors: object, layout: str) -> None:

@@ -2,21 +2,21 @@
 
 Theory
 ------
-:mod:`kvwire.kv.canonical` decides which elements a transfer carries and in which
-nesting. That walk is cut into *segments*: a range of layers times a range of granules
-of one group. A segment is the unit that a producer marks as ready. It has a byte order
-of its own: the walk of just its box. Both sides name a segment by the same five numbers
-and know its length. Chunks are byte ranges of a segment, so they need not align with
-anything.
+:mod:`kvwire.kv.canonical` decides which elements a transfer carries, and the nesting of
+the walk through them. That walk is cut into *segments*: a range of layers times a range
+of granules, in one group. A segment is the unit that a producer marks as ready. Its
+bytes are in the order of a walk through its own box. Both sides name a segment by the
+same five numbers and know its length. Chunks are byte ranges within a segment, and need
+not align with layers or blocks.
 
-To go back from bytes to blocks, :meth:`TransferPlan.touched` returns the (layer,
-granule) cells that a byte range is part of. A cell has landed when no missing byte
-range touches it, whatever the order of the walk. A block has landed when its granules
-have. The two sides' blocks may differ in size, so they can cut the granules into blocks
-differently.
+To map bytes back to blocks, :meth:`TransferPlan.touched` returns the (layer, granule)
+cells that a byte range touches. A cell has landed when no missing byte range touches
+it, whatever the order of the walk. A block has landed when all its granules have. Since
+the two sides' block sizes may differ, each side groups the granules into its own
+blocks.
 
-*Blocks that the consumer has.* With block hashes the consumer may hold some of its
-blocks already. Their granules keep their numbers but drop out of the walk.
+*Blocks that the consumer has.* Block hashes may show that the consumer holds some of
+its blocks already. Their granules keep their numbers but are left out of the walk.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 
 class PlanSide(enum.Enum):
-    """The end of a transfer to which a plan belongs."""
+    """The end of a transfer that a plan belongs to."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
 
 
 class Segment(NamedTuple):
-    """A box of layers, by the model's index, and granules of one group.
+    """A box of layers, by the model's index, and granules, in one group.
 
     Both sides name a segment by these five numbers.
     """
@@ -78,7 +78,7 @@ class Segment(NamedTuple):
 
 
 class PlanTemplate:
-    """The part of a plan that follows from the two descriptions, without block ids."""
+    """The part of a plan that depends on the two descriptions, not on block ids."""
 
     def __init__(
         self, cache: PagedCache, local: Geometry, peer: Geometry, side: PlanSide
@@ -117,9 +117,9 @@ class PlanTemplate:
 class TransferPlan:
     """One side's plan of one transfer. Immutable.
 
-    ``have`` marks, per group, the positions of the *consumer's* list that it holds
-    already, shape (blocks,); both sides pass the same. ``named`` are the block ids that
-    outcomes report, if they differ from ``blocks``.
+    ``have``, per group a mask of shape (blocks,), marks the positions of the
+    *consumer's* list whose blocks it holds already; both sides pass the same masks.
+    ``named`` are the block ids that outcomes report, if these differ from ``blocks``.
 
     Raises:
         ProfileMismatch: The two descriptions do not fit together.
@@ -183,9 +183,9 @@ class TransferPlan:
         return tuple(segment for segment in found if segment is not None)
 
     def marked(self, index: int, layers: range, blocks: range) -> Segment | None:
-        """Return the segment of a checked mark, or None if the peer has no part.
+        """Return the segment of a checked mark, or None if the peer needs none of it.
 
-        Layers count from this side's first, blocks in the local list.
+        Layers count from this side's first layer, blocks within the local list.
         """
         walk = self.groups[index]
         group_map = self.maps[index]
@@ -213,7 +213,7 @@ class TransferPlan:
         raise UsageError(f"unknown group {group!r}; the groups are {names}")
 
     def check(self, segment: Segment) -> int:
-        """Return the bytes of a segment that a peer named, after checking it.
+        """Check a segment that a peer named; return its number of bytes.
 
         Raises:
             UsageError: It is not inside this transfer.
@@ -244,7 +244,7 @@ class TransferPlan:
         return segment.layers * segment.granules * group_map.granule_bytes
 
     def nbytes_of(self, segment: Segment) -> int:
-        """Return the bytes of a segment that is known to be inside this transfer."""
+        """Return the number of bytes of a segment that is known to be valid."""
         group_map = self.maps[segment.group]
         granules = segment.granules
         if not group_map.moves_all:
@@ -254,7 +254,7 @@ class TransferPlan:
     def memory(self, segment: Segment) -> Payload:
         """Return a segment's local memory, as a view if it is one piece of a layer.
 
-        Calls that take a view cost less than a list of fragments.
+        Calls with a view cost less than calls with a list of fragments.
         """
         group, layer, layers, granule, granules = segment
         found = self.maps[group]
@@ -276,7 +276,7 @@ class TransferPlan:
         return slice(segment.granule // per_block, -(-last // per_block))
 
     def covering(self, segments: Iterable[Segment]) -> dict[str, Bits]:
-        """Return the positions of each block list that the segments cover."""
+        """Return for each block list the positions that the segments cover."""
         found = {name: np.zeros(ids.size, np.bool_) for name, ids in self.lists.items()}
         for segment in segments:
             found[self.groups[segment.group].group][self.positions(segment)] = True
@@ -307,7 +307,7 @@ class TransferPlan:
 
     @property
     def digest(self) -> bytes:
-        """Return 16 bytes that are equal on both sides only if their walks are."""
+        """Return 16 bytes that both sides share only if their walks are equal."""
         if self._whole:
             return self.template.digest
         return _digest(self.groups, [group_map.wanted for group_map in self.maps])
@@ -324,8 +324,8 @@ def _digest(groups: Iterable[Canonical], wanted: Iterable[Bits]) -> bytes:
 def _check_pieces(walk: Canonical, local: GroupGeometry) -> None:
     """Refuse a walk that would cut the local memory into too many pieces.
 
-    The peer chooses its layout. Without a limit it could make the tables of fragments
-    larger than the memory they describe.
+    The peer chooses its own layout, and without a limit could make the tables of
+    fragments larger than the memory that they describe.
     """
     count = pieces(walk, local)
     nbytes = len(walk.layers) * walk.granules * walk.granule_bytes

@@ -1,22 +1,21 @@
-"""A pool of blocks with a prefix cache: each block's holders and content.
+"""A pool of blocks with a prefix cache, which tracks each block's holders and content.
 
 Theory
 ------
 A block is *held* (with a reference count) or *free*. Either kind may be *cached*: its
-content has a name, the hash of its chain. A free cached block is a prefix that nobody
-uses at the moment; until it is needed for something else, it can be found by its hash
-and held again.
+content has a name, the hash of its chain. A free cached block belongs to a prefix that
+is not in use; until the block is reallocated, it can be found by its hash and held
+again.
 
-Free blocks without content are a stack and are taken first, since that loses nothing.
-Of the free cached blocks, the least recently freed is taken first. The blocks of one
-request are freed at once, the last block first, since a block is useless without those
-before it: the tail of a prefix goes before its head.
+Free blocks without content are on a stack and are allocated first, since that loses
+nothing. Among the free cached blocks, the least recently freed is allocated first. A
+request's blocks are freed together, the last block first: a block is useless without
+the blocks before it, so the tail of a prefix should be lost before its head.
 
-The free cached blocks are an ordered dict, so holding one in the middle again costs as
-much as taking the first. All operations are O(1) per block.
+The free cached blocks are in an ordered dict, so holding one from the middle again is
+as cheap as taking the first. All operations are O(1) per block.
 
-If two blocks get the same content at the same time, the first keeps the name and the
-other has none.
+If two blocks get the same content, the first keeps the name and the other has none.
 """
 
 from __future__ import annotations
@@ -33,18 +32,19 @@ from kvwire.types import whole
 class BlockPool:
     """Hands out block ids 0 to ``num_blocks - 1``. Not thread-safe.
 
-    Hold the blocks that a transfer or a store call uses: :meth:`touch` before it
-    begins, :meth:`free` once it has drained.
+    Hold the blocks that a transfer or a store call uses: call :meth:`touch` before it
+    begins, and :meth:`free` once it has drained.
 
     One pool serves several cache groups of one block size: append the group's number to
-    each hash, and count as a hit only what every group has. A name may be any bytes:
-    with :func:`kvwire.kv.hashing.vllm_block_hashes` you use vLLM's names.
+    each hash, and count only blocks present in every group as hits. A name may be any
+    bytes; :func:`kvwire.kv.hashing.vllm_block_hashes` returns vLLM's names.
 
     Args:
-        num_blocks: Blocks of the cache.
-        block_tokens: Tokens of a block.
+        num_blocks: The number of blocks in the cache.
+        block_tokens: Tokens per block.
         on_removed: Called with the names that :meth:`allocate` and :meth:`evict` have
-            forgotten, for example to emit KV events; must not raise, nor call the pool.
+            dropped, for example to emit KV events. It must neither raise nor call the
+            pool.
 
     Raises:
         UsageError: A number is out of range.
@@ -112,10 +112,10 @@ class BlockPool:
         return self._hashes[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take free blocks, each held once; they lose their cached content.
+        """Return free blocks, each held once; they lose their cached content.
 
         Raises:
-            UsageError: Too few blocks are free; none was taken.
+            UsageError: Too few blocks are free; none was allocated.
         """
         if not 0 <= count <= self.free_blocks:
             raise UsageError(
@@ -136,7 +136,7 @@ class BlockPool:
     def free(self, blocks: Sequence[int]) -> None:
         """Release each of these blocks once; pass them in token order.
 
-        The last one becomes available for reuse first.
+        The last block becomes available for reuse first.
 
         Raises:
             UsageError: A block is not held, or is listed twice; none was released.
@@ -160,7 +160,7 @@ class BlockPool:
         """Return the blocks of the longest cached prefix of a chain; changes nothing.
 
         Args:
-            hashes: A chain from its first block on; see
+            hashes: A chain of hashes, beginning with the first block; see
                 :meth:`kvwire.kv.hashing.HashScheme.block_hashes`.
         """
         found = list(map(self._by_hash.get, hashes))
@@ -169,11 +169,11 @@ class BlockPool:
         return found  # type: ignore[return-value]  # it ends before the first None
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Hold held or cached blocks once more, for example from :meth:`lookup`.
+        """Add one hold to held or cached blocks, for example from :meth:`lookup`.
 
         Raises:
-            UsageError: A block is free and has no content, or is listed twice; none was
-                touched.
+            UsageError: A block is free without content, or is listed twice; no hold was
+                added.
         """
         self._check(blocks)
         refs = self._refs
@@ -193,7 +193,7 @@ class BlockPool:
 
         Raises:
             UsageError: A block is not held, is listed twice or has another name; or the
-                number of hashes is not that of the blocks. Nothing was named.
+                numbers of blocks and hashes differ. Nothing was named.
         """
         self._check_held(blocks)
         if len(blocks) != len(hashes):

@@ -1,35 +1,36 @@
-"""Plans the local prefill of blocks that transfers did not bring.
+"""Plans the local prefill of blocks that are missing after transfers.
 
-A decode engine that waited for KV must decide for each request: continue with decoding,
-or compute a part of the prompt here? The answer depends on blocks, not on requests,
-because requests share blocks: the common prefix of two prompts lies in the same blocks,
-and only one of their transfers brought it.
+After waiting for KV, a decode engine must decide for each request: start decoding, or
+compute a part of the prompt here? The answer depends on blocks, not on requests,
+because requests share blocks: the common prefix of two prompts is in the same blocks,
+and only one of the two transfers carried it.
 
 Theory
 ------
-Each block has a number of *valid* tokens: all of them if it landed; those that the
-request had before the transfers; none if any transfer misses the block. A block that
-one transfer landed and another lost counts as lost: computing it again is always
-right, reading it might not be.
+Each block has a number of *valid* tokens: all of its tokens if it landed; the cached
+tokens if no transfer listed it; none if any transfer reports it missing. A block that
+landed in one transfer and is missing in another counts as lost: computing it again is
+always right, reading it might not be.
 
-The *usable prefix* of a request is its tokens up to the first invalid one. The KV of a
-token depends on every token before it, so an engine prefills from the end of the
-prefix. A group that lists fewer tokens than the request has is a *window* on the last
-of them. If a window has a gap, no earlier end is usable either, and the prefix is
-empty.
+The *usable prefix* of a request is its tokens up to the first invalid one. A token's KV
+depends on every token before it, so an engine prefills from the end of the prefix. A
+group whose list has fewer tokens than the request is a *window*, which holds only the
+last tokens. If a window has a gap, shorter prefixes cannot be used either, since their
+windows are not in the list; the prefix is empty.
 
-*Holes.* KV behind a hole is still right: its producer computed it with everything
-before it. To fill a hole, an engine needs the tokens before it and nothing else. So an
-engine that can compute tokens in the middle of a prompt fills the holes in order, and
-keeps the KV behind them. This does not work with a window: its list lacks the blocks
-that its holes would need.
+*Holes.* KV behind a hole is still right: its producer computed it from the complete
+prompt. To fill a hole, an engine needs only the KV before it. So an engine that can
+compute tokens in the middle of a prompt fills the holes in order, and keeps the KV
+behind them. This does not work with a window: its list lacks the blocks that filling a
+hole would need.
 
 Blocks are shared as prefixes: two requests that share a block share every block before
-it. So two requests that share a lost block have the same usable prefix, and neither
-decodes while the block is lost. The first of them in the caller's order *owns* the
-recomputation. The others wait for the owner, and prefill from where its share ends.
+it. So two requests that share a lost block have the same usable prefix, and neither can
+decode before the block is recomputed. The first of these requests, in the caller's
+order, *owns* the recomputation. The others wait for the owner, and prefill from the end
+of the shared part.
 
-vLLM PR #12285 set out to do this; vLLM #49250 shows what happens without owners.
+vLLM PR #12285 has the same goal; vLLM #49250 shows the failure without owners.
 """
 
 from __future__ import annotations
@@ -65,15 +66,16 @@ class TokenRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRequest(Generic[Id]):
-    """A request whose KV was to arrive by transfer.
+    """A request whose KV should have arrived by transfer.
 
     Attributes:
-        id: The caller's name for it.
-        num_tokens: Tokens that need KV before decoding.
+        id: The caller's name for the request.
+        num_tokens: The number of tokens that need KV before decoding.
         blocks: The blocks that hold them, in token order; for a cache with groups,
             {group: ids}.
-        block_tokens: Tokens of a block, the same for all groups or {group: tokens}.
-        cached_tokens: Leading tokens whose blocks were valid before the transfers.
+        block_tokens: Tokens per block, for all groups or as {group: tokens}.
+        cached_tokens: The number of leading tokens that were valid before the
+            transfers.
     """
 
     id: Id
@@ -90,9 +92,9 @@ class PrefillPlan(Generic[Id]):
     Attributes:
         ready: Requests that go straight to decode.
         prefill: For each other request the token ranges to compute, ascending; empty if
-            other requests compute everything it lacks.
+            other requests compute all its missing tokens.
         waits: For each request that has to wait before it computes its own ranges, the
-            owner to wait for. An owner may wait too, so follow the chain; it has no
+            owner that it waits for. An owner may have to wait too; the chain has no
             cycle.
     """
 
@@ -110,17 +112,18 @@ def plan_prefill(
     """Decide the token ranges that each request prefills, and their order.
 
     Args:
-        requests: The requests, the most urgent first: of several that share a lost
-            block, the first computes it.
+        requests: The requests, most urgent first: if several share a lost block, the
+            first computes it.
         outcomes: The outcomes of their transfers, by request id or in any order; blocks
             are looked up by (group, block id). A request whose blocks were in no
             transfer has its cached tokens only.
-        holes: Compute only the lost tokens, and keep the KV behind them, for engines
-            that can. By default each range ends at the request's last token.
+        holes: Whether to compute only the lost tokens and keep the KV behind them; the
+            engine must support this. By default each range ends at the request's last
+            token.
 
     Raises:
         UsageError: A request's blocks do not hold its tokens, an id occurs twice, or
-            lost blocks are shared other than as a prefix.
+            requests share lost blocks that are not a common prefix.
     """
     known = [_Request.read(request) for request in requests]
     ids = [request.id for request in known]
@@ -215,8 +218,8 @@ class _Request(Generic[Id]):
 class _Blocks(Generic[Id]):
     """Each block's valid tokens, and the request that computes the rest.
 
-    A table has one entry per block that any request names, in ascending order of the
-    ids, however large these are.
+    A table has one entry for each block that a request names, sorted by id; so large
+    ids do not enlarge it.
     """
 
     def __init__(
@@ -258,7 +261,7 @@ class _Blocks(Generic[Id]):
         return 0 if request.has_window and usable < request.num_tokens else usable
 
     def read(self, request: _Request[Id]) -> None:
-        """Record that a request decodes from its blocks, which must not change."""
+        """Record that a request decodes from its blocks, so they must not change."""
         at, _ = self._find(request.main, request.lists[request.main])
         self._owner[request.main][at] = _READ
 
@@ -280,10 +283,10 @@ class _Blocks(Generic[Id]):
     ) -> tuple[tuple[TokenRange, ...], _Request[Id] | None]:
         """Assign a request the lost tokens that no earlier request computes.
 
-        Returns the ranges it has to compute, and the owner it has to wait for.
+        Returns the ranges to compute, and the owner to wait for.
 
         Raises:
-            UsageError: A lost block is shared other than as a prefix.
+            UsageError: A lost block is shared but not part of a common prefix.
         """
         # Before: the tables name, for each block, the owner among the earlier requests,
         # up to which of its tokens it computes, and at which position it lists the
@@ -361,7 +364,7 @@ def _common_sizes(requests: Sequence[_Request[Id]]) -> dict[str, int]:
     """Return the block size of each group.
 
     Raises:
-        UsageError: Two requests differ in it.
+        UsageError: Two requests have different block sizes.
     """
     sizes: dict[str, int] = {}
     for request in requests:

@@ -4,20 +4,22 @@ There are two kinds of fields. *Geometry* (layers, KV heads, head dim, dtype,
 components, fingerprint) describes the model and must be the same at both peers;
 :meth:`KVSpec.differing` names the fields that are not. *Placement* (block size, shard,
 first layer) describes how one side stores it. It may differ, because the planner maps
-either side's memory onto one byte order.
+both sides' memory onto one byte order.
 
-``kv_heads`` and ``layers`` count what the tensors of *this* cache hold. Their indices
-in the model follow from the shard:
+``kv_heads`` and ``layers`` count the heads and layers in *this* cache's tensors. Their
+indices in the model follow from the shard:
 
-* Split heads. ``kv_heads=2, shard=(1, 4)`` is heads 2 and 3 of a model with 8.
-* Replicated heads. With more shards than heads, several shards hold the same heads, and
-  ``model_kv_heads`` is the model's number: ``kv_heads=1, shard=(5, 8),
-  model_kv_heads=4`` is head 2, which shard 4 holds too. With MLA (``components=1,
-  kv_heads=1``) every shard holds the one latent head, even without ``model_kv_heads``.
+* Split heads. ``kv_heads=2, shard=(1, 4)`` means heads 2 and 3 of a model with 8.
+* Replicated heads. If there are more shards than heads, several shards hold the same
+  heads, and ``model_kv_heads`` is the number of heads in the model: ``kv_heads=1,
+  shard=(5, 8), model_kv_heads=4`` means head 2, which shard 4 holds too. With MLA
+  (``components=1, kv_heads=1``) every shard holds the one latent head, even without
+  ``model_kv_heads``.
 * Recurrent states (Mamba, linear attention, short convolutions). ``kind="state"`` has
   ``head_dim`` bytes per layer instead of tokens: a summary of all tokens up to one
-  position. A part of a state is useless, and so is a state for another position.
-* Pipeline stages. ``layers=16, first_layer=16, model_layers=32`` is the second of two.
+  position. Part of a state is useless, and so is a state for another position.
+* Pipeline stages. ``layers=16, first_layer=16, model_layers=32`` means the second of
+  two.
 """
 
 from __future__ import annotations
@@ -51,19 +53,20 @@ class KVSpec:
     """The contents of one KV cache, or of one group of a hybrid cache.
 
     Attributes:
-        layers: Layers in this cache.
-        kv_heads: KV heads of each layer in this cache, which is those of its shard.
-        head_dim: Elements of one head of one token; for MLA the latent width.
-        block_tokens: Tokens of one block.
-        dtype: Element type, a key of :data:`DTYPE_BYTES`.
+        layers: The number of layers in this cache.
+        kv_heads: The number of KV heads per layer in this cache, that is, in its shard.
+        head_dim: The elements per head and token; for MLA the latent width.
+        block_tokens: Tokens per block.
+        dtype: The element type, a key of :data:`DTYPE_BYTES`.
         components: 2 for keys and values, 1 for MLA's latent.
-        shard: (rank, size) of the tensor-parallel group that the heads are split over.
-        fingerprint: A name of the weights (model, revision); both peers need the same
-            text.
-        model_kv_heads: KV heads of the whole model; None for ``kv_heads * size``, or,
-            with MLA, for 1.
+        shard: (rank, size) in the tensor-parallel group over which the heads are split.
+        fingerprint: A name for the weights (model, revision), which must be equal at
+            both peers.
+        model_kv_heads: The KV heads of the whole model; None means ``kv_heads * size``,
+            or 1 with MLA.
         first_layer: The model's index of this cache's layer 0.
-        model_layers: Layers of the whole model; None for ``first_layer + layers``.
+        model_layers: The layers of the whole model; None means ``first_layer +
+            layers``.
         kind: ``"tokens"``, or ``"state"`` for recurrent states: each block is one state
             of ``head_dim`` bytes, with ``dtype="uint8"`` and one component, head and
             token.
@@ -142,7 +145,7 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Return a token's bytes in one layer, over all components and heads here."""
+        """Return a token's bytes in one layer, over all local components and heads."""
         return self.components * self.kv_heads * self.head_dim * self.item_bytes
 
     @property
@@ -172,12 +175,12 @@ class KVSpec:
 
         Args:
             peer: The peer's spec.
-            where: The beginning of the message.
-            sides: Where the two specs are, for the message: this one and the peer's.
+            where: The beginning of the error message.
+            sides: Words in the message for the places of this spec and the peer's.
 
         Raises:
-            ProfileMismatch: Fields differ; the message lists their names, then both
-                values of each.
+            ProfileMismatch: Fields differ; the message lists the fields with both
+                values.
         """
         fields = self.differing(peer)
         if not fields:
@@ -248,14 +251,14 @@ class KVSpec:
 
 
 def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
-    """Return for each local head the index in ``there`` of the shard that moves it.
+    """Return for each local head which shard, as an index into ``there``, moves it.
 
-    Each head moves exactly once, and the indices are in order of the heads. Where
-    several shards hold the same heads, this shard's rank picks one, so that replicas
-    share the load.
+    Each head moves exactly once, and the result is in the order of the heads. If
+    several shards hold the same heads, this shard's rank picks one of them, so that
+    replicas share the load.
 
     Raises:
-        UsageError: No peer holds one of the heads.
+        UsageError: A head is held by no peer.
     """
     holders: dict[int, list[int]] = {}
     for index, spec in enumerate(there):
@@ -291,7 +294,7 @@ _COUNTS: Final = tuple(name for name in _NUMBERS if not name.startswith("shard_"
 
 
 def overlap(a: range, b: range) -> range:
-    """Return the range that two ranges have in common."""
+    """Return the intersection of two ranges."""
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 

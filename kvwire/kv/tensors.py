@@ -9,14 +9,13 @@ read through                       such as                   in
 DLPack                             any other library         host memory, CUDA
 =================================  ========================  =======================
 
-The elements themselves are never looked at. An element type that a library lacks
-(bfloat16, float8) may come as raw bytes: any integer or void type of the same size
-stands for it.
+The elements themselves are never read. If a library lacks an element type (bfloat16,
+float8), the array may have any integer or void type of the same size instead.
 
 A producer's ``__dlpack__`` returns a capsule around a C struct (``DLManagedTensor``,
 https://dmlc.github.io/dlpack/latest/c_api.html) with the address. The capsule is kept
-as the owner and not consumed: when it is garbage-collected, its producer frees the
-struct and releases the memory.
+as the memory's owner and not consumed: when it is garbage-collected, the producer frees
+the struct and releases the memory.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class TensorView:
     owner: object
 
     def require_dtype(self, dtype: str, where: str) -> None:
-        """Refuse elements of a type other than the spec's.
+        """Refuse elements whose type is not the spec's.
 
         Raises:
-            UsageError: The types differ, and these elements are not raw bytes of the
-                same size.
+            UsageError: The types differ, and the elements are not raw bytes of the same
+                size.
         """
         if self.dtype == dtype:
             return
@@ -65,7 +64,7 @@ class TensorView:
 
 
 def tensor_view(tensor: object, where: str) -> TensorView:
-    """Return the place of an array's or tensor's elements; a view covers only its part.
+    """Return the location of an array's or tensor's elements, views included.
 
     Raises:
         UsageError: Its type, device or byte order is not supported.
@@ -109,10 +108,10 @@ _FLOAT8: Final = {10: "float8_e4m3fn", 12: "float8_e5m2"}
 
 
 def check_array(array: np.ndarray[Any, Any], where: str) -> None:
-    """Refuse an array whose memory does not simply hold native numbers.
+    """Refuse an array whose memory is not simply an array of native numbers.
 
     Raises:
-        UsageError: It is masked, has fields, or its numbers have the other byte order.
+        UsageError: It is masked, has fields, or has the other byte order.
     """
     refuse_masked(array, where)
     _check_elements(array.dtype, where)

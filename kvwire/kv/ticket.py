@@ -1,7 +1,8 @@
-"""Tickets: the blocks that a window offers, with the generation of each, as bytes.
+"""Tickets: blocks offered by a window, with their generations, as bytes.
 
-A ticket is a right: a generation is a random number that only an offer reveals. Any
-channel may carry it, also an API client's request, so everything in it is checked::
+A ticket is a permission, because a generation is a random number that only an offer
+reveals. It may arrive through any channel, even in an API client's request, so
+everything in it is checked::
 
     magic        4 bytes   b"kvw1"
     serial       16 bytes  the window's, new each time one is made
@@ -11,8 +12,8 @@ channel may carry it, also an API client's request, so everything in it is check
     generations  u64 each  of the blocks of all groups
     entries      u32 each  their places in the window's table of generations
 
-All numbers are little-endian. The blocks of one group have neighbouring entries in the
-table; a group begins where the one before ends.
+All numbers are little-endian. The blocks of one group have consecutive entries in the
+table; each group begins where the previous one ends.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Ticket(NamedTuple):
     """A ticket that was read.
 
     Attributes:
-        serial: The window's.
-        counts: The blocks of each group.
+        serial: The window's serial.
+        counts: The number of blocks in each group.
         entries: Each block's place in the window's table.
         generations: Each block's generation.
     """
@@ -53,10 +54,10 @@ class Ticket(NamedTuple):
     generations: Array
 
     def at(self, positions: slice | Sequence[int] | npt.NDArray[np.integer]) -> Ticket:
-        """Return the ticket of some of its blocks, by their positions in it.
+        """Return a ticket for some of its blocks, given their positions in it.
 
         Raises:
-            UsageError: It is of several groups, or a position is out of range.
+            UsageError: It has several groups, or a position is out of range.
         """
         if len(self.counts) != 1:
             raise UsageError(
@@ -90,7 +91,7 @@ def read_ticket(ticket: object) -> Ticket:
     """Read a ticket.
 
     Raises:
-        UsageError: It is no ticket, or a part of one.
+        UsageError: It is not a ticket, or incomplete.
     """
     if not isinstance(ticket, bytes | bytearray | memoryview):
         raise UsageError(

@@ -1,13 +1,14 @@
 """The map from an exposed cache's blocks to a reader's blocks.
 
-A transfer plans for two block lists. A window has none: any of its blocks may be read
-into any block of the reader. So the plan is a template, made once for two geometries,
-and a read brings nothing but block ids. The template uses the same canonical walk as a
-transfer (:mod:`kvwire.kv.canonical`), over the smallest run of tokens that is whole
-blocks on both sides; so whatever a transfer can map, a window can.
+A transfer's plan depends on two block lists. A window has no list: any of its blocks
+may be read into any block of the reader. So its plan is a template, made once for two
+geometries, and a read adds only the block ids. The template uses the same canonical
+walk as a transfer (:mod:`kvwire.kv.canonical`), over the smallest run of tokens that
+consists of whole blocks on both sides. So windows support every combination of caches
+that transfers support.
 
 Both sides make the template from the same two geometries, so they agree on the order of
-the bytes that one sends and the other receives.
+the transmitted bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvwire.kv.paged import Addresses, PagedCache
 
 
 def geometry_of_pools(cache: PagedCache) -> Geometry:
-    """Describe all blocks of a cache."""
+    """Return the geometry of all blocks of a cache."""
     return Geometry(
         tuple(
             GroupGeometry(
@@ -44,8 +45,8 @@ class ViewWalk(NamedTuple):
     """The map from one group's blocks to a reader's blocks.
 
     Attributes:
-        walk: Through the smallest run of tokens that both sides can move.
-        pieces: The most pieces that one block of the owner has on either side.
+        walk: The walk through the smallest run of tokens that both sides can move.
+        pieces: The number of memory pieces of one owner's block, on the side with more.
     """
 
     walk: Canonical
@@ -56,7 +57,7 @@ def view_walks(owner: Geometry, reader: Geometry) -> tuple[ViewWalk, ...]:
     """Return the map from each group's blocks to a reader's blocks.
 
     Raises:
-        ProfileMismatch: The two caches do not fit together; it names the fields.
+        ProfileMismatch: The two caches do not fit together; the error names the fields.
     """
     if len(owner.groups) != len(reader.groups):
         negotiate(owner, reader)  # raises, with the names of both
@@ -75,8 +76,8 @@ def _view_walk(
 ) -> ViewWalk:
     """Refuse a walk that would cut one block into too many pieces.
 
-    The peer chooses its layout. Without a limit it could make the tables of fragments
-    larger than the memory they describe.
+    The peer chooses its own layout, and without a limit could make the tables of
+    fragments larger than the memory that they describe.
     """
     per_granule = -(-max(pieces(walk, owner), pieces(walk, reader)) // walk.granules)
     granules = owner.spec.block_tokens // walk.granule_tokens
@@ -109,10 +110,10 @@ def _of_tokens(group: GroupGeometry, tokens: int) -> GroupGeometry:
 
 
 class BlockPlaces(Steps):
-    """The places of one side's blocks of one group, granule by granule.
+    """The places of one side's blocks in one group, granule by granule.
 
     Attributes:
-        block_bytes: The bytes of one block of this side that the walk moves.
+        block_bytes: The bytes of one of this side's blocks that the walk moves.
     """
 
     def __init__(self, walk: Canonical, memory: GroupMemory) -> None:
@@ -124,30 +125,30 @@ class BlockPlaces(Steps):
         self._pieces: tuple[Array, int] | None = None
 
     def offsets(self, ids: Ids) -> Ids:
-        """Return the distance of each granule of some blocks from block 0, in bytes."""
+        """Return the distance of some blocks' granules from block 0, in bytes."""
         behind = ids * self.memory.strides["block"]
         if self.granules_per_block > 1:
             behind = np.add.outer(behind, self._inside).ravel()
         return behind
 
     def pieces(self) -> tuple[Array, int]:
-        """Return the address of each piece of the first granule, and their length."""
+        """Return the addresses of the first granule's pieces, and their length."""
         if self._pieces is None:
             relative, run, _ = self.of(self.walk.layers)
             self._pieces = (relative.ravel().view(np.uint64), run)
         return self._pieces
 
     def in_order(self, offsets: Ids) -> tuple[Array, int]:
-        """Return the address of each piece of some granules, in order."""
+        """Return the addresses of all pieces of some granules, in order."""
         pieces, run = self.pieces()
         return np.add.outer(offsets.view(np.uint64), pieces).ravel(), run
 
 
 def common_pieces(owner: BlockPlaces, reader: BlockPlaces) -> tuple[Array, Array, int]:
-    """Return the pieces of a granule that are contiguous on both sides: theirs, ours.
+    """Return a granule's pieces that are contiguous on both sides: theirs, ours.
 
-    Both sides cut the same walk at multiples of a suffix of its axes, so the shorter
-    run divides the longer one.
+    Both sides cut the same walk at multiples of a suffix of its axes, so the length of
+    the shorter run divides that of the longer one.
     """
     from_places, from_run = owner.pieces()
     to_places, to_run = reader.pieces()
@@ -194,7 +195,7 @@ def placed(cache: PagedCache) -> tuple[Placed, ...]:
 
 
 class PeerGroup:
-    """A cache group in another process, for the steps of a walk through it."""
+    """A cache group in another process, whose walks this process computes."""
 
     owners: object = None
     writable: bool = False
@@ -216,10 +217,10 @@ class PeerGroup:
 def spans_of(
     geometry: Geometry, where: Sequence[Placed]
 ) -> tuple[tuple[int, int], ...]:
-    """Return address and bytes of the memory that holds all blocks, joined and sorted.
+    """Return the memory ranges (address, bytes) of all blocks, joined and sorted.
 
     Raises:
-        UsageError: An address is beyond what a process can have.
+        UsageError: An address is larger than any process can have.
     """
     begins: list[Addresses] = []
     ends: list[Addresses] = []

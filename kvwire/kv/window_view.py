@@ -1,7 +1,7 @@
 """One get from a window: the destination and the result of each block.
 
-A ticket lists blocks of the owner, a read lands them in blocks of this side. The two
-need not have the same size: a last block of this side may be filled in part.
+A ticket lists the owner's blocks; a read copies them to local blocks. The block sizes
+may differ, so the last local block may be filled only in part.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class WindowView:
     """The map from a peer's window to the blocks of a local cache.
 
     Attributes:
-        geometry: This cache's.
-        places: Where blocks land, by group.
-        per_owner: The granules of one block of the owner, by group.
-        block_bytes: The bytes that one block of the owner has for this side, by group.
-        block_pieces: The pieces of memory in which they lie at most, by group.
-        device: The cache's device; None for host memory.
+        geometry: The local cache's geometry.
+        places: The places of local blocks in memory, by group.
+        per_owner: The number of granules in one of the owner's blocks, by group.
+        block_bytes: The bytes that are read from one of the owner's blocks, by group.
+        block_pieces: The most pieces of memory that these bytes are in, by group.
+        device: The local cache's device; None for host memory.
         memory_kind: The kind of memory that blocks land in.
-        owners: Keeps the cache's memory alive.
-        number: Its number on the connection, once the owner knows it.
-        nothing_missing: What a read that brought everything reports as missing.
+        owners: References that keep the cache's memory alive.
+        number: The view's number on the connection, once the owner knows it.
+        nothing_missing: The empty ``missing`` of a complete read.
 
     Raises:
-        ProfileMismatch: The two do not fit together.
+        ProfileMismatch: The two caches do not fit together.
         UsageError: The cache is not writable.
     """
 
@@ -96,9 +96,9 @@ class WindowView:
     def pieces(
         self, owner: Sequence[PeerGroup]
     ) -> list[tuple[BlockPlaces, Array, Array, int]]:
-        """Return by group: the owner's places, and the pieces of a granule.
+        """Return, by group, the owner's places and the pieces of a granule.
 
-        They are for a reader that needs no answers: the owner has described its memory.
+        They are for reading in place, after the owner has described its memory.
         """
         if self._pieces is None:
             self._pieces = []
@@ -112,12 +112,12 @@ class WindowView:
 
         Args:
             ticket: The ticket.
-            lists: The blocks of this side.
-            first: The first entry of each group in the owner's table, and behind the
-                last one of all.
+            lists: The local blocks.
+            first: The first entry of each group in the owner's table, followed by the
+                total number of entries.
 
         Raises:
-            UsageError: They do not.
+            UsageError: The ticket does not fit.
         """
         if len(ticket.counts) != len(self.places):
             raise UsageError(
@@ -226,12 +226,12 @@ class WindowView:
 
 
 class BlockResults:
-    """The result of each block of a ticket, as far as it is known.
+    """The known results of a ticket's blocks.
 
     Attributes:
         landed: Which blocks have landed: (blocks,).
-        codes: Why others have not: 1 + the position in ``reasons``; 0 for no reason.
-        reasons: Why blocks are missing.
+        codes: Why others have not: the position in ``reasons`` plus 1; 0 for no reason.
+        reasons: The distinct reasons for missing blocks.
     """
 
     def __init__(self, blocks: int) -> None:
