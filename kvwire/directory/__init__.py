@@ -1,8 +1,8 @@
 """Directories, in which members announce themselves and find each other.
 
-A directory is an address book that people run already: a Redis, a NATS, a DNS zone, a
-folder of one machine. Its records are not trusted. A false one costs its reader one
-attempt to connect; keys and certificates prove which process answers there.
+A directory is an address book on a service that a site already runs: Redis, NATS, a DNS
+zone, or a folder on one machine. Its records are not trusted. A false record costs its
+reader one connection attempt; keys and certificates prove which process answers.
 """
 
 from kvwire.directory.base import Directory

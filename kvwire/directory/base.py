@@ -1,20 +1,20 @@
 """The contract of a directory, and the code that all kinds of directories share.
 
-A directory is a table of small values under keys, with leases. A subclass writes and
-erases one value, and follows changes; announcing, renewing, watching and retrying are
-here and the same for all.
+A directory is a table of keys and small values with leases. A subclass writes, erases
+and follows values; announcing, renewing, watching and retrying are implemented here,
+the same for all kinds.
 
 A subclass promises:
 
-* ``write`` returns once the value is there for every later ``follow``. The value
-  expires if it is not written again for ``lease_s`` (or a few times as long: followers
-  count leases themselves).
+* ``write`` returns once every later ``follow`` yields the value. The value expires if
+  it is not written again within ``lease_s`` (or a few times as long: followers count
+  leases themselves).
 * ``follow`` first yields all existing values in one batch, which may be empty, and then
-  each change soon after it was made. Writing a value again with the same bytes is a
-  change as well: it is the sign of life that renews a lease.
-* A failure raises ``OSError``, as :exc:`~kvwire.ConnectError` is. The call may then be
-  repeated, even after the server was restarted with nothing in it.
-* It does not interpret values: they are bytes, up to the permitted length.
+  each change soon after it was made. Writing the same bytes again is a change as well,
+  because it renews a lease.
+* A failure raises an ``OSError``, such as :exc:`~kvwire.ConnectError`. The call may
+  then be repeated, even if the server was restarted and has lost its data.
+* Values are not interpreted: they are bytes, up to the permitted length.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ Batch: TypeAlias = Mapping[str, bytes | None]
 
 
 class Directory(ABC):
-    """Holds the records of members. Belongs to the loop it is used on.
+    """Holds the records of members. Bound to the loop on which it is used.
 
     Args:
         url: Its address, with options after a question mark.
 
     Raises:
-        UsageError: It is not a URL, or has an option that this kind does not have.
+        UsageError: It is not a URL, or has an option that this kind of directory lacks.
 
     Attributes:
         options: The options that a URL may have, with their defaults.
-        read_only: Who announces its members, if members cannot do so themselves.
+        read_only: The party that announces the members, if they cannot do so
+            themselves; or "".
         many_hosts: Whether a URL may name several hosts, separated by commas.
-        ignored: The number of entries that watchers found to be invalid records.
+        ignored: The number of invalid records that watchers have found.
         reason: Why it cannot be watched; empty while it can.
     """
 
@@ -106,13 +107,13 @@ class Directory(ABC):
 
     @abstractmethod
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """Write a value, or write it again.
+        """Write a value, or renew it.
 
         Raises:
-            OSError: The directory cannot be reached, or does not accept it now.
-            UsageError: It can never be accepted.
+            OSError: The directory cannot be reached, or does not accept the value now.
+            UsageError: The directory can never accept the value.
 
-        Cancel safety: it may have been written.
+        Cancel safety: the value may have been written.
         """
 
     @abstractmethod
@@ -122,28 +123,28 @@ class Directory(ABC):
         Raises:
             OSError: The directory cannot be reached.
 
-        Cancel safety: it may have been erased.
+        Cancel safety: the value may have been erased.
         """
 
     @abstractmethod
     def follow(self) -> AsyncGenerator[Batch, None]:
-        """Yield all entries, and then each change; see the module.
+        """Yield all entries, and then each change; see the module's docstring.
 
         Raises:
-            OSError: The directory cannot be reached, or can no longer be.
+            OSError: The directory cannot be reached, or no longer.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
 
     async def disconnect(self) -> None:  # noqa: B027 - most hold nothing
-        """Release everything; called once, when no other call is running.
+        """Release all resources; called once, when no other call is running.
 
         Cancel safety: everything is released in any case.
         """
 
     @contextmanager
     def failing(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Turn these errors, and OSError, into ConnectError."""
+        """Convert these errors, and OSError, to ConnectError."""
         reported: tuple[type[Exception], ...] = (*kinds, OSError)
         try:
             yield
@@ -155,7 +156,7 @@ class Directory(ABC):
         """Return an option that is a number of seconds above 0.
 
         Raises:
-            UsageError: It is not one.
+            UsageError: The option is not such a number.
         """
         with suppress(ValueError):
             value = float(self.given[option])
@@ -169,7 +170,7 @@ class Directory(ABC):
     # --- members ----------------------------------------------------------------------
 
     def check(self, record: Record) -> None:
-        """Check that a record can be announced here.
+        """Check that a record may be announced here.
 
         Raises:
             UsageError: The record is not allowed, or members cannot announce themselves
@@ -182,8 +183,8 @@ class Directory(ABC):
     async def announce(self, record: Record) -> None:
         """Write a record, and renew it until it is withdrawn.
 
-        Returns once it is written for the first time, however long the directory cannot
-        be reached. It replaces a record of the same key.
+        Returns after the first write, however long the directory cannot be reached
+        before. The record replaces an earlier one with the same key.
 
         Raises:
             UsageError: The record is not allowed, or members cannot announce themselves
@@ -209,7 +210,8 @@ class Directory(ABC):
 
         Otherwise the record expires with its lease. Never raises.
 
-        Cancel safety: safe, the announcement has ended, and the record's lease expires.
+        Cancel safety: safe, the announcement has ended, and the record expires with its
+        lease.
         """
         keeper = self._announcements.pop(key, None)
         if keeper is None:
@@ -224,17 +226,17 @@ class Directory(ABC):
     async def watch(
         self, selector: Selector | str = ""
     ) -> AsyncGenerator[Change, None]:
-        """Iterate changes of the members that a selector matches, without end.
+        """Iterate over changes of the members that a selector matches, without end.
 
-        Existing members are reported as joined. While the directory cannot be reached
-        no member changes, and it is tried again. Invalid records are counted in
+        Existing members are reported as joined. While the directory cannot be reached,
+        it is retried, and no changes are reported. Invalid records are counted in
         ``ignored`` and skipped. Close the iterator when it is no longer needed
         (``contextlib.aclosing``).
 
         Raises:
             UsageError: The selector is not valid.
 
-        Cancel safety: an iterator whose ``anext`` was cancelled has ended.
+        Cancel safety: cancelling ``anext`` ends the iterator.
         """
         members = Members(Selector.parse(selector))
         upkeep = Upkeep(DIRECTORY_RETRY_S, DIRECTORY_RETRY_S_MAX)
@@ -260,7 +262,7 @@ class Directory(ABC):
             ConnectError: The directory cannot be reached.
             UsageError: The selector is not valid.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         members = Members(Selector.parse(selector))
         async with _closing(self.follow()) as batches:
@@ -270,7 +272,7 @@ class Directory(ABC):
         return tuple(members)
 
     async def close(self) -> None:
-        """Withdraw all records announced here, and disconnect. Never raises.
+        """Withdraw all records that were announced here, and disconnect. Never raises.
 
         Cancel safety: safe, call it again.
         """
@@ -299,10 +301,10 @@ class Directory(ABC):
         old: asyncio.Task[None] | None,
         written: asyncio.Future[None],
     ) -> None:
-        """Write a record three times in each lease, until it is withdrawn.
+        """Write a record three times per lease until it is withdrawn.
 
-        It checks after each write whether it was withdrawn, because a library may
-        swallow the cancellation of a write.
+        After each write it checks whether the record was withdrawn, because a library
+        may swallow the cancellation of a write.
         """
         if old is not None:
             await end_task(old)
@@ -334,9 +336,9 @@ class Directory(ABC):
     ) -> AsyncGenerator[Change, None]:
         """Yield changes until a lease expires; then all entries must be read again.
 
-        The server may have silently lost the watch while the member lives. So no member
-        leaves because one watch is silent: the next watch reads all entries first, and
-        leases end only then.
+        The server may have silently lost the watch although the member is alive. So a
+        silent watch never removes a member by itself: the next watch reads all entries
+        first, and only then do leases end.
         """
         loop = asyncio.get_running_loop()
         async with _closing(self.follow()) as batches:

@@ -1,8 +1,8 @@
-"""Addresses that peers are given to dial: checked when sent and when received.
+"""Addresses that are sent to peers for dialling, checked on both sides.
 
-A process that listens on all interfaces, or behind an address translation, has to give
-others a different address. A wrong one fails late and elsewhere: a peer that dials
-``0.0.0.0`` reaches itself.
+A process that listens on all interfaces, or behind an address translation, has to
+advertise a different address. A wrong address fails late and in another process: a peer
+that dials ``0.0.0.0`` reaches itself.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _LOOK_UP_S = 2.0
 
 
 def check_dialable(address: Address) -> None:
-    """Refuse an address that no other process can dial.
+    """Refuse an address that other processes cannot dial.
 
     Raises:
-        UsageError: It means every interface, many hosts or none, or has no port.
+        UsageError: It stands for every interface, many hosts or no host, or has no
+            port.
     """
     if address.scheme == "inproc" or address.host.startswith("/"):
         return
@@ -43,10 +44,10 @@ def check_dialable(address: Address) -> None:
 
 
 def read_advertised(text: str) -> Address:
-    """Read ``host``, ``host:port`` or an IPv6 address, each also behind ``tcp://``.
+    """Parse ``host``, ``host:port`` or an IPv6 address, each also after ``tcp://``.
 
     Returns:
-        The address; its port is 0 if the text has none.
+        The address; the port is 0 if the text has no port.
 
     Raises:
         UsageError: The text is not an address.
@@ -63,7 +64,8 @@ def read_advertised(text: str) -> Address:
 async def warn_of_unknown_name(address: Address) -> None:
     """Log a warning if this host cannot resolve an advertised name.
 
-    It is no error: only others may know the name, or it may be known a little later.
+    This is no error: maybe only other hosts can resolve it, or this host a little
+    later.
 
     Cancel safety: safe.
     """

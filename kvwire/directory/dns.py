@@ -1,9 +1,9 @@
-"""DNS as a directory: each address of a name is a member, as of a headless service.
+"""DNS as a directory: each address of a name, such as a headless service, is a member.
 
-The zone's keeper (Kubernetes, for a headless service) decides which addresses are
-there; their role and other fields are in the URL. A resolver does not report changes,
-so it is asked every ``interval_s``. An address that is missing from three answers has
-left, since a single answer may be incomplete.
+The addresses are maintained by the zone's owner (Kubernetes, for a headless service);
+the members' role and other fields are in the URL. A resolver does not report changes,
+so it is queried every ``interval_s``. Since a single answer may be incomplete, a member
+has left once its address is missing from three answers.
 """
 
 from __future__ import annotations

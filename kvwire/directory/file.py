@@ -1,12 +1,12 @@
 """A folder as a directory, for the processes of one machine: one file per member.
 
-A file is written under another name and renamed, so that no reader sees half of one.
-Its modification time lies in the future: the end of its lease. A file whose lease is
-over is not read, unless this reader has known it since before: then only this reader's
-own count of leases matters, since the wall clock may have stepped. It is removed once
-it has stayed the same for a minute. Files that are not records are left alone: the
-folder may be named by mistake. Changes are not reported, so the folder is read every
-``interval_s``.
+A file is written under another name and then renamed, so readers never see an
+incomplete file. Its modification time lies in the future, at the end of its lease. A
+file with an expired lease is ignored, unless the reader has known it before: then only
+the reader's own count of the lease matters, since the wall clock may have jumped. An
+expired file is removed after it has not changed for a minute. Files that are not
+records are left alone, because the folder may have been named by mistake. The folder is
+read every ``interval_s``, since the system does not report changes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class FileDirectory(Directory):
     def _check(self) -> None:
         """Refuse the default folder if another user made it or may enter it.
 
-        Its name is no secret, and in ``/tmp`` every user can make it.
+        Its name is not secret, and every user can create it in ``/tmp``.
 
         Raises:
             UsageError: Other users can access it.

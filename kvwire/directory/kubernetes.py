@@ -1,9 +1,9 @@
 """Kubernetes as a directory: the endpoints of a Service, from its API server.
 
-Kubernetes reports which endpoints are there and ready; their role and other fields are
-in the URL. The slices of the Service are listed, and then watched, so that a change
-arrives at once. Every ``interval_s`` the watch ends and the list is read anew: that
-renews the members, and corrects anything that a watch may have missed.
+Kubernetes reports the endpoints that exist and are ready; their role and other fields
+are in the URL. The Service's slices are listed and then watched, so that a change
+arrives at once. Every ``interval_s`` the watch ends and the slices are listed again,
+which renews the members and corrects anything that the watch has missed.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class _Event(msgspec.Struct, frozen=True):
 class KubernetesDirectory(DnsDirectory):
     """Finds members by a Service: ``k8s://decode.default:7400?role=decode``.
 
-    The pod's service account has to be allowed to list and watch ``endpointslices``.
+    The pod's service account needs permission to list and watch ``endpointslices``.
 
     Raises:
         UsageError: The URL is not ``k8s://service.namespace:port``, a value is not
-            allowed, or no API server is known: this is not a pod, and ``api`` is not
-            given.
+            allowed, or no API server is known because this is not a pod and ``api`` is
+            not given.
     """
 
     options: ClassVar[Mapping[str, str]] = {
@@ -233,8 +233,8 @@ def _changed(
 ) -> tuple[dict[str, bytes], dict[str, bytes | None]]:
     """Return the current members, and the batch of changes.
 
-    An endpoint that moves from one slice to another is in both for a while, or in
-    neither; only the union of all slices counts.
+    While an endpoint moves from one slice to another, it is in both or in neither for a
+    moment; only the union of all slices counts.
     """
     now = {key: value for part in slices.values() for key, value in part.items()}
     batch: dict[str, bytes | None] = dict.fromkeys(known.keys() - now.keys())

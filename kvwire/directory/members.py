@@ -1,13 +1,13 @@
-"""The table of members of one watcher, changed by entries and by time.
+"""A watcher's table of members, which changes by entries and by time.
 
-An entry is a key with a record's bytes, or the news that the key is gone. A member's
-record must name the entry's key; other entries, and invalid records, are ignored. A
-member whose entry was not written again within its lease, by this side's own clock, has
-left. Before it is removed, all entries are read again, since the watch may have failed
-rather than the member. While the directory cannot be reached, no member leaves. When it
-returns, members written since its last return get a whole lease again, and the others
-keep the rest of their old one, so that dead members leave even a directory that comes
-and goes.
+An entry is a key with a record's bytes, or a report that the key was removed. A
+member's record must name the entry's key; other entries, and invalid records, are
+ignored. A member has left if its entry was not written again within its lease, by the
+watcher's own clock. Before it is removed, all entries are read again, since the watch
+may have failed instead of the member. While the directory cannot be reached, no member
+leaves. When the directory returns, members written since its previous return get a
+whole new lease, and the others keep the rest of their old lease, so that dead members
+disappear even if the directory fails again and again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvwire.errors import UsageError
 
 
 class ChangeKind(enum.StrEnum):
-    """The kinds of changes of a member."""
+    """How a member has changed."""
 
     JOINED = "joined"
     CHANGED = "changed"
@@ -40,7 +40,7 @@ class Change:
 
     Attributes:
         kind: Whether it has joined, has changed, or has left.
-        record: Its record; if it has left, the last one.
+        record: Its record; if it has left, its last record.
     """
 
     kind: ChangeKind
@@ -133,10 +133,10 @@ class Members:
         return changes
 
     def doubt(self, now: float) -> bool:
-        """Return whether a lease has expired for the first time since its last renewal.
+        """Return whether any lease has expired for the first time since its renewal.
 
-        If so, ``doubts`` is set, and all entries have to be read anew before
-        :meth:`expire`, because a watch can fail without a sign.
+        If so, ``doubts`` is set, and all entries have to be read again before
+        :meth:`expire`, because a watch can fail silently.
         """
         first = self._first_over(now)
         if first is None or first.doubted:
@@ -154,7 +154,7 @@ class Members:
         return max(0.0, self._leases[0][0] - now)
 
     def suspend(self, now: float) -> bool:
-        """Suspend leases while the directory is away; return whether they ran."""
+        """Suspend leases because the directory is unreachable; return if they ran."""
         if self._suspended_at is not None:
             return False
         self._suspended_at = now

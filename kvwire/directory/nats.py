@@ -1,9 +1,9 @@
 """NATS as a directory: a bucket of JetStream's key-value store, one entry per member.
 
-An existing bucket is used as it is. If there is none, the first member makes one in
-memory, which drops entries that were not written again for the URL's ``lease_s``. It
-does not report this; watchers count leases themselves. A restarted server has the
-entries again with the next renewals.
+An existing bucket is used as it is. If there is none, the first member creates one in
+memory, which drops entries that were not written again within the URL's ``lease_s``.
+The bucket does not report this, so watchers count leases themselves. After a restart of
+the server, the next renewals restore the entries.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _REPLICAS_MAX: Final = 5
 class NatsDirectory(Directory):
     """Keeps records in a bucket: ``nats://host:4222``, or ``tls://``, or a cluster.
 
-    Fleets that share a server use different buckets. No lease may be longer than the
-    bucket keeps entries.
+    Fleets that share a server need different buckets. A lease must not be longer than
+    the time for which the bucket keeps entries.
     """
 
     options: ClassVar[Mapping[str, str]] = {
@@ -186,7 +186,7 @@ class NatsDirectory(Directory):
         """Connect to the first server that answers.
 
         Raises:
-            ConnectionError: No server answers; the text has a reason for each.
+            ConnectionError: No server answers; the text gives a reason for each.
         """
         reasons = []
         for server in self._servers:
@@ -201,7 +201,7 @@ class NatsDirectory(Directory):
 
     async def _connected_to(self, server: str) -> Client:
         async def quiet(_: Exception) -> None:
-            """Ignore reported errors, because the failing call raises them too."""
+            """Ignore errors reported here, because the failing call raises them too."""
 
         client = Client()
         try:
@@ -226,9 +226,9 @@ class NatsDirectory(Directory):
         return client
 
     async def _bucket_of(self, client: Client) -> tuple[KeyValue, float]:
-        """Return the bucket, and for how many seconds it keeps entries.
+        """Return the bucket, and how many seconds it keeps entries.
 
-        An existing bucket is taken as it is, whatever made it.
+        An existing bucket is used as it is, whoever created it.
         """
         bucket = self.given["bucket"]
         stream = client.jetstream()
@@ -289,7 +289,7 @@ _TLS_FILES: Final = ("ca", "cert", "key")
 
 
 class _ServerTime(msgspec.Struct, frozen=True):
-    """The field of a stream's description that the library leaves out."""
+    """The field of a stream's description that the library omits."""
 
     ts: datetime | None = None
 
@@ -310,8 +310,8 @@ async def _progress(entries: Any) -> tuple[int, int]:
 def _living(entries: Sequence[Msg], now: datetime | None) -> dict[str, bytes | None]:
     """Return the entries of a bucket whose lease has not expired.
 
-    A bucket may keep entries far longer than leases. Ages are by the server's clock,
-    since this machine's may differ.
+    A bucket may keep entries far longer than leases. Ages are measured by the server's
+    clock, since this machine's clock may differ.
     """
     there: dict[str, bytes | None] = {}
     for entry in entries:

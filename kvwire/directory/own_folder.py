@@ -1,7 +1,7 @@
-"""Folders that this user alone may enter, for sockets, addresses and records.
+"""Folders that only this user may enter, for sockets, addresses and records.
 
-Every user can make a folder in ``/tmp``, and its maker decides what is in it. So a
-folder is checked, without following links, before its content is trusted.
+Every user can create a folder in ``/tmp`` and controls its content. So a folder is
+checked, without following links, before its content is trusted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvwire.errors import UsageError
 
 
 def own_folder(folder: Path, called: str) -> Path:
-    """Return a folder that only this user can enter; make it if there is none.
+    """Return a folder that only this user can enter; create it if necessary.
 
     Args:
         folder: Its path.
-        called: Its name in errors, such as ``inspect='/run/me'``.
+        called: The folder's name in errors, such as ``inspect='/run/me'``.
 
     Raises:
         UsageError: It belongs to another user, is open to others, is not a folder, or
@@ -51,8 +51,8 @@ def own_folder(folder: Path, called: str) -> Path:
 def user_folder() -> Path:
     """Return the path of the folder that all processes of this user share.
 
-    It is in ``XDG_RUNTIME_DIR`` if this user owns that, which is not so after ``su``;
-    else among the host's temporary files.
+    It is in ``XDG_RUNTIME_DIR`` if this user owns that folder (after ``su`` another
+    user does), else among the host's temporary files.
 
     Raises:
         UsageError: There is no folder for temporary files.
@@ -64,7 +64,7 @@ def user_folder() -> Path:
 
 
 def temporary_folder() -> Path:
-    """Return the path of this user's folder among the temporary files of the host.
+    """Return the path of this user's folder among the host's temporary files.
 
     Raises:
         UsageError: There is no folder for temporary files.

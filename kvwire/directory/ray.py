@@ -1,10 +1,11 @@
-"""Ray as a directory: one named actor, for fleets without another server.
+"""Ray as a directory: one named actor, for fleets that run no other server.
 
 ``ray:fleet`` is the detached actor ``fleet`` in the namespace ``kvwire`` of the Ray
-that this process is connected to; the first process that needs it makes it. It holds a
-table in memory and counts leases by its own clock. If its node is lost, Ray restarts it
-with an empty table, which is full again after a third of a lease. Followers wait in a
-call for the next change, so changes arrive at once.
+cluster that this process is connected to; the first process that needs the actor
+creates it. The actor holds a table in memory and counts leases by its own clock. If its
+node is lost, Ray restarts the actor with an empty table, which renewals fill again
+within a third of a lease. A follower's call waits for the next change, so changes
+arrive at once.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _FOLLOWERS_MAX: Final = 10_000
 class RayTable:
     """Holds the values of a directory inside its actor.
 
-    Each change has a number. ``life`` distinguishes one start of the actor from the
-    next, which numbers its changes anew.
+    Changes are numbered. ``life`` is different for each start of the actor, because the
+    numbers begin again.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class RayTable:
         self._changed = asyncio.Event()
 
     async def write(self, key: str, value: bytes, lease_s: float) -> str:
-        """Write a value; return why it was refused, or ""."""
+        """Write a value; return the reason for a refusal, or ""."""
         self._forget()
         if key not in self._entries and len(self._entries) >= MEMBERS_MAX:
             return f"it is full: {MEMBERS_MAX} members"
@@ -73,7 +74,7 @@ class RayTable:
     ) -> tuple[int, int, dict[str, bytes | None]]:
         """Return changes since a number; all entries if the actor was restarted.
 
-        Waits for a change if there is none.
+        It waits for a change if there is none yet.
         """
         if life == self._life and number == self._number:
             changed = self._changed
@@ -108,8 +109,8 @@ class RayTable:
 class RayDirectory(Directory):
     """Keeps records in an actor of Ray: ``ray:`` or ``ray:fleet``.
 
-    A process that is not connected to a Ray connects to that of its machine, or of
-    ``RAY_ADDRESS``.
+    A process that is not connected to a Ray cluster connects to the one on its machine,
+    or at ``RAY_ADDRESS``.
     """
 
     def __init__(self, url: str) -> None:

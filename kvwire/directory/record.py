@@ -1,8 +1,8 @@
 """A member's record in a directory: one JSON object of at most 4 KiB.
 
-A writer to the directory may write anything. So a record is checked before it is used:
-its size first, then each field's type, length and characters. Unknown fields are
-ignored, so that later versions may add some.
+Anything can be written to a directory. So a record is checked before it is used: first
+its size, then each field's type, length and characters. Unknown fields are ignored, so
+that later versions can add fields.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ Table = Annotated[dict[Name, Text], Meta(max_length=limits.RECORD_FIELDS_MAX)]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One member of a fleet, as it describes itself.
+    """A fleet member's description of itself.
 
     Attributes:
-        name: Its name for itself. Two members may have the same name.
-        address: Where it listens.
-        incarnation: 32 hexadecimal digits, new for each start of its process; empty
-            if the directory knows nothing but addresses.
+        name: Its own name, which need not be unique.
+        address: The address that it listens on.
+        incarnation: 32 hexadecimal digits, new for each start of its process; empty if
+            the directory contains only addresses.
         role: Its role, such as ``"prefill"``, ``"decode"`` or ``"store"``.
-        model: A fingerprint of the model that it serves.
+        model: The fingerprint of the model that it serves.
         specs: A digest of each cache group's :class:`~kvwire.KVSpec`.
-        transports: The transports that can carry data there.
-        load: How busy it is: 0 is idle, 1 is full. Lower ones are taken first.
+        transports: The transports that it supports for data.
+        load: How busy it is: 0 is idle, 1 is full. Members with less load are chosen
+            first.
         labels: Further terms that selectors may match.
-        lease_s: Seconds after its last sign of life until it counts as gone.
+        lease_s: Seconds after its last renewal until it counts as gone.
     """
 
     name: Name
@@ -66,7 +67,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> str:
-        """Return the key of this member, which differs even between equal names."""
+        """Return this member's key, which is unique even if names are equal."""
         return self.incarnation or self.address
 
     def encode(self) -> bytes:
@@ -84,7 +85,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Read a record.
 
         Raises:
-            UsageError: The bytes are not a valid record; the text says why.
+            UsageError: The bytes are not a valid record; the text gives the reason.
         """
         if len(raw) > limits.RECORD_BYTES_MAX:
             raise UsageError(

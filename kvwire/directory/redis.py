@@ -1,13 +1,14 @@
 """Redis or Valkey as a directory: one key per member, with a TTL, and a channel.
 
-Each write sets the key and then publishes the same on the channel; a watcher subscribes
-first and reads the keys afterwards, so that it misses nothing in between. Only plain
-commands are used: no keyspace notifications, which have to be enabled on a server. A
-server that was restarted with nothing in it is full again after a third of a lease.
+Each write sets the key and then publishes the same value on the channel; a watcher
+subscribes first and reads the keys afterwards, so that it misses no change in between.
+Only plain commands are used, not keyspace notifications, which have to be enabled on a
+server. After a restart without data, renewals fill the server again within a third of a
+lease.
 
-The URL names one server, several of which one takes writes, or a cluster: see
-:mod:`kvwire.directory.redis_servers`. In a cluster a message that was published at one
-server arrives at all of them.
+The URL names one server, several servers one of which accepts writes, or a cluster: see
+:mod:`kvwire.directory.redis_servers`. In a cluster, a message published at one server
+reaches all servers.
 """
 
 from __future__ import annotations
@@ -127,9 +128,9 @@ class RedisDirectory(Directory):
     async def _stir(self, client: RedisClient, channel: PubSub) -> None:
         """Publish a message on the channel, once the server has accepted a write.
 
-        A working connection may lead to a server that its peers have left: a replica
-        whose primary cannot be reached. If this user may only watch, the server is
-        still asked whether it is a replica, and sends an answer.
+        A working connection may lead to a server that is cut off: a replica whose
+        primary cannot be reached. A user without write permission still sends the
+        write, since the server's answer shows whether it is a replica.
         """
         await client.check(self._prefix)
         try:

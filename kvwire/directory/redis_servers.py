@@ -1,14 +1,14 @@
-"""The servers of Redis or Valkey that a URL names, for directories and tiers alike.
+"""The Redis or Valkey servers that a URL names, for directories and tiers.
 
-Only a server that takes writes is used. If it fails, or refuses to serve (it became a
-replica, loads its data, lost its replicas or its disk), it is dropped with all its
-connections, since an open connection leads to the same server for ever, even when the
-name has moved to another one. Then all addresses of all hosts are tried, each 250 ms
-after the previous one (RFC 8305), until one of them has taken a write. So neither a
-name that moves, nor a list of hosts, nor a name with the addresses of all servers needs
-Sentinel.
+Only a server that accepts writes is used. If it fails, or refuses to serve (it became a
+replica, is loading its data, or has lost its replicas or its disk), it is dropped with
+all its connections, since an open connection leads to the same server for ever, even if
+the name now points to another one. Then all addresses of all hosts are tried, each 250
+ms after the previous one (RFC 8305), until a server accepts a write. So Sentinel is not
+needed, whether the URL has a name that moves, a list of hosts, or a name with the
+addresses of all servers.
 
-This module does not retry: directories and tiers do, with pauses of their own.
+This module does not retry; directories and tiers retry with their own pauses.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _CODE: Final = re.compile(r"[A-Z]{3,}\b")
 
 
 def of_server(error: BaseException) -> bool:
-    """Return whether an error concerns the server, not one command or key."""
+    """Return whether an error concerns the server, not just one command or key."""
     if not isinstance(error, exceptions.ResponseError):
         return True
     if isinstance(
@@ -86,12 +86,12 @@ def of_server(error: BaseException) -> bool:
 
 
 def as_pattern(text: str) -> str:
-    """Escape a text for a pattern of SCAN."""
+    """Escape a text for use in a SCAN pattern."""
     return re.sub(r"([*?\[\]\\^])", r"\\\1", text)
 
 
 class Place(NamedTuple):
-    """One address of a host, where a server may be."""
+    """One address of a host that may be a server."""
 
     url: dict[str, Any]
     host: str
@@ -105,12 +105,12 @@ class Place(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RedisClient:
-    """A client of a server that accepts writes, or of its cluster.
+    """A client for a server that accepts writes, or for its cluster.
 
     Attributes:
         commands: The client that sends commands.
-        channel: The client that publishes and subscribes, at any server of a cluster.
-        users: The number of calls that use it now.
+        channel: The client that publishes and subscribes; in a cluster, at any server.
+        users: The number of calls that are using it.
     """
 
     commands: Redis | RedisCluster
@@ -120,7 +120,7 @@ class RedisClient:
     def keys_at(
         self, names: Collection[str], prefix: str
     ) -> dict[str, tuple[Any, str]]:
-        """Return the given cluster nodes that have slots, each with one of its keys."""
+        """Return those cluster nodes that have slots, each with one of its keys."""
         found: dict[str, tuple[Any, str]] = {}
         if not names or isinstance(self.commands, Redis):
             return found
@@ -136,7 +136,7 @@ class RedisClient:
         return found
 
     async def check(self, key: str) -> None:
-        """Test that the server takes writes, by removing a key that is never set.
+        """Test that the server accepts writes, by removing a key that is never set.
 
         Cancel safety: safe, it may be called again.
         """
@@ -147,28 +147,28 @@ class RedisClient:
     async def close(self) -> None:
         """Close all connections. Never raises.
 
-        Cancel safety: it is finished first.
+        Cancel safety: the close is finished first.
         """
         clients = {self.commands, self.channel}
         await run_to_completion(asyncio.gather(*map(_closed, clients)))
 
 
 class RedisServers:
-    """The servers of a URL, one of which accepts writes.
+    """A URL's servers, one of which accepts writes.
 
     Args:
-        what: The name of the tier or directory in errors.
-        url: ``redis://USER:PASSWORD@HOST:PORT,HOST:PORT/DATABASE``; ``rediss`` is TLS;
-            ``valkey`` and ``valkeys`` mean the same two.
-        options: The given ones of ``TLS_OPTIONS``.
+        what: The tier's or directory's name in errors.
+        url: ``redis://USER:PASSWORD@HOST:PORT,HOST:PORT/DATABASE``; ``rediss`` uses
+            TLS; ``valkey`` and ``valkeys`` are synonyms of these two.
+        options: The options from ``TLS_OPTIONS`` that were given.
         timeout_s: The limit for a connection, and for each answer.
-        key: A key that is never set; a server that accepts its removal takes writes.
+        key: A key that is never set; a server that removes it accepts writes.
 
     Raises:
         UsageError: The URL or an option cannot be used.
 
     Attributes:
-        client: The client in use; None while no server is known to take writes.
+        client: The client in use; None while no server is known to accept writes.
     """
 
     def __init__(
@@ -209,10 +209,10 @@ class RedisServers:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[RedisClient]:
-        """Use the client; it stays open meanwhile, even if it is replaced.
+        """Use the client; it stays open during the use, even if it is replaced.
 
         Raises:
-            ConnectionError: No server is known to take writes.
+            ConnectionError: No server is known to accept writes.
 
         Cancel safety: safe; the last user of a client that was replaced closes it.
         """
@@ -233,10 +233,10 @@ class RedisServers:
             self.client = None
 
     async def connect(self) -> None:
-        """Connect, unless that is done.
+        """Connect, unless connected already.
 
         Raises:
-            Exception: No server takes writes; the text has a reason for each.
+            Exception: No server accepts writes; the text gives a reason for each.
 
         Cancel safety: nothing stays open.
         """
@@ -248,10 +248,10 @@ class RedisServers:
         """Reconnect, and read the slots of a cluster again.
 
         Returns:
-            Those of the doubtful nodes of a cluster that still take no writes.
+            The doubtful cluster nodes that still accept no writes.
 
         Raises:
-            Exception: No server takes writes; the text has a reason for each.
+            Exception: No server accepts writes; the text gives a reason for each.
 
         Cancel safety: nothing stays open.
         """
@@ -271,7 +271,7 @@ class RedisServers:
         }
 
     async def close(self) -> None:
-        """Close all connections; no call is running. Never raises.
+        """Close all connections. No other call may be running. Never raises.
 
         Cancel safety: everything is released in any case.
         """
@@ -412,7 +412,7 @@ class RedisServers:
 
 
 class _Dialled(Connection):
-    """Dials one address of a host; certificates have to name the host."""
+    """Dials one address of a host; the certificate has to name the host."""
 
     def __init__(self, *, dialled: str, **arguments: Any) -> None:
         self._dialled = dialled
@@ -432,9 +432,9 @@ class _DialledTLS(_Dialled, SSLConnection):
 async def _mode(client: Redis) -> str:
     """Return how a server runs: standalone, cluster or sentinel; empty if unknown.
 
-    Every user may send HELLO. A server that does not know it, but answers PING, counts
-    as standalone. A replica already fails here, since not every user may try a write,
-    and some replicas take writes that no other server receives.
+    Every user may send HELLO. A server that does not know HELLO, but answers PING,
+    counts as standalone. A replica already fails here, because some users may not try a
+    write, and some replicas accept writes that no other server receives.
     """
     try:
         ask: Any = client.execute_command  # it is untyped
@@ -452,9 +452,9 @@ async def _mode(client: Redis) -> str:
 
 
 async def _write(client: Redis | RedisCluster, key: str) -> None:
-    """Remove a key that is never set; raise errors that concern the server.
+    """Remove a key that is never set; raise only errors that concern the server.
 
-    A user who may only watch passes, although the server refuses the write.
+    A user without write permission passes, although the server refuses the write.
     """
     try:
         await client.unlink(key)

@@ -1,7 +1,7 @@
 """Finds the kinds of directories in the entry-point group ``kvwire.directories``.
 
-A kind is named by the scheme of its URLs. The kinds of this distribution are found in
-the same way as those of others.
+A kind's name is the scheme of its URLs. kvwire's own kinds are found in the same way as
+those of other distributions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ GROUP: Final = "kvwire.directories"
 
 
 def open_directory(url: str) -> Directory:
-    """Make the directory that a URL names; nothing is connected yet.
+    """Create the directory that a URL names, without connecting.
 
     Args:
-        url: Such as ``"redis://host:6379"``, ``"nats://host:4222"`` or
+        url: For example ``"redis://host:6379"``, ``"nats://host:4222"`` or
             ``"file:/run/fleet"``.
 
     Raises:

@@ -20,9 +20,9 @@ class Selector:
     """Matches members by the fields of their records; all terms must match.
 
     Attributes:
-        terms: Pairs of a key and a value. A key is a field of a record (``name``,
-            ``role``, ``model``, ``address``, ``incarnation``), ``transport`` for one of
-            its transports, ``spec`` for one of its digests, or a label.
+        terms: Pairs of a key and a value. A key is a record's field (``name``,
+            ``role``, ``model``, ``address``, ``incarnation``), ``transport`` for any of
+            its transports, ``spec`` for any of its digests, or a label.
     """
 
     terms: tuple[tuple[str, str], ...] = ()
@@ -32,7 +32,7 @@ class Selector:
 
     @classmethod
     def parse(cls, text: str | Selector) -> Selector:
-        """Read ``"key=value,key=value"``; the empty text matches all members.
+        """Parse ``"key=value,key=value"``; the empty text matches all members.
 
         Raises:
             UsageError: The text is not such a list, or names a key twice.

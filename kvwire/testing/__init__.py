@@ -1,7 +1,7 @@
-"""Tools for tests of kvwire and of programs that use it; pytest is not needed.
+"""Tools for testing kvwire and programs that use it; pytest is not needed.
 
 Names are imported on first use, because the pytest plugin imports this package in every
-run of pytest where kvwire is installed.
+pytest run where kvwire is installed.
 """
 
 from __future__ import annotations

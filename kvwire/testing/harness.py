@@ -20,7 +20,7 @@ from kvwire.testing.faults import FaultPlan, injected
 
 @dataclass(frozen=True, slots=True)
 class Loopback:
-    """Two communicators of this process and the connection between them.
+    """Two communicators in this process and the connection between them.
 
     Attributes:
         a: The communicator that connects.
@@ -48,23 +48,23 @@ async def loopback(
 ) -> AsyncIterator[Loopback]:
     """Open two communicators, named ``a`` and ``b``, and connect them.
 
-    Both are closed at the end, or aborted if the block was left by an exception. With
-    faults they are always aborted: a close would wait for frames that never come.
+    Both are closed at the end, or aborted if an exception left the block. With faults
+    they are always aborted: a close would wait for frames that never arrive.
 
     Args:
         backend: The transport, such as ``"inproc"`` or ``"tcp"``.
-        faults: Faults for the frames of both sides; ``inproc`` only. Its ``spare`` lets
-            the handshake through.
-        config: The configuration of both; None for the environment alone.
-        address: The address to listen on. By default a free name for ``inproc`` and a
-            free port of the loopback address for every other backend; a backend without
-            addresses of its own carries the data beside tcp.
-        **arguments: Keys of Config that override it, on both sides.
+        faults: Faults for the frames of both sides; ``inproc`` only. Set ``spare`` to
+            let the handshake through.
+        config: The configuration of both sides; None for the environment alone.
+        address: The address to listen on. By default a free name for ``inproc``, and a
+            free loopback port for every other backend. If a backend has no addresses of
+            its own, the connection is made over tcp, and the backend carries the data.
+        **arguments: Keys of Config that override ``config``, on both sides.
 
     Raises:
-        UsageError: Faults for a backend that has none, or as :func:`kvwire.open`.
+        UsageError: The backend does not support faults, or as for :func:`kvwire.open`.
         BackendUnavailable: The backend cannot run here.
-        HandshakeError: The faults have hit the handshake.
+        HandshakeError: The faults hit the handshake.
 
     Cancel safety: safe, both are closed.
     """

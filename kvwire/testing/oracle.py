@@ -1,13 +1,13 @@
-"""The oracle: every word of memory names its writer, its life and its place.
+"""The oracle: every word of memory identifies its writer, life and place.
 
-A *life* is the time between two writes of one piece of memory. A word of 64 bits has
+A *life* is the time between two writes to one piece of memory. A 64-bit word contains
 the number of the process that wrote it, the number of the life, and the word's place in
-the memory of that process. So any word, wherever it is found, says where it came from.
-A hole, a torn block, another request's bytes and a late write are different words, and
-never by luck the right ones.
+that process's memory. So every word, wherever it is found, shows where it came from. A
+hole, a torn block, another request's bytes and a late write are always different words,
+and never equal the right ones by luck.
 
-:class:`WatchedMemory` is the memory of one process. It knows for each slot what may be
-in it now, and :meth:`WatchedMemory.watch` compares all of it.
+:class:`WatchedMemory` is the memory of one process. It knows the allowed content of
+each slot, and :meth:`WatchedMemory.watch` checks all slots.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Origin(NamedTuple):
 
 
 def stamp(writer: int, life: int | Words, places: npt.NDArray[np.integer]) -> Words:
-    """Return the words that a writer writes at some places in one life, or in several.
+    """Return the words that a writer writes to some places, in one life or several.
 
     Each byte of a word depends on all three.
     """
@@ -49,13 +49,13 @@ def stamp(writer: int, life: int | Words, places: npt.NDArray[np.integer]) -> Wo
 
 
 def content(nbytes: int, life: int = 1, writer: int = 1) -> bytes:
-    """Return the first bytes of what a writer writes in one life, from place 0 on."""
+    """Return the first bytes that a writer writes in one life, from place 0 on."""
     words = stamp(writer, life, np.arange(-(-nbytes // WORD_BYTES)))
     return words.tobytes()[:nbytes]
 
 
 def origin(word: int) -> Origin:
-    """Return where a word came from; nonsense for a word that no stamp has made."""
+    """Return a word's origin; meaningless if :func:`stamp` did not make the word."""
     (name,) = _mixed(np.array([word], np.uint64), _UNMIX).tolist()
     writer_and_life, place = divmod(name, 1 << _PLACE_BITS)
     writer, life = divmod(writer_and_life, 1 << _LIFE_BITS)
@@ -68,11 +68,11 @@ def _mixed(words: Words, factor: np.uint64) -> Words:
 
 
 class Wrong(AssertionError):
-    """A promise is broken: words are not what they have to be, or something else.
+    """A broken promise: words are not the expected ones, or another failure.
 
     Attributes:
-        rule: The promise: of a transport a key of :data:`RULES`.
-        text: What is wrong: where, how much, and whose bytes are there.
+        rule: The broken promise; a transport's is a key of :data:`RULES`.
+        text: A description: where, how much, and whose bytes are there.
     """
 
     def __init__(self, rule: str, text: str) -> None:
@@ -101,12 +101,12 @@ RULES: Final = {
 
 
 class WatchedMemory:
-    """One process's memory in slots of equal size, with each slot's allowed content.
+    """One process's memory, in equal slots, with each slot's allowed content.
 
     Args:
         writer: The number of the process, below 16.
         words: Its memory.
-        slots: Into how many slots it is cut.
+        slots: The number of slots that it is divided into.
     """
 
     def __init__(self, writer: int, words: Words, slots: int) -> None:
@@ -124,8 +124,9 @@ class WatchedMemory:
         """Begin a new life of some slots, as the memory's owner.
 
         Args:
-            slots: Which.
-            since: What ended their life before, for the text of a late write.
+            slots: The slots.
+            since: The event that ended the previous life, for the text about a late
+                write.
         """
         self.life += 1
         for slot in slots:
@@ -141,17 +142,17 @@ class WatchedMemory:
         return np.concatenate([some[0] for some in known])
 
     def lend(self, slots: Sequence[int]) -> None:
-        """Allow any content in some slots, until they are written or set."""
+        """Allow any content in some slots until they are written or set."""
         for slot in slots:
             self._allowed[slot] = []
 
     def allow(self, slots: Sequence[int], words: Words) -> None:
-        """Allow these words in some slots too, each in its place."""
+        """Also allow these words in some slots, each in its place."""
         for slot, row in zip(slots, words.reshape(len(slots), -1), strict=True):
             self._allowed[slot].append(row)
 
     def set(self, slots: Sequence[int], words: Words) -> None:
-        """From now on require these words in some slots."""
+        """Require these words in some slots from now on."""
         for slot, row in zip(slots, words.reshape(len(slots), -1), strict=True):
             self._allowed[slot] = [row]
 
@@ -164,7 +165,7 @@ class WatchedMemory:
         return self.words[list(slots)].reshape(-1)
 
     def wrote(self, words: Words, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Return which of some words it has written to these slots in some life."""
+        """Return which of these words it has written to these slots in any life."""
         names = _mixed(words, _UNMIX)
         lives = (names >> _HALF) - np.uint64(self.writer << _LIFE_BITS)
         clean = names & _PLACES == self._places[list(slots)].reshape(-1)
@@ -205,14 +206,14 @@ def landed(
     source: WatchedMemory,
     slots: Sequence[int],
 ) -> Wrong | None:
-    """Check the words that a transport has reported as landed.
+    """Check words that a transport has reported as landed.
 
     Args:
-        found: What is in the destination.
-        expected: What the source held when it was offered.
-        blank: What the destination held before.
+        found: The content of the destination.
+        expected: The content of the source when it was offered.
+        blank: The previous content of the destination.
         source: The side that the bytes came from.
-        slots: Where there.
+        slots: The slots of the source.
     """
     bad = np.flatnonzero(found != expected)
     if not bad.size:

@@ -8,10 +8,10 @@
     @pytest.mark.parametrize("kvwire_backend", ["inproc", "tcp"], indirect=True)
     async def test_over_both(kvwire_pair): ...
 
-pytest imports this module in every run where kvwire is installed. So it imports nothing
-else of kvwire before a fixture is used.
+pytest imports this module in every run where kvwire is installed. So the module imports
+the rest of kvwire only when a fixture is used.
 
-pytest-asyncio runs the async fixtures, or anyio's plugin where a test is marked for it.
+pytest-asyncio runs the async fixtures, or anyio's plugin if a test is marked for anyio.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 >>> await check_tier("disk:/tmp/blocks?size=64MiB")
 
-Every tier of kvwire passes it, and one of another distribution should too. It depends
-on no test framework; docs/howto/write-a-tier.md shows one pytest test for each check.
+Every tier of kvwire passes the kit, and tiers in other distributions should too. It
+depends on no test framework; docs/howto/write-a-tier.md shows how to make a pytest test
+from each check.
 
-Each check has a namespace of its own, so that a place may have other blocks. What a
-check leaves behind is deleted at its end.
+Each check uses its own namespace, so the place may contain other blocks. A check
+deletes its blocks at its end.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ class TierRig:
     """Opens tiers on one place for one check, and makes blocks for them.
 
     Args:
-        opens: Opens a tier, each time as another process would.
-        away: Makes the service unreachable while the context lasts; None where there is
-            none to be away.
-        damage: Changes what is stored of one block, by its key and its bytes; None if
-            nobody can.
-        timeout_s: How long anything may take.
+        opens: Opens a tier; each call acts like another process.
+        away: Makes the service unreachable within a context; None if the tier has no
+            service.
+        damage: Changes the stored bytes of one block, given its key and bytes; None if
+            that is impossible.
+        timeout_s: The time limit of each operation.
     """
 
     def __init__(
@@ -90,13 +91,13 @@ class TierRig:
     async def open(self) -> None:
         """Do nothing: a check opens its tiers.
 
-        Cancel safety: safe, the check is over then.
+        Cancel safety: safe, but the check cannot continue.
         """
 
     async def tier(self) -> Tier:
         """Open a tier; it is closed at the end of the check.
 
-        Cancel safety: safe, the check is over then.
+        Cancel safety: safe, but the check cannot continue.
         """
         self._tiers.append(await self._opens())
         return self._tiers[-1]
@@ -104,13 +105,13 @@ class TierRig:
     async def close(self, tier: Tier) -> None:
         """Close a tier before the end of the check.
 
-        Cancel safety: safe, the check is over then.
+        Cancel safety: safe, but the check cannot continue.
         """
         self._tiers.remove(tier)
         await tier.close()
 
     def namespace(self, nbytes: int = 8192) -> Namespace:
-        """Make a unique namespace for blocks of some bytes."""
+        """Return a unique namespace for blocks of the given size."""
         spec = KVSpec(
             layers=nbytes // 4096,
             kv_heads=1,
@@ -125,7 +126,7 @@ class TierRig:
     async def aclose(self) -> None:
         """Delete the check's blocks, and close its tiers.
 
-        Cancel safety: safe, the check is over then.
+        Cancel safety: safe, but the check cannot continue.
         """
         try:
             if self._namespaces:
@@ -141,9 +142,9 @@ class Blocks:
     """Blocks of one namespace, each with unique bytes.
 
     Attributes:
-        namespace: Whose they are.
-        keys: Their keys, those of a chain from the head on.
-        bytes: A row for each.
+        namespace: The namespace of the blocks.
+        keys: The blocks' keys: a chain's, from the head on.
+        bytes: The blocks' bytes, one row per block.
     """
 
     def __init__(self, rig: TierRig, count: int = _COUNT, nbytes: int = 8192) -> None:
@@ -157,7 +158,7 @@ class Blocks:
         self.bytes = np.frombuffer(data, np.uint8).reshape(count, nbytes)
 
     def batch(self) -> tuple[Batch, npt.NDArray[np.uint8]]:
-        """Return a batch of all blocks with their memory, for a write."""
+        """Return a batch of all blocks and their memory, for a write."""
         memory = self.bytes.copy()
         images = images_in(memory.reshape(-1), memory.shape[1], self.keys.size)
         return Batch(self.keys, self._orders.copy(), images), memory
@@ -170,9 +171,9 @@ class Blocks:
         return Batch(self.keys, orders, images), memory
 
     async def write(self, tier: Tier, *, landed: bool = True) -> BlockResults:
-        """Write all blocks; each must land, unless ``landed`` is false.
+        """Write all blocks; unless ``landed`` is false, each must land.
 
-        Cancel safety: safe, the check is over then.
+        Cancel safety: safe, but the check cannot continue.
         """
         results = await tier.write(self.namespace, self.batch()[0])
         require(
@@ -184,7 +185,7 @@ class Blocks:
     async def taken(self, tier: Tier, timeout_s: float) -> None:
         """Write all blocks repeatedly until they land, after a recovery.
 
-        Cancel safety: safe, the check is over then.
+        Cancel safety: safe, but the check cannot continue.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
@@ -195,9 +196,9 @@ class Blocks:
             results = await self.write(tier, landed=False)
 
     async def read(self, tier: Tier) -> list[int]:
-        """Read all blocks; return the positions of the correctly landed ones.
+        """Read all blocks; return the positions of blocks that landed correctly.
 
-        Cancel safety: safe, the check is over then.
+        Cancel safety: safe, but the check cannot continue.
         """
         batch, memory = self.room()
         results = await tier.read(self.namespace, batch)
@@ -216,9 +217,9 @@ class Blocks:
         return landed
 
     async def found(self, tier: Tier) -> list[int]:
-        """Return the positions of the blocks that ``find`` has, with their orders.
+        """Return the positions and orders of the blocks that ``find`` returns.
 
-        Cancel safety: safe, the check is over then.
+        Cancel safety: safe, but the check cannot continue.
         """
         orders = await tier.find(self.keys)
         require(orders.size == self.keys.size, f"{orders.size} orders")
@@ -231,9 +232,9 @@ class Blocks:
         return here
 
     async def expect(self, tier: Tier, there: Iterable[int]) -> None:
-        """Fail unless ``find`` and ``read`` have exactly these blocks.
+        """Fail unless ``find`` and ``read`` return exactly these blocks.
 
-        Cancel safety: safe, the check is over then.
+        Cancel safety: safe, but the check cannot continue.
         """
         wanted = list(there)
         for name, call in (("find", self.found), ("read", self.read)):
@@ -249,7 +250,7 @@ _NEEDS: dict[str, str] = {}
 
 
 def checks_with(*, away: bool, damage: bool) -> list[Check]:
-    """Return the checks, depending on the hooks that make a tier fail."""
+    """Return the checks that are possible with the given hooks."""
     given = {"": True, "away": away, "damage": damage}
     return [check for check in TIER_CHECKS if given[_NEEDS[check.id]]]
 
@@ -626,20 +627,20 @@ async def check_tier(
 
     Args:
         tier: Its address, as in :meth:`kvwire.BlockStore.open`, or a coroutine function
-            that opens it. It is opened many times at the same place.
-        name: How the report calls it; by default its address.
-        away: Returns a context in which the tier's service cannot be reached; without
-            it promise 9 is not checked.
-        damage: Changes what is stored of a block, of which it gets the key and the
-            bytes; without it that part of promise 2 is not checked.
-        timeout_s: How long anything that a tier promises may take.
+            that opens it. It is opened many times, always at the same place.
+        name: Its name in the report; by default its address.
+        away: Returns a context within which the tier's service is unreachable. Without
+            it, promise 9 is not checked.
+        damage: Changes the stored bytes of a block, given the block's key and bytes.
+            Without it, that part of promise 2 is not checked.
+        timeout_s: The time limit of each operation that a tier promises.
         **options: See :class:`~kvwire.testing.conformance.runner.CheckOptions`.
 
     Raises:
         UsageError: There is no such tier.
         CheckFailed: A check failed.
 
-    Cancel safety: safe, blocks of the check under way may stay.
+    Cancel safety: safe, but the running check may leave blocks behind.
     """
     opens = opener(tier) if isinstance(tier, str) else tier
     await (await opens()).close()
@@ -656,13 +657,13 @@ async def check_tier(
 async def run_tier_check(check: Check, rig: TierRig) -> Result:
     """Run one check of a tier.
 
-    Cancel safety: safe, blocks of the check may stay.
+    Cancel safety: safe, but the check may leave blocks behind.
     """
     return await run_one(lambda: rig, check)
 
 
 def opener(address: str) -> OpenTier:
-    """Return the function that opens the tier of an address."""
+    """Return a function that opens the tier at an address."""
     return lambda: open_tier(TierAddress.parse(address), Tenants())
 
 
