@@ -1,14 +1,14 @@
-"""A stage of transfers with ``codec=``: links move an encoded copy, the shadow.
+"""The codec stage of transfers: links move an encoded copy, the shadow.
 
-The two ends move the shadow, in encoded rows (:mod:`kvwire.kv.coded_cache`), as they
-move any memory. The differences are::
+The shadow has encoded rows (:mod:`kvwire.kv.coded_cache`), and the two ends move it
+like any memory. The differences are::
 
     producer   ready -> encoded on a thread -> marked -> sent
     consumer   landed in the shadow -> decoded on a thread -> landed
 
-A thread that encodes reads the caller's blocks, and one that decodes writes them. So a
-producer's memory has not drained before its last thread has returned, and a consumer
-has no outcome before that: no outcome names a block as landed that is not in its cache.
+Encoding threads read the caller's blocks, and decoding threads write to them. So a
+producer's memory does not drain before its last thread has returned. A consumer has no
+outcome before then, so that every landed block in the outcome is in the cache.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Stage:
     """The parts that encoding and decoding share.
 
     Attributes:
-        memory: The cache that links touch: the shadow.
-        lists: The positions of the listed blocks in it.
+        memory: The shadow, which is the cache that links touch.
+        lists: The positions of the listed blocks in the shadow.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class _Stage:
         self._coded = CodedCache(cache, lists, row_codec(codec))
         self.memory: PagedCache = self._coded.cache
         self.lists: BlockLists = self._coded.lists
-        self._move()  # that a device does not work is known now
+        self._move()  # raises now if the device does not work
 
     def _move(self) -> Move:
-        """Return the copy function between cache and host memory, for threads.
+        """Return the function that threads use to copy between cache and host memory.
 
-        The copy starts after the work that the calling thread has queued on its stream
-        of the device.
+        The copies start after the work that the calling thread has queued on its
+        current stream of the device.
         """
         if self._cache.device is None:
             return copy
@@ -81,7 +81,7 @@ class Encoding(_Stage):
     """Encodes each marked part before it is sent; thread-safe."""
 
     _jobs = 0  # that read the caller's blocks
-    _stopped = False  # no other job begins
+    _stopped = False  # no more jobs begin
     _drained: Future[None] | None = None
 
     def __init__(
@@ -120,7 +120,7 @@ class Encoding(_Stage):
     ) -> None:
         then("" if error is None else f"could not be encoded: {error}")
         if isinstance(error, DeviceFailed):
-            return  # it proves nothing any more: the job counts as one that reads
+            return  # it proves nothing any more: the job counts as still reading
         with self._lock:
             self._jobs -= 1
             drained = None if self._jobs else self._drained
@@ -132,17 +132,17 @@ class Decoding(_Stage):
     """Decodes each landed part; belongs to the loop.
 
     Args:
-        then: Called by the loop for each piece, with None or the error.
+        then: Called on the loop for each piece, with None or the error.
 
     Attributes:
         jobs: The number of pieces that threads have not finished.
-        stopped: Pieces that no thread has started are skipped.
+        stopped: Whether pieces that no thread has started are skipped.
     """
 
     jobs: int = 0
     stopped: bool = False
     _plan: TransferPlan
-    # What was begun with, and what is decoded.
+    # The pieces that were started, and the decoded ones.
     _begun: Landed
     _decoded: Landed
 
@@ -172,7 +172,7 @@ class Decoding(_Stage):
             return
         for part in self._begun.lacking(segment):
             if self._begun.has(part):
-                continue  # nothing but what was here before
+                continue  # only parts that were here before
             self._begun.mark(part)
             for layer in part.layer_range:
                 piece = Segment(part.group, layer, 1, part.granule, part.granules)
@@ -191,7 +191,7 @@ class Decoding(_Stage):
         self._coded.decode(walk, piece.layer_range, piece.granule_slice, wanted, move)
 
     def _over(self, piece: Segment, error: Exception | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed: no waiter is left
             self._loop.call_soon_threadsafe(self._note, piece, error)
 
     def _note(self, piece: Segment, error: Exception | None) -> None:

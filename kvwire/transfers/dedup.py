@@ -1,10 +1,9 @@
 """Send only the blocks that the consumer lacks, by comparing hashes.
 
-Both sides may give one hash for each block of their lists. Equal lists of hashes mean
-equal tokens in equal order, which is checked as one digest, so a consumer's "I have
-position 3" cannot mean another block than the producer's position 3. If the sides cut
-the same tokens into blocks of different sizes, no hashes agree; then they compare one
-name of the whole content instead.
+Both sides may give one hash for each block of their lists. One digest shows whether the
+lists of hashes, and thus the tokens, are equal; so a consumer's position 3 is certain
+to be the producer's position 3. If the block sizes differ, no hashes agree; then the
+sides compare one name for the whole content instead.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Have: TypeAlias = "object | Callable[[bytes], bool] | None"
 
 
 def listed_hashes(hashes: Hashes, geometry: Geometry) -> dict[str, list[bytes]]:
-    """Return the hashes of each group, checked against its block list."""
+    """Return the hashes of each group, after checking them against its block list."""
     if hashes is None:
         return {}
     names = [group.name for group in geometry.groups]
@@ -97,7 +96,7 @@ def held(
     if callable(have):
         test = have
     else:
-        # One hash is a collection as well: of numbers or letters.
+        # A single hash is a collection as well, of numbers or letters.
         alone = isinstance(have, str | bytes | bytearray)
         try:
             if alone or not isinstance(have, Iterable):

@@ -1,8 +1,8 @@
 """Waits for a mark's condition: a future, or an event on a device's stream.
 
-A future reports when it is done. For an event, a stream of kvwire's own waits, and a
-thread sleeps until that stream gets there; neither the marking thread nor the device's
-other streams wait.
+A future calls back when it is done. For an event, one of kvwire's own streams waits,
+and a thread sleeps until that stream has passed the event; neither the marking thread
+nor the device's other streams wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EventWaiter:
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
-        # One for all events of a transfer: they are of one producer, and fire in order.
+        # One stream for all events of a transfer: its producer's events fire in order.
         self._assigned: tuple[StreamWaiters, int] | None = None
 
     def prepare(self, after: Any) -> Wait:
@@ -40,8 +40,8 @@ class EventWaiter:
             A function that takes a callback, which is called once, from any thread.
 
         Raises:
-            UsageError: It is neither a future nor an event of torch or CuPy.
-            BackendUnavailable: It is an event of a device that does not work.
+            UsageError: The condition is neither a future nor a torch or CuPy event.
+            BackendUnavailable: The event's device does not work.
         """
         if hasattr(after, "add_done_callback"):
             return lambda call: after.add_done_callback(
@@ -80,7 +80,7 @@ async def wait_event(after: Any, devices: Devices) -> None:
             over.set_result(failure)
 
     def tell(failure: Failure) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no waiter is left
             loop.call_soon_threadsafe(settle, failure)
 
     EventWaiter(devices).prepare(after)(tell)

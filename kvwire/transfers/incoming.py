@@ -1,8 +1,8 @@
 """The consumer's end of a KV transfer: segments land and layers become readable.
 
 On each link a flow checks every segment against the plan and gives it memory. With a
-codec, a part that has landed is decoded on threads before it counts as landed: in the
-outcome, and for a layer that may be read.
+codec, a part that has arrived is decoded on threads before it counts as landed, both in
+the outcome and for reading a layer.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ _OF_CONTENT: Final = frozenset({"hashes", "content", "have"})
 
 
 class Incoming(Transfer):
-    """Receives a transfer that this side consumes. Made by ``pull`` and ``expect``.
+    """Receives a transfer as its consumer. Created by ``pull`` and ``expect``.
 
-    Await it for its :class:`~kvwire.Outcome`: a partial or failed transfer is an
-    outcome and not an exception. All methods belong to the loop of the communicator.
+    Await it for its :class:`~kvwire.Outcome`: a partial or failed transfer has an
+    outcome and raises no exception. All methods belong to the loop of the communicator.
     """
 
     _receives = True
     _side = PlanSide.CONSUMER
-    # Decodes what has landed; None if it moves as it is.
+    # Decodes landed parts; None without a codec.
     _decoding: Decoding | None = None
-    # What may be read; None while nothing may.
+    # The parts that may be read; None while there are none.
     _readable: Landed | None = None
-    # Something was on its way, which another link need not bring again.
+    # Parts were on their way, which another link need not send again.
     _has_moved = False
-    # What the last offer has named as landed.
+    # The parts that the last offer reported as landed.
     _reported: tuple[Segment, ...] = ()
 
     def __init__(
@@ -101,8 +101,8 @@ class Incoming(Transfer):
     async def __aexit__(self, *raised: object) -> None:
         """Abort the transfer unless it has ended, and wait until it is drained.
 
-        Cancel safety: a cancelled wait ends at once, before the memory is free. So free
-        the memory by the option ``free``, which is called in any case.
+        Cancel safety: a cancelled wait ends at once, before the memory is free. So
+        release the memory in the option ``free``, which is called in any case.
         """
         if self._thread.ident == FORKED:
             return  # it is its parent's
@@ -118,7 +118,7 @@ class Incoming(Transfer):
     def carries(self) -> Mapping[str, tuple[range, range]]:
         """Return the model's layers and KV heads in the transfer, by group.
 
-        Only those that both sides have; empty before it is :attr:`met`.
+        These are the ones that both sides have; empty before it is :attr:`met`.
         """
         groups = self._legs[0].plan.groups if self.met else ()
         return {walk.group: (walk.layers, walk.heads) for walk in groups}
@@ -127,16 +127,18 @@ class Incoming(Transfer):
         """Wait until a layer of every block has landed, and may be read.
 
         Args:
-            layer: By the model's index.
-            group: A group of a hybrid model's cache; None for all that have the layer.
+            layer: The layer, by the model's index.
+            group: A group of a hybrid model's cache; None for all groups with this
+                layer.
 
         Raises:
             UsageError: There is no such layer or group.
-            RequestError, ConnectionClosed: The transfer ended without it, for this
-                reason; the outcome lists what landed. Among them RequestCancelled:
-                :meth:`abort` was called. PeerCancelled: the producer ended it, or did
-                not mark the layer ready. DeadlineExceeded: its deadline or its lease.
-            ProfileMismatch: The two sides do not fit; names the fields.
+            RequestError, ConnectionClosed: The transfer ended before the layer landed;
+                the error is the reason, and the outcome lists the landed blocks.
+                RequestCancelled: :meth:`abort` was called. PeerCancelled: the producer
+                ended the transfer, or did not mark the layer ready. DeadlineExceeded:
+                the deadline or the lease has passed.
+            ProfileMismatch: The two sides do not fit; the error names the fields.
 
         Cancel safety: safe, it only watches.
         """
@@ -165,15 +167,16 @@ class Incoming(Transfer):
     def layer_event(self, layer: int, group: str | None = None) -> Any:
         """Return the event after which a stream may read a landed layer.
 
-        For streams of the cache's device. The layer has landed for the host as well, so
-        the event has fired already and waiting for it costs a stream nothing: it only
-        documents the order, for tools and for streams of other devices.
+        It is meant for streams of the cache's device. The layer has landed for the host
+        as well, so the event has already fired, and waiting for it costs a stream
+        nothing. It only makes the order explicit, for tools and for streams of other
+        devices.
 
         Returns:
-            An event of the library that moves the cache: torch's or CuPy's.
+            A torch or CuPy event, depending on the library that moves the cache.
 
         Raises:
-            UsageError: There is no such layer, it has not landed, or the cache lies in
+            UsageError: There is no such layer, it has not landed, or the cache is in
                 host memory.
         """
         self._thread.check("Incoming.layer_event")
@@ -213,7 +216,7 @@ class Incoming(Transfer):
     # --- the consumer's half ----------------------------------------------------------
 
     def _offer(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
-        # What does not fit is sent again, which is only slower.
+        # Parts that do not fit here are sent again, which is only slower.
         landed = self._legs[0].landed.boxes(LANDED_BOXES_MAX) if self._has_moved else ()
         self._reported = tuple(landed)
         return TransferOffer(
@@ -246,7 +249,7 @@ class Incoming(Transfer):
             self._readable = leg.landed
             if self._decoding is not None:
                 self._readable = self._decoding.begin(leg.plan)
-            # What is not carried, or was here before, is not waited for.
+            # Layers that are not sent, or were here before, need no waiting.
             if self._gates:
                 self._open_gates()
 
@@ -364,10 +367,10 @@ class ReceiveFlow:
         self._leg = leg
         self._memory_of = leg.memory_of
         self._segments: dict[int, Segment] = {}
-        # How many of them are on their way.
+        # The number of segments on their way.
         self._under_way = 0
-        # What was marked, or was reported to the producer as landed. Nothing may be
-        # marked twice.
+        # The parts that were marked, or were reported to the producer as landed. No
+        # part may be marked twice.
         self._promised = Landed(leg.plan)
         for segment in inc._reported:
             self._promised.mark(segment)
@@ -381,7 +384,7 @@ class ReceiveFlow:
         """Give memory to a newly marked segment, or record one that has arrived.
 
         Raises:
-            ProtocolError: It is not part of the plan, or was marked before.
+            ProtocolError: The segment is not part of the plan, or was marked before.
         """
         leg = self._leg
         inc = self._inc
@@ -423,7 +426,7 @@ class ReceiveFlow:
         """Send nothing: a consumer has no marks."""
 
     def end(self, error: KVWireError | None) -> None:
-        """Record the chunks that arrived of incomplete segments."""
+        """Record the chunks of incomplete segments that arrived."""
         leg = self._leg
         inc = self._inc
         if inc._outcome is not None:
@@ -468,7 +471,7 @@ class ReceiveFlow:
 
 
 def missing_chunks(core: SegmentRecord, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Return (offset, bytes) of each run of a segment's chunks that have not landed."""
+    """Return (offset, bytes) for each run of a segment's chunks that did not land."""
     count = -(-core.nbytes // chunk_bytes)
     landed = np.ones(count + 2, np.bool_)
     landed[1:-1] = np.frombuffer(core.arrived or bytes(count), np.uint8) == CHUNK_LANDED
@@ -493,7 +496,7 @@ def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError
 
 
 class Joined:
-    """Joins several incoming transfers of the same blocks. Made by :func:`join`.
+    """Joins several incoming transfers of the same blocks. Created by :func:`join`.
 
     A tensor-parallel producer group sends each rank's heads of the same blocks; the
     consumer waits for all of them, layer by layer, and gets one outcome.
@@ -506,7 +509,7 @@ class Joined:
         return self._outcome().__await__()
 
     def done(self) -> bool:
-        """Return whether the outcome is known, which is when every part's is."""
+        """Return whether the outcome is known, that is, every part's outcome."""
         return all(part.done() for part in self._parts)
 
     @property
@@ -527,8 +530,9 @@ class Joined:
 
         Raises:
             UsageError: There is no such layer or group.
-            RequestError, ConnectionClosed, ProfileMismatch: One of them ended without
-                it, for this reason; the others are not waited for.
+            RequestError, ConnectionClosed, ProfileMismatch: A transfer ended before the
+                layer landed; the error is the reason. The wait does not continue for
+                the others.
 
         Cancel safety: safe, it only watches.
         """
@@ -551,7 +555,7 @@ class Joined:
             await part.drained()
 
     def abort(self, reason: str = "aborted") -> None:
-        """End all of its transfers."""
+        """End all its transfers."""
         for part in self._parts:
             part.abort(reason)
 

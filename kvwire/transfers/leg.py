@@ -1,12 +1,12 @@
 """One peer's part of a KV transfer, over all the links that carry it.
 
-The same class serves the producer and the consumer. What differs between them is how
-segments move on one link, which is a :class:`Flow`. A leg gets a new flow with each
-link, and keeps what no link changes: the peer, the plan, and what has landed.
+Producer and consumer use the same class. They differ only in the :class:`Flow`, which
+moves segments on one link. A leg gets a new flow with each link, and keeps the state
+that is independent of links: the peer, the plan, and the landed parts.
 
-A leg outlives its transfer while its peer may not know how the transfer ended. A
-consumer that has everything reports that again on the next link, and a side that asked
-and then gave up asks once more, only to report that.
+A leg outlives its transfer as long as its peer may not know how the transfer ended. A
+consumer that has everything reports so again on the next link. A side that requested
+the transfer and then gave up requests it once more, only to report that it gave up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from kvwire.types import BufferId
 if TYPE_CHECKING:
     from kvwire.transfers.transfer import Transfer
 
-# A peer that has nothing else to send sends a ping in each interval.
+# A peer without anything else to send sends one ping per interval.
 SILENT_INTERVALS = 1.5
 DAMAGED = "its bytes arrived damaged"
 UNMARKED = "it was not marked ready by the producer"
@@ -83,25 +83,28 @@ class Leg:
     """Runs a transfer with one peer, on one link at a time.
 
     Attributes:
-        transfer: This side's end. A leg that is over drops it.
+        transfer: This side's end; dropped when the leg is over.
         link: The connection that carries the leg now, or was the last to carry it.
-        origin: The start of the peer's process; no other start may go on with the leg.
-        peer_id: The peer's end over all links; empty before the two have met.
-        asks: Whether this side asks for the transfer, also after a lost link.
+        origin: Identifies the start of the peer's process; only this start may resume
+            the leg.
+        peer_id: The id of the peer's end, the same on all links; empty before the two
+            have met.
+        asks: Whether this side requests the transfer, also after a lost link.
         state: See kvwire.transfers.state.
-        core: The request on the link; None where no link can touch the leg's memory.
-        planned: Whether both sides have met and fit: ``plan`` and ``landed`` are set.
-        plan: Which bytes move, and in which order.
+        core: The request on the link; None if no link can touch the leg's memory.
+        planned: Whether both sides have met and fit, so that ``plan`` and ``landed``
+            are set.
+        plan: The bytes to move, and their order.
         landed: The parts that the consumer has.
         damaged: Segments that arrived damaged; they count as missing.
-        confirmed: Whether the consumer is known to have read our half. Only then do
-            the blocks it had before count as landed on the producer's side as well.
+        confirmed: Whether the consumer is known to have read our description. Only then
+            do the blocks that it had before count as landed on the producer's side too.
         grouped: The largest number of layers in one segment.
-        phases: A timer of what the leg waits for; a transfer's only leg shares its
-            timer.
+        phases: Measures the leg's waits by phase; a transfer's only leg shares the
+            transfer's timer.
         reason: Why the peer ended the leg; "" if it did not.
         flow: Moves segments on the link; None before the two sides agree on it.
-        links: How many links have carried it.
+        links: The number of links that have carried it.
     """
 
     __slots__ = (
@@ -204,7 +207,8 @@ class Leg:
             answer = transfer._offer(self.peer_id, self.plan.digest)
         else:
             answer = transfer._offer(plan=self.plan.digest)
-            # Chunks are scheduled here, for the side that is in the greater hurry.
+            # The producer schedules the chunks, with the higher of both sides'
+            # priorities.
             record = transfers.records[core]
             record.priority = max(record.priority, transfer._priority)
         transfers.agree(core, answer.encode())
@@ -231,12 +235,12 @@ class Leg:
         """Return the function that returns a segment's local memory."""
         if self.link.transfers.only_link:
             return self.plan.memory
-        return self.plan.fragments  # lanes know memory by its owner
+        return self.plan.fragments  # lanes identify memory by its owner
 
     def _carry(self, link: ConnectionPort) -> None:
         if self.links:
             self.step(LegInput.RESUME)
-            # The last link's segments are not those of the request on this one.
+            # The segments of the previous link do not belong to this link's request.
             self.flow = None
         self.link = link
         self.links += 1
@@ -252,8 +256,8 @@ class Leg:
     def _say_how_it_ended(self) -> None:
         """Agree, then settle or refuse at once, because the transfer has ended here.
 
-        A consumer that has everything reports only that, so that the producer counts it
-        as landed and sends nothing to memory that has a new owner.
+        A consumer that has everything reports just that, so that the producer counts
+        everything as landed and sends nothing to memory that has a new owner.
         """
         self.step(LegInput.AGREE)
         error = self.transfer._given_up
@@ -263,13 +267,14 @@ class Leg:
             self.refuse(error, WireCode.CANCELLED)
 
     def _meet(self, offer: TransferOffer) -> None:
-        """Plan the transfer against the peer's half.
+        """Make the plan from this side's and the peer's descriptions.
 
         Raises:
-            ProfileMismatch: The two halves do not fit; names the fields.
-            UsageError: The consumer reports parts that do not exist, or in a way that
-                would take too long to record.
-            BackendUnavailable: This connection cannot move memory of the device.
+            ProfileMismatch: The two descriptions do not fit; the error names the
+                fields.
+            UsageError: The consumer reports parts that do not exist, or that would take
+                too long to record.
+            BackendUnavailable: This connection cannot move the device's memory.
         """
         transfer = self.transfer
         self.phases.enter("handshake")
@@ -285,7 +290,7 @@ class Leg:
             )
         self.peer_id = offer.endpoint_id
         peer = offer.read_geometry()
-        # Without hashes on both sides nobody knows that it has the same blocks.
+        # Without hashes from both sides, equal blocks cannot be recognised.
         comparable = transfer._hashes and offer.hashes
         plan = TransferPlan(
             transfer._memory,
@@ -299,7 +304,8 @@ class Leg:
         )
         transfer._check_plan(plan)
         if not self.planned:
-            # The first plan stays: the same two ends have the same plan on each link.
+            # The first plan is kept: the same two ends have the same plan on every
+            # link.
             self.plan = plan
             self.landed = Landed(plan)
             self.planned = True
@@ -336,7 +342,7 @@ class Leg:
         try:
             if self.flow is not None:
                 self.flow.end(error)
-        finally:  # without memory to note it too: nothing else reports the end
+        finally:  # even if memory for the record is lacking: only this reports the end
             self._note_end(error)
 
     def _note_end(self, error: KVWireError | None) -> None:
@@ -364,7 +370,7 @@ class Leg:
             self.step(LegInput.END)
             transfer._leg_over(self, error)
         elif lost and self.state is not LegState.REFUSED:
-            # The peer may not know how it ended here: it is told on the next link.
+            # The peer may not know how it ended here; the next link carries the report.
             self.step(LegInput.LOSE)
             if transfer._outcome is not None:
                 self.release()
@@ -376,14 +382,14 @@ class Leg:
                 self.release()
             transfer._services.registry.peer_knows(self)
         if self.state is LegState.OVER or self.core is None:
-            # Each names the other; else only the garbage collector would end both.
+            # Break the reference cycle, or only the garbage collector would free both.
             self.flow = None
             del self.transfer
 
     # --- the end ----------------------------------------------------------------------
 
     def refuse(self, error: KVWireError, code: WireCode) -> None:
-        """End the leg and send the peer the reason, unless the request has ended."""
+        """End the leg and send the reason to the peer, unless the request has ended."""
         if self.core is not None and not self.core.over:
             self.step(LegInput.REFUSE)
             self.link.refuse(self.core, error, code)
@@ -392,9 +398,9 @@ class Leg:
     def release(self) -> list[BufferId]:
         """Retire the memory of the leg's segments, and return their buffers.
 
-        After the end of its request the leg leaves its link. Transports that may still
-        touch its memory keep holds on it, and another link may carry a lost leg from
-        then on.
+        After its request has ended, the leg leaves the link. Transports that may still
+        touch the memory keep their holds on it, and another link may now carry a lost
+        leg.
         """
         core = self.core
         if core is None:
@@ -428,7 +434,7 @@ class Leg:
             if phases.phase == "mark_wait" and self.landed.complete:
                 phases.phase = "commit"
             if self.state is LegState.SETTLED:
-                return  # by a frame that has come just now
+                return  # by a frame that has just arrived
         silent_s = self.link.silent_s
         if silent_s > SILENT_INTERVALS * transfer._services.config.ping_interval_s:
             phases.enter("lost", silent_s)

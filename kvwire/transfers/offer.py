@@ -1,9 +1,9 @@
 """The descriptions that both sides of a KV transfer exchange before bytes move.
 
-They are the opaque descriptions of OPEN and AGREE. The consumer's lists the blocks that
-it has already, and after a lost link the parts that have landed; the answer carries a
-digest of the answerer's plan, so that two sides with different plans notice before any
-byte moves.
+They are the opaque descriptions in OPEN and AGREE. The consumer's description lists the
+blocks that it has already, and after a lost link the parts that have landed. An answer
+contains a digest of the answerer's plan, so that different plans are detected before
+any byte moves.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ GeometryFields = Annotated[
 ]
 ENDPOINT_ID_BYTES = 8
 TRACE_BYTES = 25
-# Arrays shorter than this have their count in their first byte.
+# Shorter arrays have their count in their first byte.
 _FIXARRAY = 16
 
 
 class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Describes one side's half of a transfer.
+    """One side's description of a transfer.
 
     Attributes:
-        geometry: See :attr:`kvwire.kv.geometry.Geometry.encoded`; its decode checks it.
-        endpoint_id: Random bytes that name this end of the transfer over all its links.
+        geometry: See :attr:`kvwire.kv.geometry.Geometry.encoded`; decoding checks it.
+        endpoint_id: Random bytes that identify this end of the transfer on all links.
         peer_id: The peer's ``endpoint_id``, if the two met on an earlier link; else
-            empty. This end resumes only with that end, never with another of its name.
-        hashes: A digest over the block hashes of the list, where they are given.
-        have: Consumer: per group a bitmap of the positions it has, little-endian.
-        landed: Consumer, after a lost link: boxes that have landed before.
+            empty. This end resumes only with that end, never with another one of the
+            same name.
+        hashes: A digest of the list's block hashes; empty if there are none.
+        have: Consumer: per group a little-endian bitmap of the positions that it has.
+        landed: Consumer, after a lost link: the boxes that have landed.
         plan: The digest of the answerer's plan; empty in an OPEN.
-        settled: Consumer, after a lost link: everything has landed, and only its
-            report may have been lost. Nothing is sent again.
-        trace: Its trace context: 16 bytes of the trace id, 8 of the caller's span id,
+        settled: Consumer, after a lost link: whether everything has landed and only the
+            report may have been lost. Then nothing is sent again.
+        trace: The trace context: 16 bytes of trace id, 8 bytes of the caller's span id,
             and the flags of W3C's traceparent. Empty without tracing.
     """
 
@@ -85,7 +86,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
         data = msgspec.msgpack.encode(self)
         to_come = LANDED_BOX_BYTES * (LANDED_BOXES_MAX - len(self.landed))
         if len(self.landed) < _FIXARRAY:
-            to_come += 2  # the count of a longer array has 3 bytes and not 1
+            to_come += 2  # the count of a longer array has 3 bytes instead of 1
         if len(data) > DESCRIPTION_BYTES_MAX - to_come:
             raise UsageError(
                 f"this transfer's description has {len(data)} bytes; at most "
@@ -160,7 +161,7 @@ _DECODER = msgspec.msgpack.Decoder(TransferOffer)
 
 
 def pack_have(have: Mapping[str, Bits]) -> tuple[tuple[str, bytes], ...]:
-    """Return bitmaps in the form of :attr:`TransferOffer.have`."""
+    """Return bitmaps in the format of :attr:`TransferOffer.have`."""
     return tuple(
         (name, np.packbits(bits, bitorder="little").tobytes())
         for name, bits in have.items()

@@ -59,7 +59,7 @@ _NUMBERS: Final = frozenset({"priority", "consumers", "group_bytes", "tokens"})
 
 
 def check_options(verb: str, options: Any) -> None:
-    """Refuse options that a verb does not have; turn NumPy's ints into plain ones."""
+    """Refuse options that a verb lacks; convert NumPy integers to plain ones."""
     names = _VERBS[verb].__optional_keys__
     for name, value in options.items():
         if name not in names:
@@ -72,8 +72,8 @@ def grown_lists(lists: BlockLists, tokens: Tokens, cache: PagedCache) -> BlockLi
     """Return the lists of a growing transfer, with room for all its tokens.
 
     Raises:
-        UsageError: ``tokens`` is missing, needs fewer blocks than are listed, or more
-            than a transfer may have.
+        UsageError: ``tokens`` is missing, or needs fewer blocks than are listed, or
+            more blocks than a transfer may have.
     """
     if tokens is None:
         raise UsageError(
@@ -101,7 +101,7 @@ def grown_lists(lists: BlockLists, tokens: Tokens, cache: PagedCache) -> BlockLi
 
 
 def transfer_key(id: str | bytes | int) -> bytes:
-    """Return the bytes that name a transfer on the wire; 1, "1" and b"1" differ.
+    """Return a transfer's name on the wire as bytes; 1, "1" and b"1" differ.
 
     Raises:
         UsageError: The id has another type, or is too long.

@@ -1,10 +1,10 @@
 """The producer's end of a KV transfer: marks go in, segments go out.
 
-One transfer may serve several consumers, such as the ranks of a tensor-parallel group,
-each with a leg and a plan of its own. They all read the same log of marks, and on each
-link a flow turns marks into segments. Small layers are sent at once while nothing is
-under way; otherwise they wait to be joined with their neighbours, as Nagle's algorithm
-does with small packets. Large marks are cut.
+One transfer may serve several consumers, such as the ranks of a tensor-parallel group.
+Each consumer has its own leg and plan. All legs read the same log of marks, and on each
+link a flow turns marks into segments. A small layer is sent at once if nothing is under
+way; otherwise it waits to be joined with its neighbours, like small packets in Nagle's
+algorithm. Large marks are divided.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from kvwire.transfers.transfer import NextMove, Progress, Transfer
 
 
 class Outgoing(Transfer):
-    """Sends a transfer that this side produces. Made by ``publish`` and ``push``.
+    """Sends a transfer as its producer. Created by ``publish`` and ``push``.
 
     Await it for its :class:`~kvwire.Outcome`: a partial or failed transfer is an
     outcome and not an exception. ``async with out:`` finishes at the end of the block,
-    and aborts if the block is left by an exception. All methods belong to the loop of
-    the communicator, unless they say otherwise.
+    and aborts if an exception leaves the block. Call all methods on the communicator's
+    loop, except those marked as thread-safe.
     """
 
-    # Encodes what is marked, before it is sent; None if it moves as it is.
+    # Encodes marked parts before they are sent; None without a codec.
     _encoding: Encoding | None = None
 
     def __init__(
@@ -98,11 +98,11 @@ class Outgoing(Transfer):
         """Add the next blocks of a growing transfer. Thread-safe and non-blocking.
 
         Args:
-            blocks: Their ids, or ``{group: ids}``. They follow those named before.
+            blocks: The blocks' ids, or ``{group: ids}``; they continue the list.
 
         Raises:
-            UsageError: The transfer is not growing, they are more than ``tokens`` need,
-                or one of them is out of range or named before.
+            UsageError: The transfer is not growing, there are more blocks than
+                ``tokens`` need, or a block is out of range or listed already.
         """
         self._thread.check_process("Outgoing.extend")
         if not self._growing:
@@ -119,17 +119,17 @@ class Outgoing(Transfer):
     ) -> None:
         """Mark a part of the cache as final; it is sent at once.
 
-        Thread-safe and non-blocking. The memory may be neither written nor reused until
-        :meth:`drained`.
+        Thread-safe and non-blocking. The memory must be neither written nor reused
+        until :meth:`drained` has returned.
 
         Args:
             layers: A layer by the model's index, or a slice of them; None for all.
             blocks: A position in the transfer's block list (not a block id), or a
                 slice; None for all.
-            group: Of a hybrid model's cache; None where there is one group.
-            after: The part is ready when this is done: a future, or a torch or CuPy
-                event that was recorded on the stream that writes it. The caller does
-                not wait, nor does the device.
+            group: A group of a hybrid model's cache; None if there is only one group.
+            after: A condition for the part to be ready: a future, or a torch or CuPy
+                event recorded on the stream that writes the part. Neither the caller
+                nor the device waits.
 
         Raises:
             UsageError: There is no such part, or it was marked before.
@@ -141,11 +141,11 @@ class Outgoing(Transfer):
     def finish(self, *, partial: bool = False) -> None:
         """Commit, because no more marks follow. Thread-safe and non-blocking.
 
-        Does nothing once the transfer is over, so a forward pass that stopped early
+        Does nothing after the transfer has ended, so a forward pass that stopped early
         because of :meth:`done` may still call it.
 
         Args:
-            partial: Commit although parts were not marked; the outcome names them.
+            partial: Commit even if parts were not marked; the outcome names these.
 
         Raises:
             UsageError: Parts were not marked, and ``partial`` is not set.
@@ -158,8 +158,8 @@ class Outgoing(Transfer):
     def renew_lease(self) -> None:
         """Restart the lease of the blocks while a consumer is missing.
 
-        For a producer that knows that its consumer will still come. Does nothing once
-        the transfer is over.
+        Use it if the consumer is known to be still coming. Does nothing after the
+        transfer has ended.
         """
         self._thread.check("Outgoing.renew_lease")
         self._renew_lease()
@@ -175,7 +175,7 @@ class Outgoing(Transfer):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Finish, or abort if the block was left by an exception.
+        """Finish, or abort if an exception left the block.
 
         Raises:
             UsageError: Parts were not marked; the transfer is aborted.
@@ -205,10 +205,10 @@ class Outgoing(Transfer):
         return offer.read_have(peer)
 
     def _check_plan(self, plan: TransferPlan) -> None:
-        """Refuse a consumer that lists another number of tokens than the others.
+        """Refuse a consumer whose number of tokens differs from the others'.
 
         Raises:
-            ProfileMismatch: It does.
+            ProfileMismatch: The number differs.
         """
         mine = plan.template.tokens
         for other in self._legs:
@@ -244,14 +244,14 @@ class Outgoing(Transfer):
     def _leg_over(self, leg: Leg, error: KVWireError | None) -> None:
         if error is not None:
             leg.reason = str(error)
-            # What one rank of a group lacks, the group cannot use.
+            # A part that one rank lacks is useless to the whole group.
             for other in self._in(*ON_LINK):
                 other.refuse(RequestCancelled(leg.reason), WireCode.CANCELLED)
             self._end(error)
         elif self._peers == 1 or len(self._in(LegState.OVER)) == self._peers:
             self._end(PeerCancelled(UNMARKED))
         else:
-            leg.phases.enter("commit")  # the others' frames are what is waited for
+            leg.phases.enter("commit")  # waiting for the others' frames
             self._renew_lease()
 
     def _record(self) -> None:
@@ -259,7 +259,8 @@ class Outgoing(Transfer):
         self._log.close()
 
     def _stop_jobs(self) -> int:
-        # Threads that encode read the caller's blocks: the last of them drains it.
+        # Encoding threads read the caller's blocks, so the transfer drains after the
+        # last.
         reads = None if self._encoding is None else self._encoding.stop()
         if reads is None:
             return 0
@@ -267,7 +268,7 @@ class Outgoing(Transfer):
         return 1
 
     def _jobs_over(self, reads: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed: no waiter is left
             self._loop.call_soon_threadsafe(self._one_free)
 
     @property
@@ -342,17 +343,17 @@ class SendFlow:
         self._record.on_sent = self._link_sent
         # Chunks of a device overtake each other in staging.
         self._record.in_order = out._memory.device is None
-        # How much of the log of marks was read.
+        # How many marks of the log were read.
         self._cursor = 0
-        # Marks that wait for their neighbours, as one, and what of the plan that is.
+        # Marks waiting for their neighbours, joined as one, and their part of the plan.
         self._held: ReadyRange | None = None
         self._held_as: Segment | None = None
         self._held_bytes = 0
-        # Segments that are not acknowledged.
+        # Unacknowledged segments.
         self.under_way: int = 0
-        # Sends what is held back, in a turn of the loop of its own.
+        # Sends the parts held back, in a separate turn of the loop.
         self._turn: asyncio.Handle | None = None
-        # To be sent, in this turn or when the link has sent others.
+        # Pieces to send, in this turn or once the link has sent others.
         self._pieces: deque[tuple[Segment, int]] = deque()
         self._sent: dict[int, Segment] = {}
 
@@ -365,7 +366,8 @@ class SendFlow:
         assert leg.core is not None
         if leg.core.over:  # and the leg is about to take that in
             return
-        # Asked before the log is read: another thread may add the last mark meanwhile.
+        # Checked before the log is read: another thread may add the last mark
+        # meanwhile.
         all_in = log.finished and log.all_in
         try:
             while self._cursor < len(log.log):
@@ -397,17 +399,17 @@ class SendFlow:
         assert core is not None
         if leg.state is LegState.SETTLED:
             pieces.clear()  # the consumer has all of it, and may have reused its memory
-        # The last segment says that it is the last one. Where there is none, COMMIT is
-        # a frame of its own.
+        # The last segment is flagged as the last. If there is no segment, COMMIT is a
+        # separate frame.
         rides = all_in and bool(pieces)
-        # What the link takes at once leaves others a turn of the loop all the same.
+        # Even if the link takes everything at once, other tasks get a turn of the loop.
         room = WAKEUP_BYTES
         while pieces and room > 0 and record.sending_bytes < AHEAD_BYTES:
             segment, nbytes = pieces.popleft()
             leg.grouped = max(leg.grouped, segment.layers)
             memory = self._memory_of(segment)
             commit = 1 + complete if rides and not pieces else 0
-            # From here on the memory is held until the link lets go of it.
+            # From here on the memory is held until the link releases it.
             sent = link.send_segment(core, segment, memory, nbytes, commit)
             if not record.sending_bytes:
                 room -= nbytes
@@ -508,7 +510,7 @@ class SendFlow:
         if named is None or leg.state is LegState.SETTLED:
             return
         parts = [(named, nbytes)]
-        if leg.links > 1:  # after a lost link, what has not landed
+        if leg.links > 1:  # after a lost link, the parts that have not landed
             parts = [(p, leg.plan.nbytes_of(p)) for p in leg.landed.lacking(named)]
         for part, nbytes in parts:
             if nbytes > SEGMENT_BYTES:
@@ -524,8 +526,8 @@ class SendFlow:
     def _cut(self, segment: Segment, nbytes: int) -> None:
         """Queue a segment in pieces, none much larger than SEGMENT_BYTES.
 
-        The pieces are whole layers, so that the first can be read while the others are
-        on their way, unless the bytes of a block's layers lie together.
+        The pieces are whole layers, so that the first layers can be read while the
+        others are on their way; unless a block's layers are contiguous in memory.
         """
         plan = self._leg.plan
         order = plan.groups[segment.group].order

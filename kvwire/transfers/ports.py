@@ -1,6 +1,6 @@
 """The interfaces of a connection and a communicator that a KV transfer uses.
 
-Transfers use nothing else of either; the rooms above implement these.
+Transfers depend only on these; the rooms above implement them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ConnectionPort(Protocol):
     """The part of a connection that transfers use.
 
     Attributes:
-        front: The connection that users hold.
-        chunk_bytes: Bytes of a chunk that arrives here.
+        front: The connection object that users hold.
+        chunk_bytes: The size of incoming chunks.
     """
 
     front: Any
@@ -69,7 +69,7 @@ class ConnectionPort(Protocol):
 
 
 class ObserverPort(Protocol):
-    """Observes when transfers begin and end.
+    """Observes the begin and end of transfers.
 
     Attributes:
         traced: Whether at least one observer is a tracer.
@@ -93,7 +93,7 @@ class ObserverPort(Protocol):
         outcome: Outcome,
         connections: Iterable[ConnectionPort],
     ) -> None:
-        """Report a transfer's outcome, and the connections that it ran on."""
+        """Report a transfer's outcome, and the connections that carried it."""
 
 
 class RegistryPort(Protocol):

@@ -1,10 +1,10 @@
 """The log of blocks that a producer has marked as final, from any thread.
 
 A mark is a range of layers times a range of block positions of one group. Marks are
-checked when they are made, against the cache and each other, so that a mistake is an
-error in the line that makes it and never a gap in a transfer. They are kept in order
+checked at once, against the cache and each other, so that a mistake raises an error in
+the line that makes it, instead of leaving a gap in a transfer. They are kept in order
 for the life of the transfer: every consumer, and every new link after a lost one, reads
-the log from wherever it stands.
+the log from its own position.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Encoder: TypeAlias = "Callable[[ReadyRange, Callable[[Failure], None]], None]"
 
 
 class ReadyRange(msgspec.Struct, frozen=True):
-    """A range of layers and block positions in one group, by index in the group."""
+    """A range of layers and block positions, by their indices in one group."""
 
     group: str
     layers: range
@@ -48,8 +48,8 @@ class ReadyRange(msgspec.Struct, frozen=True):
 class _Group:
     """The blocks and layers of one group against which marks are checked.
 
-    The list of a growing transfer has room for blocks that are not named yet. It
-    belongs to the transfer, so readers find later names in place.
+    A growing transfer's list has room for blocks that are not named yet. Readers share
+    the transfer's list, so they find later names in place.
     """
 
     layers: range
@@ -82,8 +82,8 @@ class ReadyLog:
     Attributes:
         log: Marks whose bytes may be sent, oldest first; grows, never shrinks.
         finished: Whether the last mark was made.
-        woken: Whether ``wake`` is about to be called, which sets this to False before
-            it reads the log.
+        woken: Whether ``wake`` is about to be called; it sets this to False before it
+            reads the log.
         failed: Why a marked part will never be ready; "" if none has failed.
     """
 
@@ -103,7 +103,7 @@ class ReadyLog:
         self._thread = threading.get_ident()
         self._wake = wake
         self._devices = devices
-        # Made with the first mark that waits for something.
+        # Created with the first mark that has a condition.
         self._waiter: EventWaiter | None = None
         self._encode = encode
         self.woken: bool = False
@@ -127,7 +127,7 @@ class ReadyLog:
                 self._groups[name].check_names(name, ids)
             for name, ids in lists.items():
                 group = self._groups[name]
-                # In this order: what is named can be read.
+                # In this order, so that named blocks can be read.
                 group.ids[group.named : group.named + ids.size] = ids
                 group.named += ids.size
 
@@ -146,12 +146,12 @@ class ReadyLog:
             made = [self._mark(self._only if group is None else group, layers, blocks)]
         wait = None if after is None else self._prepare(after)
         at_once = wait is None and self._encode is None
-        # Each layer flows as soon as it is encoded.
+        # Layer by layer, so that each is sent as soon as it is encoded.
         parts = [made] if self._encode is None else [[m] for m in _by_layer(made)]
         with self._lock:
             if self.finished or len(self.log) + self._later >= SEGMENTS_MAX:
                 raise self._no_more()
-            # All of them before any is added.
+            # Check all of them before adding any.
             for mark in made[1:]:
                 covered = self._groups[mark.group].coverage
                 if covered.overlaps(mark.layers, mark.blocks):
@@ -216,8 +216,8 @@ class ReadyLog:
             else:
                 self._loop.call_soon_threadsafe(self._wake)
         except RuntimeError:
-            # The loop is closed, and so the transfer over. A forward pass that still
-            # runs need not know.
+            # The loop is closed, so the transfer has ended. A running forward pass need
+            # not notice.
             assert self._loop.is_closed()
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ class ReadyLog:
 
     def _arrived(self, made: list[ReadyRange], failure: Failure) -> None:
         with self._lock:
-            # In this order: the log is whole before `all_in` says so.
+            # In this order, so that the log is complete before `all_in` is true.
             if failure:
                 self.failed = f"what {self._named(made)} waited for {failure}"
             else:

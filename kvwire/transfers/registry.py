@@ -1,15 +1,15 @@
 """Matches the two ends of KV transfers, in either order of arrival.
 
-One side names a transfer with ``publish`` or ``expect`` and waits; the other asks for
-it with ``pull`` or ``push``. Each name and role has a *slot*, where the first to come
-waits: our end until its lease ends, a peer's question until the peer gives up.
+One side names a transfer with ``publish`` or ``expect`` and waits; the other requests
+it with ``pull`` or ``push``. Each name and role has a *slot*, where the first to arrive
+waits: our end until its lease ends, a peer's request until the peer gives up.
 
-Ended transfers are remembered for peers that may still ask for them, so that a peer
-that asks too late gets the reason instead of waiting. A leg whose peer may not know how
-it ended stays in its slot until the peer knows, or would no longer ask.
+Ended transfers are remembered, so that a peer with a late request gets the reason
+instead of waiting. If a leg has ended and its peer may not know how, the leg stays in
+its slot until the peer knows or has given up.
 
-One rule holds between any two calls: a question waits only in a slot without an end, or
-with one that can answer it only LATER.
+One rule holds between any two calls: a question waits only in a slot that has no end,
+or whose end can answer only LATER.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Key = tuple[bytes, bool]
 
 
 class Answer(enum.Enum):
-    """The possible answers to a peer's request for a transfer."""
+    """The possible reactions to a peer's request for a transfer."""
 
     YES = "yes"
     NO = "no"
@@ -73,7 +73,7 @@ class Question(NamedTuple):
     Attributes:
         key: The slot where it waits.
         link: The connection on which it arrived.
-        event: The peer's request, with its half of the transfer.
+        event: The peer's request, with its description of the transfer.
     """
 
     key: Key
@@ -90,11 +90,12 @@ class Past(NamedTuple):
     """Remembers how a use of a name ended, for peers that may not know yet.
 
     Attributes:
-        code: The code for a peer that asks too late, the same as for one in time.
-        reason: Why it ended, as a text: an error's traceback would keep caches alive.
-        endpoint_id: This side's end, by which peers that met it name it.
-        unseen: The number of peers that never came.
-        known: The ends of peers that came, and may not know how it ended.
+        code: The code for a peer that asks too late, the same as for a peer in time.
+        reason: Why it ended, as text, because an error's traceback would keep caches
+            alive.
+        endpoint_id: The id of this side's end, which peers that met it send.
+        unseen: The number of peers that never requested it.
+        known: The ids of peers' ends that met it, and may not know how it ended.
     """
 
     code: WireCode
@@ -108,12 +109,12 @@ _UNKNOWN: Final = Past(WireCode.OTHER, "nothing is known of it", b"", 0, frozens
 
 
 class Slot:
-    """Holds the current end, questions and owed legs of one name and role.
+    """Holds the end, the questions and the owed legs of one name and role.
 
     Attributes:
-        end: This side's transfer that waits or runs under it, if any.
-        asked: The questions of peers that wait for it.
-        owed: Legs that are over here, whose peers may not know that.
+        end: This side's waiting or running transfer, if any.
+        asked: The waiting questions of peers.
+        owed: Legs that have ended here, but whose peers may not know that.
     """
 
     __slots__ = ("asked", "end", "owed")
@@ -132,19 +133,20 @@ class TransferRegistry:
     """
 
     def __init__(self) -> None:
-        # An ordered set, so that what happens to several happens in their order.
+        # An ordered set, so that actions on several transfers happen in their order.
         self.live: dict[Transfer, None] = {}
         self._slots: dict[Key, Slot] = {}
-        # By name, with b"", and by name and the end that was given the reason: it asks
-        # again if its link is lost before it learns it. Oldest first.
+        # By (name, b""), and by (name, peer's end) for ends that were sent the reason:
+        # such an end asks again if its link is lost before the reason arrives. Oldest
+        # first.
         self._past: OrderedDict[tuple[Key, bytes], Past] = OrderedDict()
-        # Bytes of the questions that wait, by connection.
+        # The bytes of waiting questions, by connection.
         self._waiting_bytes: Counter[ConnectionPort] = Counter()
-        # The legs that slots hold: an ordered set.
+        # The owed legs in all slots, as an ordered set.
         self._owed: dict[Leg, None] = {}
         self._all_settled = asyncio.Event()
         self._all_settled.set()
-        # The next look at what is open for long; there is none while nothing is.
+        # The timer of the next check for long-open transfers; None while none is open.
         self._look: asyncio.TimerHandle | None = None
 
     # --- our side ---------------------------------------------------------------------
@@ -168,10 +170,10 @@ class TransferRegistry:
         end._offer().encode()
         past = self._past.get((key, b""))
         if past is not None:
-            # Only peers that came for the last use still learn how that ended.
+            # From now on only peers that met the last use get the reason for its end.
             self._remember(key, past._replace(unseen=0))
         if slot is None:
-            slot = self._slots[key] = Slot()  # as many as the caller's transfers
+            slot = self._slots[key] = Slot()  # as many as the caller has transfers
         slot.end = end
         self._take_on(end)
         end._begin()
@@ -182,7 +184,7 @@ class TransferRegistry:
     def ask(self, end: Transfer, link: ConnectionPort) -> None:
         """Request a transfer from the peer (``pull``, ``push``).
 
-        On a connection that is closed or lost the transfer ends, with an outcome.
+        If the connection is closed or lost, the transfer ends with an outcome.
 
         Raises:
             UsageError: Too much memory is in quarantine, or the peer has too many
@@ -201,11 +203,11 @@ class TransferRegistry:
         end._begin()
 
     def defer(self, end: Transfer, unasked: Callable[[], str]) -> None:
-        """Begin a transfer that is requested once its peer is connected.
+        """Begin a transfer whose request is sent once its peer is connected.
 
         Args:
             end: The transfer.
-            unasked: Says why its peer is not connected yet.
+            unasked: Returns the reason why its peer is not connected yet.
         """
         if end._services.buffers.holds.retired:
             _check_room(end)
@@ -215,7 +217,7 @@ class TransferRegistry:
         end._watch_lease()
 
     def connecting(self, end: Transfer, task: asyncio.Task[None]) -> None:
-        """Cancel the task that connects to a deferred transfer's peer at its end."""
+        """Record the task that connects a deferred transfer, to cancel it at its end."""
         end._asking = task
 
     def ask_deferred(self, end: Transfer, link: ConnectionPort) -> None:
@@ -238,8 +240,8 @@ class TransferRegistry:
         self.live.pop(end, None)
         for leg in end._legs:
             gave_up = isinstance(cause, RequestCancelled) and leg.state in OFF_LINK
-            # A producer does not know yet that all is here, or a peer that we have
-            # asked, and whose link is lost, that we want no answer.
+            # Two peers may not know the end yet: a producer whose segments have all
+            # landed, and a peer that we asked on a link that was lost.
             if (end._receives and leg.state is LegState.SETTLED) or (
                 gave_up and leg.asks and leg.peer_id
             ):
@@ -282,8 +284,8 @@ class TransferRegistry:
     def opened(self, link: ConnectionPort, event: TransferOpened) -> None:
         """Answer a peer's request for a transfer, or let it wait.
 
-        Checked in this order: a leg that is over here and whose peer does not know
-        that; a use of the name that has ended; the end that has the name now.
+        Three candidates are checked in this order: an owed leg, whose peer does not
+        know that it ended; an ended use of the name; the current end.
         """
         request = event.request
         if request.over:
@@ -300,7 +302,7 @@ class TransferRegistry:
             if owed and owed[0].state is LegState.WAITING:
                 owed[0].answer(link, request, offer)
                 return
-            if owed:  # its last link may still bring the answer
+            if owed:  # the answer may still arrive on its last link
                 self._let_wait(key, link, event)
                 return
         if offer.peer_id or self._past:
@@ -356,7 +358,7 @@ class TransferRegistry:
             del self._waiting_bytes[question.link]
 
     def request_over(self, request: RequestRecord, link: ConnectionPort) -> None:
-        """Remove a question that was refused, or whose peer gave up or is gone."""
+        """Remove a question after a refusal, or because its peer gave up or is gone."""
         question = request.context
         if isinstance(question, Question):
             del self._slots[question.key].asked[request]
@@ -387,10 +389,10 @@ class TransferRegistry:
     # --- what has ended ---------------------------------------------------------------
 
     def _ended(self, key: Key, offer: TransferOffer) -> Past | None:
-        """Return the end of a peer's requested transfer; None if it has not ended.
+        """Return how a requested transfer ended; None if it has not ended.
 
-        A peer that was sent the reason, and lost its link before it arrived, gets it
-        again.
+        If a peer was sent the reason, but its link was lost before the reason arrived,
+        it gets the reason again.
         """
         past = self._past.get((key, offer.endpoint_id))
         if past is None:
@@ -411,10 +413,10 @@ class TransferRegistry:
         return past
 
     def _last_use(self, key: Key, offer: TransferOffer) -> Past | None:
-        """Return the end of a name's last use, if a peer requests that use.
+        """Return how a name's last use ended, if a peer requests that use.
 
-        A peer that never came gets the reason once. After that it gets the next
-        transfer of the name.
+        A peer that had never requested it gets the reason once. Its next request goes
+        to the next transfer with this name.
         """
         past = self._past.get((key, b""))
         if past is None:
@@ -438,7 +440,7 @@ class TransferRegistry:
     def owe(self, leg: Leg) -> None:
         """Keep an ended leg until its peer knows how it ended.
 
-        Without a link it is kept for one lease, the time for which the peer would wait.
+        Without a link it is kept for one lease, because the peer waits that long.
         """
         end = leg.transfer
         key = end._slot_key
@@ -446,7 +448,7 @@ class TransferRegistry:
         if slot is None:
             slot = self._slots[key] = Slot()
         if leg not in self._owed:
-            self._owed[leg] = None  # a leg of a transfer of the caller
+            self._owed[leg] = None  # a leg of one of the caller's transfers
             slot.owed.append(leg)
             if end._given_up is None:
                 self._all_settled.clear()
@@ -492,7 +494,7 @@ class TransferRegistry:
             if leg.link is link and leg.state is LegState.LOST:
                 leg.transfer._release(leg)
         # A peer may have asked on its new link before we knew that the old one is gone.
-        # What nobody here has named gets no other answer, however much of it there is.
+        # Questions for names that are not in use here wait on, however many there are.
         for key, slot in list(self._slots.items()):
             if slot.asked and (slot.end is not None or slot.owed):
                 self._ask_again(key)
@@ -530,8 +532,8 @@ class TransferRegistry:
     def reattach(self, link: ConnectionPort) -> None:
         """Repeat this side's transfer requests to a peer on a new link.
 
-        If this link fails too, or its peer has too many to answer, they wait for the
-        next.
+        If this link fails too, or the peer has too many requests to answer, they wait
+        for the next link.
         """
         for leg in list(self._legs_of(link.peer.origin)):
             if not leg.asks or leg.state is not LegState.WAITING:
@@ -552,9 +554,9 @@ class TransferRegistry:
                 end.abort(reason)
 
     def closing(self, link: ConnectionPort | None = None) -> None:
-        """End the transfers of a connection, or of all, that is closed gracefully.
+        """End the transfers of one connection, or of all, for a graceful close.
 
-        A transfer that only has to be delivered is delivered; every other one ends.
+        Transfers that only wait for delivery are delivered; all others are ended.
         """
         error = ClosedOK("this side has closed")
         for end in list(self.live):
@@ -579,7 +581,7 @@ class TransferRegistry:
 
     @property
     def unanswered(self) -> list[str]:
-        """Return the ids that peers requested and this side has not offered."""
+        """Return the ids that peers requested but this side has not offered."""
         return [
             key[0][1:].decode(errors="replace")
             for key, slot in self._slots.items()
@@ -612,7 +614,7 @@ def _check_room(end: Transfer) -> None:
     """Refuse a transfer while too much memory is in quarantine.
 
     Raises:
-        UsageError: It is.
+        UsageError: Too much memory is in quarantine.
     """
     quarantined = end._services.buffers.quarantined_bytes
     limit = end._services.config.quarantine_bytes

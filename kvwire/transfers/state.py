@@ -1,52 +1,54 @@
 """Every state of a KV transfer and of its legs, and every step between them.
 
-Rule 1: everything that decides a transition is in this file. Rule 2: the tables are the
-same for both ends. A step that is not listed does not exist: asking for it is a bug.
+Rule 1: every transition is defined in this file. Rule 2: both ends use the same tables.
+A step that is not listed does not exist: requesting it is a bug.
 
 A transfer is one end, over all peers and links. A leg is one peer's part of it, over
 all links (on one link, kvwire.proto.state calls that a request).
 
 States of a transfer:
 
-* NEW: made and checked; no observer knows of it.
-* DOOMED: ended while its peer was being asked; observers learn of it first.
-* OPEN: under way, or waiting for its peers; its deadline counts.
-* ENDING: it gets an outcome as soon as there is memory for one, and its landed parts
-  are decoded. Nothing new begins for it; a leg only reports its end.
+* NEW: created and checked; observers do not know it yet.
+* DOOMED: ended while the request was being sent; observers have yet to be called.
+* OPEN: running, or waiting for its peers; its deadline applies.
+* ENDING: it gets an outcome as soon as there is memory for it and the landed parts are
+  decoded. Nothing new begins; legs only report the end.
 * ENDED: it has an outcome. Links may still touch its memory.
 * DRAINED: kvwire can no longer touch its memory.
 
 Inputs of a transfer:
 
-* BEGIN: the peer has been asked, or may ask; observers know.
-* END: delivered, aborted, expired, refused, lost for good.
-* RECORD: the outcome is made.
+* BEGIN: the peer has been asked, or may ask now; observers have been called.
+* END: delivered, aborted, expired, refused or finally lost.
+* RECORD: the outcome was made.
 * DRAIN: the last of its buffers is free.
 
 States of a leg:
 
 * ASKED: one side has asked for the transfer, and the other has not agreed.
 * MOVING: both have agreed on a plan; segments may move.
-* SETTLED: the consumer has all that comes; no segment may move any more. On its side
-  the producer does not know that yet.
-* COMMITTED: the producer has sent that nothing more comes, and waits for the consumer.
-* REFUSED: this side has ended it. Whether the peer learns of that before its link is
-  lost is unknown. What the peer has sent before it knew changes nothing.
+* SETTLED: the consumer has everything that will arrive; no segment may move any more.
+  On the consumer's side: the producer does not know that yet.
+* COMMITTED: the producer has announced the end of its segments, and waits for the
+  consumer.
+* REFUSED: this side has ended it. The link may be lost before the peer gets to know.
+  Frames that the peer has sent before it knew change nothing.
 * LOST: its link is lost, and may still touch memory.
-* WAITING: that link has touched memory for the last time; another one may carry it on.
-* OVER: it ended, and the peer knows.
+* WAITING: that link can no longer touch memory; another link may carry the leg.
+* OVER: it has ended, and the peer knows.
 
 Inputs of a leg:
 
-* AGREE: the two plans are the same; or the transfer is over on this side, and the peer
-  is about to learn how it ended.
-* SETTLE: all that the producer has committed is here, or the consumer reports that.
-* COMMIT: no mark will come any more.
+* AGREE: the two plans are equal; or the transfer has ended on this side, and the result
+  is about to be sent to the peer.
+* SETTLE: everything that the producer committed has arrived, or the consumer reports
+  so.
+* COMMIT: no more marks will follow.
 * REFUSE: this side ends it.
-* LOSE: the link was lost, and the leg goes on with another.
-* RELEASE: the lost link has touched memory for the last time.
-* RESUME: another link carries it on.
-* END: its request is over for good.
+* LOSE: the link was lost, and another link may carry the leg.
+* RELEASE: the lost link can no longer touch memory.
+* RESUME: another link carries the leg.
+* END: its request has finally ended.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class TransferInput(Symbol):
     DRAIN = "drain"
 
 
-# It goes on no more, whether it has an outcome yet or not.
+# It does not continue, whether or not it has an outcome yet.
 OVER: Final = frozenset(
     {TransferState.ENDING, TransferState.ENDED, TransferState.DRAINED}
 )
@@ -124,7 +126,7 @@ class LegInput(Symbol):
 ON_LINK: Final = frozenset(
     {LegState.ASKED, LegState.MOVING, LegState.SETTLED, LegState.COMMITTED}
 )
-# It goes on if another link comes.
+# It continues if there is another link.
 OFF_LINK: Final = frozenset({LegState.LOST, LegState.WAITING})
 # The peer may not know how it ended.
 UNNOTIFIED: Final = OFF_LINK | {LegState.REFUSED}
@@ -135,11 +137,11 @@ LEG_TRANSITIONS: Final = Transitions[LegState, LegInput](
         (LegState.ASKED, LegInput.AGREE): LegState.MOVING,
         (LegState.MOVING, LegInput.SETTLE): LegState.SETTLED,
         (LegState.MOVING, LegInput.COMMIT): LegState.COMMITTED,
-        # A producer commits to a consumer that settled on an earlier link.
+        # A producer may commit after the consumer has settled on an earlier link.
         (LegState.SETTLED, LegInput.COMMIT): LegState.COMMITTED,
         (LegState.LOST, LegInput.RELEASE): LegState.WAITING,
         (LegState.WAITING, LegInput.RESUME): LegState.ASKED,
-        # The end of its request follows each refusal.
+        # Each refusal is followed by the end of the request.
         (LegState.REFUSED, LegInput.END): LegState.REFUSED,
     }
     | {(state, LegInput.REFUSE): LegState.REFUSED for state in ON_LINK}

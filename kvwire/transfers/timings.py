@@ -1,4 +1,4 @@
-"""The time that one end of a KV transfer spent in each phase; the times add up."""
+"""The time that one end of a KV transfer spent in each phase."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class PhaseTimer:
     """Divides the time of a transfer into phases; one phase is current at each moment.
 
     Args:
-        created: When the transfer was asked for; None for now.
+        created: The time of the call; None for now.
         phase: The first phase.
 
     Attributes:
-        phase: The current phase: what the transfer waits for.
+        phase: The current phase, named by the thing that the transfer waits for.
     """
 
     __slots__ = ("_since", "_spent", "created", "phase")

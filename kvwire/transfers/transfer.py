@@ -1,10 +1,11 @@
 """One end of a KV transfer: an id, peers, a lease, and exactly one outcome.
 
-Its two kinds, :class:`~kvwire.Outgoing` and :class:`~kvwire.Incoming`, are the objects
-that users hold. A transfer outlives the links it runs on. With each peer it has a *leg*
-(:mod:`kvwire.transfers.leg`); when a leg's link is lost the transfer waits, within its
-lease, for another link, on which the missing parts move. Its memory is free when it has
-ended and no link can touch it any more: then it is ``drained``.
+The two subclasses, :class:`~kvwire.Outgoing` and :class:`~kvwire.Incoming`, are the
+objects that users hold. A transfer outlives the links that carry it. It has a *leg*
+with each peer (:mod:`kvwire.transfers.leg`). When a leg's link is lost, the transfer
+waits, within its lease, for another link, which carries the missing parts. Once the
+transfer has ended and no link can touch its memory any more, it is ``drained`` and the
+memory is free.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Progress(NamedTuple):
     """Counts the layers, over all groups, and payload bytes of a transfer.
 
     Attributes:
-        layers: Its layers; 0 until its peer is known.
+        layers: The number of its layers; 0 until its peer is known.
         marked: Layers that the producer has marked, as far as this side knows.
         landed: Layers whose blocks have all landed.
         nbytes: Payload bytes to move; 0 until its peer is known.
@@ -77,12 +78,12 @@ class Progress(NamedTuple):
 
 
 class NextMove(NamedTuple):
-    """What has to happen next in an open transfer.
+    """The next step that an open transfer waits for.
 
     Attributes:
-        by: Who has to do it: the peer, or the way to it; this side's own program; or
+        by: The responsible party: the peer or the way to it, this side's program, or
             this side's device.
-        text: What it is, in words.
+        text: A description in words.
     """
 
     by: Literal["peer", "program", "device"]
@@ -94,11 +95,11 @@ class TransferView(NamedTuple):
 
     Attributes:
         id: Its name.
-        receives: This side is its consumer.
+        receives: Whether this side is its consumer.
         links: The connections that carry it, or were the last to carry it.
-        age_s: Seconds since it was asked for.
-        next_move: What has to happen next.
-        progress: How much of it there is, is marked and has landed.
+        age_s: Seconds since the call.
+        next_move: The step that it waits for.
+        progress: Its layers and bytes in total, marked and landed.
     """
 
     id: str | bytes | int
@@ -112,42 +113,41 @@ class TransferView(NamedTuple):
 class Transfer(AsyncWith):
     """The methods that both ends of a transfer share."""
 
-    # Which end it is.
+    # Which end of the transfer this is.
     _receives = False
     _side = PlanSide.PRODUCER
-    # Not all of its blocks are known yet.
+    # Whether some of its blocks are not known yet.
     _growing = False
-    # How many peers it is for.
+    # The number of peers.
     _peers = 1
-    # What links read or write: the listed blocks, unless they are encoded.
+    # The memory that links read or write: the listed blocks, or their shadow.
     _memory: PagedCache
     _memory_lists: BlockLists
-    # Its trace and the peer's, as TransferOffer has them; b"" without tracing.
+    # This side's trace and the peer's, in TransferOffer's format; b"" without tracing.
     _trace = b""
     _peer_trace = b""
     _own_trace = False
-    # A digest of what its blocks hold; b"" where the caller has not named that.
+    # A digest of the blocks' hashes or content name; b"" if the caller gave neither.
     _hashes = b""
-    # Those who wait for the outcome, and what is set when it is drained, if anybody
-    # waits for that.
+    # The waiters for the outcome, and an event for draining if there is a waiter.
     _waiters: tuple[asyncio.Future[None], ...] = ()
     _free: asyncio.Event | None = None
     _is_drained = False
-    # None while it is not known.
+    # None while the outcome is not known.
     _outcome: Outcome | None = None
-    # Why it has ended.
+    # The reason for its end.
     _cause: KVWireError | None = None
-    # Says why its peer was not asked yet, if that peer is not connected.
+    # Returns the reason why its peer was not asked yet, if the peer is not connected.
     _unasked: Callable[[], str] | None = None
-    # Connects to the peer, until the peer is asked.
+    # The task that connects to the peer, until the peer was asked.
     _asking: asyncio.Task[None] | None = None
-    # How many things keep it from being drained.
+    # The number of buffers and threads that keep it from being drained.
     _busy = 0
     _lease: asyncio.TimerHandle | None = None
-    # When the lease ends; None if it is to begin anew.
+    # When the lease ends; None if the lease will start again in full.
     _lease_until: float | None = None
     _expiry: asyncio.TimerHandle | None = None
-    # It was open at the last look for the log, and the log has named it.
+    # Whether the last check for the log found it open, and whether it was logged.
     _seen_open = False
     _named_in_log = False
 
@@ -171,14 +171,14 @@ class Transfer(AsyncWith):
         if lease_s is not None:
             self._lease_s = seconds_of("lease_s", lease_s)
         self._id = id
-        # A producer and a consumer of one name may live in one communicator.
+        # One communicator may have a producer and a consumer with the same name.
         self._key: bytes = transfer_key(id)
         self._slot_key: tuple[bytes, bool] = self._key, not self._receives
         self._cache = cache
         self._services: SharedServices = services
         self._thread: LoopThread = services.thread
         self._loop: asyncio.AbstractEventLoop = services.loop
-        # Lends memory of the cache to links, until they have drained it.
+        # Lends the cache's memory to links, until they have drained it.
         self._lend: Callable[[Payload], BufferId] = services.buffers.lend
         self._priority = priority
         self._tokens: Tokens = options.get("tokens")
@@ -193,7 +193,7 @@ class Transfer(AsyncWith):
             self._memory, self._memory_lists, self._tokens
         )
         if self._memory.device is not None:
-            # That a device does not work is known before anything is promised.
+            # A broken device raises here, before anything is promised to the peer.
             services.devices.copy_engine(self._memory.device)
         self._on_drained = options.get("free")
         if self._on_drained is not None and not callable(self._on_drained):
@@ -247,8 +247,8 @@ class Transfer(AsyncWith):
     def traceparent(self) -> str:
         """Return its trace as a W3C ``traceparent`` header; "" without tracing.
 
-        The peer's trace is used as soon as it is known: both ends are in one trace,
-        unless each began in a trace of its own.
+        The peer's trace is adopted as soon as it is known, so both ends are in one
+        trace, unless each end began in its own trace.
         """
         return traceparent(self._peer_trace or self._trace)
 
@@ -269,8 +269,8 @@ class Transfer(AsyncWith):
     async def drained(self) -> None:
         """Wait until kvwire can no longer touch the transfer's blocks.
 
-        The blocks may be reused only after that. There is no deadline: memory is either
-        free or it is not, and a timeout would be a guess.
+        The blocks may be reused only after that. There is no deadline, because a
+        timeout could only guess whether the memory is free.
 
         Cancel safety: safe, it only watches.
         """
@@ -290,10 +290,10 @@ class Transfer(AsyncWith):
     # --- what differs between the two ends --------------------------------------------
 
     def _offer(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
-        """Return this side's half, for OPEN and AGREE.
+        """Return this side's description, for OPEN and AGREE.
 
         Args:
-            peer_id: The peer's end, if the two have met.
+            peer_id: The id of the peer's end, if the two have met.
             plan: The digest of this side's plan, in an answer.
         """
         return TransferOffer(
@@ -396,7 +396,8 @@ class Transfer(AsyncWith):
             phases.phase = "memory_wait"
         leg = Leg(self, link, phases, asks=asks)
         self._legs.append(leg)  # bounded by `_peers`
-        # A peer that has come is progress: another that is missing has a whole lease.
+        # A new peer counts as progress, so a peer that is still missing gets a whole
+        # lease.
         self._lease_until = None
         if self._lease is not None:
             self._lease.cancel()
@@ -426,7 +427,7 @@ class Transfer(AsyncWith):
         if self._ring is not None:
             side = "receive" if self._receives else "send"
             self._note("begin", text_of(self._id)[:NAME_CHARS_MAX], side)
-        if self._cause is not None:  # to ask was enough to end it
+        if self._cause is not None:  # the request itself has ended it
             self._try_to_end()
         elif self._deadline is not None:
             self._expiry = self._loop.call_at(self._deadline, self._expired)
@@ -434,8 +435,8 @@ class Transfer(AsyncWith):
     def _watch_lease(self) -> None:
         """Run the lease while a peer is missing, and only then.
 
-        A peer that comes back and is lost again without progress gets only the rest of
-        the lease: a link that breaks each time does not renew it.
+        If a peer returns and is lost again without progress, only the rest of the lease
+        remains, so a link that keeps breaking does not renew it.
         """
         over = self._outcome is not None
         here = [] if over else [leg for leg in self._legs if leg.state not in OFF_LINK]
@@ -482,7 +483,7 @@ class Transfer(AsyncWith):
     def _end(self, cause: KVWireError) -> None:
         """End the transfer, once; ``cause`` is the reason for missing parts.
 
-        If there is no memory for an outcome, it is tried again a moment later:
+        If there is no memory for an outcome, making it is tried again a moment later;
         otherwise the transfer would never end.
         """
         if self._state is TransferState.NEW:
@@ -495,7 +496,7 @@ class Transfer(AsyncWith):
 
     def _try_to_end(self) -> None:
         if self._state is not TransferState.ENDING:
-            return  # it has ended since this was put off
+            return  # it has ended while this was postponed
         try:
             self._record()
         except MemoryError:
@@ -517,7 +518,7 @@ class Transfer(AsyncWith):
         assert cause is not None
         reason = str(cause)
         outcomes = [leg.outcome(self, reason) for leg in self._legs if leg.planned]
-        if len(outcomes) < self._peers:  # those who never came have nothing
+        if len(outcomes) < self._peers:  # peers that never came have nothing
             outcomes.append(
                 nothing_landed(
                     self._cache,
@@ -556,7 +557,7 @@ class Transfer(AsyncWith):
             if self._on_drained is None:
                 self._has_drained()
             else:
-                # In a turn of its own: it may begin another transfer.
+                # In a separate turn, because the callback may begin another transfer.
                 self._loop.call_soon(self._has_drained)
 
     def _has_drained(self) -> None:
