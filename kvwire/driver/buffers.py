@@ -1,4 +1,4 @@
-"""The memory behind the core's buffer numbers, and callbacks for when it is free."""
+"""The memory behind the core's buffer numbers, with callbacks for its release."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class BufferTable:
         return payload[offset : offset + nbytes]
 
     def take(self, buffer: BufferId) -> Payload:
-        """Remove a buffer that has no other user, and return all of it."""
+        """Remove a buffer that has no other user, and return its memory."""
         return self._payloads.pop(buffer)
 
     def undrained(self, buffers: Iterable[BufferId]) -> list[BufferId]:
-        """Return those of the given buffers that a transport may still touch."""
+        """Return the given buffers that a transport may still touch."""
         return [buffer for buffer in buffers if buffer in self._payloads]
 
     def on_drained(self, buffer: BufferId, call: Callable[[], None]) -> None:
-        """Call once nothing can touch the buffer any more; at once if so already."""
+        """Call a function once nothing can touch the buffer any more, or at once."""
         if buffer in self._payloads:
             self._waiting.setdefault(buffer, []).append(call)
         else:

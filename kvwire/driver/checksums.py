@@ -1,11 +1,11 @@
-"""Checksums of payloads: the choice of payloads that get one, and the comparison.
+"""Checksums of payloads: which payloads get one, and how it is compared.
 
 A payload's own header shows whether it has a checksum, so the sender decides alone. A
-checksum reads the payload once more, from memory that is not in the cache: 0.05 s per
-GiB on each side, three times that if it lies in pieces of 4 KiB. Where this is too
-much, checking one chunk in several still finds a cable, switch or memory that flips
-bits. Within one host a checksum costs as much as moving the payload, and there is no
-cable; there ``"auto"`` checks only some.
+checksum reads the payload once more, from memory that is not in the CPU's cache: 0.05 s
+per GiB on each side, or three times as long if the payload is in pieces of 4 KiB. If
+this is too slow, checking one chunk in several still finds a cable, switch or memory
+that flips bits. Within one host a checksum costs as much as moving the payload, and
+there is no cable, so ``"auto"`` checks only some payloads.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from kvwire.memory.checksum import LOW_32_BITS, checksum, is_scattered, view_dig
 from kvwire.memory.copy import copy
 from kvwire.wire.header import Flag, Header
 
-# Then it costs an eighth, and of chunks that are all damaged the 13th is seen at last.
+# It then costs an eighth, and if all chunks are damaged, the 13th at last is found.
 SAMPLED_ONE_IN: Final = 8
 
 CheckMode = Literal["auto", "on", "sampled", "off"]
 
 _CHECKED: Final = int(Flag.CHECKED)
-# The golden ratio of 2**32. Its multiples are spread evenly, and step with no layer, no
-# block and no power of two: each position of a transfer has its turn.
+# The golden ratio of 2**32. Its multiples are spread evenly and have no common period
+# with layers, blocks or powers of two, so every position of a transfer is checked at
+# times.
 _STEP: Final = 0x9E3779B1
 _TURN: Final = 2**32
-# Capacities of copies are multiples of this, so that a spare fits the next chunk too.
+# Capacities of copies are multiples of this, so a spare also fits the next chunk.
 _GRAIN_BYTES: Final = 64 * KIB
 
 _Memory: TypeAlias = npt.NDArray[np.uint8]
@@ -44,7 +45,7 @@ class ScratchPool:
 
     New memory is faulted in page by page, which on a virtual machine takes several
     times as long as the copy into it. So returned memory is kept for the next copy,
-    until the connection's next look at the clock: an idle connection keeps none.
+    until the connection's next tick; an idle connection keeps none.
 
     Attributes:
         lent_bytes: Memory of running copies.
@@ -60,7 +61,7 @@ class ScratchPool:
         self._spare: list[_Memory] = []
 
     def room(self, nbytes: int, owner: object) -> memoryview:
-        """Return uncleared memory of that size, until the owner gives it back."""
+        """Lend uncleared memory of that size, until the owner gives it back."""
         if self._spare and self._spare[-1].nbytes >= nbytes:
             memory = self._spare.pop()
             self.spare_bytes -= memory.nbytes
@@ -93,13 +94,13 @@ class ScratchPool:
 
 
 class ChecksumPolicy:
-    """Decide which payloads of one connection are sent with a checksum.
+    """Decides which of a connection's payloads are sent with a checksum.
 
     Args:
         mode: ``"on"``: all; ``"off"``: none; ``"sampled"``: all messages and short
-            chunks, where it costs next to nothing, and one in :data:`SAMPLED_ONE_IN` of
-            the others; ``"auto"``: all, but ``"sampled"`` where payload goes from
-            memory to memory.
+            chunks, for which it costs almost nothing, and one in :data:`SAMPLED_ONE_IN`
+            others; ``"auto"``: ``"sampled"`` if payload moves from memory to memory,
+            else all.
     """
 
     __slots__ = ("_intact_share", "_share", "_short_bytes", "_turn")
@@ -116,8 +117,9 @@ class ChecksumPolicy:
     ) -> tuple[Payload, int | None]:
         """Return the payload to send, and its checksum or None.
 
-        Small fragments are gathered: the checksum reads them anyway, the copy is still
-        in the cache, and it costs a transport a third less than the fragments.
+        Small fragments are gathered into a copy: the checksum reads them anyway, the
+        copy is still in the CPU's cache, and costs a transport a third less than the
+        fragments.
         """
         if isinstance(payload, memoryview):
             if (
@@ -137,7 +139,7 @@ class ChecksumPolicy:
     def of(self, payload: Payload, *, intact: bool = False) -> int | None:
         """Return the checksum for a payload, or None.
 
-        ``intact`` marks a path through memory alone.
+        ``intact`` means that the path goes only through memory.
         """
         share = self._intact_share if intact else self._share
         return checksum(payload) if self._due(payload, share) else None
@@ -148,7 +150,7 @@ class ChecksumPolicy:
             self._turn = (turn + _STEP) % _TURN
             if turn >= share:
                 return False
-        # What is out of the host's reach its transport answers for.
+        # The transport vouches for memory that the host cannot read.
         return not isinstance(payload, Fragments) or payload.device is None
 
 
@@ -158,7 +160,7 @@ def landing_for(
     """Return the memory in which to receive a payload for ``place``.
 
     A checked payload for small fragments is received in one piece, and :func:`arrived`
-    copies it once it is known to be intact. :meth:`ChecksumPolicy.seal` has the reason.
+    copies it once it is known to be intact. :meth:`ChecksumPolicy.seal` explains why.
     """
     if header.flags & _CHECKED and is_scattered(place):
         return copies.room(place.nbytes, owner)
@@ -180,8 +182,8 @@ def matches(payload: Payload | None, header: Header) -> bool:
     """Return whether a payload matches its header's checksum, if there is one."""
     if not header.flags & _CHECKED or payload is None:
         return True
-    if type(payload) is memoryview:  # without another call: nearly all small frames
+    if type(payload) is memoryview:  # the fast path of nearly all small frames
         return view_digest(payload) & LOW_32_BITS == header.payload_check
     if payload.device is not None:
-        return True  # out of the host's reach: its transport answers for it
+        return True  # the host cannot read it: the transport vouches for it
     return checksum(payload) == header.payload_check

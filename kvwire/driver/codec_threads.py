@@ -1,4 +1,4 @@
-"""Threads that encode and decode transfers with ``codec=``, beside the loop."""
+"""Threads that encode and decode for transfers with ``codec=``, beside the loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 from kvwire.errors import ClosedOK
 from kvwire.memory.device.device_copies import DeviceCopies
 
-# As many layers at once, if there are so many CPUs: more would only take turns.
+# The most layers at once, if there are as many CPUs; more would only take turns.
 _THREADS: Final = min(4, os.cpu_count() or 1)
 
 
@@ -49,7 +49,7 @@ class CodecThreads:
     async def close(self) -> None:
         """Wait for all jobs that were accepted; accept no more.
 
-        Cancel safety: they go on, and the threads end after them.
+        Cancel safety: the jobs continue, and the threads end after them.
         """
         with self._lock:
             self._closed = True

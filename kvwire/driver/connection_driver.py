@@ -1,4 +1,4 @@
-"""The driver of a connection: it joins one link to one protocol core.
+"""The driver of a connection, which joins one link to one protocol core.
 
 At every input (a frame arrives, the link has room, a timer fires, the application
 calls), the driver passes it to the core, and then :meth:`ConnectionDriver.run` does
@@ -73,11 +73,11 @@ from kvwire.wire.header import Flag
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
-# Payload up to this size goes before tasks that an event has woken: some 50 us. More
-# waits for them.
+# Payload up to this size (some 50 us) is sent before tasks that an event has woken run.
+# More payload waits for these tasks.
 _WOKEN_BYTES: Final = 256 * KIB
-# Events of one turn of the loop behind which payload queues up again. More of them, or
-# a task that makes one in each turn, do not keep it from being sent.
+# How many events in one turn of the loop make payload queue up again. More events, or a
+# task that causes one in each turn, cannot keep payload from being sent.
 _PUT_OFF_MAX: Final = 64
 
 
@@ -105,9 +105,9 @@ class TransferPart(Protocol):
 
 
 class _Landing(Landing):
-    """A landing that knows its ``place``: small fragments are received in one piece.
+    """A landing that knows its ``place``.
 
-    It is made without an ``__init__``, since there is one for each frame.
+    It is created without an ``__init__``, since there is one for each frame.
     """
 
     __slots__ = ("arrival", "place")
@@ -117,17 +117,17 @@ class _Landing(Landing):
 
 
 class ConnectionDriver(LinkHandler):
-    """Run the link and the lanes of one connection, after its handshake.
+    """Runs the link and the lanes of one connection, after its handshake.
 
     Attributes:
-        core: Decides what is sent, and what an arrived frame means.
+        core: Decides which frames are sent, and interprets the received ones.
         peer: The other side.
-        services: What the parts of the communicator share.
+        services: The services that the communicator's parts share.
         front: The :class:`~kvwire.Connection` that users hold.
         transfers: The core's part for KV transfers.
-        chunk_bytes: Bytes of a chunk that arrives here.
-        staging: The chunks that are in pinned memory on their way to or from a device.
-        held: Messages that no receive has taken yet, by the core's numbers.
+        chunk_bytes: The size of incoming chunks.
+        staging: The chunks in pinned memory, on their way to or from a device.
+        held: Messages that no receive has taken yet, by the core's buffer numbers.
         running: Whether the core is being drained, and events are dispatched.
         ended: Set when the link and its lanes have closed: nothing touches memory any
             more.
@@ -163,25 +163,25 @@ class ConnectionDriver(LinkHandler):
         self._unreceived: Seen = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        # Bytes that had come by the last tick; when it was known that some had.
+        # The bytes received by the last tick, and when they were noticed.
         self._seen_bytes = 0
         self._seen_at = loop.time()
-        # The last chunk is queued while there is room for a byte of it.
+        # A last chunk is queued as long as there is room for one of its bytes.
         payload_bytes = LINK_QUEUE_BYTES + core.agreement.parameters.chunk_bytes
         self._unsent_bytes_max = payload_bytes + CONTROL_QUEUE_BYTES_MAX
         self.running: bool = False
         self._closed = False
-        # Sends payload in a turn of the loop of its own; none is sent before it.
+        # Sends payload in a separate turn of the loop; no payload is sent before it.
         self._again: asyncio.Handle | None = None
         self._times_put_off = 0
-        # What moves payload: staging for device memory, and lanes.
+        # The paths of payload: staging for device memory, and lanes.
         self.lanes = lanes
         self.staging: DeviceStaging = DeviceStaging(self)
         self.transfers.only_link = lanes.possible == (lanes.scheme,)
         self.active: ActiveTransport = ActiveTransport(lanes, peer, services.counters)
         self._scheduler = LaneScheduler(self, self.staging, self._checks)
         self.lane_setup: LaneSetup = LaneSetup(self, self.active, self._scheduler)
-        # Events of the link and its lanes; all others go to the front.
+        # Handlers for events of the link and its lanes; all others go to the front.
         self._acts: EventActs = {
             LaneDataReceived: self._receive_on_lane,
             LaneAsked: self.lane_setup.asked,
@@ -192,11 +192,11 @@ class ConnectionDriver(LinkHandler):
         self.set_timer()
 
     def serve(self, front: object, acts: EventActs) -> None:
-        """From now on, dispatch the core's events to the user's object.
+        """Dispatch the core's events to the user's object from now on.
 
         Args:
-            front: That object.
-            acts: Called with each event that is not about lanes, by its type.
+            front: The user's object.
+            acts: The handlers, by type, of all events that are not about lanes.
         """
         self.front = front
         self._ended_act = acts[Ended]
@@ -244,14 +244,14 @@ class ConnectionDriver(LinkHandler):
     ) -> SegmentRecord:
         """Send a part of a transfer at once, or queue it for :meth:`run` to send.
 
-        At once if no frame goes before it; then the link has taken it when this
-        returns, and nothing has to keep its memory.
+        It is sent at once if no frame goes before it. Then the link has taken it when
+        this returns, and its memory need not be kept.
 
         Args:
             request: The transfer.
-            box: Names the part.
-            memory: Its bytes, which are lent until the link has sent them.
-            nbytes: How many.
+            box: The part's box.
+            memory: The part's memory, which is lent until the link has sent it.
+            nbytes: The part's bytes.
             commit: Above 0, this is the last part; see SEGMENT.
         """
         transfers = self.transfers
@@ -288,7 +288,7 @@ class ConnectionDriver(LinkHandler):
     def answer_get(self, wire_id: RequestId, data: memoryview) -> None:
         """Send all bytes of a small get from a window, in one frame.
 
-        At once, unless frames or bytes wait to be sent; then behind them.
+        It is sent at once, or behind frames or bytes that wait to be sent.
         """
         outbox = self._outbox
         if outbox.shut:
@@ -358,7 +358,7 @@ class ConnectionDriver(LinkHandler):
             else:
                 header = arrival.header
                 if type(payload) is memoryview and payload is landing.place:
-                    # As `matches` does, without the call: nearly all payloads.
+                    # Inlined from `matches`: the fast path of nearly all payloads.
                     check = view_digest(payload) if header.flags & _CHECKED else None
                     intact = (
                         check is None or check & LOW_32_BITS == header.payload_check
@@ -389,7 +389,7 @@ class ConnectionDriver(LinkHandler):
 
     def frame_sent(self, link: Link, token: object) -> None:
         if not isinstance(token, Chunk):
-            return  # the bytes of a small get, which nobody uses again
+            return  # the bytes of a small get, which are not used again
         if self.staging.leaving:
             self.staging.sent(token)
         if self._copies.lent_bytes:
@@ -423,13 +423,14 @@ class ConnectionDriver(LinkHandler):
         Queue frames, dispatch events, then send payload, until nothing is left. Frames
         go before each event, since an event may be the end of the link.
 
-        A completed event wakes its waiter in the next turn of the loop. If much payload
-        is left to send, it therefore waits for a turn of its own, behind that waiter,
-        who would otherwise wait until the link has taken megabytes. With ``its_turn``
-        this is that turn, and the payload is not deferred again, whatever else happens.
+        An event wakes its waiter in the next turn of the loop. If much payload is left
+        to send, the payload is therefore deferred to a separate turn behind that
+        waiter, which would otherwise wait until the link has taken megabytes.
+        ``its_turn`` marks this separate turn, in which the payload is not deferred
+        again, whatever else happens.
         """
         if self.running:
-            return  # called from inside a run, which goes on until nothing is left
+            return  # called from inside a run, which continues until nothing is left
         core = self.core
         scheduler = self._scheduler
         acts = self._acts
@@ -441,14 +442,15 @@ class ConnectionDriver(LinkHandler):
             while True:
                 while frames:
                     header, body = frames.popleft()
-                    # Without a token a link copies what it could not send.
+                    # Without a token, a link copies the bytes that it could not send.
                     token = body if len(body) > EAGER_BYTES_MAX else None
                     self.link.send(header, memoryview(body), token)
                     queued = True
                 if events:
-                    # Taken out first: after a bug the others are left, of which each is
-                    # the only report on a request, or on memory. The end of the link
-                    # follows, and with it another run.
+                    # Removed before its handler runs, so that a bug in the handler
+                    # leaves the other events, each of which is the only report on a
+                    # request or on memory. The bug ends the link, which causes another
+                    # run.
                     event = events.pop(0)
                     acts[type(event)](event)
                     woken = woken or type(event) is not LaneDataReceived
@@ -610,7 +612,7 @@ class ConnectionDriver(LinkHandler):
     def _receive_on_lane(self, event: LaneDataReceived) -> None:
         arrival = event.arrival
         if not self.core.lanes.expects(arrival):
-            return  # its lane has ended since, and with it the hold of its memory
+            return  # its lane has ended meanwhile, and so has the hold on its memory
         payload: Payload | None = None
         if arrival.buffer is not None:
             length = arrival.header.length
@@ -651,10 +653,10 @@ class ConnectionDriver(LinkHandler):
         core = self.core
         now = self._loop.time()
         if self.staging.paused:
-            core.heard(now)  # it is this side that does not listen
+            core.heard(now)  # this side does not read
         elif self.link.received_bytes != self._seen_bytes:
-            # Part of a frame, some time since: counted from the earliest, so that a
-            # peer that dies in the middle of a frame is not known an interval too late.
+            # Part of a frame has arrived at some time: assume the earliest, or a peer
+            # that dies in the middle of a frame would be detected an interval too late.
             core.heard(self._seen_at)
             self._seen_bytes = self.link.received_bytes
             self._seen_at = now
@@ -676,7 +678,7 @@ class ConnectionDriver(LinkHandler):
         logger.warning("peer %s: %s", self.core.agreement.peer, error)
         self.core.fail(error)
         self.run()
-        # Also where the connection had ended before, and only its link was closing.
+        # Even if the connection had ended before, and only its link was closing.
         self.link.abort()
 
     def _safely(self, step: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Counts of a communicator's operations since it was opened.
 
-They are plain attributes: counting costs one addition, and exporters (Prometheus,
-OpenTelemetry, a log line) read them at any time. :mod:`kvwire.observe` does that.
+They are plain attributes, so counting costs one addition. Exporters (Prometheus,
+OpenTelemetry, a log line) in :mod:`kvwire.observe` read them at any time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ class Counters(msgspec.Struct):
     Attributes:
         connections: Connections made, by either side.
         connections_lost: Connections that ended without a close.
-        lanes_raised: Lanes that came up.
-        lanes_failed: Lanes that did not come up, or broke.
-        lanes_restored: Lanes that came up in place of a broken one.
-        transport_fallbacks: Times that data had to move to another transport than the
-            preferred one: at the start, or because it broke.
-        transfers_complete: Ends of KV transfers, of both roles, with all blocks.
-        transfers_partial: The same with some blocks.
-        transfers_failed: The same with no block.
+        lanes_raised: Lanes that were opened.
+        lanes_failed: Lanes that could not be opened, or broke.
+        lanes_restored: Lanes that were opened to replace a broken one.
+        transport_fallbacks: How often data had to use another transport than the
+            preferred one, from the start or because it broke.
+        transfers_complete: Outcomes of KV transfers, in either role, with all blocks.
+        transfers_partial: Outcomes with some blocks.
+        transfers_failed: Outcomes with no block.
         sent_bytes: KV bytes that consumers have acknowledged.
-        received_bytes: KV bytes that have landed here, verified.
+        received_bytes: KV bytes that have landed here and were verified.
     """
 
     connections: int = 0
@@ -42,7 +42,7 @@ class Counters(msgspec.Struct):
     received_bytes: int = 0
 
     def transfer_ended(self, outcome: Outcome, *, received: bool) -> None:
-        """Count an end of a KV transfer, on the side that received or sent it."""
+        """Count the outcome of a KV transfer, as its receiver or sender."""
         if outcome.complete:
             self.transfers_complete += 1
         elif outcome.state == "partial":

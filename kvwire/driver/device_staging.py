@@ -1,21 +1,21 @@
 """Staging of device memory, for transports that support only host memory.
 
-Outbound, a chunk whose bytes lie on a device is first copied into a slot of pinned host
-memory, and then sent from there like any other::
+Outbound, a chunk in device memory is first copied into a slot of pinned host memory,
+and then sent from there like any other::
 
     core        a slot is free     copied                 sent
     next_chunk ----> stage ----------> ready ----> link or lane ----> slot is free again
                       | no slot
                       +--> waits; no further chunk is taken meanwhile
 
-Inbound, a chunk lands in a slot, is compared with its checksum there, and is copied to
-its place. Only then is it reported to the core as landed. The link is paused while no
-slot is free, so there is one for every header that it hands over.
+Inbound, a chunk lands in a slot, is verified there, and is then copied to its place.
+Only then is it reported to the core as landed. The link is paused while no slot is
+free, so there is a slot for every header that the link hands over.
 
-The device may touch memory after the core has released it, since an abort or the end of
-the link ends the core's holds. So each copy has a hold of its own, from before it is
-queued until its event has fired. After a device has failed, its events prove nothing:
-the memory of its copies stays held, in quarantine.
+The device may still touch memory after the core has released it, since an abort or the
+end of the link ends the core's holds. So each copy has its own hold, from before it is
+queued until its event has fired. After a device has failed, its events prove nothing,
+so the memory of its copies stays held, in quarantine.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class DeviceStaging:
     """The slots of one connection, and the chunks in them.
 
     Attributes:
-        ready: Chunks in host memory that are to be sent, oldest first.
+        ready: Chunks in host memory that wait to be sent, oldest first.
         landing: Arrivals that have a slot.
-        leaving: Chunks that have a slot, from which they are sent.
-        waiting: A chunk that waits for a slot; meanwhile no other is taken from the
-            core.
+        leaving: Chunks that are sent from a slot.
+        waiting: A chunk that waits for a slot; until it has one, no other is taken from
+            the core.
     """
 
     def __init__(self, owner: PathOwner) -> None:
@@ -102,7 +102,7 @@ class DeviceStaging:
     # --- outbound ---------------------------------------------------------------------
 
     def whole(self, buffer: BufferId) -> Payload:
-        """Return all of a buffer, in its original memory."""
+        """Return a buffer's original memory."""
         return self._buffers.whole(buffer)
 
     def stage(self, chunk: Chunk, source: Fragments) -> None:
@@ -147,16 +147,16 @@ class DeviceStaging:
         *,
         intact: bool,
     ) -> bool:
-        """Copy an arrived payload to its place, and then call ``then``.
+        """Copy a received payload to its place, and then call ``then``.
 
         Returns:
-            Whether it was staged, so that ``then`` is called later.
+            Whether the payload was staged, so that ``then`` is called later.
         """
         slot = self.landing.pop(arrival, None)
         if slot is None or arrival.buffer is None:
             return False
         if not intact or arrival.buffer in self._buffers.holds.retired:
-            # It is damaged, or nobody wants it any more.
+            # It is damaged, or no longer wanted.
             slot.give_back()
             self._resume()
             return False
@@ -165,9 +165,9 @@ class DeviceStaging:
         return True
 
     def place(self, request: RequestRecord, held: memoryview) -> None:
-        """Copy a message that was held into its receive's memory, and end the receive.
+        """Copy a held message into its receive's memory, and end the receive.
 
-        It waits for a slot, and leaves one for the link, which is not paused for it.
+        It waits for a slot, and leaves one for the link, which is not paused meanwhile.
         """
         if request.over or not held.nbytes:
             self._core.filled(request)  # if it is over, its memory may be free already
@@ -193,7 +193,7 @@ class DeviceStaging:
             self._resume()
 
     def link_gone(self) -> None:
-        """Record the end of the control link; then nothing is sent or reported."""
+        """Record the end of the control link; nothing is sent or reported any more."""
         self._ended = True
         self.waiting = None
         self.ready.clear()
@@ -210,8 +210,9 @@ class DeviceStaging:
     ) -> None:
         """Begin a copy with its own hold, and call `then` at its end.
 
-        If it fails the connection does, and so does ``request``: a receive of a message
-        that came before the connection's end may be posted after it.
+        If the copy fails, the connection fails too, and so does ``request``: it may be
+        a receive that was posted after the connection's end, for a message that came
+        before.
         """
         holds = self._buffers.holds
         holds.take(buffer)
@@ -227,7 +228,7 @@ class DeviceStaging:
                     self._failed(copy_engine, error, request)
                 self._owner.run()
             except Exception:
-                # Nobody called: the completion thread has more calls to make.
+                # No call for now: the completion thread has more calls to make.
                 logger.exception("a bug of kvwire; its connection is aborted")
                 self._link.abort()
             self._owner.check_ended()
@@ -253,7 +254,7 @@ class DeviceStaging:
             done = partial(self._core.filled, request)
             if request.over:
                 done()
-            elif len(slots.free) < 2:  # the last one is the link's
+            elif len(slots.free) < 2:  # the last slot is reserved for the link
                 return
             else:
                 assert request.buffer is not None
@@ -290,14 +291,14 @@ class DeviceStaging:
         if chunk is None:
             return
         if chunk.request.state is not RequestStage.MOVING:
-            self._core.chunk_sent(chunk)  # nobody wants it any more
+            self._core.chunk_sent(chunk)  # no longer wanted
             return
         source = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
         assert isinstance(source, Fragments)
         self.stage(chunk, source)
 
     def _resume(self) -> None:
-        # Held messages have their turn before the link, which may need every slot.
+        # Held messages go before the link, which may need every slot.
         for _, slots in self._slots.values():
             if slots.unplaced:
                 self._place_held(slots)
@@ -319,7 +320,7 @@ class DeviceStaging:
                 exc_info=error,
             )
             copy_engine.failed = str(error)
-        # Transfers of other memory go on with the next link.
+        # Transfers of other memory continue on the next link.
         why = f"{copy_engine.ops.device} failed: {error}"
         self._core.fail(ConnectionLost(why))
         if request is not None and not request.over:
@@ -337,8 +338,8 @@ class _Held(NamedTuple):
 class _Slots:
     """Pinned memory for one device and direction, divided into slots.
 
-    When none is free, the next user waits. That is the whole back-pressure, and it
-    needs no number from a peer.
+    If no slot is free, the next user waits. This is the only back-pressure, and it does
+    not depend on numbers from a peer.
     """
 
     def __init__(self, copy_engine: CopyEngine, slot_bytes: int) -> None:
@@ -348,14 +349,14 @@ class _Slots:
             memory[begin : begin + slot_bytes]
             for begin in range(0, len(memory), slot_bytes)
         ]
-        # The slot that has rested longest is next.
+        # The slot that has been free longest is used next.
         self.free = deque(range(STAGING_SLOTS), maxlen=STAGING_SLOTS)
         self._used: set[int] = set()
-        # Inbound: what waits for a slot beside the link's payloads.
+        # Inbound: the copies that wait for a slot, besides the link's payloads.
         self.unplaced: deque[_Held] = deque()
 
     def take(self, nbytes: int) -> _Slot:
-        """Take a free slot, cut to the length needed; there must be one."""
+        """Take a free slot, cut to the required length; one must be free."""
         number = self.free.popleft()
         self._used.add(number)  # bounded: STAGING_SLOTS
         return _Slot(self, number, self._views[number][:nbytes])
@@ -369,6 +370,6 @@ class _Slot(NamedTuple):
     view: memoryview
 
     def give_back(self) -> None:
-        """Free the slot, once nothing reads or fills it any more."""
+        """Free the slot, which nothing reads or fills any more."""
         self.slots._used.remove(self.number)  # noqa: SLF001 - of this file's class
         self.slots.free.append(self.number)  # bounded: STAGING_SLOTS

@@ -29,10 +29,10 @@ class Devices:
         self._closed = False
 
     def copy_engine(self, device: Device) -> CopyEngine:
-        """Return the copy engine for a device's memory. On the loop.
+        """Return the copy engine for a device's memory. Call it on the loop.
 
         Raises:
-            BackendUnavailable: The device does not work, or it is too late for copies.
+            BackendUnavailable: The device does not work, or the communicator is closed.
         """
         if self._closed:
             raise BackendUnavailable(f"{device}: the communicator is closed")
@@ -49,7 +49,7 @@ class Devices:
     def queued(self, device: Device) -> Event:
         """Return an event behind the work that the calling thread has queued.
 
-        That is the work on the current stream of the thread's library.
+        It is recorded on the current stream of the thread's library.
 
         Raises:
             BackendUnavailable: The device does not work.
@@ -58,7 +58,7 @@ class Devices:
             return device_ops(device).record_current()
 
     def waiters(self, ops: DeviceOps) -> StreamWaiters:
-        """Return the threads that wait for events of a device. From any thread."""
+        """Return the threads that wait for a device's events. Thread-safe."""
         with self._lock:
             if ops.device not in self._waiters:
                 # bounded by the devices of this host

@@ -1,7 +1,7 @@
 """The driver of a handshake: it moves the frames and negotiates the transport.
 
-The connection is made within the call that brings the handshake's last frame, since the
-bytes right behind it may be the peer's first frame of the connection.
+The connection is created within the call that delivers the handshake's last frame,
+since the next bytes may be the peer's first frame on the connection.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from kvwire.wire.header import FrameType
 
 T = TypeVar("T")
 
-# How a ClientHello begins, and how a TLS server's alert begins (RFC 8446 5.1). No frame
-# of ours has these types.
+# The first bytes of a ClientHello, and of a TLS server's alert (RFC 8446 5.1). No
+# kvwire frame has these types.
 _TLS: Final = (b"\x16\x03", b"\x15\x03")
 # The alert `protocol_version`, so that a peer that speaks TLS can name the reason.
-# Links send headers of one length only, and nobody reads behind an alert.
+# Links send headers of a fixed length, and a TLS peer ignores bytes after an alert.
 _NO_TLS: Final = b"\x15\x03\x03\x00\x02\x02\x46".ljust(HEADER_BYTES, b"\0")
 _TYPES: Final = frozenset(FrameType)
 
 
 class HandlerSwitch:
-    """Pass a link's calls to its current handler.
+    """Passes a link's calls to its current handler.
 
-    So a link changes its handler between two frames, at no further cost per call.
+    So a link can change its handler between two frames, without extra cost per call.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class HandlerSwitch:
 
 
 class HandshakeDriver(LinkHandler, Generic[T]):
-    """Run one handshake on one link, until the driver of the connection takes over.
+    """Runs one handshake on one link, until the connection's driver takes over.
 
     Attributes:
         done: The resulting connection, or the error that ended the handshake.
@@ -88,18 +88,18 @@ class HandshakeDriver(LinkHandler, Generic[T]):
 
         Args:
             link: The link, which is not started yet.
-            handshake: The protocol's side of it.
+            handshake: The protocol's state machine for it.
             config: This side's preferences.
             scheme: The transport of the link.
             loop: The running loop.
-            agreed: Makes the connection, and calls :meth:`hand_over`.
-            busy: Returns why there is no room for another connection, or "".
+            agreed: Creates the connection, and calls :meth:`hand_over`.
+            busy: Returns the reason why no more connections are accepted, or "".
         """
         self.link = link
         self.handshake = handshake
         self.scheme = scheme
         self.done: asyncio.Future[T] = loop.create_future()
-        # Who waits for it may have been cancelled: asyncio would log an error then.
+        # If its waiter was cancelled, asyncio would log an error without this.
         self.done.add_done_callback(lambda d: d.cancelled() or d.exception())
         self.ended: asyncio.Future[None] = loop.create_future()
         self.identity: str = ""
@@ -114,7 +114,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         self._flush(self.link)
 
     def hand_over(self, handler: LinkHandler) -> None:
-        """From the next frame on, let the link call another handler."""
+        """Let the link call another handler from the next frame on."""
         self._switch.switch(handler)
         self.ended.set_result(None)
 
@@ -129,7 +129,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         try:
             return await asyncio.shield(self.done)
         except KVWireError:
-            # The last frame is on its way; the link ends after it.
+            # The last frame is queued; the link ends after it.
             raise
         except BaseException:
             self.link.abort()
@@ -152,7 +152,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
 
     def body_received(self, link: Link, landing: Landing) -> None:
         if self.done.done():
-            return  # the link is closing: nothing of the peer is read any more
+            return  # the link is closing: the peer's bytes are not read any more
         body = landing.payload
         assert isinstance(body, memoryview)
         try:
@@ -276,8 +276,8 @@ def _check_first(header: bytes) -> None:
         )
 
 
-# Connections that were decided alike share a report. A peer may send any verdicts, so
-# only a few are kept.
+# Connections with equal verdicts share a report. A peer may send any verdicts, so only
+# a few reports are kept.
 @lru_cache(maxsize=16)
 def report_of(verdicts: tuple[HandshakeVerdict, ...]) -> TransportReport:
     """Return the server's verdicts as the report for both sides."""

@@ -10,9 +10,10 @@
                                 thread is over
 
 A call waits on a lock and the loop waits in the kernel, so nothing polls. The thread is
-a daemon, so a program that forgets to close it can end. When the main thread has ended,
-every thread of this module is closed, *before* the interpreter joins the program's own
-threads: one that waits in a call would otherwise keep the process alive for ever.
+a daemon, so a program that forgets to close it can exit. When the main thread has
+ended, every thread of this module is closed *before* the interpreter joins the
+program's own threads: a thread waiting in a call would otherwise keep the process alive
+for ever.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _running: set[IOThread] = set()
 
 
 class IOThread:
-    """Run an event loop on a daemon thread, from :meth:`begin` until it is closed.
+    """Runs an event loop on a daemon thread, from :meth:`begin` until it is closed.
 
-    Ctrl-C interrupts the main thread only, at any line. So resources that an interrupt
-    could orphan are made on the thread itself, and :meth:`close` ends all that
-    ``begin`` has made::
+    Ctrl-C interrupts only the main thread, but at any line. So resources that an
+    interrupt could orphan are created on the thread itself, and :meth:`close` ends
+    everything that ``begin`` has created::
 
         thread = IOThread(name)
         try:
@@ -61,19 +62,19 @@ class IOThread:
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
         self._forked = False
-        self._loop: asyncio.AbstractEventLoop  # once it is made
+        self._loop: asyncio.AbstractEventLoop  # once it was created
         self._stopping = asyncio.Event()
         self._at_end: Callable[[], Awaitable[None]] | None = None
         self._end_within_s = CLOSE_TIMEOUT_S
-        # No lock is used, since an interrupt could leave it locked: a call is noted
-        # before the loop gets it, and once the loop accepts no more, the thread ends
-        # the calls without a result.
+        # There is no lock, since an interrupt could leave it locked. Instead a call is
+        # recorded before the loop gets it, and once the loop accepts no more calls, the
+        # thread ends those without a result.
         self._calls: set[_Call[Any]] = set()
         self._begun = False
         self._closing = False
         self._ended = False
         self._failure: BaseException | None = None
-        # The loop is made, or could not be.
+        # Set once the loop was created, or that failed.
         self._made = threading.Event()
         # Set once the thread has cleaned up, for callers that wait for its end.
         self._over = threading.Event()
@@ -105,7 +106,7 @@ class IOThread:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process that made the thread."""
+        """Whether this is a forked child of the process that created the thread."""
         return self._forked
 
     def at_end(self, end: Callable[[], Awaitable[None]], within_s: float) -> None:
@@ -130,7 +131,7 @@ class IOThread:
         except concurrent.futures.CancelledError:
             raise ClosedOK("the Engine is closed") from None
         except TimeoutError:
-            # The coroutine's own, such as ETIMEDOUT, or that of waiting.
+            # The coroutine's own error, such as ETIMEDOUT, or that of waiting.
             if call.result.cancel():
                 raise TimeoutError(f"not done within {timeout:g} s") from None
             return call.result.result()
@@ -178,14 +179,15 @@ class IOThread:
     def close(self) -> None:
         """End the work on the loop and wait for the thread. May be called repeatedly.
 
-        It waits for a bounded time. Work that does not end is logged and left.
+        It waits for a bounded time. Work that does not end is logged and abandoned.
         """
         if self._forked:
-            return  # a fork has no such thread to end
+            return  # in a forked child there is no thread to end
         self._check_other_thread()
         self.begin_close()
         if not self._begun or not self._made.wait(CLOSE_SLACK_S):
-            # Interrupted before there was a thread. If one comes, it ends at once.
+            # Interrupted before there was a thread. If it still starts, it ends at
+            # once.
             _running.discard(self)
             return
         while not self._over.wait(CLOSE_SLACK_S):
@@ -197,12 +199,12 @@ class IOThread:
                 )
                 self._forget()
         if self._thread.is_alive():
-            self._thread.join(CLOSE_SLACK_S)  # it is on its last lines, or stuck
+            self._thread.join(CLOSE_SLACK_S)  # it is about to end, or stuck
 
     def begin_close(self) -> bool:
         """Begin to close, from any thread, without waiting. Never raises.
 
-        It takes no lock, since the garbage collector may call it from anywhere.
+        It takes no lock, since the garbage collector may call it at any point.
 
         Returns:
             Whether this was the first call.
@@ -211,9 +213,9 @@ class IOThread:
             return False
         first = not self._closing
         self._closing = True
-        # Without a loop: the thread looks when it has made one, or there is none.
+        # Without a loop, the thread checks this once it has created one, if ever.
         with contextlib.suppress(RuntimeError, AttributeError):
-            # Each time: an interrupt may have come between the line above and this.
+            # Even if closed before: an interrupt may have come between these two lines.
             self._loop.call_soon_threadsafe(self._stopping.set)
         return first
 
@@ -242,7 +244,7 @@ class IOThread:
         turned = threading.Event()
         try:
             self._loop.call_soon_threadsafe(turned.set)
-        except RuntimeError:  # it is closed: the thread is on its last lines
+        except RuntimeError:  # it is closed: the thread is about to end
             return self._over.wait(CLOSE_TIMEOUT_S)
         return turned.wait(CLOSE_TIMEOUT_S) or self._over.is_set()
 
@@ -284,15 +286,15 @@ class IOThread:
             await self._end()
         finally:
             self._ended = True
-            # Calls that were taken are in the loop's queue; this is behind them.
+            # Accepted calls are in the loop's queue, ahead of this.
             await asyncio.sleep(0)
-            # They end by themselves with what they wait for.
+            # They end by themselves, with the things that they wait for.
             await _ended(CLOSE_TIMEOUT_S)
             for _ in range(_CANCELLATIONS):
                 for task in _others():
                     task.cancel()
                 await _ended(CLOSE_SLACK_S / _CANCELLATIONS)
-            await self._end()  # of what was made meanwhile
+            await self._end()  # tasks that were created meanwhile
             if left := _others():
                 logger.error(
                     "these tasks were cancelled and have not ended: %s",
@@ -324,7 +326,8 @@ class _Call(Generic[T]):
         self, coroutine: Coroutine[Any, Any, T], open_calls: set[_Call[Any]]
     ) -> None:
         self.result: concurrent.futures.Future[T] = concurrent.futures.Future()
-        # The thread that pops it runs it or closes it; only one thread can pop it.
+        # The thread that pops the coroutine runs or closes it; only one thread can pop
+        # it.
         self._coroutine = [coroutine]
         self._open_calls = open_calls
 
@@ -337,7 +340,7 @@ class _Call(Generic[T]):
 
             def cancelled(result: concurrent.futures.Future[T]) -> None:
                 if result.cancelled() and not task.done():
-                    # The loop may have ended, and the task with it.
+                    # The loop, and the task with it, may have ended.
                     with contextlib.suppress(RuntimeError):
                         loop.call_soon_threadsafe(task.cancel)
 
@@ -356,14 +359,14 @@ class _Call(Generic[T]):
         if task.cancelled():
             self.result.cancel()
         if not self.result.set_running_or_notify_cancel():
-            return  # nobody waits
+            return  # there is no waiter
         if error is not None:
             self.result.set_exception(error)
         else:
             self.result.set_result(task.result())
 
 
-# A library may swallow a cancellation; one that swallows two does so for ever.
+# A library may swallow one cancellation; if it swallows two, it always will.
 _CANCELLATIONS: Final = 2
 
 
@@ -379,7 +382,7 @@ async def _ended(within_s: float) -> None:
 def _join(threads: Collection[threading.Thread], timeout_s: float) -> None:
     """Join all threads within one time limit.
 
-    No further thread does the waiting: an interpreter that exits can start none.
+    It uses no other thread, since an exiting interpreter cannot start one.
     """
     deadline = time.monotonic() + timeout_s
     for thread in list(threads):
@@ -427,20 +430,21 @@ def _close_all() -> None:
         thread.close()
 
 
-# Before threads are joined, which is before atexit. concurrent.futures joins its own in
-# the same place: registered behind it, this runs first. The name is private, and there
-# since Python 3.9; without it a program has to close its engines itself.
+# Runs before threads are joined, and thus before atexit. concurrent.futures joins its
+# own threads in the same place; this is registered later, so it runs first. The private
+# name has existed since Python 3.9; without it, a program has to close its engines
+# itself.
 with contextlib.suppress(
     RuntimeError
 ):  # imported by a thread that outlives the main one
     getattr(threading, "_register_atexit", atexit.register)(_close_all)
-# For threads that were made after that.
+# For threads that were created after that.
 atexit.register(_close_all)
 
 
 def _name_in_kernel(name: str) -> None:
     """Name the calling thread for ``top -H`` and profilers."""
-    # Python 3.14 does so itself. What cannot be named works as well.
+    # Python 3.14 does this itself. If naming fails, the thread works without a name.
     comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
     with contextlib.suppress(OSError):
         comm.write_bytes(name.encode())
@@ -452,10 +456,10 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     import uvloop  # noqa: PLC0415 - not there on Windows
 
     class Loop(uvloop.Loop):
-        """Resolves names in threads of Python's, as asyncio's own loop does.
+        """Resolves names in Python threads, as asyncio's own loop does.
 
-        libuv has threads of its own for that, and a process that is forked later joins
-        them at its exit, where they are not: it crashes.
+        libuv uses its own threads for that. A process that is forked later tries to
+        join them at its exit, and crashes, because they do not exist in it.
         """
 
         async def getaddrinfo(self, host: Any, port: Any, **options: int) -> Any:

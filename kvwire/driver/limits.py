@@ -6,18 +6,19 @@ from typing import Final
 
 from kvwire.limits import HANDSHAKE_TIMEOUT_S, LANE_TIMEOUT_S
 
-# The same where no other transport is left, and on the side that answers. A first look
-# at the devices of a large or busy host takes UCX seconds.
+# The same if no other transport is left, and on the answering side. On a large or busy
+# host, UCX needs seconds for its first scan of the devices.
 LANE_TIMEOUT_LAST_S: Final = 4.0
-# A lane that broke is raised again after a pause, doubling with jitter. What broke has
-# hardly recovered within a second, and a try makes a half on both sides: threads and
-# registered memory. A minute is a small part of an outage that has lasted one already.
+# A broken lane is reopened after a pause, which doubles, with jitter. Recovery within a
+# second is unlikely, and each attempt creates threads and registered memory on both
+# sides. After an outage of a minute, another minute is acceptable.
 RERAISE_S: Final = 1.0
 RERAISE_S_MAX: Final = 60.0
 # Chunks of a device's memory in pinned host memory, per connection and direction: one
-# is copied, one moves on the wire, and one waits, so that neither waits for the other.
+# is copied, one is on the wire, and one waits, so that neither copy nor wire is idle.
 STAGING_SLOTS: Final = 3
-# Events that `kvwire trace` sees of a process: 400 transfers of 32 layers, 4 MB.
+# The events of a process that `kvwire trace` can show: 400 transfers of 32 layers, 4
+# MB.
 TRACE_EVENTS_MAX: Final = 16_384
 
 assert LANE_TIMEOUT_S < LANE_TIMEOUT_LAST_S < HANDSHAKE_TIMEOUT_S

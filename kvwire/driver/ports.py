@@ -1,4 +1,4 @@
-"""The driver of a connection, as the paths of its payload see it."""
+"""The part of a connection's driver that the payload paths use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvwire.proto.connection import ConnectionCore
 
 
 class PathOwner(Protocol):
-    """Stands for :class:`ConnectionDriver`, which owns staging and lanes.
+    """The interface of :class:`ConnectionDriver`, which owns staging and lanes.
 
     Attributes:
-        core: Decides what is sent, and what an arrived frame means.
+        core: Decides which frames are sent, and interprets the received ones.
         link: The control link.
-        lanes: How far each lane is.
-        services: What the parts of the communicator share.
+        lanes: The state of each lane.
+        services: The services that the communicator's parts share.
     """
 
     core: ConnectionCore
@@ -29,7 +29,7 @@ class PathOwner(Protocol):
         """Do everything that the core requests now."""
 
     def check_ended(self) -> None:
-        """Check whether the connection can end, because a path has become quiet."""
+        """Check whether the connection can end, because a path has become idle."""
 
     def lane_broke(self, endpoint: LaneEndpoint) -> None:
         """Handle a broken lane, which gets a replacement."""

@@ -1,7 +1,7 @@
 """The services that all parts of a communicator share: loop, memory, threads, counters.
 
-A communicator makes one :class:`Services`. Its connections, lanes and transfers get
-that and not the communicator, so that none of them depends on the rooms above.
+A communicator creates one :class:`Services`. Its connections, lanes and transfers use
+this object instead of the communicator, so that they do not depend on the rooms above.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvwire.security.validity import Validity
 
 
 class Services:
-    """The shared parts of one communicator, on the loop on which it is made.
+    """The shared parts of one communicator, on the loop on which it is created.
 
     Args:
         config: The communicator's configuration.
-        tls: Its certificate and key, with trust ``mtls``.
+        tls: The communicator's certificate and key, if trust is ``mtls``.
 
     Attributes:
         config: The communicator's configuration.
@@ -34,9 +34,9 @@ class Services:
         thread: Refuses calls from other threads, loops and processes.
         buffers: The memory that users have lent.
         counters: Counts since the communicator was opened.
-        devices: Streams and threads for the devices that some of the memory is on.
+        devices: Streams and threads for devices with lent memory.
         codec_threads: Threads that encode and decode for transfers with a codec.
-        tls: Its certificate and key; None unless trust is ``mtls``.
+        tls: The communicator's certificate and key; None unless trust is ``mtls``.
         ring: Records events for ``kvwire trace``; None unless ``inspect`` is set.
     """
 
@@ -56,11 +56,11 @@ class Services:
 
     @property
     def certificate(self) -> Validity | None:
-        """The validity of the certificate in ``mtls`` mode. From any thread."""
+        """The certificate's validity in ``mtls`` mode. Thread-safe."""
         return None if self.tls is None else self.tls.current().own.validity
 
     def backend(self, name: str) -> Backend:
-        """Return the backend called ``name``; all connections share it.
+        """Return the backend with this name; all connections share it.
 
         Raises:
             BackendUnavailable: It is not installed.
@@ -73,11 +73,11 @@ class Services:
         return self._backends[name]
 
     async def close(self) -> None:
-        """End the threads, streams and backends; no connection uses them any more.
+        """End the threads, streams and backends, which no connection uses any more.
 
-        Cancel safety: safe, call it again for the rest.
+        Cancel safety: safe, call it again to end the rest.
         """
-        # Transfers that were being decoded have their outcomes after this.
+        # After this, transfers that were still being decoded have their outcomes.
         await self.codec_threads.close()
         self.devices.close()
         for backend in self._backends.values():

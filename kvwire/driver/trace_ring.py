@@ -1,7 +1,7 @@
 """The last events of one event loop, for ``kvwire trace``.
 
-There is a ring only if the configuration sets ``inspect``. Code with an event checks
-whether there is a ring, and calls nothing otherwise.
+There is a ring only if the configuration sets ``inspect``. Code that reports an event
+first checks whether there is a ring.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from time import time_ns
 
 from kvwire.driver.limits import TRACE_EVENTS_MAX
 
-# When (ns since 1970), what, of which, and more about it.
+# Time (ns since 1970), event, its transfer or call, and further values.
 TraceEvent = tuple[int, str, str, tuple[str | int, ...]]
 
 
 class TraceRing:
-    """Keep the last events; a new event replaces the oldest.
+    """Keeps the last events; a new event replaces the oldest.
 
     Attributes:
         events: Oldest first.
@@ -34,14 +34,14 @@ class TraceRing:
         """Record an event with the current time.
 
         Args:
-            what: One of a few words, such as ``"landed"``.
+            what: The event's name, such as ``"landed"``.
             key: The transfer or store call that it belongs to.
             more: Further values; see :mod:`kvwire.observe.trace`.
         """
         self.events.append((time_ns(), what, key, more))
 
 
-# The ring of each loop that has one: plain, so that to ask it is no call.
+# The loops' rings, in a plain dict, so that a look-up needs no call.
 RINGS: dict[asyncio.AbstractEventLoop, TraceRing] = {}
 
 

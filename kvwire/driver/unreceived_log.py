@@ -1,4 +1,4 @@
-"""Log messages that no receive takes, each once."""
+"""Logs each message that no receive takes, once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def overdue(seen: Seen, oldest: Mapping[int, object], now: float) -> list[int]:
     """Return the tags whose oldest message is overdue; report each message once.
 
     Args:
-        seen: The state between calls; it is changed.
+        seen: The state kept between calls; it is updated.
         oldest: The oldest message of each tag.
         now: The time, in seconds.
     """

@@ -1,12 +1,12 @@
 """The keys of one connection, and the proofs made with them.
 
 HKDF-SHA256 (RFC 5869) derives one key per purpose and direction from the pre-shared key
-and both nonces, so that a proof sent back to its maker proves nothing. In ``loopback``
-mode the pre-shared key is empty: the same code runs, and the proofs only show that both
-sides received the same handshake. In ``mtls`` mode the digests of both certificates of
-this TLS connection replace the key. They are not secret: TLS has proved the peer's
-identity, and the proofs show that nothing between the two sides ends one TLS connection
-and begins another.
+and both nonces, so a proof that is reflected to its maker proves nothing. In
+``loopback`` mode the pre-shared key is empty: the same code runs, but the proofs only
+show that both sides received the same handshake. In ``mtls`` mode the digests of both
+certificates of this TLS connection replace the key. They are not secret: TLS has proved
+the peer's identity, and the proofs show that there is no proxy between the two sides
+with a separate TLS connection to each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvwire.types import Role
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys that one handshake derives; never shown, never logged."""
+    """The keys derived in one handshake; never shown or logged."""
 
     accept: bytes = field(repr=False)
     confirm: bytes = field(repr=False)
@@ -45,7 +45,7 @@ class Keys:
         )
 
     def lane_secret(self, number: int) -> bytes:
-        """Return the secret with which both endpoints of a lane prove themselves."""
+        """Return the secret with which both endpoints of a lane authenticate."""
         return hmac.digest(self.lane, number.to_bytes(4, "little"), "sha256")
 
     def server_proof(self, transcript: bytes) -> bytes:
@@ -58,7 +58,7 @@ class Keys:
 
 
 def transcript_hash(*messages: bytes) -> bytes:
-    """Return the digest of handshake messages, each of which has a fixed length."""
+    """Return the digest of handshake messages, which have fixed lengths."""
     return hashlib.sha256(b"".join(messages)).digest()
 
 

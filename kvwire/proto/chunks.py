@@ -1,11 +1,11 @@
 """Payload in flight: the chunks to send, and the places of incoming chunks.
 
 A request's bytes travel as chunks: pieces at multiples of the agreed chunk size, each
-in a frame of its own with its position. So chunks may arrive in any order, none can
-overlap another, and a request is complete when its bytes add up.
+in its own frame with its position. So chunks may arrive in any order and cannot
+overlap, and a request is complete when its bytes add up.
 
-On a lane several consecutive chunks may travel as one *burst*, whose overhead is that
-of one chunk.
+On a lane several consecutive chunks may travel as one *burst*, with the overhead of a
+single chunk.
 
 :mod:`kvwire.proto.scheduler` decides which request sends the next chunk.
 """
@@ -45,14 +45,14 @@ class Chunk(msgspec.Struct, eq=False):
 
     Attributes:
         mover: The request, or the segment of a request, that it belongs to.
-        request: That request.
+        request: The request.
         buffer: Its memory.
         position: Its first byte within the mover's bytes.
         offset: Its first byte within the buffer.
         number: The number of its segment; 0 without one.
         lane: The number of the lane that carries it; 0 for the control link.
         index: On a lane: its number among the payloads of that lane.
-        quiet: On a lane: whether our endpoint no longer needs its memory.
+        quiet: On a lane: whether this side's endpoint no longer needs its memory.
         taken: On a lane: whether it has arrived; None while that is not known.
     """
 
@@ -92,16 +92,16 @@ class ChunkMover:
         self.sending: bool = False
         self.on_segment_sent: Callable[[SegmentRecord], None] | None = None
         self.on_read_sent: Callable[[RequestRecord], None] | None = None
-        # Ordered, so that a run of the core is the same each time.
+        # Ordered, so that the core behaves the same in each run.
         self._leaving: dict[Chunk, None] = {}
-        # Chunks that got lost with their lane.
+        # Chunks that were lost with their lane.
         self._again: deque[Chunk] = deque()
         self._landing: dict[ChunkArrival, None] = {}
 
     # --- sending ----------------------------------------------------------------------
 
     def begin_send(self, request: RequestRecord) -> None:
-        """From now on let a request take turns to send."""
+        """Let a request take turns to send from now on."""
         assert request.kind in SENDING
         assert request.state is RequestStage.MOVING
         self._scheduler.add(request)
@@ -137,8 +137,8 @@ class ChunkMover:
         """Return the next piece; hold its memory until :meth:`chunk_sent`.
 
         Args:
-            burst: Returns how many bytes of a buffer a lane would take at once, if it
-                takes more than one chunk.
+            burst: Returns how many bytes of a buffer a lane would accept at once, if
+                more than one chunk.
             bytes_min: The bytes of the shortest burst.
         """
         if not self.sending:
@@ -178,8 +178,9 @@ class ChunkMover:
         self._holds.drop(chunk.buffer)
         mover = chunk.mover
         mover.in_flight -= 1
-        # A mover is through once every byte was cut into chunks and no chunk is left
-        # with a link: one more may still come back from a lane and be sent again.
+        # A mover is finished once every byte was cut into chunks and no link has a
+        # chunk any more; until then, a chunk may come back from a lane and be sent
+        # again.
         if (
             chunk.request.state is not RequestStage.MOVING
             or mover.in_flight
@@ -200,12 +201,13 @@ class ChunkMover:
             self.on_read_sent(mover)
 
     def chunk_missed(self, chunk: Chunk) -> None:
-        """Queue a chunk that was lost with its lane, before all others.
+        """Queue a chunk that was lost with its lane ahead of all others.
 
         A burst is sent again as single chunks, which every transport can carry.
         """
-        # Before: the chunk holds its buffer. After: it does so still and waits in
-        # `_again`, or its parts do; so the buffer never drains in between.
+        # Before: the chunk holds its buffer. After: the chunk, or each of its parts,
+        # still holds the buffer and waits in `_again`; so the buffer never drains in
+        # between.
         self._leaving.pop(chunk)
         if chunk.length <= self._chunk_bytes:
             chunk.lane = 0
@@ -215,7 +217,7 @@ class ChunkMover:
         mover = chunk.mover
         end = chunk.position + chunk.length
         if chunk.request.state is not RequestStage.MOVING:
-            end = chunk.position  # it is over, and its memory on its way back
+            end = chunk.position  # it has ended, and its memory is being released
         for position in range(chunk.position, end, self._chunk_bytes):
             part = msgspec.structs.replace(
                 chunk,
@@ -251,7 +253,7 @@ class ChunkMover:
                 "KVW-DT-01",
                 f"payload for a {request.kind.value} that is {request.state.value}",
             )
-        # Before a byte lands: a second copy may not write over what was checked.
+        # Before a byte lands: a second copy must not overwrite checked bytes.
         for number in self.chunk_numbers(header, request.nbytes):
             if not request.arrived.note(number):
                 raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
@@ -287,7 +289,7 @@ class ChunkMover:
         """Hold a buffer for a body that is about to land in it."""
         self._holds.take(buffer)
         arrival = ChunkArrival(_BUFFER, header, buffer, offset, request, segment)
-        # One on the control link, which names one payload's place at a time.
+        # One for the control link, which receives one payload at a time.
         self._landing[arrival] = None  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
         return arrival
 
@@ -295,12 +297,12 @@ class ChunkMover:
         """Count a chunk that has landed, or fail its request if it is damaged."""
         request = arrival.request
         assert request is not None
-        # First, whatever became of the request: an ended one drains by this hold.
+        # First, even if the request has ended: it drains when this hold is dropped.
         self.release(arrival)
         if request.over:
             return
         if not intact and request.kind is _READ:
-            # The owner may have withdrawn the blocks: its last frame has which.
+            # The owner may have withdrawn blocks; its last frame lists these.
             request.damaged = True
         elif not intact:
             error = IntegrityError(
@@ -328,7 +330,7 @@ class ChunkMover:
     def missed(self, arrival: ChunkArrival) -> None:
         """Drop an arrival that was lost with its lane and will be sent again."""
         self.release(arrival)
-        # The number is free again, or the chunk sent anew would count as a double.
+        # Forget the number, or the chunk would count as a duplicate when sent again.
         for number in self.numbers(arrival):
             if arrival.segment is not None:
                 arrival.segment.arrived[number] = 0
@@ -373,7 +375,7 @@ class ChunkMover:
             chunk = self._again.popleft()
             if chunk.request.state is RequestStage.MOVING:
                 return chunk
-            # Over meanwhile: drop the hold that it kept while it waited here.
+            # It has ended meanwhile: drop the hold that it kept while waiting here.
             chunk.mover.in_flight -= 1
             self._holds.drop(chunk.buffer)
         return None

@@ -12,7 +12,8 @@ Its caller, the *front*, works in this order:
 
 Times are absolute seconds on one monotonic clock and never go back. The link methods
 raise :exc:`~kvwire.errors.ProtocolError` when the peer has broken a rule; the front
-then calls ``fail`` and stops receiving. No frame of a peer raises anything else.
+then calls ``fail`` and stops receiving. A peer's frames cannot cause any other
+exception.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ _DATA = int(FrameType.DATA)
 _MARKED_DATA = int(FrameType.MARKED_DATA)
 _WINDOW_DATA = int(FrameType.WINDOW_DATA)
 _DELIVERING = (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED)
-# CLOSE is sent once, and the others have sent it.
+# CLOSE is sent once; in the other states it was sent already.
 _MAY_CLOSE = (CloseState.OPEN, *_DELIVERING)
 _OPEN = CloseState.OPEN
 _SEND = RequestKind.SEND
@@ -101,16 +102,16 @@ class ConnectionCore:
     Attributes:
         agreement: The result of the handshake.
         outbox: Frames to send and events to act on.
-        holds: Shared by the connections of a communicator.
-        chunks: Payload under way.
+        holds: The holds on memory, shared by the communicator's connections.
+        chunks: The payload in flight.
         eager_header: Sends a small message at once, if there is credit; see Messages.
         next_chunk: Returns the next piece of payload to send, if any; see ChunkMover.
         lanes: Data paths beside the control link.
-        windows: Reads of blocks that either side has exposed.
+        windows: The reads of blocks that either side has exposed.
         phase: The connection's state.
-        error: Why it is closed, once it is.
+        error: The reason for its end; None until then.
         speak_by: The latest time to send the frames that transfers hold back; None if
-            there are none.
+            no frame is held back.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class ConnectionCore:
             mine=parameters,
             theirs=agreement.peer_parameters,
         )
-        # The parts' own, since there is nothing to add.
+        # Direct references to the parts' methods, since nothing has to be added.
         self.eager_header: EagerHeader = self.messages.eager_header
         self.next_chunk: Callable[..., Chunk | None] = self.chunks.next_chunk
         self.transfers: Transfers = Transfers(
@@ -175,7 +176,7 @@ class ConnectionCore:
         )
         self._close_by: float | None = None
         self.speak_by: float | None = None
-        # Says which side closed first.
+        # Which side closed first.
         self._closing: ClosedOK | None = None
         parts = (self.messages, self._onesided, self.transfers, self.lanes)
         self._dispatch = Dispatch(
@@ -201,7 +202,7 @@ class ConnectionCore:
         return self._liveness.silence_s(now)
 
     def hears_us(self, now: float) -> bool:
-        """Return whether the peer receives our frames, judging by its answers."""
+        """Return whether the peer's answers show that it receives our frames."""
         return self._liveness.hears(now)
 
     # --- the link ---------------------------------------------------------------------
@@ -255,7 +256,7 @@ class ConnectionCore:
         if header.type == _MESSAGE:
             self.messages.message_landed(arrival, intact=intact)
             if self.phase is _OPEN:
-                return  # there is nothing to acknowledge, and nothing to end
+                return  # nothing has to be acknowledged or ended
         elif header.type == _DATA:
             part = self.transfers if header.segment else self.chunks
             part.data_landed(arrival, intact=intact)
@@ -284,27 +285,27 @@ class ConnectionCore:
         self._settle(now)
 
     def heard(self, now: float) -> None:
-        """Record a sign of life: bytes of an incomplete frame."""
+        """Record bytes of an incomplete frame, which show that the peer is alive."""
         self._liveness.heard(now)
 
     def chunk_sent(self, chunk: Chunk) -> bool:
         """Drop a chunk's hold, because the link or lane has finished with it.
 
         Returns:
-            Whether it is dropped. A chunk on a lane keeps its hold until the peer has
-            reported its arrival.
+            Whether the hold was dropped. A chunk on a lane keeps it until the peer has
+            reported the arrival.
         """
         if chunk.lane:
             dropped = self.lanes.payload_sent(chunk)
             self._settle()
             return dropped
         self.chunks.chunk_sent(chunk)
-        if self.phase is not _OPEN:  # else nothing is due by that
+        if self.phase is not _OPEN:  # else this makes nothing due
             self._settle()
         return True
 
     def lane_gone(self, number: int, reason: str) -> None:
-        """Close a lane; its endpoint here has ended and touches no memory."""
+        """Close a lane whose local endpoint has ended and touches no memory."""
         self.lanes.close(number, reason)
         self._settle()
 
@@ -391,7 +392,7 @@ class ConnectionCore:
     ) -> RequestRecord:
         """Announce a message; its bytes move when the peer has memory for them.
 
-        With ``on_device`` they move when the front permits it, too: see MemoryWanted.
+        With ``on_device`` the front has to permit the move as well: see MemoryWanted.
         """
         if self.phase is not _OPEN:
             self._check_open()
@@ -418,10 +419,10 @@ class ConnectionCore:
     ) -> RequestRecord:
         """Receive the next message of a tag, of at most ``nbytes`` bytes.
 
-        With ``on_device`` it waits for the front as well: see MemoryWanted.
+        With ``on_device`` the front has to permit the landing: see MemoryWanted.
 
         Raises:
-            ConnectionClosed: No message of this tag is here, and none can come.
+            ConnectionClosed: No message of this tag has arrived, and none can arrive.
         """
         if self.phase is not _OPEN and not self.messages.waits(tag, whole=self.closed):
             self._check_open()
@@ -440,7 +441,7 @@ class ConnectionCore:
     def put(
         self, buffer: BufferId, nbytes: int, where: AccessBody, deadline: float | None
     ) -> RequestRecord:
-        """Write a buffer into granted memory of the peer."""
+        """Write a buffer into memory that the peer has granted."""
         self._check_open()
         request = self._record(RequestKind.PUT, buffer, nbytes, deadline)
         self._onesided.put(request, where)
@@ -449,7 +450,7 @@ class ConnectionCore:
     def get(
         self, buffer: BufferId, nbytes: int, where: AccessBody, deadline: float | None
     ) -> RequestRecord:
-        """Read granted memory of the peer into a buffer."""
+        """Read memory that the peer has granted into a buffer."""
         self._check_open()
         request = self._record(RequestKind.GET, buffer, nbytes, deadline)
         self._onesided.get(request, where)
@@ -458,7 +459,7 @@ class ConnectionCore:
     def reserve(
         self, kind: RequestKind, buffer: BufferId, nbytes: int, deadline: float | None
     ) -> RequestRecord:
-        """Start a put or get of a device's memory, which asks the peer with ``ask``."""
+        """Start a put or get of device memory; call ``ask`` later to ask the peer."""
         self._check_open()
         request = self._record(kind, buffer, nbytes, deadline)
         request.on_device = True
@@ -466,7 +467,7 @@ class ConnectionCore:
         return request
 
     def ask(self, request: RequestRecord, where: AccessBody) -> None:
-        """Ask for a put or get that was reserved, unless it has ended meanwhile."""
+        """Send the frame of a reserved put or get, unless it has ended meanwhile."""
         if request.over:
             return
         try:
@@ -475,7 +476,7 @@ class ConnectionCore:
             self.refuse(request, exc, WireCode.OTHER)
 
     def filled(self, request: RequestRecord) -> None:
-        """End a receive into a device, where its held message is now."""
+        """End a receive into a device, which now contains the held message."""
         self.messages.filled(request)
         if self.phase is not _OPEN:
             self._settle()
@@ -497,7 +498,7 @@ class ConnectionCore:
         return request
 
     def finish_read(self, request: RequestRecord, stale: bytes, *, sent: bool) -> None:
-        """Answer a get from this side's window; a close may have waited for this."""
+        """Answer a get from this side's window; go on with a close that waited."""
         self.windows.finish(request, stale, sent=sent)
         if self.phase is not _OPEN:
             self._settle()
@@ -547,15 +548,15 @@ class ConnectionCore:
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
-        """End either side's request; its owner gets the error, the peer the code."""
+        """End a request; its owner gets the error, and the peer gets the code."""
         self._abandon(request, error, code)
         self._settle()
 
     def close(self, now: float, timeout_s: float) -> None:
         """Close the connection gracefully. May be called again.
 
-        Receives without a message fail at once. CLOSE is sent when the other requests
-        are over; the connection ends with the peer's CLOSE, or after ``timeout_s``.
+        Receives without a message fail at once. CLOSE is sent when all other requests
+        have ended; the connection ends with the peer's CLOSE, or after ``timeout_s``.
         """
         if self._close_by is None:
             self._close_by = now + timeout_s
@@ -614,9 +615,9 @@ class ConnectionCore:
 
     def _settle(self, now: float | None = None) -> None:
         """Send the due reports, and finish a close that has delivered everything."""
-        # Runs after each step. Before: parts of the core have noted what they owe the
-        # peer. After: those frames are in the outbox, or `speak_by` has their time, and
-        # a side that closes with nothing left to deliver has sent CLOSE.
+        # Runs after each step. Before: parts of the core have recorded which frames are
+        # due. After: these frames are in the outbox, or `speak_by` has the time to send
+        # them; and a closing side with nothing left to deliver has sent CLOSE.
         transfers = self.transfers
         if transfers.unacknowledged:
             transfers.acknowledge()
@@ -643,8 +644,9 @@ class ConnectionCore:
         return self._closing
 
     def _end(self, error: ConnectionClosed, *, graceful: bool = False) -> None:
-        # In this order: no more messages are sent at once, what may still be sent goes
-        # out, the outbox shuts, and then requests fail, which sends nothing any more.
+        # In this order: eager sends stop, the frames that are still allowed are queued,
+        # the outbox shuts, and then the requests fail, which can no longer send
+        # anything.
         if self.error is not None:
             return
         self.phase = CloseState.CLOSED
@@ -662,7 +664,7 @@ class ConnectionCore:
     ) -> None:
         self.messages.withdraw(request)
         if request in self.transfers.unhurried:
-            self.transfers.speak()  # what has landed, landed
+            self.transfers.speak()  # landed bytes stay landed
         self._requests.fail(request, error, tell=tell)
 
     def _turn(self, turn: CloseInput) -> None:

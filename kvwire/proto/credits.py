@@ -1,9 +1,10 @@
 """Credit for eager messages, which bounds the memory that a receiver holds for them.
 
-An eager message travels before a receive is posted for it, so its receiver may have to
+An eager message is sent before a receive is posted for it, so its receiver may have to
 hold it. The receiver declares in the handshake how many bytes and messages it can hold,
-and the sender counts down. Messages that the application has taken give credit back,
-half a window at once: so one frame returns the credit of hundreds of messages.
+and the sender counts down. When the application takes messages, their credit is
+returned, half a window at a time, so that one frame returns the credit of hundreds of
+messages.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from kvwire.wire.control import (
 )
 from kvwire.wire.header import FrameType, Header
 
-# Frames that start something; after the peer's CLOSE there is none.
+# Frames that start an exchange; not allowed after the peer's CLOSE.
 _STARTS = frozenset(
     {
         FrameType.ANNOUNCE,
@@ -43,7 +43,7 @@ _STARTS = frozenset(
         FrameType.WINDOW_GET,
     }
 )
-# Those that begin when the application at the other end does its part.
+# Frames of exchanges that may wait for the application at the other end.
 MET_BY_PEER = frozenset({RequestKind.SEND, RequestKind.OUTGOING, RequestKind.INCOMING})
 
 
@@ -66,8 +66,8 @@ class Dispatch:
         self._onesided = onesided
         self._transfers = transfers
         self._liveness = liveness
-        # What is about the connection, and what is about a request or a payload of
-        # one. Each gets the body that its type was decoded as.
+        # Handlers for the connection's frames, and for frames of a request or its
+        # payload. Each gets the decoded body.
         self._of_connection: dict[int, Callable[[Any], None]] = {
             FrameType.PONG: liveness.pong_received,
             FrameType.CLOSE: peer_closed,
@@ -125,7 +125,7 @@ class Dispatch:
         if request is None:
             self._messages.withdrawn(header.request)
             return
-        # Whole, as it may name every field that differs.
+        # Not shortened, because it may name every differing field.
         text = f"the peer ended it: {shown(body.reason, REASON_CHARS_MAX)}"
         error = error_from_code(body.code, text)
         if request.kind in MET_BY_PEER and body.code == WireCode.GOING_AWAY:
@@ -136,7 +136,7 @@ class Dispatch:
 
 
 def check_numbers(header: Header) -> None:
-    """Raise if a control frame's header has a field that its type does not use."""
+    """Raise if a control frame's header sets a field that its type does not use."""
     if header.segment or header.offset:
         raise UnexpectedFrame("KVW-CN-02", "a control frame with data fields")
     if (header.request == 0) != (header.type < FrameType.ANNOUNCE):

@@ -30,8 +30,8 @@ class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
         request: The request.
         error: Why it failed, or None.
         nbytes: Bytes moved, if it did not fail.
-        held: The buffer of a message that was held before its RECV took it. It has
-            drained, and the front has kept its memory until now.
+        held: The buffer of a held message that this RECV took. It has drained; the
+            front has kept its memory until now.
     """
 
     request: RequestRecord
@@ -43,14 +43,14 @@ class RequestDone(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryWanted(msgspec.Struct, frozen=True, kw_only=True):
     """Reports a matched message that needs memory from the front.
 
-    Either a RECV came without memory, or the message's memory here is a device's. Call
+    Either the RECV was posted without memory, or it is about device memory. Call
     ``provide``, or ``filled`` if there is a held message.
 
     Attributes:
         request: The RECV, or the SEND from a device.
         nbytes: The message's length.
-        held: The buffer of a message that was held before a RECV into a device took it.
-            It has drained, and the front has kept its memory until now.
+        held: The buffer of a held message that a RECV into a device took. It has
+            drained; the front has kept its memory until now.
     """
 
     request: RequestRecord
@@ -85,7 +85,7 @@ class TransferOpened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferAgreed(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports the peer's answer to a transfer of ours; segments may move."""
+    """Reports the peer's answer to this side's transfer; segments may move."""
 
     request: RequestRecord
     description: bytes
@@ -136,21 +136,21 @@ class WindowViewed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowRead(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports a get of the peer; call ``serve`` or ``finish``, or fail the request."""
+    """Reports the peer's get; call ``serve`` or ``finish``, or fail the request."""
 
     request: RequestRecord
     body: WindowGet
 
 
 class WindowReadTogether(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports a small get of the peer; call ``send_data`` or ``refuse``."""
+    """Reports the peer's small get; call ``send_data`` or ``refuse``."""
 
     wire_id: RequestId
     body: WindowGet
 
 
 class WindowSent(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that a get's bytes have left; compare again, and ``finish``."""
+    """Reports that a get's bytes were sent; compare again, and call ``finish``."""
 
     request: RequestRecord
 
@@ -234,9 +234,9 @@ class Outbox:
 
     Attributes:
         framing: Numbers and seals the frames of the control link.
-        frames: (header, body) of frames, oldest first. The front empties it
-            after each call into the core, so it has only the frames of one call.
-        events: Likewise, for the front itself.
+        frames: (header, body) of frames, oldest first. The front empties the list after
+            each call into the core, so it contains only the frames of one call.
+        events: Events for the front, handled in the same way.
         report: Queues one event.
         shut: Whether the connection has ended; frames are then dropped.
     """
@@ -247,7 +247,7 @@ class Outbox:
         self.framing: Framing = framing
         self.frames: deque[tuple[bytes, bytes | memoryview]] = deque()
         self.events: list[Event] = []  # bounded: REQUESTS_MAX
-        # The list's own, since there are several events to a frame.
+        # The list's own method, since there are several events per frame.
         self.report: Callable[[Event], None] = self.events.append
         self.shut: bool = False
 

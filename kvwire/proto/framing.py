@@ -1,11 +1,11 @@
 """The numbers, checks and seals of one link's frames, in both directions.
 
-Each direction of a link counts its frames. The low 16 bits travel in the header, so the
-next frame shows if one was lost, doubled or reordered. A control body is
-covered by a CRC-32 in its header. In ``psk`` mode, once the proofs have been exchanged,
-it ends in a seal instead: a truncated HMAC over the full 64-bit count, the header and
-the body, under a key of this connection and direction. A seal therefore cannot be
-replayed, reflected, or moved to another frame.
+Each direction of a link counts its frames. The header contains the low 16 bits of the
+count, so the next frame shows if one was lost, duplicated or reordered. A CRC-32 in the
+header covers a control body. In ``psk`` mode, after the proofs were exchanged, the body
+ends with a seal instead: a truncated HMAC over the full 64-bit count, the header and
+the body, with a key for this connection and direction. So a seal cannot be replayed,
+reflected, or moved to another frame.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SEALED: Final = int(Flag.SEALED)
 
 
 class Framing:
-    """Makes one side's frames for a link, and checks the received frames.
+    """Encodes one side's frames for a link, and checks the received frames.
 
     Attributes:
         sent: Frames encoded so far.
@@ -49,7 +49,7 @@ class Framing:
         self._open_key: bytes | None = None
 
     def use_seals(self, role: Role, seal: dict[Role, bytes]) -> None:
-        """From now on seal control frames, and require the peer's seals."""
+        """Seal control frames from now on, and require the peer's seals."""
         self._seal_key = seal[role]
         self._open_key = seal[role.other]
 

@@ -9,15 +9,15 @@
       OFFER   name, transports, profile ->         first body of unknown length
               <- CHOICE  name, verdict per transport, profile
 
-Nothing of unknown length is read before the peer has proved itself, and ACCEPT is never
+No data of unknown length is read before the peer has authenticated, and ACCEPT is never
 longer than HELLO. Both proofs cover all frames so far, so a changed version, mode or
 limit is detected. A side that disagrees before the proofs sends REFUSE with a code and
-stops; the receiver writes the error text for the code. A server that disagrees with an
-OFFER answers with a CHOICE that takes no transport but has the server's profile, so
-that both sides can name the fields that differ.
+stops; the receiver makes the error text from the code. A server that disagrees with an
+OFFER answers with a CHOICE without a transport, but with the server's profile, so that
+both sides can name the differing fields.
 
-The front decides which transport to take: it reads :attr:`ServerHandshake.offer` and
-calls :meth:`ServerHandshake.choose`.
+The front chooses the transport: it reads :attr:`ServerHandshake.offer` and calls
+:meth:`ServerHandshake.choose`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from kvwire.wire.handshake_messages import (
 )
 from kvwire.wire.header import FrameType, Header
 
-# What both ends of a link speak; a later minor version adds to it by ``features``.
+# The protocol version; later minor versions add to it through ``features``.
 VERSIONS: Final[VersionRange] = (1, 1)
-# The field of the error of a client that has dialled itself.
+# The field named in the error when a client has dialled itself.
 OWN_INCARNATION: Final = "incarnation"
 
 
@@ -75,14 +75,15 @@ class Identity:
     """This side's identity, keys and limits for a handshake.
 
     Attributes:
-        name: The name that the peer sees.
+        name: This side's name, as shown to the peer.
         incarnation: 16 random bytes, new for each start of the process.
         trust: How each side proves its identity.
-        psk: The key this side connects with; empty except in psk mode.
-        keys: Every key this side accepts, by their ids.
+        psk: The key with which this side connects; empty except in psk mode.
+        keys: All keys that this side accepts, by their ids.
         parameters: This side's limits.
-        profile: (field, value) pairs; a field that both sides name must have one value.
-        versions: The lowest and the highest version of the protocol it speaks.
+        profile: (field, value) pairs; if both sides name a field, its values must be
+            equal.
+        versions: The lowest and the highest supported version of the protocol.
     """
 
     name: str
@@ -104,7 +105,7 @@ class Agreement:
         digest: 32 bytes over HELLO and ACCEPT; identifies the connection.
         keys: The connection's keys.
         parameters: The smaller limits of both sides, and their common features.
-        peer_parameters: The peer's own; its windows bound the eager messages to it.
+        peer_parameters: The peer's limits; its windows bound the eager messages to it.
         peer: The peer's name, incarnation and identity.
         choice: The verdict on each transport.
         offer: The client's OFFER.
@@ -134,8 +135,8 @@ class HandshakeState(enum.Enum):
     FAILED = "failed"
 
 
-# What follows when the frame that a state waits for has been accepted. REFUSE is
-# allowed wherever a frame is due and leads to FAILED; every other frame is an error.
+# The next state, once the expected frame was accepted. REFUSE is allowed whenever a
+# frame is due and leads to FAILED; every other frame is an error.
 TRANSITIONS: Final[dict[tuple[Role, HandshakeState], HandshakeState]] = {
     (Role.CLIENT, HandshakeState.ACCEPT): HandshakeState.CHOICE,
     (Role.CLIENT, HandshakeState.CHOICE): HandshakeState.DONE,
@@ -167,7 +168,7 @@ class Handshake(ABC):
         self.state: HandshakeState = state
         self.identity = identity
         self._nonce = nonce
-        # What the proofs are made with, once it is known.
+        # The key for the proofs, once it is known.
         self._secret = identity.psk
         self._digest = b""
         self._keys: Keys | None = None
@@ -177,8 +178,8 @@ class Handshake(ABC):
     def bind(self, binding: bytes) -> None:
         """Bind the handshake to its TLS connection (``mtls``).
 
-        Call it before the first frame is received, and only if TLS has proved that the
-        peer is one that this side accepts. Without this call every peer is refused.
+        Call it before the first frame is received, and only if TLS has proved an
+        identity that this side accepts. Without this call every peer is refused.
 
         Args:
             binding: The SHA-256 of the client's certificate, then the server's.
@@ -203,7 +204,7 @@ class Handshake(ABC):
         """Act on a frame whose body has arrived.
 
         Raises:
-            HandshakeError: The sides disagree. ``outgoing`` may have a last REFUSE.
+            HandshakeError: The sides disagree. ``outgoing`` may contain a last REFUSE.
             ProtocolError: The frame breaks a rule.
         """
         header = self._header
@@ -259,7 +260,7 @@ class Handshake(ABC):
         mine = self.identity.parameters
         its = said.parameters
         if its == mine:
-            its = mine  # one object for all connections, mostly
+            its = mine  # usually the same object for all connections
         self.agreement = Agreement(
             role=self.role,
             digest=self._digest,

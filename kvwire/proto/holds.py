@@ -1,11 +1,11 @@
 """Holds on memory that operations still touch, behind `released` and `drained`.
 
-A link *holds* a buffer once for each operation that may read or write it: from the
-moment it gets a frame with the buffer's bytes until it reports that it is done, or is
-gone. A buffer is *retired* when its owner no longer uses it: the request is over, the
-region is closed. It is *drained* when it is retired and no hold is left. Only then may
-the memory be used for something else: a timeout, a cancel or an error retires a buffer,
-but none of them drains it.
+A link *holds* a buffer once for each operation that may read or write it. The hold
+begins when the link gets a frame with the buffer's bytes, and ends when the link
+reports that it is done, or has ended. A buffer is *retired* when its owner no longer
+uses it: the request is over, or the region is closed. It is *drained* when it is
+retired and no hold is left. Only then may the memory be reused: a timeout, a cancel or
+an error retires a buffer, but never drains it.
 
 One table serves all connections of a communicator, since many of them may use the
 memory of one region.

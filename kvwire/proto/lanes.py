@@ -17,21 +17,21 @@ order of their LANE_DATA frames, separately in each direction::
       (payload on the lane)
               <- LANE_ACK    lane 1, the first 7
 
-The memory of a chunk is held until two things are known: that the endpoint here has
-finished with it, and whether it has arrived. LANE_ACK reports arrivals. A side whose
-endpoint has ended sends LANE_CLOSE, with the number of LANE_DATA frames it has received
-and the numbers of those whose payload is missing. The payload of a LANE_DATA that comes
-later is missing too, and another LANE_CLOSE names it. So each side knows exactly which
-chunks have arrived, as long as the control link lives, and sends the missing ones again
-another way.
+A chunk's memory is held until two things are known: that the local endpoint has
+finished with the chunk, and whether it has arrived. LANE_ACK reports arrivals. A side
+whose endpoint has ended sends LANE_CLOSE, with the number of LANE_DATA frames that it
+has received and the numbers of the missing payloads. If a LANE_DATA arrives later, its
+payload is missing too, and another LANE_CLOSE names it. So as long as the control link
+lives, each side knows exactly which chunks have arrived, and sends the missing ones
+again on another path.
 
 A lane is *over* when both sides have sent LANE_CLOSE and every missing payload has been
-named: no later frame names it, and it is forgotten. The client may ask for lanes as
-long as the connection lives, so that a broken one can be replaced. The next lane always
-has the next number: a number stands for a secret, and a secret is used once.
+named: no later frame names the lane, and it is forgotten. The client may ask for lanes
+as long as the connection lives, so that a broken lane can be replaced. Lane numbers are
+never reused, because a lane's secret depends on its number and must be used only once.
 
-When the control link ends, it no longer matters which chunks have arrived: a chunk or
-an arrival is then held until its own lane is gone.
+After the end of the control link it no longer matters which chunks have arrived: chunks
+and arrivals are then held until their own lane has ended.
 """
 
 from __future__ import annotations
@@ -100,10 +100,11 @@ class LaneRecord:
         backend: The name of the transport that carries it.
         sent: The number of payloads announced to the peer.
         waiting: Announced payloads whose memory is still held, by index.
-        waiting_bytes: Their bytes.
+        waiting_bytes: The bytes of the payloads in ``waiting``.
         seen: The number of payloads that the peer has announced.
-        arriving: Payloads that our endpoint has still to receive, by index.
-        received: How many have arrived without a gap; ``beyond`` has the others.
+        arriving: Payloads that this side's endpoint has yet to receive, by index.
+        received: The number of payloads that arrived without a gap; ``beyond`` has the
+            others.
         acknowledged: The count in the last LANE_ACK.
         missed: Indices that the next LANE_CLOSE will name.
         peer_closed: Whether the peer has sent LANE_CLOSE.
@@ -126,7 +127,7 @@ class LaneRecord:
     @property
     def over(self) -> bool:
         """Whether no later frame may name this lane."""
-        # What this side has missed is named at the end of the step that missed it.
+        # Missing payloads are named at the end of the step that found them.
         return self.stage is LaneStage.CLOSED and self.peer_closed and not self.waiting
 
 
@@ -148,18 +149,18 @@ class LaneTable:
         place: Callable[[Header], ChunkArrival],
         landed: Callable[[ChunkArrival, bool], None],
     ) -> None:
-        # `place` finds where a chunk belongs and takes a hold of it; `landed` takes one
-        # that is in place, intact or not.
+        # `place` returns a chunk's destination and holds it; `landed` handles a chunk
+        # that has arrived there, intact or not.
         self.initial_set_done: bool = False
         self._role = role
         self._outbox = outbox
         self._flows = flows
         self._place = place
         self._landed = landed
-        # Those that are not over, and some that are.
+        # All lanes that are not over, and some that are.
         self._lanes: dict[int, LaneRecord] = {}
         self._last = 0
-        # Those with something to say at the next `acknowledge`; ordered.
+        # Lanes with frames to send at the next `acknowledge`; ordered.
         self.unreported: dict[LaneRecord, None] = {}
         self._ended = False
 
@@ -177,7 +178,7 @@ class LaneTable:
         return self._lanes[number].backend
 
     def open(self, number: int, backend: str, bootstrap: bytes) -> None:
-        """Client: send LANE_OPEN with the bootstrap of our endpoint."""
+        """Client: send LANE_OPEN with our endpoint's bootstrap."""
         assert self._role is Role.CLIENT
         assert number == self.next_number()
         self._add(number, backend)
@@ -203,7 +204,7 @@ class LaneTable:
         self._outbox.send(FrameType.LANE_READY, LaneReady(lane=0))
 
     def open_received(self, body: LaneOpen) -> None:
-        """Handle LANE_OPEN, with the bootstrap of the peer's endpoint."""
+        """Handle LANE_OPEN with the bootstrap of the peer's endpoint."""
         if self._role is Role.SERVER:
             number = self.next_number()
             if body.lane != number:
@@ -261,7 +262,7 @@ class LaneTable:
     def announce(
         self, chunk: Chunk, number: int, descriptor: bytes, check: int | None
     ) -> tuple[bytes, bytes]:
-        """Make the LANE_DATA frame of a chunk; send it before any other frame.
+        """Return the LANE_DATA frame of a chunk; send it before any other frame.
 
         The chunk is held until ``payload_sent`` has been called and its arrival or loss
         is known.
@@ -313,8 +314,9 @@ class LaneTable:
     def data_received(self, header: Header, body: LaneData) -> None:
         """Handle LANE_DATA: find the place of a chunk, and expect it on its lane."""
         lane = self._find(body.lane, "KVW-LN-03")
-        # Every LANE_DATA counts, also one for a lane closed here: LANE_CLOSE reports
-        # `seen`, so each payload is acknowledged or reported missing, once.
+        # Count every LANE_DATA, even for a lane that was closed here: LANE_CLOSE
+        # reports `seen`, so each payload is acknowledged or reported missing exactly
+        # once.
         index = lane.seen
         lane.seen += 1
         if lane.stage is LaneStage.CLOSED:
@@ -387,9 +389,10 @@ class LaneTable:
     def close_received(self, body: LaneClose) -> None:
         """Handle LANE_CLOSE: the peer's endpoint has ended, with payloads missing."""
         lane = self._find(body.lane, "KVW-LN-06")
-        # Before: some of `waiting` have an unknown fate. After: all that the peer has
-        # seen are known, and those it names as missing go out again another way. Those
-        # it has not seen stay unknown, and its next LANE_CLOSE names them.
+        # Before: it is unknown whether some payloads in `waiting` arrived. After: it is
+        # known for all payloads that the peer has seen, and the missing ones are sent
+        # again on another path. The peer's next LANE_CLOSE names those that it has not
+        # seen yet.
         missed = frozenset(body.missed)
         open_fates = {i for i, c in lane.waiting.items() if c.taken is None}
         if body.seen > lane.sent or not all(
@@ -472,7 +475,7 @@ class LaneTable:
 def _as_data(header: Header, body: LaneData) -> Header:
     """Return the header that the chunk would have on the control link.
 
-    Its type stays LANE_DATA, since a payload on a lane may be several chunks.
+    Its type stays LANE_DATA, since a lane's payload may consist of several chunks.
     """
     return Header(
         type=FrameType.LANE_DATA,

@@ -1,20 +1,20 @@
-"""Pings, by which each side finds out whether the other is alive and receives.
+"""Pings, with which each side checks whether the other is alive and receives.
 
-Any byte from the peer is a sign of life. After one interval of silence a PING is sent,
-then one more per interval; after ``misses`` intervals without a byte the peer counts as
-dead. The loop that runs the application sends PONG, so it proves that this loop turns.
-Pings are numbered from 1, and each is answered once, in order.
+Any byte from the peer shows that it is alive. After one interval of silence a PING is
+sent, then one more per interval; after ``misses`` intervals without a byte the peer
+counts as dead. PONG is sent by the application's own event loop, so it proves that this
+loop is not blocked. Pings are numbered from 1, and each is answered once, in order.
 
-A peer that receives nothing may still be able to send: a network can fail in one
-direction alone. A side that considers its peer dead sends CLOSE with UNRESPONSIVE,
-which may get through. If it does not, a PING that is unanswered for an interval shows
+A network can fail in one direction only, so a peer that receives nothing may still be
+able to send. A side that considers its peer dead sends CLOSE with UNRESPONSIVE, which
+may get through. If it does not, a PING that is not answered within an interval shows
 the same.
 
-A stall of this side does not count against the peer: if our timer fires late by more
-than a tolerance, it was this side that did not read, and that time is not counted as
-the peer's silence. A loop blocked for seconds by a GPU synchronisation must not kill
-healthy peers. Their bytes may not have been read yet, so a late check never declares a
-peer dead: the next one may, an interval later.
+A stall on this side does not count against the peer: if our timer fires late by more
+than a tolerance, this side was not reading, and that time is not counted as the peer's
+silence. A loop blocked for seconds by a GPU synchronisation must not kill healthy
+peers. Their bytes may not have been read yet, so a late check never declares a peer
+dead; only the next check, an interval later, may.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOOKS_PER_INTERVAL: Final = 2
 
 
 class LivenessVerdict(enum.Enum):
-    """The results of a check of the clock."""
+    """The results of a check."""
 
     FINE = "fine"
     PING = "ping"
@@ -43,7 +43,7 @@ class Liveness:
 
     Attributes:
         due: When to call :meth:`look` next.
-        heard_at: When bytes of the peer last arrived.
+        heard_at: When bytes from the peer last arrived.
     """
 
     __slots__ = (
@@ -68,28 +68,29 @@ class Liveness:
         self._pings_left_at = now
         self._sent = 0
         self._answered = 0
-        # When the oldest PING without an answer went out, or later.
+        # When the oldest unanswered PING was sent, or later.
         self._asked_at = now
         self.due: float = now + interval_s
 
     def heard(self, now: float) -> None:
-        """Record that bytes of the peer arrived at ``now``, unless later ones did."""
+        """Record that bytes from the peer arrived at ``now``, unless later ones did."""
         self.heard_at = max(self.heard_at, now)
 
     def silence_s(self, now: float) -> float:
-        """Return the seconds since bytes of the peer last arrived."""
+        """Return the seconds since bytes from the peer last arrived."""
         return now - self.heard_at
 
     def hears(self, now: float) -> bool:
-        """Return whether the peer receives from this side, judging by its answers."""
+        """Return whether the peer's answers show that it receives from this side."""
         if self._sent == self._answered:
             return True
         return now - self._asked_at < self._interval_s
 
     def look(self, now: float) -> LivenessVerdict:
         """Return the action for the peer's silence; call it at ``due``."""
-        # After: `due` lies ahead, by one interval at most. DEAD is returned only by a
-        # look that is on time, or that follows a late one which found silence too.
+        # After: `due` is in the future, by one interval at most. DEAD is returned only
+        # by a check that is on time, or that follows a late check that found silence
+        # too.
         if now < self.due:
             return LivenessVerdict.FINE
         late_s = now - self.due
@@ -129,8 +130,8 @@ class Liveness:
     def ping_received(self, now: float) -> None:
         """Handle PING; raise if the peer sends too many of them.
 
-        Each second allows for ten more, and unused ones are saved, since pings that a
-        peer sent while the network was blocked arrive together.
+        Ten pings per second are allowed. Unused ones are saved, since pings that a peer
+        sent while the network was blocked arrive together.
         """
         earned = (now - self._pings_left_at) * PINGS_PER_SECOND_MAX
         self._pings_left = min(self._pings_left + earned, PINGS_SAVED_MAX) - 1.0
@@ -142,16 +143,16 @@ class Liveness:
 
 
 class Keepalive:
-    """Decides when this side must send a PING because it has been silent.
+    """Decides when this side must send a PING because it has sent nothing else.
 
     A side that only receives has nothing to send. If its peer sends faster than the
-    wire carries, the peer's pings wait behind megabytes of payload, no answer can
+    network carries, the peer's pings wait behind megabytes of payload, so no answer can
     arrive in time, and the peer would consider this side dead. So a side that has sent
-    nothing for an interval sends a PING: its own direction is free.
+    nothing for an interval sends a PING, since its own direction is free.
 
     The core knows how many frames were sent, but not when. So it checks twice per
-    interval, and sends when nothing was sent since the last check: after half an
-    interval of silence at the earliest, after a whole one at the latest.
+    interval, and sends a PING if nothing was sent since the last check: after half an
+    interval at the earliest, and a whole interval at the latest.
 
     Attributes:
         due: When to call :meth:`is_due` next.

@@ -1,20 +1,22 @@
-"""Tagged messages: the receive, the order and the memory in which each arrives.
+"""Tagged messages: their order, their receives and the memory that they land in.
 
-A small message travels at once (MESSAGE) if the receiver has given credit for it. Any
-other is announced (ANNOUNCE), waits until a receive with memory for it is posted
-(READY), and then moves as chunks. On the receiving side both kinds wait in one queue
-per tag, in order of arrival, so messages of one tag never overtake each other.
+A small message is sent at once (MESSAGE) if the receiver has given credit for it. Any
+other message is announced (ANNOUNCE), waits until a receive with memory for it is
+posted (READY), and then moves as chunks. On the receiving side both kinds wait in one
+queue per tag, in order of arrival, so messages of one tag never overtake each other.
 
-A small message that meets a posted receive lands straight in its memory. One that meets
-no receive is held; credit bounds how many are. A receive whose buffer is too small for
-the message at the head of its queue fails, and the message stays for a larger buffer. A
-receive without a buffer fails as well if the message is over its limit. Then the
-message is refused with FAIL, and the next receive meets the next message: otherwise one
-announcement would fail every receive of its tag for ever.
+If a receive is posted, a small message lands directly in the receive's memory.
+Otherwise the message is held; credit bounds the number of held messages. If a receive's
+buffer is too small for the message at the head of the queue, the receive fails, and the
+message stays for a larger buffer. A receive without a buffer fails as well if the
+message exceeds its limit. In this case the message is refused with FAIL, and the next
+receive gets the next message: otherwise one announcement would fail every receive of
+its tag for ever.
 
-A device may not be done with memory that it has to send, or receives into. So a message
-for a device is always held, until the front has put it there, and a larger one moves
-only when the front permits it. Both take their turn in the queues at once.
+A device may still be using memory that a send reads or a receive writes. So an eager
+message for a device is always held until the front has copied it there, and a larger
+message moves only when the front permits it. Both take their place in the queues at
+once.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from kvwire.wire.header import FrameType, Header
 
 _MESSAGE = int(FrameType.MESSAGE)
 _BUFFER = ChunkPlace.BUFFER
-# The way of a receive that an eager message meets: nothing else can happen to it.
+# The states of a receive that an eager message lands in; no others are possible.
 _MOVING = REQUEST_TRANSITIONS[RequestKind.RECV, RequestStage.POSTED, RequestInput.GO]
 _WHOLE = REQUEST_TRANSITIONS[RequestKind.RECV, _MOVING, RequestInput.MOVED]
 
@@ -64,7 +66,7 @@ class UnreceivedMessage(msgspec.Struct, eq=False, kw_only=True):
         buffer: The memory that holds it; None if it was only announced.
         wire_id: Its request, if it was announced.
         whole: Whether all of it has arrived, or it was only announced.
-        error: If it arrived damaged, the error for the receive that takes it.
+        error: If it arrived damaged, the error for its receive.
     """
 
     nbytes: int
@@ -93,15 +95,15 @@ class Messages:
         self._chunks = chunks
         self._holds = holds
         self._eager_bytes = min(mine.eager_bytes, theirs.eager_bytes)
-        # The same for what is sent, as long as the connection is open.
+        # The same limit for sending, as long as the connection is open.
         self._may_send_bytes = self._eager_bytes
         self._send_credit = SendCredit(theirs.window_messages, theirs.window_bytes)
         self._credit = ReceiveCredit(mine.window_messages, mine.window_bytes)
-        # By tag, oldest first. A peer may take back any of them as often as it likes.
+        # By tag, oldest first. A peer may withdraw any of its messages at any time.
         self._waiting: dict[int, OrderedDict[UnreceivedMessage, None]] = {}
         self._posted: dict[int, deque[RequestRecord]] = {}
         self._announced: dict[int, tuple[int, UnreceivedMessage]] = {}
-        # Not whole yet: what is held, and None for what goes straight into a receive.
+        # Incomplete messages: the held message, or None if it lands in a receive.
         self._arriving: dict[ChunkArrival, UnreceivedMessage | None] = {}
         # Tags whose messages are discarded; a receive removes its tag.
         self._unwanted: OrderedDict[int, None] = OrderedDict()
@@ -112,9 +114,9 @@ class Messages:
     def eager_header(self, tag: int, nbytes: int, check: int | None) -> bytes | None:
         """Return the header of a message to send at once; None without credit for it.
 
-        The message is complete for its sender as soon as the link has its bytes. After
-        None the message has to be announced, which a connection that is not open
-        refuses.
+        The message is complete for its sender as soon as the link has its bytes. If
+        None is returned, announce the message; that fails if the connection is not
+        open.
         """
         if nbytes > self._may_send_bytes or not self._send_credit.spend(nbytes):
             return None
@@ -125,7 +127,7 @@ class Messages:
         self._may_send_bytes = -1
 
     def announce(self, request: RequestRecord) -> None:
-        """Send ANNOUNCE for a message that waits until its receiver has memory."""
+        """Send ANNOUNCE for a message; it waits until its receiver has memory."""
         self._requests.start(request)
         body = Announce(tag=request.tag.to_bytes(8, "little"), nbytes=request.nbytes)
         self._outbox.send(FrameType.ANNOUNCE, body, request=request.wire_id)
@@ -149,7 +151,7 @@ class Messages:
             self._nothing_to_move(request)
 
     def credit_received(self, body: Credit) -> None:
-        """Handle CREDIT: the receiver gives credit back."""
+        """Handle CREDIT: the receiver returns credit."""
         self._send_credit.add(body.messages, body.nbytes)
 
     # --- receiving --------------------------------------------------------------------
@@ -185,7 +187,7 @@ class Messages:
     def discard(self, tag: int) -> int:
         """Drop a tag's messages until it is received again.
 
-        Returns how many were here, on their way or announced.
+        Returns the number of messages that were here, on their way or announced.
         """
         if tag in self._posted:
             raise UsageError(
@@ -213,9 +215,9 @@ class Messages:
         return {tag: next(iter(queue)) for tag, queue in self._waiting.items()}
 
     def provide(self, request: RequestRecord, buffer: BufferId) -> None:
-        """Give a request memory for its message, or permit the use of a device's."""
+        """Give a request memory for its message, or permit the use of device memory."""
         if request.over:
-            # It ended before its memory came: no link has seen the buffer.
+            # It ended before it got memory: no link has seen the buffer.
             self._holds.retire(buffer)
             return
         request.buffer = buffer
@@ -229,7 +231,7 @@ class Messages:
     def filled(self, request: RequestRecord) -> None:
         """End a receive into a device: the front has put the held message there.
 
-        Or drop the message, if the receive has ended meanwhile.
+        If the receive has ended meanwhile, drop the message instead.
         """
         self._taken(request.nbytes)
         if not request.over:
@@ -248,10 +250,10 @@ class Messages:
                 "and both numbers must be 0",
             )
         self._credit.arrived(length)
-        # Before: credit was spent for this message. After: a buffer is held for it, of
-        # a receive that it has met or of the queue, and `_arriving` knows which.
-        # Messages of a tag are received in the order they were sent: straight into a
-        # receive only where none waits before it.
+        # Before: the peer has spent credit for this message. After: a buffer is held
+        # for it, which belongs to a matched receive or to the queue; `_arriving` has
+        # which. To keep a tag's order, it lands directly in a receive only if no
+        # message waits before it.
         if tag not in self._waiting and (posted := self._posted.get(tag)):
             request = posted[0]
             buffer = request.buffer
@@ -295,8 +297,8 @@ class Messages:
         buffer = arrival.buffer
         assert request is not None
         assert buffer is not None
-        # Credit goes back for every message that arrived, also for an ended receive:
-        # the sender has spent it, and would run dry.
+        # Return credit for every message that arrived, even if its receive has ended:
+        # the sender has spent the credit, and would run out.
         if self._credit.taken(arrival.header.length):
             self._give_credit_back()
         if request.over or error:
@@ -309,7 +311,7 @@ class Messages:
         self._requests.finish(request, in_use=True)
 
     def announced(self, header: Header, body: Announce) -> None:
-        """Handle ANNOUNCE: a message of the peer waits for memory here."""
+        """Handle ANNOUNCE: the peer's message waits for memory here."""
         wire_id = self._requests.admit(header.request)
         if len(self._announced) >= REQUESTS_MAX:
             raise FlowControlViolation(
@@ -338,7 +340,7 @@ class Messages:
     def refuse_announced(self) -> None:
         """Refuse present and future announced messages with FAIL.
 
-        Otherwise two sides that close at the same time would wait for each other's
+        Otherwise two sides that close at the same time would each wait for the other's
         receives.
         """
         self._refusing = True
@@ -378,13 +380,12 @@ class Messages:
 
     def _meet(self, tag: int) -> None:
         """Match the messages and the receives of one tag, oldest first."""
-        # Each turn takes one receive. A message leaves the queue with it, or stays at
-        # its head if the receive was too small. After: there is no receive, no message,
-        # or the oldest message is still arriving.
+        # Each turn handles one receive. Its message leaves the queue, or stays at the
+        # head if the receive was too small. After: there is no receive left, or no
+        # message, or the oldest message is still arriving.
         while tag in self._posted and (queue := self._waiting.get(tag)):
             waiting = next(iter(queue))
-            # One that is still arriving keeps its place: a later one may not overtake
-            # it.
+            # An arriving message keeps its place: a later message must not overtake it.
             if not waiting.whole:
                 return
             request = self._unpost(tag)
@@ -410,7 +411,7 @@ class Messages:
             self._requests.tell_failed(
                 waiting.wire_id, WireCode.TOO_LARGE, f"the receiver: {error}"
             )
-        # What came damaged the front has not kept.
+        # The front has not kept a damaged message.
         held = None if waiting.error else waiting.buffer
         self._requests.fail(request, error, held=held)
 
@@ -440,7 +441,8 @@ class Messages:
                 self._receive(request)
             return
         if request.on_device and not waiting.error:
-            # Its credit goes back when it is there: until then the front keeps it.
+            # Its credit is returned once it is in the device; until then the front
+            # keeps it.
             request.advance(RequestInput.GO)
             wanted = MemoryWanted(
                 request=request, nbytes=waiting.nbytes, held=waiting.buffer

@@ -1,10 +1,10 @@
 """put and get: the requesting side, and the side that has granted memory.
 
-The owner of the memory takes part in both, and checks the grant before a byte of it is
-read or written. The bytes are payload like any other; some lanes read them in place. A
-put needs no answer to begin, since the grant is the permission and the memory is there:
-its chunks follow PUT at once, and are dropped if PUT was refused. It ends with the
-owner's FIN. A get ends when its bytes have landed.
+The owner of the memory takes part in both, and checks the grant before a byte is read
+or written. The bytes are payload like any other; some lanes read them in place. A put
+begins without an answer, since the grant is the permission and the memory exists: its
+chunks follow PUT at once, and are dropped if PUT is refused. It ends with the owner's
+FIN. A get ends when its bytes have landed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvwire.wire.header import FrameType, Header
 
 
 class OneSided:
-    """Runs the puts and gets of one connection, of either side."""
+    """Runs both sides' puts and gets on one connection."""
 
     def __init__(
         self, outbox: Outbox, requests: RequestTable, chunks: ChunkMover, grants: Grants
@@ -57,7 +57,7 @@ class OneSided:
             self._get(request, where)
 
     def asked(self, header: Header, body: AccessBody) -> None:
-        """Handle PUT and GET: the peer writes or reads memory of this side."""
+        """Handle PUT and GET: the peer writes or reads this side's memory."""
         wire_id = self._requests.admit(header.request)
         put = header.type == FrameType.PUT
         if not body.nbytes:
@@ -90,7 +90,7 @@ class OneSided:
             self._chunks.begin_send(request)
 
     def done_received(self, header: Header, body: Fin) -> None:
-        """Handle FIN: the peer has every byte of a put of ours."""
+        """Handle FIN: the peer has every byte of our put."""
         request = self._requests.find(header.request)
         if request is None:
             return
@@ -102,7 +102,7 @@ class OneSided:
                 f"{request.moved} of {request.nbytes} were sent",
             )
         if request.state is RequestStage.MOVING:
-            # Our link has not said yet that it is through with the memory.
+            # Our link has not reported yet that it has finished with the memory.
             request.confirmed = True
             return
         request.advance(RequestInput.CONFIRMED)

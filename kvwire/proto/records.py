@@ -1,12 +1,12 @@
 """The core's records of requests, transfers, segments and arriving frames.
 
-The parts of the core that own these records change them; events and the front carry
-them.
+Only the parts of the core that own these records change them; events contain them, and
+the front refers to them.
 
-A segment of one chunk needs no SEGMENT to name its part of the cache: the mark fits
-into the offset of its header, which is 0 for the first chunk. Such a mark is *unsaid*
-until the chunk leaves. Before a frame that must follow the mark (a longer segment's
-SEGMENT, or COMMIT), SEGMENT is sent for it.
+A segment with a single chunk needs no SEGMENT to name its part of the cache: the mark
+fits into the chunk header's offset field, which would be 0. Such a mark is *unsaid*
+until the chunk leaves. If a frame that must follow the mark (a longer segment's
+SEGMENT, or COMMIT) is due earlier, a SEGMENT is sent for the mark first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvwire.wire.header import Header
 Box = tuple[int, int, int, int, int]
 """(group, layer, layers, granule, granules)"""
 
-# What becomes of a chunk at the consumer.
+# The result of a chunk at the consumer.
 CHUNK_ARRIVING: Final = 1
 CHUNK_LANDED: Final = 2
 _COMMIT_MAX: Final = 2
@@ -42,9 +42,9 @@ _UNMATCHED: Final = RequestId(0)
 class ChunkSet:
     """The set of a request's received chunks; takes no memory if they arrive in order.
 
-    The size of a bitmap would follow from the size that the peer announces, before any
-    byte has arrived. Here all chunks below ``_next`` have arrived, and for each number
-    kept beyond it, the peer has sent a whole chunk.
+    A bitmap's size would depend on the size that the peer announces, before any byte
+    has arrived. Here all chunks below ``_next`` have arrived, and each number beyond it
+    is kept only for a whole chunk that the peer has sent.
     """
 
     __slots__ = ("_beyond", "_holes", "_next")
@@ -62,7 +62,7 @@ class ChunkSet:
         if number < self._next or number in self._beyond:
             return False
         if number > self._next:
-            # Not more than there are chunks of CHUNK_BYTES_MIN in REQUEST_BYTES_MAX.
+            # At most as many as the chunks of CHUNK_BYTES_MIN in REQUEST_BYTES_MAX.
             self._beyond.add(number)  # bounded: REQUEST_BYTES_MAX, CHUNK_BYTES_MIN
             return True
         self._next += 1
@@ -80,28 +80,29 @@ class ChunkSet:
 
 
 class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
-    """Holds one request: this side's view of a movement of bytes.
+    """Holds one request: this side's view of a data movement.
 
     Attributes:
-        kind: The kind of movement.
+        kind: The kind of request.
         wire_id: Its number on the wire; 0 for a RECV that has no match yet.
         tag: The tag of a message.
-        buffer: Its memory; None for a RECV that was posted without any.
-        base: The first byte of it within the buffer.
-        nbytes: The bytes it moves; for a posted RECV, the most it could take.
+        buffer: Its memory; None for a RECV that was posted without memory.
+        base: The offset of its first byte within the buffer.
+        nbytes: The bytes that it moves; for a posted RECV, the most that it accepts.
         region: The region it works on, for SERVE_PUT and SERVE_GET.
         state: Its state; first the FIRST_STATE of its kind.
         moved: Bytes handed to the link (sending) or verified (receiving).
         in_flight: Frames that the link has not finished.
-        arrived: Receiving: the chunks whose headers were seen.
+        arrived: Receiving: the chunks whose headers have arrived.
         confirmed: The peer's FIN arrived before our link had finished its bytes.
         over: Whether it is done or has failed.
-        turn_bytes: Bytes it may still send in this turn; below 0 it has sent too many.
-        answer: How the owner of a window has ended it: a frame's body, or all bytes.
-        damaged: Bytes of a get from a window did not match their checksum.
-        on_device: Its memory is a device's, which may not be done with it: the front
-            says when it may be touched, and copies held messages into it.
-        context: The front's own object for it.
+        turn_bytes: Bytes that it may still send in this turn; negative if it has sent
+            too many.
+        answer: The answer from a window's owner: the last frame's body, or all bytes.
+        damaged: Whether bytes of a get from a window did not match their checksum.
+        on_device: Whether its memory is a device's, which may still be using it. The
+            front permits the use, and copies held messages into the memory.
+        context: The front's object for the request.
     """
 
     kind: RequestKind
@@ -142,16 +143,16 @@ class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
 
     Attributes:
         request: The transfer.
-        number: 1 for the first one marked.
+        number: Its number in the order of marks, from 1.
         box: Its part of the cache.
-        commit: Producer: above 0, it is the last one; as in SEGMENT.
+        commit: Producer: above 0 in the last segment; as in SEGMENT.
         buffer: Its memory; None on the consumer until the front has placed it, and on
             the producer if the link took all of it at once.
         moved: Bytes handed to the link (producer) or verified (consumer).
         in_flight: Chunks that the link has not finished.
-        arrived: Consumer: one byte per chunk, 0 until its header has come.
-        damaged: A chunk of it did not match its checksum.
-        over: Landed, acknowledged, or damaged: nothing more happens to it.
+        arrived: Consumer: one byte per chunk, 0 until its header has arrived.
+        damaged: Whether one of its chunks did not match its checksum.
+        over: Whether it has ended: landed, acknowledged, or damaged.
         unsaid: Producer: the mark that its only chunk will carry; None if SEGMENT was
             sent instead.
     """
@@ -175,16 +176,16 @@ class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
     """Holds the fields of a request that only transfers have.
 
     Attributes:
-        id: The id that both applications have given it.
-        priority: Chunks of a higher one go first.
+        id: The id that both applications use for it.
+        priority: Chunks of a transfer with a higher priority go first.
         segments: Every segment by its number.
         open_segments: The number of segments that are not over.
         sending_bytes: Producer: bytes of the segments that the link has not finished.
-        in_order: Producer: its chunks leave in the order in which they were marked.
-        unsaid: Producer: segments whose chunks carry their marks, in that order.
+        in_order: Producer: whether its chunks leave in the order of the marks.
+        unsaid: Producer: segments whose chunks will carry their marks, in order.
         on_sent: Producer: called when a segment was sent and no more than
-            ``on_sent_bytes`` are left. It may not call the core.
-        committed: COMMIT was sent or received.
+            ``on_sent_bytes`` are left. It must not call the core.
+        committed: Whether COMMIT was sent or received.
         acknowledge: Segments to name in the next SEGMENT_ACK.
         damaged: Segments that arrived damaged; on the producer, after COMMIT_ACK.
     """

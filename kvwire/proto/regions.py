@@ -1,12 +1,12 @@
 """Registered memory, its generations, and a peer's grants to reach it.
 
-No address crosses the wire. A peer names a grant, a generation, an offset and a length,
-and shows the grant's token. A grant belongs to one connection, covers one byte range of
-one region, allows one direction or both, and ends with its connection, its region, or
-the region's generation. The token is an HMAC under a key of the connection, so that a
-forged descriptor (from an API client whose request carries it, say) is refused. A grant
-that is unknown, another peer's, or shown with a wrong token gets the same answer, and
-the token is compared in constant time.
+Addresses are never sent. A peer sends the number of a grant, a generation, an offset, a
+length, and the grant's token. A grant belongs to one connection, covers one byte range
+of one region, allows one direction or both, and ends with its connection, its region,
+or the region's generation. The token is an HMAC with a key of the connection, so a
+forged grant (for example in an API client's request) is refused. Unknown grants, grants
+for other peers and wrong tokens all get the same answer, and the token is compared in
+constant time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvwire.limits import GRANTS_MAX, REGIONS_MAX
 from kvwire.types import Access, BufferId, Generation, GrantId, RegionId, whole
 
 TOKEN_BYTES: Final = 16
-# Operators of flags are several calls of Python each.
+# Operators on enum flags cost several Python calls each.
 _BOTH: Final = Access.READWRITE
 _NO_TOKEN: Final = bytes(TOKEN_BYTES)
 _TOKEN_FIELDS: Final = struct.Struct("<QQQQQB")
@@ -33,7 +33,7 @@ class RegionRecord:
 
     Attributes:
         generation: Counts revocations; grants from an earlier generation are stale.
-        open: Whether it is not closed; a closed one never opens again.
+        open: Whether it is open; a closed region never opens again.
     """
 
     id: RegionId
@@ -55,7 +55,7 @@ class RegionTable:
         return len(self._open)
 
     def register(self, buffer: BufferId, nbytes: int, access: Access) -> RegionRecord:
-        """Make a region out of a buffer."""
+        """Create a region from a buffer."""
         if len(self._open) >= REGIONS_MAX:
             raise UsageError(
                 f"{REGIONS_MAX} regions are open, which is the limit; close some of "
@@ -73,11 +73,11 @@ class RegionTable:
         return region
 
     def revoke(self, region: RegionRecord) -> None:
-        """End every grant of the region so far; the region stays open."""
+        """End every grant made so far; the region stays open."""
         region.generation = Generation(region.generation + 1)
 
     def close(self, region: RegionRecord) -> None:
-        """End every grant of the region, for good."""
+        """Close the region, which ends every grant."""
         self.revoke(region)
         region.open = False
         self._open.pop(region.id, None)
@@ -85,7 +85,7 @@ class RegionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantRow:
-    """One grant, on the side that gave it."""
+    """One grant, on the side that made it."""
 
     id: GrantId
     region: RegionRecord
@@ -97,7 +97,7 @@ class GrantRow:
 
 
 class Grants:
-    """Holds the grants made to one peer, over one connection."""
+    """Holds the grants made for one connection's peer."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -110,7 +110,7 @@ class Grants:
     def give(
         self, region: RegionRecord, offset: int, nbytes: int | None, access: Access
     ) -> GrantRow:
-        """Grant a range of a region, to the region's end if ``nbytes`` is None."""
+        """Grant a range of a region, up to its end if ``nbytes`` is None."""
         if not region.open:
             raise UsageError(f"region {region.id} is closed")
         offset, nbytes = _range_of(region, offset, nbytes)
@@ -148,7 +148,7 @@ class Grants:
         nbytes: int,
         access: Access,
     ) -> GrantRow:
-        """Return the grant that allows one access of the peer.
+        """Return the grant that allows an access by the peer.
 
         Raises:
             AccessDenied: No such grant, wrong token, wrong direction, or out of range

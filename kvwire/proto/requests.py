@@ -1,9 +1,9 @@
 """The requests of one connection: numbers, states, deadlines, and exactly one end each.
 
-Each side numbers the requests it starts (the client odd, the server even), one after
-the other and never twice the same. So any number is either open, or was open and is
-over, or was never given. A frame for a request that is over is late, and is dropped; a
-frame for a number that was never given breaks the protocol.
+Each side numbers its requests consecutively (the client odd, the server even) and never
+reuses a number. So every number belongs to an open request, to an ended request, or to
+none yet. A frame for an ended request is late, and is dropped; a frame for an unused
+number breaks the protocol.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NO_NUMBERS: Final = (
     "this connection has used all of its 2**31 request numbers; reconnect"
 )
 
-# When, a number that makes entries of one time comparable, and what.
+# The time, a number that makes entries with equal times comparable, and the request.
 _Deadline = tuple[float, int, RequestRecord]
 
 
@@ -57,7 +57,7 @@ class RequestTable:
         self._next_id, self._next_theirs = (1, 2) if role is Role.CLIENT else (2, 1)
         self._outbox = outbox
         self._holds = holds
-        # By their numbers: those numbered here, and those numbered by the peer.
+        # By number: this side's requests, and the peer's.
         self._ours: dict[int, RequestRecord] = {}
         self._theirs: dict[int, RequestRecord] = {}
         self._unmatched: dict[int, RequestRecord] = {}
@@ -84,8 +84,9 @@ class RequestTable:
     def start(self, request: RequestRecord) -> None:
         """Give this side's request a number, and keep it until it ends.
 
-        A RECV gets its number when it meets a message, a put or get of a device's
-        memory when it asks. Requests of the peer do not count towards the limit.
+        A RECV gets its number when it is matched with a message; a put or get of device
+        memory when it asks the peer. The peer's requests do not count towards the
+        limit.
 
         Raises:
             UsageError: The table is full.
@@ -107,10 +108,10 @@ class RequestTable:
             self._note_deadline(request)
 
     def number(self, request: RequestRecord) -> None:
-        """Give a put or get of a device's memory its number, as it asks the peer.
+        """Give a put or get of device memory its number, when it asks the peer.
 
         Raises:
-            UsageError: None is left.
+            UsageError: No number is left.
         """
         if self._next_id > REQUEST_ID_MAX:
             raise UsageError(_NO_NUMBERS)
@@ -128,8 +129,8 @@ class RequestTable:
     def admit(self, wire_id: int) -> RequestId:
         """Check and return the number of a request that the peer starts.
 
-        The peer may have forgotten a get whose last frame our link has not finished, so
-        the limit is twice the number of requests that it may have open.
+        A get may have ended at the peer while our link has not finished its last frame,
+        so the limit is twice the number of requests that the peer may have open.
         """
         if wire_id != self._next_theirs:
             raise UnexpectedFrame(
@@ -171,7 +172,7 @@ class RequestTable:
     ) -> None:
         """Remove an ended request, and report its end.
 
-        If ``in_use``, its memory has a hold, which ends with the request.
+        If ``in_use``, its memory has a hold, which is dropped now.
         """
         assert request.over
         wire_id = request.wire_id
@@ -206,7 +207,7 @@ class RequestTable:
             request: The request.
             error: The error that its owner gets.
             tell: The code of the FAIL to send; None sends none.
-            held: The buffer of a held message that it would have taken.
+            held: The buffer of the held message that the request would have taken.
         """
         if request.over:
             return
@@ -216,7 +217,7 @@ class RequestTable:
         self.finish(request, error=error, held=held)
 
     def tell_failed(self, wire_id: int, code: WireCode, reason: str) -> None:
-        """Send FAIL for a request of this number, which need not be open here."""
+        """Send FAIL for a request number, which need not be open here."""
         body = Fail(code=code, reason=sayable(reason))
         self._outbox.send(FrameType.FAIL, body, request=wire_id)
 
@@ -226,7 +227,7 @@ class RequestTable:
         self._outbox.send(FrameType.FIN, body, request=request.wire_id)
 
     def expire(self, now: float) -> list[RequestRecord]:
-        """Return the requests past their deadline, for the caller to fail."""
+        """Return the requests past their deadline, which the caller must fail."""
         due = []
         while self._deadlines and self._deadlines[0][0] <= now:
             entry = heapq.heappop(self._deadlines)

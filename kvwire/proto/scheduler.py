@@ -1,17 +1,17 @@
 """Turns: the choice of the request that sends its next chunk.
 
-A higher priority goes first. Within one priority requests take turns of ``turn_bytes``,
-and a new request goes before those that have had a turn: a message or a short prompt
-beside eight long ones waits only for the chunks under way, not for a turn of each. The
-long ones must not starve while short ones keep coming, so between two new requests an
-old one has its turn. A lane may take more at once than is left of a turn; the request
-then loses later turns for it. So all requests send the same number of bytes, whatever
-the size of their pieces.
+Higher priorities go first. Within one priority, requests take turns of ``turn_bytes``,
+and a new request goes before requests that have had a turn. So a message or a short
+prompt beside eight long ones waits only for the chunks in flight, not for a turn of
+each. To keep the long ones from starving while short ones keep coming, an old request
+gets a turn between two new ones. A lane may take more bytes at once than are left in a
+turn; then the request skips later turns in exchange. So all requests send at the same
+rate, whatever the size of their pieces.
 
-A transfer has one turn, however many of its segments are marked, and sends them in the
-order of their marks: so its first layer arrives first, and a broken link leaves at most
-one segment half sent. A transfer that has sent all its marked segments counts as new
-again with its next layer, since a consumer waits for it.
+A transfer has one place among the turns, however many of its segments are marked, and
+sends them in the order of their marks. So its first layer arrives first, and a broken
+link leaves at most one segment incomplete. A transfer that has sent all its marked
+segments counts as new again with its next layer, since a consumer is waiting for that.
 
 The scheme is deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) with the new
 flows of FQ-CoDel (RFC 8290, section 4.2), plus an old one between two new ones.
@@ -37,8 +37,8 @@ class Scheduler:
     """Chooses the request, or segment of a request, that sends next.
 
     Attributes:
-        turn_bytes: How many bytes a request may send in its turn.
-        count: Requests that have a turn or wait for one, including those now over.
+        turn_bytes: The number of bytes that a request may send per turn.
+        count: Requests that have or wait for a turn, including some that have ended.
     """
 
     __slots__ = ("_count_max", "_head", "_levels", "_segments", "count", "turn_bytes")
@@ -46,13 +46,13 @@ class Scheduler:
     def __init__(self, turn_bytes: int) -> None:
         self.turn_bytes: int = turn_bytes
         self.count: int = 0
-        # When to look for requests that are over.
+        # When to remove ended requests.
         self._count_max = REQUESTS_MAX
         # Highest priority first.
         self._levels: list[_Level] = []
-        # What transfers send in their turns, oldest first; each has something.
+        # The queued segments of each transfer, oldest first; never empty.
         self._segments: dict[RequestRecord, deque[SegmentRecord]] = {}
-        # Where the request is whose turn it is.
+        # The queue with the request whose turn it is.
         self._head: tuple[_Level, deque[RequestRecord]] | None = None
 
     def add(
@@ -70,7 +70,7 @@ class Scheduler:
             self._segments[request] = deque((segment,))  # bounded: REQUESTS_MAX
         if self.count >= self._count_max:
             self._drop_dead()
-            # Not again before as many have come as are left: all may be alive.
+            # Not again before their number has doubled, since all may be alive.
             self._count_max = max(REQUESTS_MAX, 2 * self.count)
         self.count += 1
         request.turn_bytes = self.turn_bytes
@@ -85,8 +85,8 @@ class Scheduler:
 
     def head(self) -> Mover | None:
         """Return the mover whose turn it is, after removing ended movers."""
-        # After: `_head` is the place of the request returned, for `sent`; requests that
-        # were over before it are out of the turns.
+        # After: `_head` is the returned request's place, for `sent`; ended requests
+        # before it have been removed.
         for level in self._levels:
             while level.new or level.old:
                 take_old = level.old and (level.old_turn_due or not level.new)
@@ -99,8 +99,8 @@ class Scheduler:
                     self._head = level, turn
                     segments = self._segments.get(request)
                     return segments[0] if segments else request
-                # It has sent too much before: a turn passed over pays that back, and
-                # each adds `turn_bytes`, so this loop ends.
+                # It has sent too much: skip its turn. Each skipped turn adds
+                # `turn_bytes`, so this loop ends.
                 request.turn_bytes += self.turn_bytes
                 turn.rotate(-1)
         return None
@@ -108,9 +108,9 @@ class Scheduler:
     def sent(self, length: int) -> None:
         """Charge the mover whose turn it is for ``length`` bytes.
 
-        Before: ``head`` has returned it, and ``moved`` counts these bytes already.
+        Before: ``head`` has returned it, and ``moved`` includes these bytes already.
         After: it keeps its turn; or its request is at the end of the old ones; or it
-        has no turns any more because it has sent everything.
+        has left the turns because it has sent everything.
         """
         assert self._head is not None
         level, turn = self._head
@@ -120,8 +120,8 @@ class Scheduler:
         mover = segments[0] if segments else request
         goes_on = mover.moved < mover.nbytes
         if segments and not goes_on:
-            # A transfer has one place among the turns: its next segment inherits it,
-            # and what is left of the turn.
+            # A transfer has one place among the turns: its next segment inherits the
+            # place and the rest of the turn.
             segments.popleft()
             goes_on = bool(segments)
             if not goes_on:
@@ -129,7 +129,7 @@ class Scheduler:
         if goes_on and request.turn_bytes > 0:
             return
         turn.popleft()
-        # After a new one's turn an old one's is next, if there is any.
+        # After a new request's turn, an old request is next, if there is any.
         level.old_turn_due = turn is level.new and bool(level.old)
         if goes_on:
             request.turn_bytes += self.turn_bytes
@@ -151,8 +151,8 @@ class Scheduler:
     def _drop_dead(self) -> None:
         """Remove ended requests.
 
-        ``head`` does so only while the link takes chunks: a peer that asks, cancels and
-        never reads would otherwise make the queues grow.
+        ``head`` also removes them, but only while the link takes chunks: without this
+        method, a peer that asks, cancels and never reads would make the queues grow.
         """
         for level in self._levels:
             for turn in (level.new, level.old):
@@ -169,8 +169,8 @@ class _Level:
 
     Attributes:
         new: Requests that have not had a turn yet.
-        old: Requests that have had one.
-        old_turn_due: Whether the next turn is for an old one.
+        old: Requests that have had a turn.
+        old_turn_due: Whether the next turn belongs to an old request.
     """
 
     __slots__ = ("new", "old", "old_turn_due", "priority")

@@ -1,44 +1,46 @@
 """Every state of a request and of a connection, and every step between them.
 
-Rule 1: everything that decides a transition is in this file. Rule 2: both sides use the
-same tables. A step that is not listed does not exist: if our own code asks for it, that
-is a bug; if a frame causes it, that is an error of the peer.
+Rule 1: every transition is defined in this file. Rule 2: both sides use the same
+tables. A step that is not listed does not exist: if our own code requests it, that is a
+bug; if a frame causes it, the peer has made an error.
 
-A request is one movement of bytes, seen from one side:
+A request is one data movement, seen from one side:
 
-* SEND and RECV are a message too large to travel unasked. The sender has announced it
-  (POSTED), the receiver answers once it has memory (GO), the bytes move.
-* A message small enough to travel at once is a RECV alone: its sender has nothing to
-  wait for.
-* PUT moves at once, since the grant is the permission; it is over when the peer reports
+* SEND and RECV move a message that is too large to be sent unasked. The sender
+  announces it (POSTED), the receiver answers once it has memory (GO), and the bytes
+  move.
+* A message that is small enough to be sent at once has only a RECV, because its sender
+  has nothing to wait for.
+* PUT moves at once, since the grant is the permission; it ends when the peer reports
   that every byte is in place.
-* GET moves as soon as it is asked for, from the peer's SERVE_GET.
-* SERVE_PUT and SERVE_GET are the same movements on the side that granted the memory.
-* OPEN_WINDOW waits for the answer of the window's owner.
-* READ moves as soon as it is asked for, from the peer's SERVE_READ; both end with the
-  owner's last frame, which reports the blocks that were withdrawn meanwhile.
+* GET moves as soon as it has reached the peer, where it is a SERVE_GET.
+* SERVE_PUT and SERVE_GET are these movements on the side that granted the memory.
+* OPEN_WINDOW waits for the window owner's answer.
+* READ moves as soon as it has reached the peer, where it is a SERVE_READ. Both end with
+  the owner's last frame, which reports the blocks that were withdrawn meanwhile.
 * OUTGOING and INCOMING are the two ends of a KV transfer. It waits until the
-  applications on both sides have named it (GO), moves segment by segment
-  (kvwire.proto.transfers), and ends on the producer's side with the consumer's report
-  that all is settled, on the consumer's with the receipt of that report.
+  applications on both sides have named it (GO), and moves segment by segment
+  (kvwire.proto.transfers). The producer's end is over when the consumer reports that
+  everything is settled, the consumer's when the producer has received that report.
 
 States:
 
 * POSTED: waits for a match, for credit, or for the peer's answer; no byte moves yet.
 * MOVING: payload may be under way, and the request's memory is in use.
-* WAITING: every byte has left or arrived here; the peer's last frame is missing.
-* DONE, FAILED: over. Memory may still be in use; the holds know (kvwire.proto.holds).
+* WAITING: every byte was sent or has arrived here; the peer's last frame is missing.
+* DONE, FAILED: over. Memory may still be in use, as the holds show
+  (kvwire.proto.holds).
 
 Inputs:
 
 * GO: matched, permitted, or given credit.
-* MOVED: the last byte has left the link, or has arrived and was verified.
+* MOVED: the link has sent the last byte, or the last byte has arrived and was verified.
 * CONFIRMED: the last frame of the request was sent or received.
-* FAIL: cancelled, expired, refused, broken, on either side.
+* FAIL: cancelled, expired, refused or broken, on either side.
 
 A connection, once its handshake is over:
 
-* OPEN: anything goes.
+* OPEN: everything is allowed.
 * FLUSHING: this side wants to close, and finishes its open requests first.
 * CLOSE_SENT: this side has sent CLOSE, and waits for the peer's.
 * CLOSE_RECEIVED: the peer has sent CLOSE; this side finishes its open requests, then
@@ -93,8 +95,8 @@ _GO: Final = (RequestInput.GO, RequestStage.MOVING)
 _DONE: Final = (RequestInput.MOVED, RequestStage.DONE)
 _WAIT: Final = (RequestInput.MOVED, RequestStage.WAITING)
 _CONFIRMED: Final = (RequestInput.CONFIRMED, RequestStage.DONE)
-# The way of each kind when all goes well: its first state, then what happens and the
-# state that follows.
+# The way of each kind without failures: its first state, then pairs of an input and the
+# next state.
 _WAYS: Final = {
     RequestKind.SEND: (RequestStage.POSTED, (_GO, _DONE)),
     RequestKind.RECV: (RequestStage.POSTED, (_GO, _DONE)),
@@ -148,8 +150,8 @@ class CloseInput(Symbol):
     LOST = "lost"
 
 
-# IDLE means that nothing this side has begun is left to deliver; CLOSE is sent on the
-# step that IDLE causes.
+# IDLE means that this side has nothing left to deliver; CLOSE is sent on the step that
+# IDLE causes.
 CLOSE_TRANSITIONS: Final[dict[tuple[CloseState, CloseInput], CloseState]] = {
     (CloseState.OPEN, CloseInput.CLOSE_CALLED): CloseState.FLUSHING,
     (CloseState.OPEN, CloseInput.PEER_CLOSED): CloseState.CLOSE_RECEIVED,

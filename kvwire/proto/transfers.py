@@ -1,15 +1,16 @@
 """KV transfers: a request whose bytes are marked, moved and landed segment by segment.
 
-The frames in their order are in ``docs/topics/protocol-kv-transfers.md``. A
-*description* describes the cache and blocks of one side; the core carries it and does
-not read it. A *box* is five numbers that name a part of the canonical byte order; the
-front checks them against its plan before it gives the segment memory. Segments are
-numbered from 1 in the order of their marks, and their chunks may arrive in any order.
+The order of the frames is documented in ``docs/topics/protocol-kv-transfers.md``. A
+*description* describes one side's cache and blocks; the core transmits it without
+reading it. A *box* consists of five numbers that name a part of the canonical byte
+order; the front checks them against its plan before it gives the segment memory.
+Segments are numbered from 1 in the order of their marks, and their chunks may arrive in
+any order.
 
 SEGMENT always precedes the segment's DATA on the same link, COMMIT follows every
 SEGMENT, and COMMIT_ACK is only sent when every marked segment has landed or was found
-damaged. So a producer that has COMMIT_ACK knows exactly which segments the consumer
-has, and a consumer never takes a prefix of a transfer for all of it.
+damaged. So a producer that has received COMMIT_ACK knows exactly which segments the
+consumer has, and a consumer never mistakes a part of a transfer for the whole.
 """
 
 from __future__ import annotations
@@ -73,17 +74,17 @@ _MARKED_DATA = int(FrameType.MARKED_DATA)
 _INCOMING = RequestKind.INCOMING
 _MARKED = ChunkPlace.MARKED
 _MOVING = RequestStage.MOVING
-# Of a chunk that no table knows yet.
+# The buffer of a chunk whose memory is in no table yet.
 _NO_BUFFER = BufferId(0)
 
 
 class Transfers:
-    """Runs the KV transfers of one connection, opened by either side.
+    """Runs both sides' KV transfers on one connection.
 
     Attributes:
-        last_words: Requests whose FIN is held back, to travel in the next OPEN or
+        last_words: Requests whose FIN is held back, to be sent in the next OPEN or
             AGREE.
-        only_link: Whether the control link carries all payload.
+        only_link: Whether all payload goes over the control link.
         unacknowledged: Requests whose landed segments :meth:`acknowledge` names.
         unhurried: Requests whose landed segments are reported with later ones, or by
             :meth:`speak`.
@@ -103,7 +104,8 @@ class Transfers:
         self._chunks = chunks
         self._holds = holds
         self._chunk_bytes = chunk_bytes
-        # The header of payload is never sealed, so it has no mark where marks are.
+        # Payload headers are never sealed, so they contain no marks if frames are
+        # sealed.
         self._sealed = outbox.framing.sealed
         self.only_link: bool = True
         self.last_words: list[int] = []
@@ -120,7 +122,7 @@ class Transfers:
     def open(
         self, request: RequestRecord, transfer: TransferRecord, description: bytes
     ) -> None:
-        """Send OPEN, and wait for the peer's answer."""
+        """Send OPEN; the transfer then waits for the peer's answer."""
         if len(self._asked) >= TRANSFERS_WAITING_MAX and not _room(self._asked):
             raise UsageError(
                 f"{TRANSFERS_WAITING_MAX} transfers wait for this peer's answer, "
@@ -174,7 +176,7 @@ class Transfers:
         )
 
     def agreed(self, header: Header, body: Agree) -> None:
-        """Handle AGREE: the peer has answered our OPEN."""
+        """Handle AGREE, the peer's answer to our OPEN."""
         if body.done:
             self._confirm(body.done)
         request = self._find(header, RequestKind.OUTGOING, RequestKind.INCOMING)
@@ -194,13 +196,13 @@ class Transfers:
     ) -> SegmentRecord:
         """Mark a part of the cache as final, and queue it.
 
-        By :meth:`queue`; or on the control link by :meth:`leave`, if its mark is
-        *unsaid* and the chunks are not busy.
+        Then send it: by :meth:`queue`; or on the control link by :meth:`leave`, if its
+        mark is *unsaid* and no other chunks are waiting.
 
         Args:
             request: The transfer.
-            box: Names the part.
-            nbytes: How long it is.
+            box: The part's box.
+            nbytes: The part's bytes.
             commit: As in SEGMENT: above 0, this is the last segment.
         """
         transfer = self.records[request]
@@ -219,9 +221,10 @@ class Transfers:
 
     def queue(self, segment: SegmentRecord, buffer: BufferId) -> None:
         """Let a newly marked segment take turns to send."""
-        # Before: `unsaid` has, in order, the segments marked last whose SEGMENT was not
-        # sent. After: either this one joins them, or none is left and SEGMENT was sent
-        # for each. So marks reach the consumer in the order of their numbers.
+        # Before: `unsaid` has, in order, the latest segments whose SEGMENT was not
+        # sent. After: either this segment is the last of them, or SEGMENT was sent for
+        # all and none is left. So marks reach the consumer in the order of their
+        # numbers.
         transfer = self.records[segment.request]
         segment.buffer = buffer
         if segment.unsaid is not None and self.only_link:
@@ -236,8 +239,8 @@ class Transfers:
     def leave(self, segment: SegmentRecord, check: int | None) -> tuple[Chunk, bytes]:
         """Return the only chunk of a newly marked segment, and its header.
 
-        It is the link's next frame: nothing may be queued. If the link takes all of it
-        at once, :meth:`settle` follows, and otherwise :meth:`keep`.
+        It has to be the link's next frame, so nothing may be queued. If the link takes
+        all of it at once, call :meth:`settle`, otherwise :meth:`keep`.
         """
         request = segment.request
         number = segment.number
@@ -311,9 +314,9 @@ class Transfers:
         if request is None:
             return
         transfer = self.records[request]
-        # Before: some segments are open. After: each is over, and `damaged` has those
-        # that COMMIT_ACK names. It may only name segments that were sent whole and not
-        # acknowledged, so the peer cannot make memory count as landed, or lost, twice.
+        # Before: some segments are open. After: all are over, and `damaged` has those
+        # that COMMIT_ACK names. It may name only segments that were sent completely and
+        # not acknowledged, so a peer cannot make memory count as landed or lost twice.
         known = transfer.committed and not request.confirmed
         damaged: list[int] = []
         landed: list[int] = []
@@ -336,7 +339,7 @@ class Transfers:
         if len(self.last_words) == LAST_WORDS_MAX:
             self.say_last_words()
         self.settle(request)
-        if landed and not request.over:  # its end says it otherwise
+        if landed and not request.over:  # otherwise the request's end reports it
             self._outbox.report(
                 SegmentsAcknowledged(request=request, numbers=tuple(landed))
             )
@@ -365,7 +368,7 @@ class Transfers:
         if request.kind is not _INCOMING:
             raise _wrong_kind(header, request)
         transfer = self.records[request]
-        # Numbers without a gap: with COMMIT's count they show that no mark was lost.
+        # Consecutive numbers, together with COMMIT's count, show that no mark was lost.
         due = len(transfer.segments) + 1
         if (
             request.state is not _MOVING
@@ -416,12 +419,12 @@ class Transfers:
             self._holds.retire(buffer)
             return
         segment.buffer = buffer
-        # As long as our own plan of the segment says, which the front has compared: a
-        # peer's number sizes nothing.
+        # The length comes from our own plan, which the front has compared: no
+        # allocation depends on a peer's number.
         segment.arrived = bytearray(-(-segment.nbytes // self._chunk_bytes))
 
     def committed(self, header: Header, body: Commit) -> None:
-        """Handle COMMIT: the producer makes no more marks."""
+        """Handle COMMIT: no more marks follow."""
         request = self._find(header, RequestKind.INCOMING)
         if request is None:
             return
@@ -437,7 +440,8 @@ class Transfers:
                 f"marked",
             )
         transfer.committed = True
-        # COMMIT may overtake chunks on lanes: the end waits for every marked segment.
+        # COMMIT may overtake chunks on lanes, so the end waits for every marked
+        # segment.
         if not transfer.open_segments:
             self._finish_incoming(request, transfer)
 
@@ -466,11 +470,13 @@ class Transfers:
 
     def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         """Count a chunk of a segment that has landed, or mark the segment damaged."""
-        # Before: the arrival holds the buffer. After: it does not, and the segment that
-        # has all its bytes is over: acknowledged if whole, else named by COMMIT_ACK.
+        # Before: the arrival holds the buffer. After: it does not; and if the segment
+        # has all its bytes it is over: acknowledged if intact, else named by
+        # COMMIT_ACK.
         segment = arrival.segment
         assert segment is not None
-        # First, whatever became of the transfer: its memory drains by this hold.
+        # First, even if the transfer has ended: its memory drains when this hold is
+        # dropped.
         self._chunks.release(arrival)
         request = segment.request
         if request.over:
@@ -479,7 +485,7 @@ class Transfers:
         if not intact:
             segment.damaged = True
         elif segment.damaged or segment.moved < segment.nbytes:
-            # Not for a whole segment: nothing reads its chunks.
+            # Not for a complete segment, since its chunks are not read any more.
             for number in self._chunks.numbers(arrival):
                 segment.arrived[number] = CHUNK_LANDED
         if segment.moved < segment.nbytes:
@@ -579,7 +585,7 @@ class Transfers:
         self, request: RequestRecord, transfer: TransferRecord
     ) -> None:
         """Send COMMIT_ACK, because no marked segment is in flight any more."""
-        transfer.acknowledge = []  # COMMIT_ACK says it
+        transfer.acknowledge = []  # COMMIT_ACK reports it
         if len(transfer.damaged) > SETTLED_MAX:
             error = IntegrityError(f"{len(transfer.damaged)} segments arrived damaged")
             self._requests.fail(request, error, tell=WireCode.INTEGRITY)

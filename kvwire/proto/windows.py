@@ -1,9 +1,9 @@
 """Windows: reads of finished blocks that the owner has exposed to its peers.
 
-A reader opens a window once, by its name, and gets its number on this connection and
-the geometry of the cache behind it. It reports the geometry of each cache that blocks
-are to land in (a *view*), and after that a get names nothing but blocks, with the
-generation that each had when it was offered::
+A reader opens a window once, by its name, and gets the window's number on this
+connection and the geometry of the owner's cache. For each local cache that it reads
+into, it sends the geometry (a *view*). After that a get contains only block names, each
+with its generation from the offer::
 
     reader                                 owner
       WINDOW_OPEN name              ->
@@ -18,14 +18,14 @@ generation that each had when it was offered::
                                     <-       WINDOW_CLOSE, or the reader first
       WINDOW_CLOSE                  ->       once no lane of the reader reads it
 
-A lane that reads memory in place needs none of the frames of a get. The owner never
-waits for a reader: a block that is withdrawn in the middle of a get is reported by
-WINDOW_GOT, and its bytes count for nothing.
+If a lane reads memory in place, a get needs no frames. The owner never waits for a
+reader: if a block is withdrawn in the middle of a get, WINDOW_GOT reports that, and its
+bytes are ignored.
 
-A small get is answered by a single frame: the owner gathers the blocks, and compares
-their generations afterwards, before the frame leaves.
+A small get is answered by a single frame: the owner gathers the blocks, and then
+compares their generations before it sends the frame.
 
-This part knows no generations: it reports what was asked, and the front answers.
+This module does not know generations: it reports a get, and the front answers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _SERVE_READ = RequestKind.SERVE_READ
 
 
 class WindowReads:
-    """Runs the windows of one connection, of either side."""
+    """Runs both sides' windows on one connection."""
 
     def __init__(
         self, outbox: Outbox, requests: RequestTable, chunks: ChunkMover
@@ -86,8 +86,8 @@ class WindowReads:
         self._requests = requests
         self._chunks = chunks
         chunks.on_read_sent = self._sent
-        # Windows of this side that the peer has open, and those of the peer; and the
-        # numbers given to the former, which are used once.
+        # This side's windows that the peer has open, the peer's windows, and the last
+        # number of this side's windows; numbers are never reused.
         self._shown: set[int] = set()
         self._opened: set[int] = set()
         self._last = 0
@@ -117,7 +117,7 @@ class WindowReads:
         """Handle WINDOW_OPENED."""
         request = self._requests.find(header.request)
         if request is None:
-            self.close(body.window)  # nobody waits for it any more
+            self.close(body.window)  # no longer awaited
             return
         if request.kind is not RequestKind.OPEN_WINDOW:
             raise UnexpectedFrame(
@@ -214,7 +214,7 @@ class WindowReads:
         return self._last
 
     def answer(self, wire_id: int, answer: WindowOpened | str) -> None:
-        """Answer WINDOW_OPEN; a text is the reason for a refusal."""
+        """Answer WINDOW_OPEN; if the argument is a text, refuse with this reason."""
         if isinstance(answer, str):
             self._requests.tell_failed(wire_id, AccessDenied.code, answer)
         else:
@@ -257,7 +257,7 @@ class WindowReads:
         self._outbox.report(WindowRead(request=request, body=body))
 
     def serve(self, request: RequestRecord, buffer: BufferId) -> None:
-        """Send the bytes of a get; WindowSent follows when all have left."""
+        """Send the bytes of a get; WindowSent follows when all were sent."""
         request.buffer = buffer
         self._chunks.begin_send(request)
 
@@ -279,7 +279,7 @@ class WindowReads:
         self._outbox.send(FrameType.WINDOW_GOT, body, request=wire_id)
 
     def finish(self, request: RequestRecord, stale: bytes, *, sent: bool) -> None:
-        """Answer a get, once its bytes have left or if all its blocks are stale."""
+        """Answer a get, once its bytes were sent or if all its blocks are stale."""
         if request.over:
             return
         if not sent:

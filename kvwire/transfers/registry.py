@@ -217,7 +217,7 @@ class TransferRegistry:
         end._watch_lease()
 
     def connecting(self, end: Transfer, task: asyncio.Task[None]) -> None:
-        """Record the task that connects a deferred transfer, to cancel it at its end."""
+        """Record the task that connects a deferred transfer, to cancel it later."""
         end._asking = task
 
     def ask_deferred(self, end: Transfer, link: ConnectionPort) -> None:
