@@ -42,7 +42,7 @@ _WAY_OUT: Final = (
     "asyncio.run_coroutine_threadsafe(...) with that loop, or a kvwire.Engine, which "
     "any thread may call"
 )
-# A task of a library that has swallowed its cancellation is cancelled again.
+# A task is cancelled again if a library has swallowed its cancellation.
 _CANCEL_AGAIN_S: Final = 0.2
 
 
@@ -152,11 +152,11 @@ async def run_to_completion(work: Awaitable[T]) -> T:
             cancelled = exc
     try:
         if cancelled is not None:
-            future.exception()  # seen: nobody is left to be told
+            future.exception()  # retrieved, because no caller is left to get it
             raise cancelled
         return future.result()
     finally:
-        # An exception holds this frame, and with it what was moved, in a cycle.
+        # An exception refers to this frame, and so keeps moved memory alive in a cycle.
         del future, work, cancelled
 
 
@@ -258,7 +258,8 @@ class Upkeep:
         """Draw the length of a pause, and double the limit for the next one."""
         limit_s = self._limit_s
         self._limit_s = min(2 * self._limit_s, self._last_s)
-        # Never less than half of the limit: no pause at all would not help anybody.
+        # Never less than half of the limit, since a pause of nearly zero would not
+        # help.
         return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
 
     def __aiter__(self) -> Upkeep:
@@ -346,7 +347,7 @@ async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
             raise errors[0]
         return [one for one in ended if not isinstance(one, BaseException)]
     finally:
-        # An error holds this frame, and with it itself, in a cycle.
+        # An error refers to this frame, and the frame to the error: break the cycle.
         ended.clear()
         errors.clear()
 
@@ -439,7 +440,7 @@ class AsyncWith:
     """Raise a helpful error for a plain ``with``."""
 
     __slots__ = ()
-    # What is called to get one, where that is not its class.
+    # The function that creates one, if it is not the class.
     _call: ClassVar[str] = ""
 
     def __enter__(self) -> NoReturn:
@@ -468,7 +469,7 @@ class Opening(AsyncWith):
             )
         self._begun = True
 
-    if not TYPE_CHECKING:  # which would otherwise believe in every name
+    if not TYPE_CHECKING:  # hasattr() would otherwise find every name
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or not hasattr(self._opens, name):

@@ -317,7 +317,7 @@ def load_with_origins(
 _TLS_KEYS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
 FIELDS = frozenset(Config.__struct_fields__)
 _KINDS = get_type_hints(ConfigOptions)
-# How msgspec ends a message about a value: with its place.
+# The end of msgspec's messages about a value, which names its place.
 _PLACE = re.compile(r" - at .*`\$\.(\w+).*`$")
 # Texts for a value that should be a table; msgspec would use JSON's terms.
 _TABLES = {

@@ -62,18 +62,18 @@ class WireCode(enum.IntEnum):
     """
 
     OK = 0
-    # About a whole connection.
+    # Codes for a whole connection.
     GOING_AWAY = 1
     PROTOCOL = 2
     INTERNAL = 3
     UNRESPONSIVE = 4
-    # About the handshake.
+    # Codes for the handshake.
     VERSION = 16
     AUTHENTICATION = 17
     PROFILE = 18
     HANDSHAKE_TIMEOUT = 19
     BUSY = 20
-    # About one request.
+    # Codes for one request.
     DEADLINE = 32
     ACCESS = 33
     STALE = 34
@@ -415,7 +415,7 @@ def wrong_type(name: str, value: object, wanted: str) -> UsageError:
     return UsageError(f"{name}: pass {wanted}, not {article} {kind}{hint}")
 
 
-# As many as a reader takes in at a glance.
+# As many as can be read at a glance.
 _FEW_NAMES: Final = 8
 
 
@@ -429,7 +429,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
         import difflib  # noqa: PLC0415 - only for errors, and `import kvwire` is quick
 
         near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    except OSError:  # no descriptor is left to import with
+    except OSError:  # the import failed for lack of file descriptors
         near = []
     known_are = f"known are {', '.join(names)}"
     if not near:

@@ -21,8 +21,8 @@ HEADER_BYTES: Final = 32
 # A whole handshake message is 256 bytes: QUIC and TLS fit their first flight in one
 # packet as well, and nothing of unknown length is parsed before authentication.
 HANDSHAKE_BODY_BYTES: Final = 256 - HEADER_BYTES
-# Control bodies carry numbers and names, never payload. NATS allows 4 KiB a control
-# line; the offers of a handshake (backend bootstraps, cache specs) need more.
+# Control bodies contain numbers and names, never payload. NATS allows 4 KiB per control
+# line; a handshake's offers (backend bootstraps, cache specs) need more.
 CONTROL_BODY_BYTES_MAX: Final = 64 * KIB
 # HMAC-SHA256 truncated to 128 bits, as in RFC 4868.
 SEAL_BYTES: Final = 16
@@ -31,49 +31,52 @@ SEAL_BYTES: Final = 16
 # Field measurements put the knee of every transport between 256 KiB and 1 MiB.
 CHUNK_BYTES: Final = 1 * MIB
 CHUNK_BYTES_MIN: Final = 64 * KIB
-# Keeps a cancel at most one chunk, that is 16 MiB, late.
+# A cancel takes effect after at most one chunk, so at most 16 MiB later.
 CHUNK_BYTES_MAX: Final = 16 * MIB
-# Up to here a message travels with its header, and the receiver may have to hold it.
+# Up to this size a message is sent with its header, and the receiver may have to hold
+# it.
 EAGER_BYTES: Final = 16 * KIB
-# A block of 64 KiB, and what a store says beside it.
+# A block of 64 KiB, and a store's own data for it.
 EAGER_BYTES_MAX: Final = 72 * KIB
-# What the receiver holds for messages nobody has asked for yet, per connection.
+# The most bytes that a receiver holds for unreceived messages, per connection.
 EAGER_WINDOW_BYTES: Final = 1 * MIB
 EAGER_WINDOW_BYTES_MAX: Final = 64 * MIB
 EAGER_WINDOW_MESSAGES: Final = 1024
-# Tags of one connection whose messages are dropped; the oldest is forgotten first. Each
-# is for the late answer of a cancelled request, which comes soon or never.
+# The most tags of one connection whose messages are dropped; the oldest is forgotten
+# first. Each is for the late answer to a cancelled request, which comes soon or never.
 DISCARDED_TAGS_MAX: Final = 4096
 # One request: the KV cache of one long prompt of a 70B-class model fits.
 REQUEST_BYTES_MAX: Final = 64 * GIB
 # `recv(tag)` without a buffer allocates at most this, whatever the sender announces.
 MESSAGE_BYTES: Final = 256 * MIB
-# Bulk bytes that a connection hands to one link before it waits for that link: two
+# Payload bytes that a connection queues on one link before it waits for the link: two
 # chunks keep the wire busy, and a third would only delay a more urgent one.
 LINK_QUEUE_BYTES: Final = 2 * MIB
-# Bytes a link may move in one wake-up of the loop before others get their turn: a chunk
-# with what goes before it, in a quarter of a millisecond. 4 MiB are no faster.
+# Bytes that a link may move in one wake-up of the loop before others get their turn: a
+# chunk and the frames before it, in a quarter of a millisecond. 4 MiB are no faster.
 WAKEUP_BYTES: Final = CHUNK_BYTES + 64 * KIB
 
 # --- lanes ----------------------------------------------------------------------------
-# Data paths beside one control link, which is number 0. Several sockets help while one
-# core cannot fill the wire: beyond eight they only share it.
+# Data paths beside the control link, which is number 0. Several sockets help if one
+# core cannot saturate the network; more than eight bring nothing.
 LANES_MAX: Final = 16
-# Lanes are numbered for the life of a connection, and a number is never used again: it
-# makes the lane's secret, of which 4 bytes are its. One a second lasts for 136 years.
+# Lanes are numbered for the life of a connection, and numbers are never reused, because
+# a lane's secret is derived from its number. 4 bytes last 136 years at one lane a
+# second.
 LANE_NUMBER_MAX: Final = 2**32 - 1
-# What a lane's other side needs to come up: UCX worker addresses are the longest, a few
+# A lane's bootstrap for the other side: UCX worker addresses are the longest, a few
 # hundred bytes for each device of the host.
 BOOTSTRAP_BYTES_MAX: Final = 8 * KIB
-# What names a payload to the receiver's lane. Where it lies, on the same host: one
-# chunk of 1 MiB in fragments of 512 bytes at 16 bytes each.
+# A payload's descriptor for the receiver's lane. On the same host it lists addresses:
+# for one chunk of 1 MiB in fragments of 512 bytes, 16 bytes each.
 DESCRIPTOR_BYTES_MAX: Final = 32 * KIB
 # Bytes a lane may move in one wake-up: half a millisecond, since it copies once.
 LANE_WAKEUP_BYTES: Final = 4 * MIB
-# Payloads that one lane has and the receiver has not taken yet.
+# The most payloads on one lane that the receiver has not taken yet.
 LANE_PAYLOADS_MAX: Final = 256
-# One payload on a lane where a chunk is smaller: 8 MiB pay for what a payload costs
-# beside its bytes. A receiver for a device has STAGING_SLOTS of them in pinned memory.
+# The size of one payload on a lane if chunks are smaller: 8 MiB make the overhead per
+# payload negligible. A receiver for a device has STAGING_SLOTS of these in pinned
+# memory.
 SPAN_BYTES_MAX: Final = 8 * MIB
 # Pieces of such a payload: a descriptor names each in 4 to 8 bytes, and one system call
 # takes as many.
@@ -82,58 +85,57 @@ SPAN_PIECES_MAX: Final = 1024
 LANE_TIMEOUT_S: Final = 2.0
 
 # --- tables ---------------------------------------------------------------------------
-# Requests open at once per connection and side.
+# The most requests open at once per connection and side.
 REQUESTS_MAX: Final = 4096
-# Chunks that one link has and has not reported as sent. A get that only waits for that
-# is over for the peer, so admitting twice REQUESTS_MAX never refuses an honest one.
+# Chunks that one link has not reported as sent. A get that only waits for this report
+# has ended for the peer, so admitting twice REQUESTS_MAX never refuses an honest peer.
 LINK_CHUNKS_MAX: Final = REQUESTS_MAX
-# Of a transfer: a higher one goes first. One byte on the wire.
+# A transfer's priority: higher ones go first. One byte on the wire.
 PRIORITY_MAX: Final = 255
 # Request numbers are 32 bits and never reused within a connection.
 REQUEST_ID_MAX: Final = 2**32 - 1
-# Rows of tables: a program with more of them open has forgotten to close some.
+# Entries in tables: a program with more open objects has forgotten to close some.
 GRANTS_MAX: Final = 65_536
 REGIONS_MAX: Final = 65_536
 
 WINDOWS_MAX: Final = 1024
-# Of each connection: the windows of the peer that are open, and their readers' caches
-# of different shape.
+# Per connection: the peer's open windows, and the different geometries that read them.
 WINDOWS_OPEN_MAX: Final = 1024
 WINDOW_VIEWS_MAX: Final = 64
-# One frame names this many blocks, with 12 bytes each; their payload is sent as one
-# request. A larger get is several of these.
+# One frame names at most this many blocks, with 12 bytes each; their payload is sent as
+# one request. A larger get needs several frames.
 WINDOW_GET_BLOCKS_MAX: Final = 4096
 WINDOW_GET_BYTES_MAX: Final = 64 * MIB
-# The blocks of a small get come in one frame, gathered in memory of the link; and the
-# bytes of such gets that one reader may have asked for at a time.
+# The size up to which a get's blocks come in one frame, gathered in the link's memory;
+# and the bytes of such gets that one reader may have requested at a time.
 WINDOW_DATA_BYTES_MAX: Final = 256 * KIB
 WINDOW_DATA_ASKED_MAX: Final = 1 * MIB
-# The addresses of a window's tensors, 8 bytes for each layer of keys and of values, and
-# what a lane needs to read them. Without room for these it is read by messages.
+# The addresses of a window's tensors, 8 bytes for each layer's keys and values, and a
+# lane's data for reading them. If they need more room, the window is read by messages.
 WINDOW_MEMORY_BYTES_MAX: Final = 20 * KIB
 WINDOW_ACCESS_BYTES_MAX: Final = 20 * KIB
 WINDOW_GEOMETRY_BYTES_MAX: Final = 20 * KIB
-# Control bytes queued towards one peer; beyond it the peer is a slow consumer. NATS
-# allows 64 MiB, but that is payload.
+# Control bytes queued for one peer; beyond this the peer is a slow consumer. NATS
+# allows 64 MiB, but that includes payload.
 CONTROL_QUEUE_BYTES_MAX: Final = 4 * MIB
 # Connections per listener.
 CONNECTIONS_MAX: Final = 4096
 # Connections, transfers and calls in a snapshot: a megabyte of JSON at most.
 SNAPSHOT_ROWS_MAX: Final = 1000
-# Six are here; the others are room for those of other distributions.
+# kvwire has six; the rest is room for other distributions.
 BACKENDS_MAX: Final = 32
-# What CPU_SETSIZE of glibc has room for, and with it os.sched_setaffinity.
+# The limit of glibc's CPU_SETSIZE, and so of os.sched_setaffinity.
 CPU_MAX: Final = 1023
-# What a side says of itself, in pairs of texts: the spec of one cache has thirteen.
+# A profile's pairs of texts: the spec of one cache has thirteen.
 PROFILE_FIELDS_MAX: Final = 256
 
 # --- KV caches ------------------------------------------------------------------------
-# What a peer may say about its cache. The widest models of today have 128 layers, 128
-# KV heads, heads of 576 elements and 5 groups; tensor parallelism stays below 1024.
+# Limits for a peer's description of its cache. Today's largest models have 128 layers,
+# 128 KV heads, heads of 576 elements and 5 groups; tensor parallelism stays below 1024.
 KV_LAYERS_MAX: Final = 4096
 KV_HEADS_MAX: Final = 4096
 KV_HEAD_DIM_MAX: Final = 65_536
-# A recurrent state of one layer; those of 2026 have up to 20 MiB.
+# A recurrent state of one layer; models of 2026 have up to 20 MiB.
 KV_STATE_BYTES_MAX: Final = 1024 * MIB
 KV_BLOCK_TOKENS_MAX: Final = 65_536
 KV_SHARDS_MAX: Final = 4096
@@ -141,54 +143,57 @@ KV_GROUPS_MAX: Final = 64
 # Blocks in the list of one transfer: 10 million tokens at 4 tokens a block fit.
 KV_BLOCKS_MAX: Final = 4 * 1024 * 1024
 
-# Segments of one transfer: 80 layers of 800 prefill chunks. What they name of a box.
+# The most segments, and marks, of one transfer: 80 layers of 800 prefill chunks.
 SEGMENTS_MAX: Final = 65_536
-# A longer mark is cut: what a lost link makes us send again is at most one segment.
+# A longer mark is divided, because a lost link makes us send up to one segment again.
 SEGMENT_BYTES: Final = 16 * MIB
-# What a producer may mark at once, unless it is a single granule: cutting into equal
-# pieces makes them less than twice as long. The consumer lays out all of it in one go.
+# The most bytes of one segment, unless it is a single granule: dividing into equal
+# pieces makes them less than twice as long. The consumer maps a whole segment in one
+# step.
 SEGMENT_BYTES_MAX: Final = 2 * SEGMENT_BYTES
-# Bytes of one transfer that a link has at once: to look up where their fragments lie
-# holds the loop of either side for half a millisecond. The wire never waits for more.
+# Bytes of one transfer that are queued on a link at once: looking up their fragments
+# blocks the loop on either side for half a millisecond. More would not keep the wire
+# busier.
 AHEAD_BYTES: Final = 4 * SEGMENT_BYTES
-# Pieces of this side's memory in one cache group of a transfer, each at 24 bytes of
-# tables. A peer's layout decides how many they are: as many as this, or of so many
-# bytes on average. The smallest heads of real models have 64 elements of one byte.
+# Limits for the pieces of this side's memory in one cache group of a transfer, each of
+# which needs 24 bytes of tables. The peer's layout determines their number: at most
+# this many, or more if they have so many bytes on average. The smallest heads of real
+# models have 64 elements of one byte.
 KV_PIECES_MAX: Final = 1024 * 1024
 KV_PIECE_BYTES: Final = 64
-# What follows from two descriptions is kept for transfers of the same sizes, and what
-# follows from a range of layers; when there are more, they are computed again.
+# Cached results: per pair of descriptions, for transfers of the same sizes, and per
+# range of layers. Beyond these numbers they are computed again.
 KV_TEMPLATES_MAX: Final = 64
 KV_TEMPLATE_STEPS_MAX: Final = 4096
-# Layers smaller than this together travel together: below it a layer costs more to
-# announce than its transfer hides.
+# Consecutive layers are sent together up to this size: announcing a smaller layer costs
+# more than sending it early gains.
 GROUP_BYTES: Final = 256 * KIB
-# Boxes a consumer names as landed when it goes on with another link, each in up to 26
-# bytes. Layers that came one after the other are one box.
+# The most boxes that a consumer reports as landed when it resumes on another link, each
+# in up to 26 bytes. Layers that came one after the other are one box.
 LANDED_BOXES_MAX: Final = 1000
 LANDED_BOX_BYTES: Final = 26
-# Ids of transfers that have ended badly, kept to answer those who ask too late.
+# Ids of failed transfers, which are kept to answer late requests.
 TOMBSTONES_MAX: Final = 4096
 # Segments one SEGMENT_ACK, and the one COMMIT_ACK, may name: 5 bytes each at most.
 LANDED_MAX: Final = 1024
 SETTLED_MAX: Final = 8192
-# Transfers a peer has opened that nobody has matched, with their descriptions.
+# The most unmatched transfers that a peer has opened, with their descriptions.
 TRANSFERS_WAITING_MAX: Final = 1024
-# Memory for these descriptions and their records, per connection and over all: 8 KiB
-# for each that may wait, enough for some hundred groups or a partial redial.
+# Memory for these descriptions and their records, per connection and in total: 8 KiB
+# for each waiting transfer, enough for about a hundred groups or a partial redial.
 WAITING_BYTES_MAX: Final = 8 * MIB
 WAITING_BYTES_ALL_MAX: Final = 64 * MIB
-# What one takes beside its description.
+# The memory of one record besides its description.
 WAITING_RECORD_BYTES: Final = 2 * KIB
 TRANSFER_ID_BYTES_MAX: Final = 256
 DESCRIPTION_BYTES_MAX: Final = 48 * KIB
-# A producer's last word waits so long for a frame that it can ride on, with so many
-# others: a fraction of what a wake-up of both sides costs a busy loop.
+# How long a producer's FIN may wait for a frame that can carry it, and with how many
+# others: a fraction of the cost of waking both sides' busy loops.
 LAST_WORD_DELAY_S: Final = 0.02
 LAST_WORDS_MAX: Final = 64
-# Segments that one SEGMENT_ACK waits for, as long as a last word does: a frame for each
-# would be a third of what a small layer costs. As many small layers at most are under
-# way by themselves, before those behind them go together.
+# How many segments one SEGMENT_ACK waits for, as long as a FIN may: a frame for each
+# would be a third of a small layer's cost. At most as many small layers are in flight
+# separately, before later ones are joined.
 SEGMENTS_TOGETHER: Final = 8
 
 # --- strings --------------------------------------------------------------------------
@@ -199,7 +204,7 @@ BINDING_BYTES: Final = 64
 PSK_BYTES_MIN: Final = 32
 PSK_BYTES_MAX: Final = 1024
 REASON_CHARS_MAX: Final = 200
-# websockets truncates what it logs of a peer to 75 characters.
+# websockets truncates a peer's text in logs to 75 characters.
 LOG_CHARS_MAX: Final = 75
 
 # --- time -----------------------------------------------------------------------------
@@ -209,38 +214,38 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 # so a dead peer is known after 3 missed pings of 2 s.
 PING_INTERVAL_S: Final = 2.0
 PING_MISSES: Final = 3
-# More pings a second would say nothing that fewer do not.
+# More pings a second would not add information.
 PING_INTERVAL_MIN_S: Final = 0.2
-# With one, a silent peer would be dead before it was asked.
+# With a single miss, a silent peer would be dead before it was pinged.
 PING_MISSES_MIN: Final = 2
 # For more patience, set longer intervals.
 PING_MISSES_MAX: Final = 10
 # Twice what an honest peer sends at the shortest interval; gRPC disconnects a client
 # that pings too often as well.
 PINGS_PER_SECOND_MAX: Final = 10
-# So many may come at once when a wire heals that was silent for ten minutes.
+# As many may arrive at once when a network recovers after ten minutes.
 PINGS_SAVED_MAX: Final = 6000
 CLOSE_TIMEOUT_S: Final = 5.0
-# What the end of a link may take beyond that, on a loop that is busy.
+# How much longer the end of a link may take on a busy loop.
 CLOSE_SLACK_S: Final = 1.0
 # How long an unmatched or interrupted transfer holds its blocks; vLLM's is 30 s as
 # well.
 LEASE_S: Final = 30.0
-# A peer whose link was reset, or whose port is refused, has ended: it has so long to be
-# back with another link. One that lives dials again within a tenth of it.
+# A peer whose link was reset, or whose port is refused, has probably ended: this is its
+# time to return with another link. A live peer dials again within a tenth of it.
 RESTART_GRACE_S: Final = 1.0
-# A transfer that is open for so long is named in the log, once, with what it waits for.
+# A transfer that is open this long is logged once, with the reason for its wait.
 WAITING_LOG_S: Final = 10.0
 # The kernel's sun_path, with its final zero, on every system that kvwire runs on.
 SOCKET_PATH_BYTES: Final = 103
-# Memory that may wait to be let go of before new transfers are refused.
+# The most memory that may wait for its release before new transfers are refused.
 QUARANTINE_BYTES: Final = 4 * GIB
-# An address of a name has so long to answer before the next is dialled beside it: the
-# default of RFC 8305, 5.
+# How long an address of a name may take to answer before the next one is dialled as
+# well: the default of RFC 8305, 5.
 DIAL_DELAY_S: Final = 0.25
-# An outcome that there was no memory for is tried again after this.
+# If there was no memory for an outcome, it is tried again after this time.
 NO_MEMORY_S: Final = 0.1
-# How late our own loop may be before we say that we, and not the peer, had stalled.
+# How late our own loop may be before the stall counts as ours instead of the peer's.
 STALL_TOLERANCE_S: Final = 0.25
 
 assert HEADER_BYTES + HANDSHAKE_BODY_BYTES == 256

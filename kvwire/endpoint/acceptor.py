@@ -51,11 +51,11 @@ class Acceptor:
         self.listeners: list[Listener] = []
         self._links = links
         self._recovery = recovery
-        # Links that are not a connection: not yet, or never and on their way out.
-        # Oldest first.
+        # Links that are not connections: still in the handshake, or refused and
+        # closing. Oldest first.
         self._pending: dict[HandshakeDriver[Connection], None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Hosts with a recent warning, and when their next refusal is one again.
+        # Hosts with a recent warning, and when their next refusal is a warning again.
         self._quiet_until: dict[str, float] = {}
 
     @yields_before_raising
@@ -71,7 +71,7 @@ class Acceptor:
         backend = links.backend(where.scheme, config)
         if links.services.tls is not None:
             links.services.tls.check_may_listen()
-        # Loads their libraries now, and not while a peer waits in its handshake.
+        # Loads the backends' libraries now instead of during a peer's handshake.
         offered(config, where.scheme)
 
         def accept(link: Link) -> None:
@@ -131,7 +131,8 @@ class Acceptor:
     async def _welcome(self, opening: HandshakeDriver[Connection]) -> None:
         remote = opening.link.remote_address
         timeout_s = self._links.services.config.handshake_timeout_s
-        # Not cancelled by a timeout: what has ended at the last moment has ended.
+        # Not cancelled by a timeout, so a handshake that ends at the last moment
+        # counts.
         await asyncio.wait([opening.done], timeout=timeout_s)
         if not opening.done.done():
             logger.info("%s: %s", remote, opening.timeout(timeout_s))
@@ -187,7 +188,7 @@ class Acceptor:
         return ""
 
     def _busy(self) -> str:
-        """Return why there is no room for another connection, or ""."""
+        """Return why no more connections are accepted, or ""."""
         limit = self._links.services.config.connections_max
         if len(self._links.connections) >= limit:
             return f"connections_max={limit} are open"

@@ -322,7 +322,7 @@ class Communicator(AsyncWith):
         found = await self._membership.meant_by(Selector.parse(selector))
         mine = self.incarnation.hex()
         others = [one for one in found if one.key != mine]
-        # Of equals each client takes another one first.
+        # Members with equal loads are shuffled, so that clients spread over them.
         random.shuffle(others)
         return tuple(sorted(others, key=lambda one: one.load))
 
@@ -548,7 +548,7 @@ class Communicator(AsyncWith):
         closing = [connection.close() for connection in links.connections]
         await at_most(patience_s, [registry.all_settled(), *closing])
         await self._end_links()
-        # Those that were made to report to a producer what has landed.
+        # Including links that were opened only to report landed parts to a producer.
         await at_most(CLOSE_SLACK_S, [c.close() for c in links.connections])
         registry.stop(ClosedOK("the communicator was closed"))
         for driver in links.drivers:
@@ -581,7 +581,7 @@ class Communicator(AsyncWith):
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        """Close it, or abort if the block was left by an exception."""
+        """Close it, or abort if an exception left the block."""
         if error is not None and self._thread.ident != FORKED:
             self.abort()
         await self._thread.leave(self.close)
@@ -629,7 +629,7 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
     ) -> None:
         self.config: Config
         if isinstance(config, Config):
-            # Checked here, since a Config that was made by hand has not been.
+            # Checked here, since a Config that was constructed directly is unchecked.
             self.config = config.replace(**arguments)
         else:
             self.config = Config.load(config, **arguments)
@@ -644,7 +644,7 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
         return self._communicator
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        """Close it, or abort if the block was left by an exception."""
+        """Close it, or abort if an exception left the block."""
         assert self._communicator is not None
         await self._communicator.__aexit__(kind, error, trace)
 

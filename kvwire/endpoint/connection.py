@@ -85,7 +85,7 @@ _RECV: Final = RequestKind.RECV
 _PUT: Final = RequestKind.PUT
 _GET: Final = RequestKind.GET
 _SERVE_READ: Final = RequestKind.SERVE_READ
-# What they wait for until they move.
+# The reason for waiting, until bytes move.
 _MESSAGES: Final = {_SEND: "the peer to receive it", _RECV: "a message"}
 _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
 
@@ -130,14 +130,14 @@ class Connection(AsyncWith):
         self._message_bytes = services.config.message_bytes
         self._core = core
         self._outbox = core.outbox
-        # Names this connection to both sides, and no other one.
+        # Identifies this connection on both sides.
         self._digest: bytes = core.agreement.digest[:16]
-        # Where it leads, on the side that has connected.
+        # The dialled address, on the side that connected.
         self._dialled: Dialled | None = None
         self._driver = ConnectionDriver(link, core, services, lanes, peer)
         self._shown = OwnWindows(self._driver, windows)
         self._opened = PeerWindows(self._driver)
-        # With the first request whose memory is a device's.
+        # Created by the first request with device memory.
         self._on_device: DeviceRequests | None = None
         self._on_ended = ended
         self._driver.serve(self, self._acts())
@@ -494,7 +494,7 @@ class Connection(AsyncWith):
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        """Close, or abort if the block was left by an exception."""
+        """Close, or abort if an exception left the block."""
         if error is not None and self._thread.ident != FORKED:
             self.abort(f"aborted by {type(error).__name__}")
         await self._thread.leave(self.close)
@@ -581,7 +581,7 @@ class Connection(AsyncWith):
             return request
         request._record = record
         record.context = request
-        # A receive that has met nothing has nothing to send.
+        # An unmatched receive sends nothing.
         if self._outbox.frames or self._outbox.events:
             self._driver.run()
         if at is not None and not request._over:
@@ -619,9 +619,9 @@ class Connection(AsyncWith):
     def _sent_at_once(self, tag: int, payload: Payload) -> bool:
         """Send a small message if credit and link allow; return whether it was sent."""
         driver = self._driver
-        # Not while the link is full: then no message makes its queue too long. Nor from
-        # within an event: a frame that another event has caused may wait, and has the
-        # number before that of the message.
+        # Not while the link is full, so that messages cannot make its queue too long.
+        # Nor from within an event: a frame of another event, with the number before
+        # this message's, may still be waiting.
         if (
             driver.running
             or driver.link.queued_bytes >= LINK_QUEUE_BYTES
@@ -729,7 +729,7 @@ class Connection(AsyncWith):
             else:
                 self._services.registry.request_over(record, self._driver)
             return
-        # Each names the other; without this only the garbage collector would end both.
+        # Break the reference cycle, or only the garbage collector would free both.
         record.context = None
         held = None
         if event.held is not None:

@@ -97,7 +97,7 @@ class DeviceRequests:
             waiters = self._devices.waiters(device_ops(device))
             waiters.wait(waiters.assign(), after, done)
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
-            # Not now: the caller has not got the record yet.
+            # Not now, because the caller does not have the record yet.
             self._driver.services.loop.call_soon(done, exc)
 
     def _settled(
@@ -109,7 +109,7 @@ class DeviceRequests:
                 f"what was queued on {device} before the {record.kind.value}: {error}"
             )
             self._core.refuse(record, failed, WireCode.OTHER)
-        # Also for a request that is over: a message held for it is to be let go.
+        # Also if the request has ended: a message held for it must be released.
         if step is not None:
             step()
         self._driver.run()

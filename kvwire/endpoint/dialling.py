@@ -23,9 +23,9 @@ from kvwire.limits import DIAL_DELAY_S
 from kvwire.security.keys import resolve
 from kvwire.types import Address, TrustMode
 
-# Free ports that the kernel gives for one address and that are taken at another one.
+# How often a port that is free at one address may be taken at another.
 _PORTS_TRIED: Final = 8
-# This host has no such address, or does not speak that protocol at all.
+# This host has no such address, or does not support the protocol family.
 _NOT_OF_THIS_HOST: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -109,7 +109,7 @@ class Dialling:
 
     def _refused(self) -> ConnectError:
         first = next(iter(self._failures.values()))
-        # The reason of all where they agree: "refused" means that nobody is there.
+        # The common reason, if all agree: "refused" means that nothing listens.
         same = len({failure.errno for failure in self._failures.values()}) == 1
         error = self._error(self._each(""), first.errno if same else errno.EHOSTUNREACH)
         error.__cause__ = first if same else None

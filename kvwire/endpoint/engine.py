@@ -38,7 +38,7 @@ from kvwire.transfers.ready_log import Which
 from kvwire.types import Address, PeerInfo, TransportReport
 
 T = TypeVar("T")
-# What directories and transports may take beyond the connections of a communicator.
+# Time for closing directories and transports, after a communicator's connections.
 _CLOSE_SLACK_S: Final = 30.0
 
 
@@ -73,7 +73,7 @@ class Engine:
         return f"<Engine {state}>"
 
     def __del__(self) -> None:
-        # Where the constructor has failed, it has closed what there was.
+        # If the constructor fails, it has closed everything that it had created.
         if hasattr(self, "_communicator") and self._thread.begin_close():
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2)
 
@@ -125,7 +125,7 @@ class Engine:
             TimeoutError: No connection came in time; none is lost.
             ClosedOK: The engine was closed.
         """
-        # Timed on the loop: a connection is taken by us or by nobody.
+        # The timeout is on the loop, so that no connection is taken and then lost.
         connection = self._thread.call(_accepted(self._communicator, timeout))
         return EngineConnection(self, connection)
 
@@ -246,7 +246,7 @@ class Engine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it, or abort if the block was left by an exception."""
+        """Close it, or abort if an exception left the block."""
         if error is not None and not self._thread.forked:
             self._thread.post(self._communicator.abort)
         self.close()
@@ -256,7 +256,7 @@ class EngineConnection:
     """Makes a connection usable from synchronous code."""
 
     def __init__(self, engine: Engine, connection: Connection) -> None:
-        self._engine = engine  # which would close if nobody held it
+        self._engine = engine  # keep a reference, or it would close
         self._thread = engine._thread
         self._connection = connection
 
@@ -334,7 +334,7 @@ class EngineWindow:
     """Makes a window of this side usable from synchronous code."""
 
     def __init__(self, engine: Engine, window: Window) -> None:
-        self._engine = engine  # which would close if nobody held it
+        self._engine = engine  # keep a reference, or it would close
         self._thread = engine._thread
         self._window = window
 
@@ -400,7 +400,7 @@ class _EngineTransfer:
     """Holds the methods that both ends of a transfer share in synchronous code."""
 
     def __init__(self, engine: Engine, end: Outgoing | Incoming) -> None:
-        self._engine = engine  # which would close if nobody held it
+        self._engine = engine  # keep a reference, or it would close
         self._thread = engine._thread
         self._end = end
 
@@ -506,7 +506,7 @@ async def _opened(
     opening = open_communicator(config, **arguments)
     bind_thread(opening.config.io_cpus)
     communicator = await opening
-    # Before anybody has it: an interrupt may keep it from its caller.
+    # Registered early, because an interrupt may keep the caller from getting it.
     within_s = 2 * opening.config.close_timeout_s + _CLOSE_SLACK_S
     thread.at_end(communicator.close, within_s)
     return communicator

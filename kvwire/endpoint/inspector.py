@@ -30,7 +30,7 @@ from kvwire.limits import SOCKET_PATH_BYTES
 logger: logging.Logger = logging.getLogger("kvwire.inspect")
 
 _ENDING: Final = ".sock"
-# Who dumps on a signal, by the loop that has the handler.
+# The inspectors that dump on the signal, by the loop that has the handler.
 _dumping: dict[asyncio.AbstractEventLoop, dict[Inspector, None]] = {}
 
 
@@ -69,7 +69,7 @@ class Inspector:
                 )
             self._services.ring = open_ring(self._services.loop)
             self.path = path
-            # Begins to serve, and to wait for that, once there is what close() ends.
+            # Starts serving once close() has something to end.
             self._server = await asyncio.start_unix_server(
                 self._serve, path, limit=INSPECT_LINE_BYTES_MAX, start_serving=False
             )
@@ -130,7 +130,7 @@ class Inspector:
                 writer.write(self._answer(line.strip()) + b"\n")
                 await writer.drain()
         except (ConnectionError, ValueError):
-            pass  # it has gone, or has sent more than a line may have
+            pass  # the client is gone, or has sent too long a line
         finally:
             self._clients.pop(task, None)
             writer.close()

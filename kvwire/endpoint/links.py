@@ -52,7 +52,7 @@ from kvwire.wire.handshake_messages import NONCE_BYTES
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 E = TypeVar("E", bound=KVWireError)
-# What runs a link: first the one, then the other.
+# A link's driver: first that of the handshake, then that of the connection.
 Driver = HandshakeDriver[Connection] | ConnectionDriver
 
 
@@ -143,12 +143,13 @@ class Links:
         try:
             connection = await self._connect(where, transport, None, lost._digest)
         except ConnectError as exc:
-            # Refused: the process has ended, and others of that name are others.
+            # Refused: the process has ended, and the name's other addresses are other
+            # processes.
             if name == where or isinstance(exc.__cause__, ConnectionRefusedError):
                 raise
             connection = await self._connect(name, transport, None, lost._digest)
         assert connection._dialled is not None
-        # The next redial may go by the name again.
+        # The next redial may resolve the name again.
         connection._dialled = connection._dialled._replace(name=name)
         self.services.registry.reattach(connection._driver)
         return connection

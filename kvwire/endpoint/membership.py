@@ -26,7 +26,7 @@ from kvwire.kv.paged import PagedCache
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
-# A folder of this user's own: what there is without any server.
+# The user's own folder, which works without any server.
 _DEFAULT: Final = "file:"
 
 
@@ -42,7 +42,7 @@ class Membership:
 
     def __init__(self, url: str) -> None:
         self._url = url or _DEFAULT
-        # A named directory is made at once, so that a wrong name is an error now.
+        # A configured directory is created at once, so that a wrong URL raises now.
         self._directory: Directory | None = open_directory(url) if url else None
         self._listeners: list[Callable[[Change], None]] = []
         self._announced = ""
@@ -64,7 +64,7 @@ class Membership:
         Cancel safety: safe, it only reads.
         """
         directory = self._begin_watching()
-        if not self.members:  # the watch has brought none yet, or there is nobody
+        if not self.members:  # the watch has reported no members yet, or there are none
             return list(await directory.members(selector))
         return [one for one in self.members.values() if selector.matches(one)]
 

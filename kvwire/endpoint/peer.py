@@ -61,10 +61,10 @@ from kvwire.types import Address, Deadline, Grant
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
-# Waiting does not mend these; only where another member may be meant instead.
+# Waiting does not help with these errors, but trying another member may.
 _FINAL: Final = (BackendUnavailable, HandshakeError, UsageError)
 _ONE_SIDED: Final = frozenset({RequestKind.PUT, RequestKind.GET})
-# One that does not answer leaves time to try as many others.
+# A candidate that does not answer leaves time to try this many others.
 _SHARES_MAX: Final = 4
 
 
@@ -94,7 +94,7 @@ class Peer:
         self._thread: LoopThread = links.services.thread
         self._membership = membership
         self._recovery = recovery
-        # All of the communicator, by what names them; without those that are closed.
+        # The communicator's peers that are not closed, by address or selector.
         self._peers = peers
         self._where = where
         self._selector = Selector.parse(where) if "=" in where else None
@@ -102,7 +102,7 @@ class Peer:
         self._own_key = links.identity.incarnation.hex()
         self._closed = False
         self._last: Connection | None = None
-        # Whose connection it is; None once that member has left.
+        # The connected member; None once it has left.
         self._record: Record | None = None
         self._failures: dict[str, int] = {}
         self._upkeep = Upkeep(REDIAL_S, PEER_REDIAL_S_MAX)
@@ -301,7 +301,7 @@ class Peer:
             await self._last.close()
 
     def _stop(self) -> None:
-        """Stop dialling; requests and transfers that wait for a connection fail."""
+        """Stop dialling; requests and transfers waiting for a connection fail."""
         if self._closed:
             return
         self._closed = True
@@ -479,7 +479,7 @@ class Peer:
                 except KVWireError as exc:
                     before = upkeep.reason
                     upkeep.reason = str(exc)
-                    # Retrying does not mend a wrong key, so it is logged once.
+                    # Retrying does not help with a wrong key, so it is logged once.
                     refused = isinstance(exc, AuthenticationFailed)
                     loud = refused and upkeep.reason != before
                     level = logging.WARNING if loud else logging.INFO
@@ -551,7 +551,7 @@ class Peer:
             same = meant and record.address == mine.address
             self._record = record if same else None
         elif mine is None and meant and record.key == live.peer.incarnation.hex():
-            self._record = record  # it was away for a while
+            self._record = record  # it was unreachable for a while
         if self._record is None and self._candidates():
             self._last = None
             self._recovery.retire(live)

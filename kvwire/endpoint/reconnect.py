@@ -29,7 +29,7 @@ from kvwire.proto.state import CloseState
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
-# The kernel, or this process, has found that nobody listens there.
+# The kernel, or this process, has reported that nothing listens there.
 _REFUSALS: Final = (ConnectionRefusedError, FileNotFoundError)
 # Errors of the kernel for a silent peer; all others come from the peer's host.
 _SILENCE: Final = (
@@ -52,9 +52,9 @@ class Reconnector:
         self._tasks: set[asyncio.Task[None]] = set()
         # One redial for each peer, however many of its connections were lost.
         self._redialling: set[bytes] = set()
-        # Peers that were redialled a moment ago.
+        # Peers that were redialled recently.
         self._redialled: set[bytes] = set()
-        # Peers that may dial again, by the connection that they have lost last.
+        # Peers that may dial again, by the last connection that they lost.
         self._awaited: dict[bytes, Connection] = {}
 
     def lost(self, connection: Connection, error: ConnectionClosed) -> None:
@@ -93,7 +93,7 @@ class Reconnector:
         """Replace a lost link; ``gone`` if the peer's process has probably ended."""
         registry = self._registry
         origin = connection.peer.origin
-        # Not wait_closed(): in a forked child that refuses, and nobody reads its error.
+        # Not wait_closed(): in a forked child it raises, and the error would go unread.
         await asyncio.shield(connection._driver.ended)
         registry.connection_lost(connection._driver)
         for other in tuple(self._links.connections):
@@ -104,7 +104,7 @@ class Reconnector:
         if not (
             registry.interrupted(origin) or (connection._dialled and registry.unmet)
         ):
-            return  # nothing waits for this peer, so that nothing is kept of it
+            return  # nothing waits for this peer, so no state is kept
         if not connection._dialled and gone:
             await self._await_return(connection)
         elif connection._dialled and origin not in self._redialling:
@@ -124,9 +124,9 @@ class Reconnector:
         until = loop.time() + grace_s
         await asyncio.sleep(grace_s)
         if loop.time() > until + STALL_TOLERANCE_S:
-            await asyncio.sleep(grace_s)  # we were late, and not the peer
+            await asyncio.sleep(grace_s)  # this side was late, not the peer
         if self._awaited.get(origin) is not lost:
-            return  # it was back, and lost again
+            return  # it had come back, and was lost again
         del self._awaited[origin]
         if registry.interrupted(origin):
             registry.peer_gone(
@@ -150,7 +150,8 @@ class Reconnector:
         gone_at: float | None = None
         upkeep = Upkeep(REDIAL_S, REDIAL_S_MAX)
         if origin in self._redialled:
-            # A link that breaks as soon as it is up is not redialled without a pause.
+            # It was redialled recently: pause, in case links break as soon as they are
+            # up.
             await asyncio.sleep(REDIAL_S_MAX)
         unmet = bool(registry.unmet)
         async for _ in upkeep:
@@ -190,7 +191,7 @@ class Reconnector:
             why = "the peer has restarted; its side of it is gone"
             self._registry.peer_gone(origin, why)
         await new.close()
-        # Else it is another one, for which the peer's name stands as well.
+        # Otherwise it is another process behind the same name.
         return new._dialled == lost._dialled
 
     def _note_redial(self, origin: bytes) -> None:

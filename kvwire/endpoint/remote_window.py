@@ -215,7 +215,8 @@ class RemoteWindow:
         elif read.under_way is not None and not read.under_way.done():
             read.under_way.add_done_callback(lambda _: again())
         elif not read.over:
-            # It has no buffer yet: it is not sent, or comes in a frame with others.
+            # It has no buffer yet: it was not sent, or its blocks come in a shared
+            # frame.
             request._watchers += (call,)
         elif not read.is_stuck:
             call()
@@ -267,7 +268,7 @@ class RemoteWindow:
     def _begin(self, read: Reading) -> None:
         """Begin a read that has waited; the outcome contains the caller's errors."""
         if read.over:
-            return  # cancelled, or late: the blocks are its caller's again
+            return  # cancelled, or late: the caller owns the blocks again
         try:
             read.begin(self._opened, self._queue)
         except KVWireError as exc:

@@ -39,30 +39,31 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     be awaited.
     """
 
-    # Runs it, or will; None for one that was over when the verb returned.
+    # The connection or peer that runs it; None if it was complete when the verb
+    # returned.
     _owner: RequestOwner | None = None
     _kind: RequestKind = RequestKind.SEND
     # The tag of a message, the grant of a put or get, or the read of a window.
     _what: Any = None
-    # Its bytes; where those of a receive go, None for new memory.
+    # Its bytes; for a receive the destination, or None for new memory.
     _memory: Payload | None = None
-    # Where its memory is a device's: what was queued there when the verb was called,
-    # if it is posted later.
+    # For device memory, if it is posted later: the device's work that was queued when
+    # the verb was called.
     _after: Event | None = None
-    # An instant of the loop's clock.
+    # An instant on the loop's clock.
     _deadline: float | None = None
     _begun_at: float = 0.0
     _over: bool = False
     _value: T | None = None
-    # Why it failed; None while it is not over, and after a success.
+    # Why it failed; None until it is complete, and after a success.
     _error: KVWireError | None = None
     # The core's record, while the request is posted.
     _record: RequestRecord | None = None
     # One for each task that waits for the completion.
     _waiters: tuple[asyncio.Future[None], ...] = ()
-    # What is to be called when its memory is free, while it waits for a connection.
+    # Callbacks for when its memory is free, while it waits for a connection.
     _watchers: tuple[Callable[[], None], ...] = ()
-    # Of each task that was made of this request, its wait.
+    # The wait of each task that was created from this request.
     _waits: dict[asyncio.Task[Any] | None, Generator[Any, Any, T]] | None = None
 
     def __init__(
@@ -138,7 +139,8 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
             assert owner is not None
             thread = owner._thread
             loop = thread.loop
-            # Not by asking which loop runs: Python 3.11 then asks for the process too.
+            # Not via the running loop: Python 3.11 would then look up the process as
+            # well.
             if get_ident() != thread.ident or not loop.is_running():
                 thread.check("await Request")
             if self._record is None:
@@ -203,7 +205,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
             waiting = waits[task] = self.__await__()
         try:
             return step(waiting)
-        except BaseException:  # StopIteration with the result, mostly
+        except BaseException:  # usually StopIteration with the result
             del waits[task]
             raise
 

@@ -26,7 +26,7 @@ from kvwire.types import text_of
 if TYPE_CHECKING:
     from kvwire.transfers.transfer import TransferView
 
-# A link with nothing to send is silent for less.
+# A link with nothing to send is silent for a shorter time.
 SILENCE_S = 1.0
 
 
@@ -61,7 +61,7 @@ class TransferSnapshot:
     nbytes: int
     landed_bytes: int
     waits_for: str
-    # A process of an older release does not have it.
+    # Snapshots of older releases lack it.
     waits_on: Literal["peer", "program", "device"] = "peer"
 
 

@@ -62,7 +62,7 @@ class Window:
             entries += group.num_blocks
         self._generations = Generations(entries)
         self._closed = False
-        # What still reads its memory: answers under way, and readers on lanes.
+        # The users of its memory: answers being sent, and readers on lanes.
         self._uses = 0
         self._unused = asyncio.Event()
 

@@ -66,7 +66,7 @@ class OpenedWindow:
             self.first.append(first)
         self.reader: WindowReader | None = None
         self.prepared: asyncio.Future[None] | None = None
-        # One that is not ready yet; and the lane of this one, or of ``reader``.
+        # A reader that is not ready yet; and the lane of this reader, or of ``reader``.
         self._coming: WindowReader | None = None
         self._lane: LaneEndpoint | None = None
         self._under_way: set[asyncio.Future[Any]] = set()
@@ -268,8 +268,8 @@ class PeerWindows:
         try:
             opened = await waiting.found
             if opened.prepared is not None:
-                # A peer can delay its lane's part for ever. Then the window is read by
-                # messages, until the lane is ready.
+                # A peer can delay its part of the lane for ever. Until the lane is
+                # ready, the window is read by messages.
                 patience_s = driver.services.config.handshake_timeout_s
                 if deadline is not None:
                     left_s = deadline - driver.services.loop.time()
@@ -311,8 +311,8 @@ class PeerWindows:
         self._ended = True
         for opened in self.by_number.values():
             opened.gone = f"gone: {error}"
-            # Pages that are mapped outlive the connection, and what is read there is
-            # what was offered: whoever writes to a block renews its generation.
+            # Mapped pages outlive the connection, and reads from them are still right:
+            # a writer renews a block's generation first.
             if opened.reader is not None and not opened.reader.outlives_lane:
                 opened.drop_reader()
         self.by_number.clear()

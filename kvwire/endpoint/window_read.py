@@ -39,7 +39,7 @@ from kvwire.wire.control import WindowGot
 
 _READ: Final = RequestKind.READ
 _new: Final = object.__new__
-# So many bytes are copied in the time that a read takes beside its bytes.
+# The overhead of a read, as the bytes that could be copied in that time.
 _READ_BYTES: Final = 256 * KIB
 _WITHDRAWN: Final = "withdrawn: the owner has taken the block back since it was offered"
 _DAMAGED: Final = "damaged: bytes of it did not match their checksum"
@@ -169,7 +169,7 @@ class Reading:
     ) -> None:
         """Complete the request, unless it was cancelled."""
         request = self._request
-        # Each names the other; without this only the garbage collector would end both.
+        # Break the reference cycle, or only the garbage collector would free both.
         self._request = None
         if request is not None:
             request._complete(outcome, error)
@@ -202,19 +202,20 @@ class Reading:
                 outcome = self._outcome()
             opened.held_bytes += nbytes + _READ_BYTES
             if opened.held_bytes > reader.turn_bytes:
-                # To await a request that is over does not let the loop run. This one
-                # ends in its next turn, so reads in a row do not hold it for long.
+                # Awaiting a complete request does not let the loop run. This request
+                # completes in the loop's next turn, so that consecutive reads do not
+                # block it for long.
                 opened.held_bytes = 0
                 request = self._request = self._request or Request(
                     self._owner, _READ, self, None, self.deadline
                 )
                 self._loop.call_soon(self._complete, outcome)
                 return request
-            if self._request is not None:  # it has waited for a connection
+            if self._request is not None:  # it had to wait for a connection
                 request = self._request
                 self._complete(outcome)
                 return request
-            # Made without an ``__init__``, for speed: it is over.
+            # Created without an ``__init__``, for speed; it is complete.
             request = _new(Request)
             request._over = True
             request._value = outcome
@@ -268,7 +269,7 @@ class Reading:
         except TimeoutError:
             self.fail_rest("the deadline passed")
         except DeviceFailed as exc:
-            # It may still write to the blocks: nothing else may land in them.
+            # The lane may still write to the blocks, so nothing else may land in them.
             opened.lost(reader, exc)
             self.fail_rest(str(exc))
         except KVWireError as exc:
@@ -360,7 +361,7 @@ class Reading:
                 whole = np.full(rest.size, not record.damaged)
                 self._known().note(rest, whole, _DAMAGED)
             elif self.todo().size and not self.asked:
-                # The stale ones are known now; the others are asked for again.
+                # The stale blocks are known now; the others are requested again.
                 self._queue.add(self)
         self._end_if_done()
 

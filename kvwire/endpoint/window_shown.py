@@ -84,7 +84,7 @@ class ShownWindow:
     def __init__(self, number: int, window: Window) -> None:
         self.number = number
         self.window = window
-        # By the reader's number: where blocks lie, or why they cannot be sent.
+        # By the reader's number: the places of blocks, or why they cannot be sent.
         self.views: dict[int, ShownView | str] = {}  # bounded: WINDOW_VIEWS_MAX
         # Lanes on which the peer may read it in place.
         self.lanes: list[tuple[LaneEndpoint, WindowMemory]] = []
@@ -232,8 +232,8 @@ class OwnWindows:
             shown.views[body.view] = shown.view(body.geometry)
 
     def _read(self, event: WindowRead) -> None:
-        # Before: the request is open, and its lists are of one length each. After: it
-        # moves blocks whose generations were right, or has its last frame.
+        # Before: the request is open, and its lists have matching lengths. After:
+        # blocks with valid generations are being sent, or its last frame is.
         request = event.request
         try:
             found = self._named(event.body)
@@ -279,8 +279,8 @@ class OwnWindows:
             return
         shown, entries, generations, granules = found
         data = gathered(granules, event.body.nbytes)
-        # The blocks were copied before this look, so bytes that the owner wrote after
-        # it has renewed a generation are not sent: kvwire.memory.generations.
+        # The blocks were copied before this comparison, so bytes that the owner wrote
+        # after renewing a generation are not sent: kvwire.memory.generations.
         same = shown.window._generations.same(entries, generations)
         if all_of(same):
             self._driver.answer_get(event.wire_id, data)
@@ -329,7 +329,7 @@ class OwnWindows:
                 continue
             ids = entries[begin : begin + count] - first
             begin += count
-            # A negative one is huge as an unsigned number.
+            # A negative number is huge when read as unsigned.
             if int(np.maximum.reduce(ids.view(np.uint64))) >= pool.blocks:
                 raise ProtocolError(_GET_RULE, _NOT_THERE)
             granules.append((place, place.offsets(ids)))

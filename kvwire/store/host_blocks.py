@@ -1,8 +1,8 @@
 """Reads blocks of a store server on this host in place.
 
 The server's memory, its index and the generations of its slots are mapped here. So a
-match asks nobody, and a get is one copy; :mod:`kvwire.store.shared_index` has the
-reason why neither finds a wrong block.
+match needs no request, and a get is a single copy; :mod:`kvwire.store.shared_index`
+explains why neither can find a wrong block.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class HostBlocks:
 
     Attributes:
         alone: Whether the store has no tiers below its memory.
-        index: Tells in which slot each is, and whether it was there until it was read.
+        index: Finds each block's slot, and checks after a read that the block was still
+            there.
 
     Raises:
-        UsageError: The sizes do not fit each other.
+        UsageError: The sizes are inconsistent.
     """
 
     def __init__(

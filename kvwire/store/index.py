@@ -7,25 +7,27 @@ its hash. A slot is *free*, *taken* (it is being filled, and has no name yet), o
 *named*. A slot that is taken, read or written back is *pinned* once for each user, and
 is not evicted meanwhile.
 
-Unpinned named slots are in a queue for each tenant and slot size, the next one to evict
-in front; :mod:`kvwire.store.eviction` has the kinds of queues. A call releases its
-slots in reverse order of its keys, which are a chain's from the head on. So the tail of
-a chain is evicted before its head, without which the tail is worthless.
+Each tenant and slot size has a queue of unpinned named slots, with the next slot to
+evict in front; :mod:`kvwire.store.eviction` has the kinds of queues. A call releases
+its slots in reverse order of its keys, which are a chain's from the head on. So a
+chain's tail is evicted before its head, without which the tail is worthless.
 
 A size without free slots takes a slab of another size if the whole slab is older than
-anything of its own size. So a model that is no longer used makes room, and an active
-one does not lose a slab for a single block of another.
+every block of its own size. So an unused model makes room, and an active model does not
+lose a slab to a single block of another.
 
-Queues are ``OrderedDict``, and every call loops over its keys within C: a ``map`` into
-a ``deque`` of length 0. Each is O(1) per block, however much the tier holds.
+Queues are ``OrderedDict`` objects, and every call loops over its keys in C code, by a
+``map`` into a ``deque`` of length 0. Each call is O(1) per block, however many blocks
+the tier holds.
 
-Each slot has the number of a tenant (:mod:`kvwire.store.tenants`). At its quota a
-tenant evicts its own blocks. A block older than its tenant's time to live is deleted
-when it is looked up, or when room is needed. A *kept* slot has one pin more, until it
-is unkept or deleted, or until its end. A *retained* slot is in a queue of its own
-priority: of one size, all blocks of a lower priority are evicted first. What a tenant
-keeps and retains above the usual priority has one bound. A deleted slot has no name; if
-it is in use then, it is *doomed*, and free when its last user releases it.
+Each slot has the number of a tenant (:mod:`kvwire.store.tenants`). A tenant that has
+reached its quota evicts its own blocks. A block older than its tenant's time to live is
+deleted when it is looked up, or when room is needed. A *kept* slot has an additional
+pin, until it is unkept or deleted, or its time ends. A *retained* slot is in a queue of
+its own priority: within one size, all blocks of a lower priority are evicted first. One
+bound limits the blocks that a tenant keeps, or retains above the usual priority. A
+deleted slot has no name; if it is in use, it is *doomed*, and becomes free when its
+last user releases it.
 """
 
 from __future__ import annotations
@@ -107,11 +109,11 @@ class Index:
         evicted_blocks: Evicted blocks, by the number of their tenant.
         used_bytes: Bytes of the slots of each tenant.
         kept_bytes: Bytes of each tenant's kept slots.
-        retained_bytes: Bytes of each tenant's slots of more than the usual priority.
+        retained_bytes: Bytes of each tenant's slots with a higher priority than usual.
         now: Returns the time in seconds, by which blocks expire.
         unnamed: Collects the slots that have lost their names; None to collect none.
-        shared: Tells other processes of this host which slot has which block; None if
-            there is none.
+        shared: Shows other processes on this host which slot has which block; None if
+            not shared.
     """
 
     __slots__ = (
@@ -449,8 +451,8 @@ class Index:
     def trim(self) -> None:
         """Evict tenants' blocks beyond their quotas.
 
-        A quota may be lower than at the last opening, or a put that was killed may have
-        left rows of blocks that it had evicted.
+        A quota may be lower than at the last opening, or a killed put may have left
+        entries of blocks that it had evicted.
         """
         over = self.used_bytes - self.shares.quota_bytes
         for tenant in np.flatnonzero(over > 0).tolist():
@@ -468,7 +470,7 @@ class Index:
         """Remove the names of blocks, even if they are in use.
 
         Returns:
-            Their slots: free, or doomed while in use.
+            The blocks' slots, which are free, or doomed while in use.
         """
         found = map(self._slots.pop, keys.tolist(), repeat(NO_SLOT))
         slots = np.fromiter(found, np.int64, keys.size)
@@ -494,11 +496,11 @@ class Index:
         Args:
             keys: The blocks.
             slots: Their slots, each once.
-            until: When that ends, in seconds since 1970. Of several ends the last
-                counts.
+            until: When the protection ends, in seconds since 1970; the latest of
+                several ends counts.
 
         Returns:
-            Which are kept now.
+            Which of the blocks are kept now.
         """
         self.end_late()
         kept = self._kept[slots]
@@ -519,12 +521,12 @@ class Index:
         Args:
             keys: The blocks.
             slots: Their slots, each once.
-            priority: ``PRIORITY`` is that of all others. Above it a tenant may have as
-                much as it may keep.
-            until: When that ends, in seconds since 1970.
+            priority: ``PRIORITY`` is the usual one. Above it, blocks count toward the
+                tenant's limit for kept blocks.
+            until: When the priority ends, in seconds since 1970.
 
         Returns:
-            Which have the priority now.
+            Which of the blocks have the priority now.
         """
         self.end_late()
         self._unretain(keys, slots)

@@ -1,7 +1,7 @@
 """A verb in a command line or an HTTP request, and the answer.
 
-Nobody there has a cache. So blocks are named by their hashes, or by the tokens that the
-hashes are of, and the store looks in all namespaces of the tenant that it knows of.
+Such a caller has no cache. So it names blocks by their hashes, or by the tokens to
+hash, and the store searches all known namespaces of the tenant.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class VerbOrder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         hashes: Their hashes, in hexadecimal digits, in the order of the chain.
-        tokens: The token ids of a prompt, in place of hashes; its last block counts
-            only if it is full.
-        block_tokens: How many tokens one hash stands for.
-        scheme: Who hashes tokens: ``kvwire``, as :class:`HashScheme` does, or
-            ``vllm``, as engines do with ``sha256_cbor``.
-        seed: The seed of the scheme; of vLLM the engines' ``PYTHONHASHSEED``.
+        tokens: The token ids of a prompt, instead of hashes; its last block counts only
+            if it is full.
+        block_tokens: Tokens per hash.
+        scheme: The hash scheme of the tokens: ``kvwire`` for :class:`HashScheme`, or
+            ``vllm`` for engines with ``sha256_cbor``.
+        seed: The seed of the scheme; for vLLM the engines' ``PYTHONHASHSEED``.
         tenant: The tenant that owns them, if the operator asks.
         tier: See ``BlockStore.prefetch`` and ``demote``.
         to: See ``BlockStore.move``.
@@ -54,7 +54,7 @@ class VerbOrder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Return the hashes.
 
         Raises:
-            UsageError: There are none, or too many, or one has no hexadecimal digits.
+            UsageError: There are no hashes, too many, or one is not hexadecimal.
         """
         if bool(self.hashes) == bool(self.tokens):
             raise UsageError("hashes, tokens: pass exactly one of them")

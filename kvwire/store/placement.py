@@ -1,9 +1,9 @@
 """The verbs of a store, and their result for each block.
 
-A verb moves, protects or looks for blocks and copies no byte into a cache: see
-:class:`~kvwire.store.management.StoreManagement`, which has one method for each. All
-end with a :class:`Placement`. A verb never fails for some of its blocks: each block has
-a state of its own.
+A verb moves, protects or locates blocks without copying bytes into a cache: see
+:class:`~kvwire.store.management.StoreManagement`, which has a method for each. All
+return a :class:`Placement`. A verb does not raise if it fails for some blocks: each
+block has its own state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BlockStates: TypeAlias = npt.NDArray[np.uint8]
 
 
 class BlockState(enum.IntEnum):
-    """A verb's result for one block, the best first."""
+    """A verb's result for one block; the best comes first."""
 
     DONE = 0
     """It is as the verb wants it."""
@@ -70,12 +70,12 @@ class Verb:
     """A verb and its arguments.
 
     Attributes:
-        kind: Which verb it is.
-        place: The tier of a prefetch or demote, or the node or server of a move; ""
-            for the one that suggests itself.
-        ttl_s: How many seconds a pin or retention lasts; 0 for no end.
+        kind: The kind of verb.
+        place: The tier of a prefetch or demote, or the node or server of a move; "" for
+            the default.
+        ttl_s: The duration of a pin or retention in seconds; 0 for no end.
         priority: The priority of a retention.
-        keep: Whether a move leaves the blocks where they were as well.
+        keep: Whether a move also leaves the blocks in their old place.
     """
 
     kind: VerbKind
@@ -109,13 +109,14 @@ def _ttl_of(ttl_s: float | None) -> float:
 class Placement:
     """A verb's result for each block, and the places that have it.
 
-    Blocks are in the order of the call; those of a grouped cache are joined in the
-    order of its groups, see :meth:`of_group`.
+    Blocks are in the order of the call. For a grouped cache, the groups' blocks are
+    joined in the order of the groups; see :meth:`of_group`.
 
     Attributes:
         states: The state of each block, a :class:`BlockState`.
-        held: Of a ``locate``: which blocks each tier, node or engine has, by its name.
-        reasons: The reasons why some blocks are not done, each once.
+        held: After a ``locate``: the blocks that each tier, node or engine has, by its
+            name.
+        reasons: The distinct reasons why blocks are not done.
         codes: For each block the position of its reason in ``reasons``, plus 1; 0 for
             none.
         groups: The blocks of each cache group.
@@ -222,10 +223,10 @@ class Placing:
         self.codes[which] = self._code(reason)
 
     def better(self, which: Ids, other: Placement, verb: Verb) -> None:
-        """Take the states of a placement of some blocks where they are better.
+        """Adopt the better states from a placement of some blocks.
 
-        What protects a block, or ends that, is for each tier that has it: so one that
-        could not be asked counts for more than one where it is done.
+        Verbs that begin or end a protection apply to every tier that has a block, so a
+        tier that could not be asked outweighs a tier where the verb is done.
         """
         rank = _EACH if verb.kind in _PROTECTING else _ANY
         self._take(which, other, rank[other.states] < rank[self.states[which]])
@@ -240,7 +241,7 @@ class Placing:
         self._take(mine, other, np.ones(mine.size, np.bool_))
 
     def end(self, groups: Mapping[str, slice] | None = None) -> Placement:
-        """Return the placement, with the blocks' reasons."""
+        """Return the finished placement."""
         texts = ("", *self._reasons)
         used, codes = np.unique(np.append(0, self.codes), return_inverse=True)
         return Placement(
@@ -290,8 +291,8 @@ def joined(parts: Mapping[str, Placement]) -> Placement:
 def of_shards(parts: Sequence[Placement]) -> Placement:
     """Return the placement of blocks that are split over several namespaces.
 
-    The worst state of a block's parts counts. A namespace that has none of the blocks
-    is another model's, and is left out.
+    A block gets the worst state of its parts. A namespace with none of the blocks
+    belongs to another model, and is left out.
     """
     mine = [part for part in parts if not all_of(part.missing)] or parts[:1]
     placing = Placing(len(mine[0]), BlockState.DONE)

@@ -1,7 +1,7 @@
 """An index in shared memory: the block in each slot of a store's memory.
 
-One process writes it, the one whose store it is. Others on this host map it together
-with the store's memory, and look blocks up and read them without asking anybody.
+Only the store's own process writes the index. Other processes on this host map it
+together with the store's memory, and look up and read blocks without asking.
 
 Theory
 ------
@@ -11,30 +11,31 @@ A block's *name* is the 128-bit xxh3 of its key. An *entry* has three words of 6
     place  the slot, and in the highest byte the order of the image
     seal   the slot's generation, masked with the second half of the name and the place
 
-The name chooses two buckets of eight entries, and an entry is in either. The table has
-twice as many entries as there are slots, so that both are full almost never. A block
-without an entry is *unlisted*: a reader asks the server for it, and the table has the
-number of such blocks.
+The name determines two buckets of eight entries, and the entry is in one of them. The
+table has twice as many entries as there are slots, so both buckets are almost never
+full. A block without an entry is *unlisted*: readers ask the server for it, and the
+table contains the number of such blocks.
 
-**What a reader believes.** Nothing that the table has, for it may be read while it is
-written, and its writer may be anybody. A reader computes a slot and a generation, from
-an entry and *from the name that it looks for*, and then looks whether the slot has that
-generation (:mod:`kvwire.memory.generations`). A generation is 64 random bits, and new
-ones are drawn as soon as the slot loses its block. So the two are equal, but for a
-chance of 2**-64, only if
+**Trust.** A reader trusts nothing in the table, because it may be read during a write,
+and its writer may be malicious. A reader computes a slot and a generation from an entry
+and *from the name that it looks for*, and then checks whether the slot has that
+generation (:mod:`kvwire.memory.generations`). A generation is 64 random bits, and is
+drawn anew as soon as the slot loses its block. So, except with a probability of 2**-64,
+the two are equal only if
 
 * all three words were written together, for this name and order, and
 * the slot has held that block ever since.
 
-An entry that is torn, overwritten, out of date or another name's is a miss. That needs
-no lock and no counter, in whatever order the words become visible. The generation is
-looked at again after the image was copied, as of any window; then every byte was that
-block's.
+An entry that is torn, overwritten, out of date or for another name is a miss. This
+needs neither a lock nor a counter, whatever the order in which the words become
+visible. As for any window, the generation is checked again after the image was copied,
+which proves that every byte belongs to the block.
 
-**Order.** The writer stores the image, then a fence, then the entry, whose seal is the
-first that anybody sees of this generation. A reader loads the entry before the image,
-since the image's address depends on it; processors keep such an order. The writer
-draws new generations, followed by a full fence, before the slot may be written to.
+**Order.** The writer stores the image, then issues a fence, then stores the entry,
+whose seal is the first use of this generation. A reader loads the entry before the
+image, since the image's address depends on it; processors preserve this order. The
+writer draws new generations, followed by a full fence, before the slot may be
+overwritten.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ class FoundSlots(NamedTuple):
     """The result of a lookup, for each block.
 
     Attributes:
-        slots: Its slot, or ``NO_SLOT``.
+        slots: The block's slot, or ``NO_SLOT``.
         generations: The generation that the slot had.
-        orders: The order of its image.
+        orders: The order of the block's image.
     """
 
     slots: Ids
@@ -106,8 +107,8 @@ class SharedIndex:
     """Writes the table.
 
     Args:
-        words: Zeros, ``words_for(slots)`` of them.
-        generations: That of each slot.
+        words: The table's memory: ``words_for(slots)`` zeros.
+        generations: The generation of each slot.
     """
 
     def __init__(self, words: Array, generations: Generations) -> None:
@@ -148,8 +149,8 @@ class SharedIndex:
             way = free[row, choice[row]].argmax(axis=1)
             at = bucket[row]
             which = left[row]
-            # The tag last: an entry without one is not looked at. But for that, their
-            # order does not matter.
+            # The tag last, since entries without a tag are ignored. The order of the
+            # others does not matter.
             for word in (_SEAL, _PLACE, _TAG):
                 self._entries[at, word, way] = entries[which, word]
             self._listed[slots[which]] = at.view(np.int64) * WAYS + way
@@ -197,8 +198,8 @@ class IndexReader:
     """Looks blocks up in a table that another process writes.
 
     Args:
-        words: The table. Its size is right; nothing else about it is believed.
-        generations: That of each slot.
+        words: The table. Only its size is trusted.
+        generations: The generation of each slot.
     """
 
     def __init__(self, words: Array, generations: Array) -> None:
@@ -311,8 +312,8 @@ def _names(keys: Keys) -> Array:
 def _masks(halves: Array, places: Array) -> Array:
     """Return the mask of each generation.
 
-    A change of any bit of a place changes bits all over, so that no change of a few
-    bytes of the seal makes up for it.
+    Changing any bit of a place changes bits everywhere, so that no change of a few
+    bytes in the seal can compensate for it.
     """
     mixed = halves + places * np.uint64(_MIX)
     mixed ^= mixed >> np.uint64(_FOLD)

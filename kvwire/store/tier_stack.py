@@ -110,7 +110,7 @@ class TierStack:
         """Mark a chain's blocks as used in all tiers, its head last.
 
         If they were just ``released`` together, memory has their order already and only
-        counts the use. Without ``here`` it has none of them.
+        counts the use. Without ``here``, memory has none of them.
         """
         index = self.memory.index
         if here and (index.counts_uses or not released):
@@ -132,7 +132,7 @@ class TierStack:
     def got(self, keys: Keys, namespace: Namespace, slots: Ids | None = None) -> None:
         """Count a get that was served from memory without an operation.
 
-        Blocks still in ``slots`` are marked as used as well.
+        Blocks that are still in ``slots`` are also marked as used.
         """
         if slots is not None:
             self.memory.index.touch(keys, slots)
@@ -156,8 +156,9 @@ class TierStack:
     async def source(self, keys: Keys, first: int) -> tuple[int, Orders]:
         """Return the first tier from ``first`` on with some of the blocks, and those.
 
-        The number is past the last tier if there is none. A tier whose lookup takes as
-        long as a read is assumed to have them: mostly a match has just found them.
+        The number is past the last tier if there is no such tier. If a tier's lookup
+        takes as long as a read, the tier is assumed to have the blocks: usually a match
+        has just found them.
 
         Cancel safety: safe, it only reads.
         """
@@ -172,9 +173,9 @@ class TierStack:
         return len(self.below), np.full(keys.size, ABSENT, np.uint8)
 
     async def kept(self, keys: Keys, *, ask: bool = True, touch: bool = True) -> Bits:
-        """Return which blocks are already where a put must bring them.
+        """Return which blocks are already in the tiers that a put must reach.
 
-        By default they are marked as used.
+        By default these blocks are marked as used.
 
         Cancel safety: safe, it may be called again.
         """
@@ -209,7 +210,7 @@ class TierStack:
         """Write images to every lower tier that lacks them.
 
         Returns:
-            The result for each block, at the best of the tiers that count.
+            The result of each block in the best of the tiers that count.
 
         Cancel safety: the writes are finished first.
         """
@@ -282,7 +283,7 @@ class TierStack:
         """Locate, pin, unpin or retain blocks, in each tier that has them.
 
         Returns:
-            The best that became of each block in any tier.
+            The best result of each block in any tier.
 
         Cancel safety: safe, it may be called again.
         """
@@ -302,9 +303,9 @@ class TierStack:
         """Return a tier by its address, or by the kind of its address.
 
         Args:
-            place: The address, with or without its options; a kind such as "disk" if
-                there is one tier of it. "" for memory, or of a demote for the first
-                tier below that takes blocks.
+            place: The address, with or without its options; or a kind such as "disk" if
+                there is only one tier of that kind. "" for memory, or for a demote the
+                first lower tier that accepts blocks.
             demotes: Whether it must be below memory.
 
         Returns:
@@ -376,7 +377,8 @@ class TierStack:
         It first writes blocks that a tier refused when they were put.
 
         Raises:
-            OSError: A tier failed; the text counts the blocks that are in memory only.
+            OSError: A tier failed; the text has the number of blocks that are in memory
+                only.
 
         Cancel safety: safe, it may be called again.
         """

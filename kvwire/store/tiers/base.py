@@ -1,15 +1,15 @@
 """The contract of a tier below memory, which keeps images of blocks.
 
-The store moves every block through slots of its memory, so a tier sees whole images,
-each in one piece, which it can keep in a slot of a file, an object or a message. It
-never sees a cache, a layout or a block id.
+The store moves every block through slots of its memory. So a tier gets whole images,
+each in one piece, and can keep each as a slot of a file, an object or a message. It
+never deals with caches, layouts or block ids.
 
 The store promises:
 
-* It calls from one event loop. Calls overlap, even for the same keys.
-* Images do not change, and their memory stays, until the call has returned.
-* A key is a namespace's digest and a hash, of 1 to 64 bytes. It never names another
-  content.
+* It makes all calls on one event loop. Calls overlap, even for the same keys.
+* Images do not change and their memory remains valid until the call has returned.
+* A key is a namespace's digest and a hash of 1 to 64 bytes. A key names the same
+  content for ever.
 
 A tier promises, and :func:`kvwire.testing.check_tier` checks:
 
@@ -19,21 +19,19 @@ A tier promises, and :func:`kvwire.testing.check_tier` checks:
 2. **Exact**: ``read`` returns LANDED only for bytes that were verified to be those of
    ``write``, and sets the block's order. With any other result the image's content is
    undefined.
-3. **Independent**: a call has one result for each block. A block that is missing or
-   damaged does not affect the others.
-4. **Done**: when a call has returned, nothing of it touches the images any more.
-5. **Cancelled**: a call whose task is cancelled finishes first, and raises after that.
-   Only what is copied in one turn (``at_once_bytes``) need not be finished.
-6. **Side by side**: calls overlap, even for the same blocks.
-7. **Deleted**: after ``delete`` or ``delete_namespace`` no ``find`` returns these
-   blocks, all others are still there, and a block may be written again.
-8. **Kept**: a block that a ``durable`` tier has landed is found again after this
-   process was killed, and once it was flushed, after a power cut.
-9. **No exception**: a failure is a result of the blocks concerned. A tier that cannot
-   be reached returns it at once, with the cause in ``reason`` and ``error``, and
-   reconnects by itself.
-10. **Room**: for a block that never fits, ``too_large`` returns the reason. A tier that
-    is full evicts the least recently used blocks, tail before head, or takes no more.
+3. **Independent**: a call has one result per block. A missing or damaged block does not
+affect the others. 4. **Done**: after a call has returned, it no longer touches the
+images. 5. **Cancelled**: if a call's task is cancelled, the call finishes first and
+then raises. Only images that are copied in one turn (``at_once_bytes``) need not be
+finished. 6. **Side by side**: calls overlap, even for the same blocks. 7. **Deleted**:
+after ``delete`` or ``delete_namespace`` no ``find`` returns these blocks. All others
+are still there, and a deleted block may be written again. 8. **Kept**: a block that
+landed in a ``durable`` tier is found again after this process was killed, and after a
+power cut if it was flushed. 9. **No exception**: a failure is a result of the affected
+blocks. A tier that cannot be reached returns this result at once, with the cause in
+``reason`` and ``error``, and reconnects by itself. 10. **Room**: for a block that can
+never fit, ``too_large`` returns the reason. A full tier evicts the least recently used
+blocks, tail before head, or accepts no more.
 """
 
 from __future__ import annotations
@@ -106,15 +104,15 @@ class Batch(NamedTuple):
     """Some blocks of one size, each key once.
 
     Attributes:
-        keys: Their keys; those of a chain from the head on.
+        keys: The blocks' keys; a chain's from the head on.
         orders: The order of each image. In a read it may be ``UNKNOWN``, if the order
             was not looked up; see :mod:`kvwire.store.namespace`.
-        images: Exactly one fragment for each image, all of one length, in host memory.
-            In a write they may be entries of a codec, which are shorter than images.
+        images: Exactly one fragment per image, all of one length, in host memory. In a
+            write they may be a codec's entries, which are shorter than images.
         sizes: In a read, an array that receives the stored bytes of each block; None if
             only whole images can be used.
-        born: When each was put, in seconds since 1970; a read sets it where it is
-            known. None for now in a write, or if a read need not return it.
+        born: When each block was put, in seconds since 1970; a read sets it if known.
+            None means now in a write, and that a read need not return it.
     """
 
     keys: Keys
@@ -139,8 +137,8 @@ class Batch(NamedTuple):
     def stored(self, sizes: Ids) -> tuple[Batch, Bits]:
         """Return the batch with these lengths, and which blocks fit.
 
-        A block without enough room keeps its whole memory, and nothing useful is read
-        there.
+        A block that does not fit keeps its whole memory, whose content after the read
+        is useless.
         """
         most = self.images.lengths.astype(np.int64)
         fit = (sizes > 0) & (sizes <= most)
@@ -163,12 +161,12 @@ class TierStats(msgspec.Struct, kw_only=True):
 
     Attributes:
         blocks: Blocks that can be found; 0 if they are not counted.
-        used_bytes: Bytes they take.
-        size_bytes: Bytes that they may take; 0 for no limit of its own.
-        read_blocks: Blocks that landed from it.
-        written_blocks: Blocks that it took.
-        evicted_blocks: Blocks that it forgot for others.
-        damaged_blocks: Blocks whose bytes were not those that were written.
+        used_bytes: Bytes that these blocks use.
+        size_bytes: Bytes that blocks may use; 0 if the tier itself has no limit.
+        read_blocks: Blocks that were read from it.
+        written_blocks: Blocks that it stored.
+        evicted_blocks: Blocks that it evicted to make room for others.
+        damaged_blocks: Blocks whose bytes differed from the written ones.
         failed_blocks: Blocks that could not be read or written.
     """
 
@@ -198,10 +196,10 @@ class TenantUse(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         used_bytes: Bytes of its blocks.
-        quota_bytes: The limit of ``used_bytes``; 0 if there is none of its own.
-        pinned_bytes: Bytes of its blocks that are pinned, or retained with more than
-            the usual priority.
-        evicted_blocks: Blocks of it that were evicted, for its own or other blocks.
+        quota_bytes: The limit of ``used_bytes``; 0 if the tenant has no limit.
+        pinned_bytes: Bytes of its blocks that are pinned, or retained with a higher
+            priority than usual.
+        evicted_blocks: Its blocks that were evicted, for its own or others' blocks.
     """
 
     used_bytes: Annotated[int, Meta(ge=0)] = 0
@@ -211,11 +209,11 @@ class TenantUse(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class TenantStats(msgspec.Struct, kw_only=True):
-    """The blocks and the calls of one tenant in a store.
+    """One tenant's blocks and calls in a store.
 
     Attributes:
         counters: Counts of its blocks and calls.
-        tiers: Its use of each tier that limits it, by the tier's name.
+        tiers: Its use of each tier that limits tenants, by the tier's name.
     """
 
     counters: StoreCounters
@@ -235,7 +233,7 @@ def uses_of(index: Index) -> tuple[TenantUse, ...]:
 class Touches:
     """Uses of blocks that have not been reported to a remote tier.
 
-    Reading or writing a block there counts as a use, so it is not reported again.
+    A read or write in that tier counts as a use already, so it is not reported.
     """
 
     def __init__(self) -> None:
@@ -272,21 +270,21 @@ class Tier(ABC):
     """Keeps blocks below memory. Subclasses move the bytes.
 
     This class finishes each write or read and counts its results. The defaults suit a
-    tier whose blocks another program keeps: uses are not reported, verbs are refused,
-    and durability after a write is that program's decision.
+    tier whose blocks are kept by another program: uses are not reported, verbs are
+    refused, and durability after a write is up to that program.
 
     Attributes:
         name: The tier's address as the caller gave it, for reports and reasons.
-        durable: Whether the blocks it has taken are found again after a restart.
-        error: Why it takes no blocks, or the last failure; empty if all is well. Its
-            beginning and its end are logged.
+        durable: Whether stored blocks are found again after a restart.
+        error: Why it accepts no blocks, or the last failure; empty if all is well. The
+            begin and end of an error are logged.
         reason: Why ``find`` cannot look blocks up; empty while it can.
         asks: Whether ``find`` and ``holds`` need a round trip at the moment.
         at_once_bytes: Images of up to this many bytes are copied in one turn of the
-            loop, and not touched in any other.
-        owned: Whether this store alone has its blocks, and may give some of them up.
-        lossy: The codec by which it keeps blocks, if that loses bits; or empty.
-        mapped: Its blocks, if they can be read in place at the moment.
+            loop, and not touched at any other time.
+        owned: Whether only this store uses its blocks, and so may drop some of them.
+        lossy: The codec with which it stores blocks, if that is lossy; else empty.
+        mapped: Access to its blocks, if they can be read in place at the moment.
     """
 
     durable: bool = False
@@ -352,13 +350,13 @@ class Tier(ABC):
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
 
     async def holds(self, keys: Keys) -> Bits:
         """Return the blocks that are known to be stored already.
 
-        Cancel safety: safe, it only looks.
+        Cancel safety: safe, it only reads.
         """
         held: Bits = await self.find(keys) != ABSENT
         return held
@@ -407,7 +405,7 @@ class Tier(ABC):
         """Delete blocks: no ``find`` after this returns them, not even after a restart.
 
         Raises:
-            OSError: Some are there still, or may be; the text has the reason.
+            OSError: Some blocks are still there, or may be; the text gives the reason.
 
         Cancel safety: safe, it may be called again.
         """
@@ -421,7 +419,7 @@ class Tier(ABC):
         """Delete every block of a namespace, as ``delete`` does.
 
         Raises:
-            OSError: Some are there still, or may be; the text has the reason.
+            OSError: Some blocks are still there, or may be; the text gives the reason.
 
         Cancel safety: safe, it may be called again.
         """
@@ -429,12 +427,12 @@ class Tier(ABC):
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
         """Execute a verb on blocks of a namespace; each key occurs once.
 
-        A tier gets only what concerns its own blocks. ``DEMOTE`` asks it to let go of
-        blocks that a tier below it has by now; it keeps those that are in use or
-        pinned.
+        A tier gets only verbs for its own blocks. ``DEMOTE`` asks it to drop blocks
+        that a lower tier has by now; it keeps blocks that are in use or pinned.
 
         Returns:
-            The result for each block. This class locates blocks, and refuses the rest.
+            The result of each block. This class locates blocks, and refuses other
+            verbs.
 
         Cancel safety: safe, it may be called again.
         """
@@ -471,14 +469,14 @@ class Tier(ABC):
         """Wait until all written blocks survive a power cut.
 
         Raises:
-            OSError: They may not; the text has the reason.
+            OSError: Some blocks may not; the text gives the reason.
 
         Cancel safety: safe, it may be called again.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Release everything. No other call is running. Never raises.
+        """Release all resources. No other call may be running. Never raises.
 
         Cancel safety: everything is released in any case.
         """
