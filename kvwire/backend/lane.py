@@ -233,8 +233,8 @@ class Lane(ABC):
     def conceal(self, memory: WindowMemory) -> None:  # noqa: B027 - nothing to end
         """End the reads that ``expose`` allowed; does nothing for other windows.
 
-        Called once the peer has reported that it reads no longer, or has gone. Readers
-        that the peer still has end.
+        Called once the peer has reported that it no longer reads, or is gone. Readers
+        that remain at the peer are ended.
         """
 
     def window(self, description: bytes, memory: WindowMemory) -> WindowReader:

@@ -83,7 +83,7 @@ class Directory(ABC):
             for host in hosts:
                 urlsplit(f"//{host}").port  # noqa: B018 - it is read here
         except ValueError as exc:
-            # Nothing else of it is shown: it may hold a password.
+            # Show nothing else of the URL, which may contain a password.
             raise UsageError(f"directory {url.partition(':')[0]}: {exc}") from None
         given = dict(parse_qsl(self.url.query, keep_blank_values=True))
         for option in given:
@@ -216,7 +216,7 @@ class Directory(ABC):
         keeper = self._announcements.pop(key, None)
         if keeper is None:
             return
-        # In the keeper's place, so that who announces meanwhile waits for its end.
+        # It replaces the keeper, so that a concurrent announce waits for its end.
         eraser = start_task(self._withdraw(key, keeper))
         self._announcements[key] = eraser
         await asyncio.wait({eraser})
@@ -245,7 +245,7 @@ class Directory(ABC):
                 async with _closing(self._changes(members, upkeep)) as changes:
                     async for change in changes:
                         yield change
-                # Somebody's lease is over: all is read anew, without a pause.
+                # A lease has expired: all entries are read again, without a pause.
             except OSError as exc:
                 reason = _text(exc)
                 self.reason = f"the directory cannot be watched: {reason}"
@@ -287,7 +287,7 @@ class Directory(ABC):
             await end_task(keeper)
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
                 await self.erase(key)
-        except OSError as exc:  # a timeout is one as well
+        except OSError as exc:  # a timeout is an OSError as well
             said = (self, key, _text(exc))
             logger.info("directory %s: %s was not withdrawn: %s", *said)
         finally:

@@ -18,12 +18,12 @@ from kvwire.types import Address
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
-# Letters of any language, and the underscores of Docker's names.
+# Letters of any language, and underscores, as in Docker's names.
 _NAME = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")
-# What resolvers read as an address of IPv4, such as 0x0 for 0.0.0.0.
+# Texts that resolvers read as IPv4 addresses, such as 0x0 for 0.0.0.0.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)
 _PORT_MAX = 65_535
-# A healthy resolver has answered by then; a start does not wait longer.
+# A healthy resolver has answered by then, and a start must not wait longer.
 _LOOK_UP_S = 2.0
 
 

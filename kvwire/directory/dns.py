@@ -19,7 +19,7 @@ from kvwire.directory.record import Record
 from kvwire.errors import UsageError
 from kvwire.types import Address
 
-# There is no such name, or no address of it: nobody is there.
+# The name does not exist or has no address, so there are no members.
 _NOBODY: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
@@ -43,10 +43,10 @@ class DnsDirectory(Directory):
         self._port = where.port
         self._interval_s = self.seconds("interval_s")
         try:
-            self._host.encode("idna")  # as a resolver is asked for it
+            self._host.encode("idna")  # the form in which a resolver gets it
         except UnicodeError as exc:
             raise UsageError(f"directory {self}: {self._host!r}: {exc}") from None
-        self._record("::1")  # whatever the URL says is checked here
+        self._record("::1")  # checks the values from the URL
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
         """Do nothing: members cannot announce themselves here."""

@@ -45,12 +45,12 @@ class FileDirectory(Directory):
                 f"directory {self}: the folder must be on this machine; write "
                 '"file:/path"'
             )
-        # A folder that somebody has named may be one that users share.
+        # A folder named explicitly may be shared by several users.
         self._is_default = not path
         self.folder: Path = Path(local_path(path)) if path else user_folder()
         self._check()
         self._interval_s = self.seconds("interval_s")
-        # Files whose lease has ended: when they were changed, and when we noticed.
+        # Files with expired leases: when they were changed, and when we noticed.
         self._over: dict[str, tuple[int, float]] = {}
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
@@ -72,12 +72,12 @@ class FileDirectory(Directory):
             batch: dict[str, bytes | None] = dict.fromkeys(seen.keys() - now_there)
             for key, changed in now_there.items():
                 if seen.get(key) != changed:
-                    # It may be gone meanwhile, or be for another user's eyes.
+                    # It may be gone meanwhile, or readable only by another user.
                     with suppress(FileNotFoundError):
                         try:
                             batch[key] = self._read(key)
                         except PermissionError:
-                            batch[key] = b""  # no record, which is counted
+                            batch[key] = b""  # not a record; it is counted
             seen = now_there
             if batch or first:
                 yield batch
@@ -161,8 +161,8 @@ class FileDirectory(Directory):
         return self.folder / (quote(key, safe="", errors="surrogateescape") + _ENDING)
 
 
-# How names of files that are being written begin.
+# The prefix of files that are being written.
 _BESIDE: Final = ".kvwire-"
-# How long a file stays after its lease has ended, by a clock that does not step: its
-# writer may be alive, and write it again.
+# How long a file stays after its lease has ended, by a monotonic clock: its writer may
+# be alive and renew it.
 _OVER_S: Final = 60.0

@@ -33,7 +33,7 @@ with needed_by("a directory in Kubernetes", extra="kubernetes"):
     import httpx
 
 _CONNECT_S: Final = 5.0
-# The API server ends a watch itself; one that is silent for so long after is gone.
+# The API server ends a watch itself; if it is silent this long after that, it is gone.
 _SILENCE_S: Final = 5.0
 _GONE: Final = 410
 
@@ -111,7 +111,8 @@ class KubernetesDirectory(DnsDirectory):
         known: dict[str, bytes] = {}
         with self.failing(httpx.HTTPError, msgspec.MsgspecError, UsageError):
             async with self._client() as client:
-                # A watch that ends at once, again and again, is a server in need.
+                # A server whose watches keep ending at once is overloaded, so pauses
+                # grow.
                 steady_s = self._interval_s / 2
                 upkeep = Upkeep(DIRECTORY_RETRY_S, self._interval_s, steady_s=steady_s)
                 async for _ in upkeep:
@@ -166,7 +167,7 @@ class KubernetesDirectory(DnsDirectory):
                     for line in filter(None, lines):
                         event = msgspec.json.decode(line, type=_Event)
                         if event.type == "ERROR":
-                            return  # the version is too old: everything is read anew
+                            return  # the version is too old: everything is read again
                         if event.type != "BOOKMARK":
                             yield event
 
@@ -182,7 +183,7 @@ class KubernetesDirectory(DnsDirectory):
                     host, endpoint.target_ref.name, endpoint.node_name
                 )
             except UsageError:
-                members[host] = b""  # no record: it is counted, and passed over
+                members[host] = b""  # not a record: it is counted and skipped
             else:
                 members[record.key] = record.encode()
         return members

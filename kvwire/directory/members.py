@@ -47,8 +47,8 @@ class Change:
     record: Record
 
 
-# So many leases of members that have left are kept at most, beside as many as there
-# are members: each that leaves costs others little.
+# The most leases of members that have left, besides as many as there are members, so
+# that each departure costs little.
 _GONE_LEASES: Final = 64
 
 
@@ -58,7 +58,7 @@ class _Member:
     record: Record
     until: float
     written: bool = True  # since the directory's last return
-    doubted: bool = False  # its lease is over, and all entries are read anew
+    doubted: bool = False  # its lease has expired, and all entries are being read again
 
 
 class Members:
@@ -67,8 +67,8 @@ class Members:
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
         self._members: dict[str, _Member] = {}
-        # When the lease of each may be over: one entry a member, which may be early,
-        # and some of members that have left.
+        # When each member's lease may expire: one entry per member, possibly too early,
+        # and some entries of members that have left.
         self._leases: list[tuple[float, str]] = []
         self._suspended_at: float | None = None
         self.doubts: bool = False
@@ -108,7 +108,7 @@ class Members:
             heapq.heappush(self._leases, (until, key))
             return Change(ChangeKind.JOINED, record)
         if until < known.until:
-            # Its one entry may be late now.
+            # Its only entry may be too late now.
             self._index_leases()
         if record == known.record:
             return None
@@ -119,7 +119,7 @@ class Members:
         member = self._members.pop(key, None)
         if member is None:
             return None
-        # Its lease is passed over when it is over, or goes with many like it.
+        # Its lease is skipped when it expires, or removed together with others.
         if len(self._leases) > 2 * len(self._members) + _GONE_LEASES:
             self._index_leases()
         return Change(ChangeKind.LEFT, member.record)
@@ -141,7 +141,7 @@ class Members:
         first = self._first_over(now)
         if first is None or first.doubted:
             return False
-        # All whose leases are over at once cost one list.
+        # Leases that expire together cost one read of all entries.
         for member in self._members.values():
             member.doubted = member.doubted or member.until <= now
         self.doubts = True

@@ -86,7 +86,7 @@ class NatsDirectory(Directory):
         self._servers = [
             urlunsplit((self.url.scheme, host, "", "", "")) for host in hosts.split(",")
         ]
-        # The library would send them as they are written in the URL.
+        # The library would send them in the URL's encoding.
         name, colon, password = map(unquote, credentials.partition(":"))
         self._user = name if colon else None
         self._password = password if colon else None
@@ -123,7 +123,8 @@ class NatsDirectory(Directory):
                 first = [await entries.next_msg(_CONNECT_S) for _ in range(received)]
                 yield _living(first, await self._now(client))
                 while True:
-                    # All that the server has sent until now arrives within the silence.
+                    # Everything that the server has already sent arrives within the
+                    # silence.
                     try:
                         yield _read(await entries.next_msg(_SILENCE_S))
                         received += 1
@@ -132,7 +133,7 @@ class NatsDirectory(Directory):
                             raise ConnectionError(
                                 "the server skipped entries"
                             ) from None
-                        # It fails where the consumer, or its stream, is no more.
+                        # It fails if the consumer, or its stream, no longer exists.
                         delivered, _ = await _progress(entries)
             finally:
                 await client.close()
@@ -176,7 +177,7 @@ class NatsDirectory(Directory):
             context = client_context(ca)
             if cert or key:
                 context.load_cert_chain(cert, key or None)
-        except OSError as exc:  # an SSLError is one
+        except OSError as exc:  # an SSLError is an OSError
             raise UsageError(
                 f"directory {self}: tls_ca_file, tls_cert_file or tls_key_file: {exc}"
             ) from None
@@ -211,7 +212,7 @@ class NatsDirectory(Directory):
                 user=self._user,
                 password=self._password,
                 token=self._token,
-                # Who calls tries again, and reads everything anew.
+                # The caller tries again, and reads everything again.
                 allow_reconnect=False,
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0,
@@ -235,8 +236,7 @@ class NatsDirectory(Directory):
         try:
             found = await stream.key_value(bucket)
         except NotFoundError:
-            # Where others make it meanwhile in another way, this fails, and is tried
-            # again.
+            # If others create it differently meanwhile, this fails, and is tried again.
             found = await stream.create_key_value(
                 bucket=bucket,
                 ttl=self._lease_s,
@@ -275,7 +275,7 @@ class NatsDirectory(Directory):
                     "a cluster needs most of its servers"
                 ) from exc
             except Exception:
-                # The bucket may be gone with what the server has forgotten.
+                # The bucket may be gone, if the server has lost its data.
                 self._bucket = None
                 raise
 
@@ -327,6 +327,6 @@ def _read(entry: Msg) -> dict[str, bytes | None]:
     name = entry.subject.rpartition(".")[2]
     with suppress(ValueError):
         name = bytes.fromhex(name).decode()
-    # Who erases an entry leaves a marker in its place.
+    # Erasing an entry leaves a marker in its place.
     erased = entry.headers and "KV-Operation" in entry.headers
     return {name: None if erased else entry.data}

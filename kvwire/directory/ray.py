@@ -28,14 +28,14 @@ with needed_by("a directory on Ray", extra="ray"):
 
 NAMESPACE: Final = "kvwire"
 
-# A call that waits for a change returns after so long without one.
+# A call that waits for a change returns after this time without one.
 _WAIT_S: Final = 1.0
-# One without an answer for so long tells a follower that the actor is away, well within
-# a usual lease: nobody leaves while that cannot be seen.
+# A call without an answer for this time shows a follower that the actor is unreachable,
+# well within a usual lease: no member leaves while that lasts.
 _SILENCE_S: Final = 3.0
-# A call that has no answer for so long is given up: the actor is away, or starting.
+# A call without an answer for this time fails: the actor is unreachable, or starting.
 _CALL_S: Final = 15.0
-# Followers that wait at one time in the actor; each is one call.
+# The most followers that wait in the actor at a time; each is one call.
 _FOLLOWERS_MAX: Final = 10_000
 
 
@@ -58,7 +58,8 @@ class RayTable:
         self._forget()
         if key not in self._entries and len(self._entries) >= MEMBERS_MAX:
             return f"it is full: {MEMBERS_MAX} members"
-        # What is too long stays so, and costs no more.
+        # Cut to one byte more than allowed, so that readers still reject a longer
+        # value.
         kept = value[: RECORD_BYTES_MAX + 1]
         self._set(key, time.monotonic() + lease_s, kept)
         return ""
@@ -66,7 +67,7 @@ class RayTable:
     async def erase(self, key: str) -> None:
         """Erase a value, if it is there."""
         if key in self._entries:
-            # Kept for those who have not heard of it yet.
+            # Kept for followers that have not received it yet.
             self._set(key, time.monotonic() + 2 * _CALL_S, None)
 
     async def changes(
@@ -156,7 +157,7 @@ class RayDirectory(Directory):
                     self._table = await asyncio.to_thread(_actor, self._name)
             async with asyncio.timeout(timeout_s):
                 return await call(self._table)
-        # Ray raises plain errors where it cannot be reached.
+        # Ray raises plain errors if it cannot be reached.
         except (RayError, RuntimeError, ValueError, OSError) as exc:
             self._table = None
             text = str(exc) or f"no answer in {timeout_s:g} s"

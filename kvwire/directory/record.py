@@ -94,7 +94,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             )
         try:
             return _DECODER.decode(raw)
-        # The second is for what is nested too deeply.
+        # The second error is for data that is nested too deeply.
         except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
             raise UsageError(f"not a valid record: {shown(str(exc), 200)}") from None
 

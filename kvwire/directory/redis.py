@@ -35,12 +35,12 @@ with needed_by("a directory in Redis", extra="redis"):
     from redis.asyncio.client import PubSub
     from redis.exceptions import NoPermissionError
 
-# After this silence a channel is tested with a message of our own, which has as long to
-# arrive. Other members' renewals are signs of life as well.
+# After this silence a channel is tested with our own message, which has the same time
+# to arrive. Other members' renewals also show that it works.
 _SILENCE_S: Final = 5.0
-# For a connection, and for each answer.
+# The limit for a connection, and for each answer.
 _TIMEOUT_S: Final = 5.0
-# Keys that are asked for at once.
+# Keys that are read at once.
 _PAGE: Final = 256
 # Keys that a server looks at in one step. A tier's blocks may be there as well: 2 s for
 # a million, and 6 s in steps of 256.
@@ -151,13 +151,14 @@ class RedisDirectory(Directory):
             page = names[start : start + _PAGE]
             pipeline = client.commands.pipeline(transaction=False)
             for name in page:
-                # One byte more than a record has: what is longer is not read whole.
+                # One byte more than a record may have, so that longer values are not
+                # read completely.
                 pipeline.getrange(name, 0, RECORD_BYTES_MAX)
             values = await pipeline.execute(raise_on_error=False)
             for name, value in zip(page, values, strict=True):
                 if isinstance(value, Exception) and of_server(value):
                     raise value
-                # It may be over meanwhile, or no text.
+                # It may have expired meanwhile, or not be text.
                 if value and isinstance(value, bytes):
                     key = name.decode(errors="replace").removeprefix(self._prefix)
                     found[key] = value

@@ -60,7 +60,7 @@ _SCHEMES: Final = {"valkey": "redis", "valkeys": "rediss"}
 # Errors of one command or one key. All others with a code (NOREPLICAS, MISCONF, BUSY,
 # ...) are about the server.
 _OF_COMMAND: Final = ("WRONGTYPE", "SELECT")
-# Keys that are tried to find one of a node; it has many of the 16,384 slots.
+# How many keys are tried to find one on a node, which has many of the 16,384 slots.
 _KEYS_TRIED: Final = 50_000
 _CONNECTING: Final = re.compile(r"^Error \S+ connecting to \S+\. ")
 _CODE: Final = re.compile(r"[A-Z]{3,}\b")
@@ -80,7 +80,7 @@ def of_server(error: BaseException) -> bool:
         ),
     ):
         return True
-    # The client has no class for it, and so has left its code where it was.
+    # The client has no class for this error, and so leaves the code in its text.
     code = _CODE.match(str(error)) if type(error) is exceptions.ResponseError else None
     return code is not None and code[0] not in _OF_COMMAND
 
@@ -185,7 +185,7 @@ class RedisServers:
         self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
         self._hosts = _hosts_of(what, url)
-        # Nodes of the cluster that was found last: those of the URL may be gone.
+        # The cluster's nodes as last found, since the URL's nodes may be gone.
         self._nodes: list[dict[str, Any]] = []
         files = {
             TLS_OPTIONS[name]: _file(what, name, text)
@@ -198,10 +198,10 @@ class RedisServers:
             "socket_keepalive": True,
             # The tier or directory tries again.
             "retry": Retry(NoBackoff(), 0),
-            # With RESP3 the client does not notice that an idle connection was closed.
+            # With RESP3, the client does not notice when an idle connection was closed.
             "protocol": 2,
         }
-        # Releases of the client before 6 check no name in a certificate by default.
+        # Client releases before 6 do not check the name in a certificate by default.
         self._tls: dict[str, Any] = {"ssl_check_hostname": True, **files}
         # As in kvwire.directory.tls. Older releases of the client have no such option.
         if "ssl_exclude_verify_flags" in signature(SSLConnection.__init__).parameters:
@@ -383,7 +383,7 @@ class RedisServers:
         """Return a client of a node's cluster, with its slots."""
         secure = "connection_class" in place.url
         cluster: RedisCluster = RedisCluster(
-            # A certificate names the host.
+            # The certificate has to name the host.
             host=place.host if secure else place.address,
             port=place.port,
             ssl=secure,
@@ -526,7 +526,7 @@ def _worst(faults: Mapping[str, BaseException]) -> BaseException:
         return next(iter(faults.values()))
     texts = []
     for place, fault in faults.items():
-        # The place is named once.
+        # Name the place only once.
         text = re.sub(_CONNECTING, "", str(fault)).removeprefix(f"{place}: ")
         texts.append(f"{place}: {text or type(fault).__name__}")
     return ConnectionError("; ".join(map(printable, texts)))

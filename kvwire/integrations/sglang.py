@@ -41,7 +41,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Describe a memory pool of the host, and the name that marks its pages."""
+    """A host memory pool's description, with the name that marks its pages."""
 
     host: Any  # SGLang's own pool
     named: str  # a page's content apart from tokens: model, ranks, layout

@@ -33,7 +33,7 @@ from kvwire.kv.blocks import Bits, Ids
 Key: TypeAlias = bytes
 Keys: TypeAlias = npt.NDArray[np.object_]
 
-# As in the paper: a tenth is small, and three uses are as good as any number.
+# As in the paper: the small queue is a tenth, and uses beyond three do not count.
 _SMALL_SHARE: Final = 10
 _USES_MAX: Final = 3
 
@@ -104,7 +104,8 @@ class LruQueue(EvictionQueue):
         """Put blocks at the back, whether they are in the queue or not."""
         names = keys.tolist()
         if names and names[0] in self._list:
-            # Mostly all of them are, and were touched: that takes half as long.
+            # Usually all of them are in the queue and were touched; this case takes
+            # half as long.
             with suppress(KeyError):
                 each(map(self._list.move_to_end, names))
                 return
@@ -178,7 +179,7 @@ class S3FifoQueue(EvictionQueue):
                 free = pins[slots] == 0
                 stays = free & (uses[slots] > 0)
                 uses[slots[stays]] -= 1
-            # What is in use is in no queue now, and comes back when it is released.
+            # Blocks in use leave the queues now, and return when they are released.
             _append(self._main, keys, slots, stays)
             gone = free & ~stays
             found.append((keys[gone], slots[gone]))

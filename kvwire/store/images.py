@@ -39,7 +39,7 @@ def images_at(
     )
 
 
-# Calls of a store are mostly of a few sizes, and nobody writes to these.
+# A store's calls have few sizes, and these cached arrays are never written to.
 @lru_cache(32)
 def rows(count: int, nbytes: int) -> tuple[Array, Array]:
     """Return the lengths of ``count`` images, and the start of each in a stream."""
@@ -52,7 +52,7 @@ def rows(count: int, nbytes: int) -> tuple[Array, Array]:
 def views_of(images: Fragments) -> list[memoryview]:
     """Return the memory of each image; each image must be one fragment."""
     lengths = images.lengths.tolist()
-    # In general all are of one length, and so of one type.
+    # Usually all have one length, and so one type.
     types = {length: ctypes.c_char * length for length in set(lengths)}
     return [
         memoryview(types[length].from_address(at)).cast("B")

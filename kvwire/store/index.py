@@ -62,13 +62,13 @@ __all__ = ["NO_SLOT", "Index", "IndexedSlots", "Key", "Keys", "Orders"]
 
 Times: TypeAlias = npt.NDArray[np.float64]
 
-# Of the type of pins: NumPy casts anything else for each call, in 5 times the time, and
-# lets another thread have the GIL meanwhile.
+# Of the same type as pins: NumPy casts other types in each call, which takes 5 times as
+# long and lets another thread take the GIL.
 _ONE: Final = np.int32(1)
 
 _ALL: Final = slice(None)
 
-# A look takes tens of milliseconds on a disk of 100 GiB, and each put may need room.
+# A search takes tens of milliseconds on a disk of 100 GiB, and each put may need room.
 _LOOKS_APART_S: Final = 1.0
 
 # A lane is a tenant's number in the lower bits, and a priority in the upper ones.
@@ -76,7 +76,7 @@ _OWNER_BITS: Final = 8
 _OWNERS: Final = (1 << _OWNER_BITS) - 1
 _BOUND: Final = "its tenant may pin and retain no more here"
 
-# Of a few sizes of blocks, and asked for each of them.
+# There are few block sizes, and it is called for each block.
 _size: Final = lru_cache(1024)(rounded)
 
 
@@ -163,7 +163,7 @@ class Index:
         self._slots: dict[Key, int] = {}
         self.counts_uses: bool = EVICTIONS[evict].counts
         self._state = SlotState(slabs.slots)
-        # By the size of slots, then by lane: a tenant's blocks of one priority.
+        # By slot size, then by lane, which is a tenant's blocks of one priority.
         new_queue = partial(EVICTIONS[evict], self._state)
         self._queues: defaultdict[int, defaultdict[int, EvictionQueue]] = defaultdict(
             partial(defaultdict, new_queue)
@@ -174,7 +174,7 @@ class Index:
         self._protected = Protections(slabs.slots)
         self._kept, self._retained = self._protected.on
         self._doomed = np.zeros(slabs.slots, np.bool_)
-        # When its block was put; 0 while it has none.
+        # When each slot's block was put; 0 without a block.
         self._born = np.zeros(slabs.slots, np.float64)
         self._used_at = np.zeros(slabs.slots, np.int64)
         self._newest = np.zeros(len(slabs), np.int64)
@@ -362,14 +362,14 @@ class Index:
         """
         size = _size(nbytes)
         self.end_late()
-        # A tenant without room in its quota pays with its own blocks, also where others
-        # have older ones. What any of the branches returns is pinned once more.
+        # A tenant at its quota evicts its own blocks, even if others have older ones.
+        # Every branch pins the blocks that it returns once more.
         left_bytes = self.shares.quota_bytes.item(tenant) - self.used_bytes.item(tenant)
         if left_bytes < size:
             return self._own_victims(size, count, tenant)
         count = min(count, left_bytes // size)
         queues = self._queues[size]
-        only = len(queues) == 1  # which need not be this tenant's
+        only = len(queues) == 1  # they need not be this tenant's
         queue = next(iter(queues.values())) if only else self._first(queues.items())
         slab = self._older_slab(size, queue) if len(self._queues) > 1 else None
         if slab is not None:
@@ -387,16 +387,16 @@ class Index:
         pins = self._state.pins
         alone: Bits = (pins[slots] == 1) & ~self._doomed[slots]
         if not all_of(alone):
-            # A second pin is a reader's: name and image stay until it lets go.
+            # A second pin is a reader's: name and image stay until it unpins.
             kept = self._kept[slots] & (pins[slots] == 2)
-            # What was to make room and is kept since then stays.
+            # Blocks that were chosen to make room but have been kept since then stay.
             if any_of(kept) and not evicted:
                 self._unkeep(slots[kept])
                 alone = (pins[slots] == 1) & ~self._doomed[slots]
             self.unpin(keys[~alone], slots[~alone])
             keys = keys[alone]
             slots = slots[alone]
-        if self.counts_uses:  # elsewhere what is pinned is in no queue
+        if self.counts_uses:  # in other queues there are no pinned blocks
             for queue, which in self._queues_of(slots):
                 queue.remove(keys[which], slots[which])
         each(map(self._slots.pop, keys.tolist()))
@@ -417,7 +417,7 @@ class Index:
         self, keys: Keys, slots: Ids, nbytes: int, count: int, tenant: int = 0
     ) -> Ids:
         """Evict pinned blocks, and take up to ``count`` slots, reusing theirs."""
-        # Now the slots of ``gone`` have no name, and only the caller's pin.
+        # Now the slots of ``gone`` have no names, and only the caller's pins.
         gone = slots[self.forget(keys, slots, evicted=True)]
         if self.used_bytes.size > 1 or not gone.size:
             np.add.at(self.evicted_blocks, self._owner[gone], 1)
@@ -760,8 +760,8 @@ class Index:
         own_slabs = (slabs.slot_bytes == slot).nonzero()[0].tolist()
         if front is not None or not all(map(self._unused, own_slabs)):
             return None
-        # Nobody will let go of a slot of this size, which would wait for ever: so what
-        # is kept does not keep it from a slab.
+        # No slot of this size will be released, and the caller would wait for ever; so
+        # kept blocks do not protect a slab.
         for slab in filter(self._unused, ordered):
             self.unkeep(*self._named_in(slab))
             return int(slab)

@@ -39,7 +39,7 @@ class StoreManagement(AsyncWith):
     _tiers: TierStack
     _closed: bool
     _thread: LoopThread
-    # What is under way here, and a close waits for.
+    # The running operations, for which a close waits.
     _calls: set[asyncio.Future[None]]
 
     @yields_before_raising

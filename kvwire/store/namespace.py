@@ -64,7 +64,8 @@ class Namespace:
         named = sha256(repr((self.group, self.spec.to_pairs())).encode())
         digest = of_tenant(named.digest()[:DIGEST_BYTES], self.tenant)
         if self.lossy:
-            # A key names one content for ever, and what is lost makes another one.
+            # A key names one content for ever, and lossy codecs make different
+            # contents.
             mask = sha256(self.lossy.encode()).digest()[:DIGEST_BYTES]
             digest = bytes(map(xor, digest, mask))
         object.__setattr__(self, "digest", digest)
@@ -99,7 +100,7 @@ def namespace_of(
         ) from None
 
 
-# Each call of a store names those of its caches, which are few.
+# Each store call uses its caches' namespaces, of which there are few.
 @lru_cache(256)
 def _namespace(
     name: str, spec: KVSpec, block_tokens: int, tenant: str, lossy: str

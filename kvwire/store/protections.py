@@ -32,7 +32,7 @@ class Protections:
         self.on = np.zeros((2, slots), np.bool_)
         self.until = np.zeros((2, slots), np.float64)
         self.next: float = math.inf
-        # Of the slots that are protected in any way. bounded: by the slots
+        # The slots that are protected in any way. bounded: by the slots
         self._keys: dict[int, Key] = {}
 
     def __len__(self) -> int:

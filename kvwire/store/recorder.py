@@ -31,7 +31,7 @@ from kvwire.store.trace import TraceLine, TraceOp, encode_line
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 _SUFFIX: Final = ".jsonl"
-# What a number of JSON has everywhere.
+# The largest integer that every JSON parser reads exactly.
 _BITS: Final = np.int64(2**53 - 1)
 _BUFFER_BYTES: Final = 1 << 20
 

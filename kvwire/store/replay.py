@@ -41,9 +41,10 @@ from kvwire.store.tiers.slabs import Slabs
 from kvwire.store.tiers.virtual import VirtualClock, VirtualDisk, VirtualMemory
 from kvwire.store.trace import TraceLine, TraceOp
 
-# Of the timeline: when there are more, parts of the time are made twice as long.
+# The most intervals of the timeline; when there are more, intervals become twice as
+# long.
 _POINTS_MAX: Final = 128
-# The length of a part at the beginning; it doubles.
+# The initial length of an interval; it doubles.
 _PART_S: Final = 1 / 1024
 _ID_BYTES: Final = 8
 
@@ -359,7 +360,7 @@ class _NoCopy(Operation):
         copied_bytes: Their sum.
     """
 
-    # There is nothing to take turns with.
+    # There is no other work to alternate with.
     batch_bytes = sys.maxsize
     copied_bytes = 0
 

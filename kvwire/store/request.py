@@ -32,8 +32,8 @@ class StoreRequest:
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
         self._thread.check("await StoreRequest")
-        # No frame of ours is in the traceback of an error: it would hold this request,
-        # which holds the error, and with both the images of the blocks.
+        # Keep our frames out of an error's traceback: they refer to this request, which
+        # refers to the error, and the cycle would keep the blocks' images alive.
         task = self._task
         if task.done() and not task.cancelled() and task.exception() is None:
             return _returned(task.result())

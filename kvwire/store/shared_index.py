@@ -69,10 +69,10 @@ _ORDER_BIT: Final = 56
 _ORDER_SHIFT: Final = np.uint64(_ORDER_BIT)
 _SLOT_MASK: Final = (1 << _ORDER_BIT) - 1
 _ALL_BITS: Final = (1 << 64) - 1
-# An odd number with bits all over: places that differ make masks that differ.
+# An odd number with well-spread bits, so that different places make different masks.
 _MIX: Final = 0x9E3779B97F4A7C15
 _FOLD: Final = 32
-# Of a slot: it has no block, or one that has no entry.
+# A slot without a block, or with a block without an entry.
 _EMPTY: Final = -1
 _UNLISTED: Final = -2
 
@@ -116,7 +116,8 @@ class SharedIndex:
         self._entries = words[HEAD_WORDS:].reshape(-1, _WORDS, WAYS)
         self._tags = self._entries[:, _TAG]
         self._generations = generations
-        # Where each slot's entry is: the bucket times WAYS, and the place in it.
+        # The position of each slot's entry: the bucket times WAYS, plus the place in
+        # it.
         self._listed: Ids = np.full(generations.values.size, _EMPTY, np.int64)
 
     def add(self, keys: Keys, slots: Ids, orders: Orders) -> None:

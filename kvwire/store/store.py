@@ -67,7 +67,7 @@ from kvwire.store.tiers.slabs import Slabs
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 Write = Literal["through", "back"]
-# What a call takes, in bytes copied in that time.
+# The overhead of a call, as the bytes that could be copied in that time.
 _CALL_BYTES: Final = 64 * KIB
 _KIND: Final = attrgetter("namespace.digest", "keys.size")
 
@@ -110,11 +110,12 @@ class BlockStore(StoreManagement):
         self._servers: set[Callable[[], Awaitable[None]]] = set()
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
-        # Copied since the loop went on, in calls that were over when they returned.
+        # Bytes copied since the loop last ran, by calls that completed before they
+        # returned.
         self._held_bytes = 0
-        # The tiers below that are not closed yet.
+        # The lower tiers that are not closed yet.
         self._open = list(below)
-        # Asked once: a call of the store is too cheap to ask each time.
+        # Looked up once: a store call is too cheap to do this each time.
         self._logs = logger.isEnabledFor(logging.DEBUG)
         show_store(self)
 
@@ -389,7 +390,7 @@ class BlockStore(StoreManagement):
         """
         self._check("BlockStore.flush", None, optional=True)
         with self._under_way():
-            # And not what is begun meanwhile: there may always be something.
+            # Not the operations that begin meanwhile, or this might never end.
             if so_far := tuple(self._live):
                 await asyncio.wait(so_far)
             await self._tiers.memory.settle()
@@ -407,7 +408,7 @@ class BlockStore(StoreManagement):
         # A server of this store may begin operations until it is closed itself.
         self._closed |= not self._servers
         if self._closing is None or self._closing.done():
-            # Once more, for one that has failed or was cancelled with its loop.
+            # Again, in case the close has failed, or was cancelled with its loop.
             self._closing = start_task(self._close())
         await asyncio.shield(self._closing)
 
@@ -435,7 +436,7 @@ class BlockStore(StoreManagement):
             await self._open.pop(0).close()
         if self._tiers.recorder is not None:
             self._tiers.recorder.close()
-        # First: a thread has what it has copied until it is through with it.
+        # First, because a thread keeps its copied blocks until it has finished.
         self._threads.close()
         self._tiers.memory.close()
 
@@ -456,7 +457,7 @@ class BlockStore(StoreManagement):
         lists = cache.block_lists(blocks)
         namespaces = self._namespaces(cache, hash_tokens, tenant)
         requests = group_requests(cache, lists, hashes, namespaces)
-        # What does not depend on which blocks they are is planned once.
+        # The part of the plan that is independent of the blocks is made once.
         template = computed_once(
             cache,
             (kind.verb, *map(_KIND, requests)),
@@ -475,7 +476,7 @@ class BlockStore(StoreManagement):
             return None
         if self._logs or RINGS or not work.is_small:
             return None
-        # Now and then the loop goes on, even if each call is over before it returns.
+        # The loop gets a turn now and then, even if every call completes at once.
         self._held_bytes += max(work.nbytes, _CALL_BYTES)
         if self._held_bytes > TURN_BYTES or not work.at_once():
             self._held_bytes = 0

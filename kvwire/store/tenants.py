@@ -144,7 +144,7 @@ class Tenants:
         read = (
             one if isinstance(one, Tenant) else Tenant.parse(one) for one in tenants
         )
-        listed = sorted(read, key=_is_named)  # that of no tenant in front
+        listed = sorted(read, key=_is_named)  # number 0, for no tenant, comes first
         if not listed or listed[0].name:
             listed.insert(0, Tenant(""))
         self.listed: tuple[Tenant, ...] = tuple(listed)

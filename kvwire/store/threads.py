@@ -13,9 +13,10 @@ from kvwire.memory.device.device_copies import DeviceCopies
 
 T = TypeVar("T")
 
-# One copies while another waits for a disk, for a put and a get at once.
+# For a concurrent put and get, one thread each that copies and one that waits for a
+# disk.
 _THREADS: Final = 4
-# To copy less takes no longer than to wake a thread, which a loop does itself.
+# Copying less takes no longer than waking a thread, so the loop copies it itself.
 TURN_BYTES: Final = 1 * MIB
 
 

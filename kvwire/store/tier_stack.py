@@ -29,7 +29,7 @@ from kvwire.store.tiers.base import LANDED, REFUSED, Batch, BlockResults, Tier
 from kvwire.store.tiers.memory import MemoryTier
 
 _digest = itemgetter(slice(DIGEST_BYTES))
-# Of a delete, beside others who go on putting what it deletes.
+# How often a delete repeats, while others keep putting the same blocks.
 _ROUNDS: Final = 8
 NOT_THERE: Final = "it is not in the store"
 UNSAID: Final = "it was not taken below, where by now all is well"
@@ -57,7 +57,7 @@ class TierStack:
             StoreCounters() for _ in self.tenants.listed
         )
         self.counters: StoreCounters = StoreCounters()
-        # By the tenant's number: bytes that verbs are moving.
+        # The bytes that verbs are moving, by the tenant's number.
         self.moving_bytes: Ids = np.zeros(len(self.tenants) + 1, np.int64)
         self.below: tuple[Tier, ...] = tuple(below)
         self.through: bool = through and bool(below)
@@ -65,7 +65,7 @@ class TierStack:
             index, self._demote if below else None, ahead=not through
         )
         self.threads = threads
-        # All that lose bits have one codec.
+        # All lossy tiers have the same codec.
         self.lossy: str = max((tier.lossy for tier in below), default="")
         known = (
             Namespace(one.group, one.spec, one.tenant, self.lossy)
@@ -217,7 +217,8 @@ class TierStack:
         tier = self.below[0]
         if len(self.below) > 1:
             return self._write_all(namespace, batch)
-        # One that asks was asked at the beginning of the put, or is not worth it.
+        # A tier whose ``find`` needs a round trip was asked when the put began, or is
+        # not worth it.
         if tier.asks and tier.taking:
             return tier.write(namespace, batch)
         return self._write(tier, namespace, batch)
@@ -256,8 +257,8 @@ class TierStack:
         for _ in range(_ROUNDS if self.below else 1):
             await self.memory.delete(keys)
             await gather_all(*(tier.delete(keys) for tier in self.below))
-            # A get that was reading meanwhile brings them back, and somebody may have
-            # brought them down again.
+            # A concurrent get may have brought blocks back to memory, and from there
+            # they may have been written to lower tiers again.
             if not self.memory.has_any(keys):
                 return
 
@@ -367,7 +368,7 @@ class TierStack:
         digests = list(map(_digest, keys.tolist()))
         for digest in set(digests):
             if digest in self.namespaces:
-                # Not compared by NumPy, to which zeros at the end of bytes are nothing.
+                # Not compared by NumPy, which ignores zeros at the end of bytes.
                 mine = np.fromiter(map(digest.__eq__, digests), np.bool_, keys.size)
                 yield mine, self.namespaces[digest]
 
@@ -387,7 +388,7 @@ class TierStack:
         if not left:
             await flushed
             return
-        with suppress(OSError):  # which is said with the blocks
+        with suppress(OSError):  # the error reports that together with the blocks
             await flushed
         said = (f"{tier.name}: {tier.error or UNSAID}" for tier in self.keepers)
         blocks = "1 block is" if left == 1 else f"{left} blocks are"

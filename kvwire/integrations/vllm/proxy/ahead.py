@@ -1,9 +1,9 @@
-"""Copying prefixes ahead, to an engine before it gets requests for them.
+"""Copies prefixes to an engine before it gets requests for them.
 
-A policy decides, and the proxy copies: it asks another engine for one token of the
-prefix. That engine loads the prefix from the store that it shares with the first one,
-or gets it from a prefill engine, or computes it if there is neither. From then on it is
-in the engine's own cache.
+A policy chooses prefixes and engines. To copy a prefix, the proxy requests one token
+after it from the chosen engine. That engine loads the prefix from a shared store, or
+gets it from a prefill engine, or else computes it. From then on the prefix is in the
+engine's own cache.
 
 To use your own policy, register a subclass of :class:`AheadPolicy` under a name in the
 entry-point group ``kvwire.copy_ahead``, and give the proxy ``--copy-ahead NAME``.
