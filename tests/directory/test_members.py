@@ -191,6 +191,6 @@ def test_a_full_table_takes_nobody_new(monkeypatch: pytest.MonkeyPatch) -> None:
     assert put(2) is not None
     assert put(3) is None
     assert members.ignored == 1
-    assert members.reason == "more than 2 members"
+    assert members.reason == "the directory has more than 2 members"
     # Who is in it may go on changing.
     assert put(1, load=1.0) == Change(ChangeKind.CHANGED, record(1, load=1.0))

@@ -101,8 +101,8 @@ def test_whatever_kv_depends_on_changes_the_hash() -> None:
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([1, -2, 3], "token id -2 is not"),
-        ([1, 2**31], "token id 2147483648 is not"),
+        ([1, -2, 3], "token id -2 is outside"),
+        ([1, 2**31], "token id 2147483648 is outside"),
         ([1.5], "0-dimensional|1-dimensional float64"),
         ([[1, 2]], "2-dimensional int64"),
         (np.ma.array([1, 2], mask=[False, True]), "block_hashes: a masked array"),
@@ -115,7 +115,9 @@ def test_what_is_no_token_is_refused(tokens: Any, message: str) -> None:
 
 
 def test_extra_is_of_full_blocks() -> None:
-    with pytest.raises(UsageError, match=r"blocks \[0, 2\]; there are 1 full"):
+    with pytest.raises(
+        UsageError, match=r"blocks \[0, 2\], but the prompt has only 1 full"
+    ):
         HashScheme(2).block_hashes([1, 2, 3], extra={2: b"x", 0: b"y"})
 
 

@@ -80,7 +80,7 @@ async def test_r26_what_waits_for_its_counterpart_is_bounded(w: World) -> None:
         w.pull_side.pull(number, w.target.cache, [number % 32])
         for number in range(TRANSFERS_WAITING_MAX)
     ]
-    with pytest.raises(kvwire.UsageError, match="wait for an answer"):
+    with pytest.raises(kvwire.UsageError, match="wait for this peer's answer"):
         w.pull_side.pull("one more", w.target.cache, [0])
     # What is refused here costs nobody else anything.
     assert not w.pull_side.closed

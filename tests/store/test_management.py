@@ -65,11 +65,11 @@ async def test_what_is_deleted_is_in_no_tier(tiers: list[str]) -> None:
 async def test_a_tenant_that_there_is_not_is_refused() -> None:
     cache = Filled(seed=1).cache
     async with BlockStore.open(["memory:64KiB"], tenants=["t"]) as store:
-        with pytest.raises(UsageError, match="there is t"):
+        with pytest.raises(UsageError, match="the tenants are t"):
             store.put(A, cache, range(4), tenant="u")
-        with pytest.raises(UsageError, match="there is t"):
+        with pytest.raises(UsageError, match="the tenants are t"):
             await store.match(A, cache, tenant="u")
-        with pytest.raises(UsageError, match="there is t"):
+        with pytest.raises(UsageError, match="the tenants are t"):
             await store.delete_all(tenant="u")
     with pytest.raises(UsageError, match="fp8 loses bits"):
         BlockStore.open(["memory:64KiB", "disk:d?size=1MiB&codec=fp8"], tenants=["t"])

@@ -54,7 +54,7 @@ async def test_a_block_of_another_model_is_never_returned() -> None:
         await store.put(hashes[:2], other.cache, [0, 1])
         assert await store.match(hashes, other.cache) == 2
         assert await store.match(hashes, source.cache) == 4
-        with pytest.raises(UsageError, match=r"differ in .*shard_rank.*; pass cache="):
+        with pytest.raises(UsageError, match=r"different .*shard_rank.*; pass cache="):
             await store.match(hashes)
 
 

@@ -49,9 +49,13 @@ async def test_gates_open_in_the_order_of_the_marks(
 async def test_a_layer_that_is_no_number(w: World, layer: Any) -> None:
     _, inc = w.begin()
     await w.until(lambda: inc.met)
-    with pytest.raises(kvwire.UsageError, match=f"layer {layer!r}: a number"):
+    with pytest.raises(
+        kvwire.UsageError, match=f"layer {layer!r}: pass the layer's index"
+    ):
         inc.layer_landed(layer)
-    with pytest.raises(kvwire.UsageError, match=f"layer {layer!r}: a number"):
+    with pytest.raises(
+        kvwire.UsageError, match=f"layer {layer!r}: pass the layer's index"
+    ):
         await inc.layer(layer)
     inc.abort()
 

@@ -205,7 +205,7 @@ class Town:
                 )
                 if not broken and record.levelno < logging.ERROR:
                     return
-                if "no memory for its outcome" not in record.getMessage():
+                if "memory for its outcome" not in record.getMessage():
                     cause = record.exc_info and record.exc_info[1]
                     town.troubles.append(f"{record.getMessage()}: {cause!r}")
 

@@ -268,7 +268,7 @@ ONE_PROCESS = "--transport inproc: joins two loops of one process"
         ("messages --loop trio", "--loop"),
         ("messages --round 1", "--round"),
         ("overlap --layer-kib 65", "a multiple of 64"),
-        ("store --tiers tape", "--tiers tape: there are memory, disk, server,"),
+        ("store --tiers tape", "--tiers tape: choose from memory, disk, server,"),
         ("store --directory /no/such", "/no/such: there is no such"),
         ("store --round-mib 1", "Must be >= 4"),
         ("store --blocks huge", '"huge"'),
@@ -288,7 +288,7 @@ def test_a_disk_without_room_and_objects_without_obstore_are_told_first(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
     arguments = ["bench", "store", "--directory", str(tmp_path), "--tiers"]
     assert main([*arguments, "disk"]) == CALLED_WRONG
-    assert f"{MIB} bytes are free, and" in capsys.readouterr().err
+    assert f"{MIB} bytes are free and" in capsys.readouterr().err
     monkeypatch.setattr(store, "find_spec", lambda _: None)
     assert main([*arguments, "object"]) == CALLED_WRONG
     assert "needs obstore: pip install" in capsys.readouterr().err

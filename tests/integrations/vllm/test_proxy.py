@@ -518,4 +518,4 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     for port in ("-1", "99999"):  # a resolver would make another one of it
         with pytest.raises(SystemExit):
             main(["--decode", "http://a=b:1", "--port", port])
-        assert f"--port {port}; 0 to 65535" in capsys.readouterr().err
+        assert f"--port {port}: pass 0 to 65535" in capsys.readouterr().err

@@ -225,4 +225,4 @@ def test_how_long_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
     for s in ("-1", "nan", "inf"):
         with pytest.raises(SystemExit):
             main([*DECODE, "--stop-s", s])
-        assert f"--stop-s {s}; 0 to" in capsys.readouterr().err
+        assert f"--stop-s {s}: pass 0 to" in capsys.readouterr().err
