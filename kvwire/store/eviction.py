@@ -20,7 +20,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from typing import ClassVar, Final, TypeAlias
@@ -106,8 +105,11 @@ class LruQueue(EvictionQueue):
         if names and names[0] in self._list:
             # Usually all of them are in the queue and were touched; this case takes
             # half as long.
-            with suppress(KeyError):
+            try:
                 each(map(self._list.move_to_end, names))
+            except KeyError:
+                pass  # some are not in the queue
+            else:
                 return
         each(map(self._list.pop, names, repeat(None)))
         self._list.update(zip(names, slots.tolist(), strict=True))
