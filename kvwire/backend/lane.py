@@ -17,7 +17,7 @@ UCX            the tag                  both sides post; rendezvous
 NCCL           nothing: same order      both sides post
 ============== ======================== ==================================
 
-Opening a lane takes one exchange, on the control link and so under its authentication::
+A lane is opened by one exchange on the control link, protected by its authentication::
 
     client                                  server
       lane = open_lane(context)
@@ -37,13 +37,12 @@ A lane makes these promises, and the conformance kit checks them:
    nor writes it.
 2. Every payload that was sent and received under the same descriptor ends in both
    callbacks, or else ``lane_closed`` is called.
-3. ``lane_closed`` is called exactly once if ``join`` returned, last of all callbacks,
-   and only when the lane no longer touches memory. A lane that cannot prove this yet
-   does not call it yet: its memory stays in quarantine.
+3. If ``join`` has returned, ``lane_closed`` is called exactly once, as the last
+   callback, and only when the lane no longer touches memory. Until the lane can prove
+   that, it does not call it, and its memory stays in quarantine.
 4. Callbacks run on the loop's thread, never from inside ``send``, ``receive``,
-   ``close`` or ``abort``. ``flush`` may call them. A handler that raises loses its
-   lane.
-5. Payloads may arrive in another order than they were sent in. The core counts.
+   ``close`` or ``abort``. ``flush`` may call them. If a handler raises, its lane ends.
+5. Payloads may arrive in a different order; the core counts them.
 6. A lane never decides what a completion means, never retries, never drops silently.
 
 A lane may also read memory that its peer has exposed, without the peer's help:
@@ -153,14 +152,14 @@ class Lane(ABC):
 
     @abstractmethod
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """Connect to the peer's lane, whose ``bootstrap`` this is.
+        """Connect to the peer's lane, given its ``bootstrap``.
 
         When it returns, ``send`` and ``receive`` are allowed, even if the peer's own
         ``join`` is still running. The bytes come from the peer and are not to be
         trusted.
 
         Raises:
-            BackendUnavailable: The lanes cannot connect; the text has the reason. The
+            BackendUnavailable: The lanes cannot connect; the text gives the reason. The
                 lane is then closed, without ``lane_closed``.
 
         Cancel safety: safe, the lane is then closed without ``lane_closed``.
@@ -182,14 +181,13 @@ class Lane(ABC):
         in the order in which the peer's ``send`` returned them.
 
         Raises:
-            ProtocolError: The peer's lane would not make such a descriptor. An empty
-                one comes from a lane that has ended; it then ends this lane but not the
-                connection.
+            ProtocolError: The descriptor is invalid. An empty descriptor comes from a
+                lane that has ended; it ends this lane too, but not the connection.
         """
 
     @abstractmethod
     def flush(self) -> None:
-        """Move as much as the transport takes now; never blocks for the peer."""
+        """Move as much as the transport accepts now; never waits for the peer."""
 
     @abstractmethod
     def close(self) -> None:
@@ -241,12 +239,12 @@ class Lane(ABC):
         """Return a reader of a window that the peer's lane has exposed.
 
         Args:
-            description: From the peer's ``expose``; not to be trusted.
+            description: The result of the peer's ``expose``; not to be trusted.
             memory: The peer's addresses; not to be trusted either.
 
         Raises:
             BackendUnavailable: It cannot be read over this lane; the text has the
                 reason.
-            ProtocolError: The peer's lane would not make such a description.
+            ProtocolError: The description is invalid.
         """
         raise BackendUnavailable(f"{type(self).__name__} cannot read windows")

@@ -1,13 +1,13 @@
 """The contract between kvwire and a transport.
 
-One idea carries every backend: **a link moves frames, and the receiving side names the
+All backends rest on one idea: **a link moves frames, and the receiving side names the
 destination of a payload after it has seen the frame's header.** A frame is a header of
 exactly :data:`~kvwire.limits.HEADER_BYTES` bytes and a payload of any length, zero
 included. The backend does not know what a header means. It hands the 32 bytes to its
-:class:`LinkHandler` and gets a :class:`Landing` back: how many payload bytes follow,
-and whether they go into a view, into a list of fragments, or nowhere.
+:class:`LinkHandler` and gets a :class:`Landing` back, with the number of payload bytes
+that follow and their destination: a view, a list of fragments, or none.
 
-That one shape fits a socket (header into scratch, payload straight into its
+This fits a socket (header into a scratch buffer, payload straight into its
 destination), UCX active messages (header with the rendezvous, data received into the
 memory that the callback names), a same-host read (the consumer reads once it knows both
 fragment lists) and NCCL (the receive is posted once the header has arrived by other
@@ -15,17 +15,17 @@ means).
 
 A backend makes these promises, and the conformance kit checks them:
 
-1. Frames of one link arrive whole, once, and in the order they were sent.
+1. A link's frames arrive complete, once, and in the order in which they were sent.
 2. Payload memory belongs to the link from ``send`` until ``frame_sent`` (sender), and
    from ``header_received`` until ``body_received`` (receiver). Outside these spans the
    link neither reads nor writes it. Freeing memory safely depends on this.
-3. ``link_closed`` is called exactly once per started link, last of all callbacks. After
-   it the link touches no memory, whatever was in flight; it is then unknown whether
-   frames without ``frame_sent`` arrived.
+3. ``link_closed`` is called exactly once per started link, and is its last callback.
+   Afterwards the link touches no memory, whatever was in flight. Frames without
+   ``frame_sent`` may or may not have arrived.
 4. Callbacks run on the loop's thread, never from inside ``start``, ``send``, ``close``
    or ``abort``, so a handler needs no lock and is never re-entered. ``flush`` may call
-   ``frame_sent``. After ``abort`` no header and no body is handed over any more.
-5. A handler that raises loses its link: ``link_closed`` gets the exception.
+   ``frame_sent``. After ``abort`` the link hands over no more headers and bodies.
+5. If a handler raises, its link ends, and ``link_closed`` gets the exception.
 6. A link never decides what a completion means, never retries, never drops silently.
 """
 
@@ -54,12 +54,13 @@ class Capabilities:
     """The abilities of a backend; the core relies on nothing else.
 
     Attributes:
-        links: It has addresses of its own and carries control links.
-        lanes: It carries data beside the control link of any transport.
-        same_process: Both ends live in one process.
-        same_host: It works only between processes of one host.
-        memory_kinds: The kinds of memory in which a payload may lie.
-        tls: It can put everything it moves inside TLS; see :meth:`Backend.use_tls`.
+        links: Whether it has its own addresses and carries control links.
+        lanes: Whether it carries data beside any transport's control link.
+        same_process: Whether both ends are in one process.
+        same_host: Whether it works only between processes on one host.
+        memory_kinds: The kinds of memory that a payload may be in.
+        tls: Whether it can use TLS for everything that it moves; see
+            :meth:`Backend.use_tls`.
     """
 
     links: bool = True
@@ -144,7 +145,7 @@ class LinkHandler(ABC):
 
     @abstractmethod
     def body_received(self, link: Link, landing: Landing) -> None:
-        """Called when a payload is in place, also one of 0 bytes."""
+        """Called when a payload is in place, even one of 0 bytes."""
 
     @abstractmethod
     def frame_sent(self, link: Link, token: object) -> None:
@@ -261,7 +262,7 @@ class Listener(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop accepting; links already accepted live on.
+        """Stop accepting; accepted links stay open.
 
         Cancel safety: safe, the listener is closed either way.
         """
@@ -343,7 +344,7 @@ class Backend(ABC):
         dials their addresses in turn. A backend without links does not override this.
 
         Raises:
-            OSError: Nobody listens there, or it cannot be reached.
+            OSError: Nothing listens there, or it cannot be reached.
             BackendUnavailable: It has no links.
 
         Cancel safety: safe, a half-made link is closed.
@@ -358,10 +359,10 @@ class Backend(ABC):
         )
 
     def use_tls(self, files: TlsFiles) -> None:
-        """Put every link and every lane inside TLS; called before the first of them.
+        """Use TLS for every link and lane; called before the first of them.
 
-        Both sides show certificates. An accepted link gives its handler no byte before
-        the TLS handshake is over. Called only with the capability ``tls``.
+        Both sides present certificates. An accepted link gives its handler no byte
+        before the TLS handshake is over. Called only with the capability ``tls``.
         """
         raise NotImplementedError
 
@@ -374,7 +375,7 @@ class Backend(ABC):
         raise BackendUnavailable(f"{self.scheme} carries no data beside another link")
 
     async def aclose(self) -> None:
-        """Free the backend's own resources; its links are closed before.
+        """Free the backend's own resources; its links have been closed before.
 
         Cancel safety: safe.
         """

@@ -2,7 +2,7 @@
 
 A *window* is a paged cache, or plain bytes, with a table of *generations* beside it: a
 64-bit number for each block (:mod:`kvwire.memory.generations`). A reader copies blocks
-and looks at their generations *after* the bytes. Where a generation is still the
+and checks their generations *after* the bytes. If a generation still equals the
 ticket's, every byte of the block is what the owner had offered::
 
     owner's lane                              reader's lane
@@ -11,19 +11,19 @@ ticket's, every byte of the block is what the owner had offered::
                                                 landed = reader.read(batch)
       conceal(memory)                 <-        reader.close()
 
-The owner takes no part in a read, and does not learn of it. A lane whose transport
-cannot read so leaves ``reads_windows`` False; the window is then read by messages.
+The owner takes no part in a read, and does not notice it. A lane whose transport cannot
+read like this leaves ``reads_windows`` False; the window is then read by messages.
 
 A reader makes these promises:
 
 1. A block that it reports as landed had the ticket's generation after its last byte was
-   read. It may look before as well, only to save work. The argument about the order of
-   memory accesses stands in the file that relies on it.
+   read. It may also check before, but only to save work. The file that relies on the
+   order of memory accesses explains why it is right.
 2. It reads nothing but the memory that the peer has exposed, and writes nothing but the
-   batch's destinations, whatever the peer has sent. An entry beyond the table, and a
-   piece beyond its tensor, make their block one that has not landed.
-3. A block that has not landed may have been written to in part. Its destination belongs
-   to the caller again, as that of a landed one does, once the read is over.
+   batch's destinations, whatever the peer has sent. If an entry is beyond the table, or
+   a piece beyond its tensor, the block has not landed.
+3. A block that has not landed may have been written to in part. As for a landed block,
+   the destination belongs to the caller again once the read is over.
 4. After ``close``, and once ``busy`` is False, it touches no memory.
 """
 

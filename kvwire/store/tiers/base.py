@@ -20,18 +20,21 @@ A tier promises, and :func:`kvwire.testing.check_tier` checks:
    ``write``, and sets the block's order. With any other result the image's content is
    undefined.
 3. **Independent**: a call has one result per block. A missing or damaged block does not
-affect the others. 4. **Done**: after a call has returned, it no longer touches the
-images. 5. **Cancelled**: if a call's task is cancelled, the call finishes first and
-then raises. Only images that are copied in one turn (``at_once_bytes``) need not be
-finished. 6. **Side by side**: calls overlap, even for the same blocks. 7. **Deleted**:
-after ``delete`` or ``delete_namespace`` no ``find`` returns these blocks. All others
-are still there, and a deleted block may be written again. 8. **Kept**: a block that
-landed in a ``durable`` tier is found again after this process was killed, and after a
-power cut if it was flushed. 9. **No exception**: a failure is a result of the affected
-blocks. A tier that cannot be reached returns this result at once, with the cause in
-``reason`` and ``error``, and reconnects by itself. 10. **Room**: for a block that can
-never fit, ``too_large`` returns the reason. A full tier evicts the least recently used
-blocks, tail before head, or accepts no more.
+   affect the others.
+4. **Done**: after a call has returned, it no longer touches the images.
+5. **Cancelled**: if a call's task is cancelled, the call finishes first and then
+   raises. Only images that are copied in one turn (``at_once_bytes``) need not be
+   finished.
+6. **Side by side**: calls overlap, even for the same blocks.
+7. **Deleted**: after ``delete`` or ``delete_namespace`` no ``find`` returns these
+   blocks. All others are still there, and a deleted block may be written again.
+8. **Kept**: a block that landed in a ``durable`` tier is found again after this process
+   was killed, and after a power cut if it was flushed.
+9. **No exception**: a failure is a result of the affected blocks. A tier that cannot be
+   reached returns this result at once, with the cause in ``reason`` and ``error``, and
+   reconnects by itself.
+10. **Room**: for a block that can never fit, ``too_large`` returns the reason. A full
+    tier evicts the least recently used blocks, tail before head, or accepts no more.
 """
 
 from __future__ import annotations
