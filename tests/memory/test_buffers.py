@@ -155,6 +155,7 @@ def test_slice_of_a_view_and_of_fragments() -> None:
     assert ctypes.string_at(int(piece.addresses[0]), piece.nbytes) == b"3456"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensor() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     tensor = torch.zeros((2, 3), dtype=torch.bfloat16)
