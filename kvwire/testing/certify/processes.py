@@ -176,6 +176,8 @@ class Process:
         self._command = (sys.executable, "-m", "kvwire.testing.certify", role)
         self._arguments = arguments
         self._log = log
+        # The right end is a child of the left one, and may be stopped when that ends.
+        self._leads = role == "left"
         self._process: asyncio.subprocess.Process | None = None
         self.channel: MessageSocket | None = None
 
@@ -203,6 +205,7 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
+                start_new_session=self._leads,
             )
         self.channel = MessageSocket(mine)
         async with asyncio.timeout(_START_S):
@@ -246,11 +249,14 @@ class Process:
         return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
     async def kill(self) -> None:
-        """Kill it.
+        """Kill it, and the left end's child with it.
 
         Cancel safety: safe, it is killed.
         """
         if self._process is not None:
+            if self._leads:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
             self.signal(signal.SIGKILL)
             await self._process.wait()
         if self.channel is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,6 +13,7 @@ import pytest
 from kvwire.testing.certify.runner import Stage, certify, play_again
 from kvwire.testing.certify.schedule import make
 from tests.support.depth import sample
+from tests.support.pairs import until
 
 # What hangs is known to hang after this; a machine with other work needs some of it.
 LIMIT_S = 5.0
@@ -68,3 +72,33 @@ async def test_no_false_alarm(theme: int) -> None:
     found = await certify("toy", seeds=sample(range(theme, 320, 16), 20))
     assert found.breaches == ()
     assert found.schedules
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
+async def test_a_stopped_right_end_ends_with_its_stage() -> None:
+    async with Stage("toy", LIMIT_S) as stage:
+        await stage.play(make(1))
+        (left,) = children(os.getpid(), b"left")
+        (right,) = children(left, b"right")
+        os.kill(right, signal.SIGSTOP)
+    await until(lambda: not runs(right))
+    assert not children(os.getpid(), b"left")
+
+
+def children(parent: int, role: bytes) -> list[int]:
+    """Return the processes of certify with a role that a process has started."""
+    found = []
+    for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+        found += [int(pid) for pid in tasks.read_text().split()]
+    wanted = [b"kvwire.testing.certify", role]
+    arguments = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in found}
+    return [pid for pid in found if arguments[pid].split(b"\0")[2:4] == wanted]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
+    except FileNotFoundError:
+        return False
