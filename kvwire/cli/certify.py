@@ -126,7 +126,7 @@ def _read(path: Path) -> Breach:
 
 
 def _named(target: str) -> AbstractContextManager[None]:
-    """Name what is not installed of a target, and how to install it."""
+    """Turn a missing package of a target into an error with its install command."""
     name = target.partition(":")[0]
     if command := TARGETS.get(name):
         return needed_by(f"certify {name}", command=command)

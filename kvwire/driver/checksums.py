@@ -132,7 +132,8 @@ class ChecksumPolicy:
         if not self._due(payload, self._share):
             return payload, None
         if is_scattered(payload):
-            payload, scattered = copies.room(payload.nbytes, owner), payload
+            scattered = payload
+            payload = copies.room(payload.nbytes, owner)
             copy(scattered, payload)
         return payload, checksum(payload)
 

@@ -327,7 +327,7 @@ def _transfers(found: Sequence[Snapshot]) -> TopTable:
         for row in one.transfers:
             way = "to" if row.side == "outgoing" else "from"
             peers = ", ".join(row.peers)
-            share = row.landed_bytes / row.nbytes if row.nbytes else 0.0
+            share = _share(row.landed_bytes, row.nbytes) or 0.0
             made = Row.of(
                 f"{one.incarnation} {row.side} {row.id}",
                 one.name,
@@ -335,7 +335,7 @@ def _transfers(found: Sequence[Snapshot]) -> TopTable:
                 f"{row.layers_landed}/{row.layers_marked}/{row.layers}",
                 Marked(
                     f"{in_bytes(row.landed_bytes)}/{in_bytes(row.nbytes)}",
-                    share=min(1.0, share),
+                    share=share,
                 ),
                 f"{row.age_s:.1f} s",
                 row.waits_for,
@@ -471,7 +471,7 @@ def _tiers(report: StatsReport) -> TopTable:
             f"{counts.blocks:,}",
             Marked(
                 in_bytes(counts.used_bytes),
-                share=min(1.0, counts.used_bytes / size) if size else None,
+                share=_share(counts.used_bytes, size),
             ),
             in_bytes(size) if size else "-",
             f"{counts.read_blocks:,}",
@@ -497,12 +497,17 @@ def _tiers(report: StatsReport) -> TopTable:
     )
 
 
+def _share(used_bytes: int, most_bytes: int) -> float | None:
+    """Return the used part as a bar shows it; None without a limit."""
+    return min(1.0, used_bytes / most_bytes) if most_bytes else None
+
+
 def _tenants(report: StatsReport) -> TopTable:
     rows: list[Row] = []
     for tenant in report.tenants:
         for tier, use in tenant.tiers:
             quota = use.quota_bytes
-            share = min(1.0, use.used_bytes / quota) if quota else None
+            share = _share(use.used_bytes, quota)
             row = Row.of(
                 f"{tenant.name} {tier}",
                 f"{tenant.name or 'no tenant'} in {tier}",

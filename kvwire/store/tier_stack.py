@@ -76,7 +76,7 @@ class TierStack:
 
     @property
     def mapped(self) -> Tier | None:
-        """The first lower tier whose blocks can be read in place, or None."""
+        """The first lower tier that supports reads in place, or None."""
         for tier in self.below:
             if tier.mapped is not None:
                 return tier

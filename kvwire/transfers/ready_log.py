@@ -332,7 +332,8 @@ def _range(which: Which, held: range, what: str, group: str) -> range:
         return held if not held.start else range(len(held))
     where = f"ready: {what} of group {group!r}"
     if isinstance(which, slice):
-        start, stop = which.start, which.stop
+        start = which.start
+        stop = which.stop
         if type(start) is not int:
             start = held.start if start is None else _index(start, where)
         if type(stop) is not int:

@@ -159,7 +159,8 @@ class Transfer(AsyncWith):
         blocks: Blocks,
         options: TransferOptions,
     ) -> None:
-        priority, lease_s = options.get("priority", 0), options.get("lease_s")
+        priority = options.get("priority", 0)
+        lease_s = options.get("lease_s")
         if not isinstance(cache, PagedCache):
             raise wrong_type("cache", cache, "a kvwire.PagedCache")
         if type(priority) is not int or not 0 <= priority <= PRIORITY_MAX:
@@ -185,7 +186,8 @@ class Transfer(AsyncWith):
         self._lists: BlockLists = cache.block_lists(blocks)
         if self._growing:
             self._lists = self._padded(self._lists)
-        self._memory, self._memory_lists = cache, self._lists
+        self._memory = cache
+        self._memory_lists = self._lists
         codec = options.get("codec")
         if codec is not None:
             self._memory, self._memory_lists = self._coded(codec)
@@ -219,9 +221,11 @@ class Transfer(AsyncWith):
         )
         if self._outcome is not None:
             return f"{text}, over: {self._outcome.state}>"
-        progress, age_s = self._progress, self._phases.age_s
+        progress = self._progress
         layers = f"{progress.landed} of {progress.layers} layers landed"
-        return f"{text} for {age_s:.1f} s, {layers}: {self._next_move.text}>"
+        return (
+            f"{text} for {self._phases.age_s:.1f} s, {layers}: {self._next_move.text}>"
+        )
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
         if self._outcome is None:
@@ -410,7 +414,8 @@ class Transfer(AsyncWith):
 
     def _release(self, leg: Leg) -> None:
         """Release a leg's memory, and count it as busy until it drains."""
-        buffers, released = self._services.buffers, leg.release()
+        buffers = self._services.buffers
+        released = leg.release()
         buffers.collect()
         for buffer in buffers.undrained(released):
             self._busy += 1
@@ -514,7 +519,8 @@ class Transfer(AsyncWith):
         the outcome, the name is free, and each buffer that a link may still touch
         counts in ``_busy``, which only its draining decrements.
         """
-        cause, services = self._cause, self._services
+        cause = self._cause
+        services = self._services
         assert cause is not None
         reason = str(cause)
         outcomes = [leg.outcome(self, reason) for leg in self._legs if leg.planned]
@@ -574,9 +580,13 @@ class Transfer(AsyncWith):
 
     def _view(self) -> TransferView:
         links = [leg.link for leg in self._legs]
-        age_s, progress = self._phases.age_s, self._progress
         return TransferView(
-            self._id, self._receives, links, age_s, self._next_move, progress
+            self._id,
+            self._receives,
+            links,
+            self._phases.age_s,
+            self._next_move,
+            self._progress,
         )
 
     # --- traces -----------------------------------------------------------------------

@@ -328,7 +328,7 @@ class Ends:
 
 @asynccontextmanager
 async def joined(b: Bench) -> AsyncIterator[Ends]:
-    """Connect the communicators of both sides, and yield those of this one.
+    """Connect both sides, and yield the communicators of this side.
 
     The options are ``transport``; ``by_link``, with which a transport that has links is
     used as the link, instead of as a lane beside TCP; the number of ``endpoints``; and

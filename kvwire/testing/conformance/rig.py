@@ -64,7 +64,7 @@ class Rig(Generic[S]):
         self._listeners: list[Listener] = []
 
     async def open(self) -> None:
-        """Prepare what every check of this kind needs."""
+        """Prepare the objects that every check of this kind uses."""
 
     async def listen_on(
         self, address: Address, accept: Callable[[Link], None]

@@ -104,6 +104,10 @@ class Walked:
             self._steps.append((file, frame.f_code.co_qualname))
 
 
+# Transports whose libraries a machine may have: then choosing takes more calls.
+_OPTIONAL: Final = ("nccl", "nixl", "ucx")
+
+
 class Both:
     """Two communicators and a warm connection between them."""
 
@@ -201,8 +205,8 @@ class Both:
 async def both() -> AsyncIterator[Both]:
     """Two communicators whose every path has been walked once."""
     async with (
-        kvwire.open(name="near", prefer=("tcp",)) as near,
-        kvwire.open(name="far", prefer=("tcp",)) as far,
+        kvwire.open(name="near", prefer=("tcp",), forbid=_OPTIONAL) as near,
+        kvwire.open(name="far", prefer=("tcp",), forbid=_OPTIONAL) as far,
     ):
         made = Both(near, far)
         made.address = await far.listen("tcp://127.0.0.1:0")

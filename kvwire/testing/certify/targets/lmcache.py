@@ -43,7 +43,7 @@ def _object(data: memoryview) -> TensorMemoryObj:
 
 
 class LmcacheEnd(End):
-    """An adapter of its own, over what both ends share."""
+    """One end, with its own LMCache adapter over the storage that both ends share."""
 
     version = metadata.version("lmcache")
 
