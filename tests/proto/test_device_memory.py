@@ -32,6 +32,26 @@ def test_a_message_leaves_a_device_when_that_permits(data: bytes) -> None:
     assert not pair.client.memory
 
 
+@pytest.mark.parametrize("ends", ["DONE", "FAILED"])
+def test_an_empty_message_of_a_device(ends: str) -> None:
+    """It has no bytes to wait for, but its place among the messages of its tag."""
+    pair = ConnectionPair()
+    sent = pair.client.send_from_device(TAG, b"")
+    received = pair.server.recv(TAG, 0)
+    pair.run()
+    if ends == "FAILED":
+        pair.client.cancel(sent)
+    pair.client.permit()
+    expect_fine(pair)
+    if ends == "DONE":
+        assert pair.client.error(sent) is None
+        assert pair.server.received(received) == b""
+    else:
+        expect_error(pair.client, sent, errors.RequestCancelled)
+    assert sent.buffer in pair.client.freed
+    assert not pair.client.memory
+
+
 @sizes
 @pytest.mark.parametrize("first", ["send", "recv"])
 def test_a_message_arrives_in_a_device_when_that_permits(

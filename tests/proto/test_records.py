@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import MalformedFrame
@@ -40,7 +40,13 @@ def test_segments_are_acknowledged_together() -> None:
 # --- marks in the header of DATA
 
 
-@example(0, (64, 0, 1, 0, 1))
+@pytest.mark.parametrize(
+    "box", [(64, 0, 1, 0, 1), (0, 4096, 1, 0, 1), (0, 0, 1, 0, 65536)]
+)
+def test_a_mark_that_has_no_room_in_an_offset(box: Box) -> None:
+    assert packed_mark(box, 0) is None
+
+
 @given(
     st.integers(0, 2),
     st.tuples(*(st.integers(0, 2**bits) for bits in (6, 12, 12, 16, 16))),
