@@ -1,4 +1,4 @@
-"""KV hints: an orchestrator's wishes for the KV of one request.
+"""KV hints: an orchestrator's instructions for the KV of one request.
 
 vLLM and SGLang carry an envelope beside a request and leave its actions to connectors.
 An envelope has a version and a list of actions, each with a type, a version of its own
@@ -10,8 +10,8 @@ and a payload::
 
 Five types are known: ``kv.share``, ``kv.prefetch``, ``kv.demote``, ``kv.pin`` and
 ``kv.retain``. Each is a verb of :class:`kvwire.BlockStore` on the full blocks of the
-request that carries it. What is not known is refused by its name, and neither the other
-actions nor the request are affected.
+request that carries it. An unknown action is refused with its name in the log; the
+request and its other actions are unaffected.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ HINT_VERSIONS: Final = ("0.1", "1.0")
 HINTS_FIELD: Final = "kv_hints"
 """The name of the envelope among a request's fields, and in ``kv_transfer_params``."""
 
-# Of one envelope: an orchestrator has few wishes for one prompt.
+# Per envelope: an orchestrator sends few hints for one prompt.
 _ACTIONS_MAX: Final = 32
 # How many distinct refusals are logged.
 _REFUSALS_MAX: Final = 100
-# What others call these fields.
+# The names of these fields in other projects.
 _ALIASES: Final = {"ttl_seconds": "ttl_s", "duration": "ttl_s", "destination": "to"}
 
 _Tokens = Annotated[int, Meta(ge=0, le=2**40)]
@@ -65,9 +65,10 @@ class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """One action on the blocks of a request. Subclassed by the five types.
 
     Attributes:
-        start: The first token that is meant.
-        end: The first token that is not meant any more; None for the last one.
-        execute_at: When: once the request arrives, or once its blocks are saved.
+        start: The first token of the range.
+        end: The token after the range; None for the end of the prompt.
+        execute_at: When to execute it: once the request arrives, or once its blocks are
+            saved.
         name: The action's type and id.
     """
 
@@ -102,7 +103,7 @@ class PrefetchHint(Hint, frozen=True, kw_only=True):
 
 
 class DemoteHint(Hint, frozen=True, kw_only=True):
-    """Free memory of blocks that a lower tier has."""
+    """Free the memory of blocks that a lower tier also holds."""
 
     tier: str = ""
 
@@ -114,7 +115,7 @@ class PinHint(Hint, frozen=True, kw_only=True):
 
 
 class RetainHint(Hint, frozen=True, kw_only=True):
-    """Evict blocks after others, or before them."""
+    """Evict blocks later or earlier than others."""
 
     priority: Annotated[int, Meta(ge=0, le=100)]
     ttl_s: _Seconds
@@ -130,11 +131,11 @@ _TYPES: Final[Mapping[str, type[Hint]]] = {
 
 
 class Hints(NamedTuple):
-    """An envelope that was read.
+    """The result of reading an envelope.
 
     Attributes:
         actions: The actions that can be carried out.
-        refused: Why each of the others cannot.
+        refused: For each other action, the reason why it cannot be carried out.
     """
 
     actions: tuple[Hint, ...]
@@ -145,7 +146,7 @@ NO_HINTS: Final = Hints((), ())
 
 
 def read_hints(envelope: object) -> Hints:
-    """Read an envelope of vLLM, of SGLang or decoded from JSON; never fails."""
+    """Read an envelope from vLLM, from SGLang or from decoded JSON; never raises."""
     if envelope is None:
         return NO_HINTS
     try:
@@ -225,7 +226,7 @@ class HintLog:
     ) -> Placement | None:
         """Execute a hint and log its result; return None if it was refused.
 
-        Cancel safety: as the store's verb.
+        Cancel safety: the same as the store's verb.
         """
         try:
             placement = await _carried_out(hint, store, hashes, cache)
@@ -259,7 +260,7 @@ def _action(action: _Action) -> Hint:
     except msgspec.ValidationError as exc:
         raise _RefusedError(f"{name}: payload: {exc}") from None
     if isinstance(hint, ShareHint) and "://" in hint.to:
-        # Or whoever sends a request could send KV to any place.
+        # Otherwise any client could send KV to any address.
         raise _RefusedError(
             f"{name}: to={shown(hint.to)}: name a node of the store's cluster; a "
             "request may not send KV to an address"

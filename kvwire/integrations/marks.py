@@ -29,9 +29,10 @@ class LayerMarks:
     drained, because that would write to a marked block.
 
     Args:
-        out: The transfer, as ``comm.publish`` or ``conn.push`` gave it.
-        num_tokens: Tokens that the transfer carries; later ones are not marked.
-        block_tokens: Tokens of a block.
+        out: The transfer that ``comm.publish`` or ``conn.push`` returned.
+        num_tokens: Number of tokens that the transfer carries; later ones are not
+            marked.
+        block_tokens: Tokens per block.
         last_layer: The layer that is computed last. With it the transfer is finished
             together with its last mark, while the rest of the forward pass is still
             being computed; without it the caller calls ``finish``.

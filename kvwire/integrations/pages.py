@@ -1,7 +1,8 @@
-"""A store of byte pages, for engines that have their own keys for their content.
+"""A store of byte pages, for engines that have their own keys for cached content.
 
-Offloading tiers of engines move pages of one length between their memory and the level
-below, from threads without an event loop. To the store a page is a block of bytes.
+The offloading tiers of an engine move pages of one length between its memory and the
+level below, from threads without an event loop. To the store, a page is a block of
+bytes.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class PageStore:
     ) -> Future[list[bool]]:
         """Store pages.
 
-        The future has for each page whether it was stored; by then nothing reads the
-        caller's memory any more.
+        Returns a future that says for each page whether it was stored. Once it is done,
+        nothing reads the caller's memory any more.
         """
         put = self._store.put
         return self._engine.start(lambda _: self._landed(put, keys, pages, ids))
@@ -97,8 +98,8 @@ class PageStore:
     ) -> Future[list[bool]]:
         """Read pages into memory.
 
-        The future has for each page whether it is whole; by then nothing writes to the
-        caller's memory any more.
+        Returns a future that says for each page whether all of it was read. Once it is
+        done, nothing writes to the caller's memory any more.
         """
         get = self._store.get
         return self._engine.start(lambda _: self._landed(get, keys, pages, ids))
@@ -111,7 +112,7 @@ class PageStore:
         return self._engine.start(lambda _: self._hints.carry_out(*of))
 
     def delete_all(self, pages: PagedCache) -> Future[int]:
-        """Delete every page of this length, in all tiers; the future has the count."""
+        """Delete every page of this length in all tiers; the future has the count."""
         return self._engine.start(lambda _: self._store.delete_all(pages))
 
     def close(self) -> None:

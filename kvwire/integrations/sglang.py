@@ -7,8 +7,9 @@ this as ``--hicache-storage-backend-extra-config``::
      "class_name": "KvwireHiCacheStorage", "interface_v1": 1,
      "tiers": ["memory:1GiB", "kvwire://10.0.0.5:7500"]}
 
-A page that was not stored, or not read whole, is reported as such, and SGLang computes
-it again. SGLang calls from its own threads, and waits at most a tier's ``timeout``.
+A page that was not stored, or only read in part, is reported as such, and SGLang
+computes it again. SGLang calls from its own threads, and waits at most a tier's
+``timeout``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Pool:
     """A host memory pool's description, with the name that marks its pages."""
 
     host: Any  # SGLang's own pool
-    named: str  # a page's content apart from tokens: model, ranks, layout
+    named: str  # identifies a page's content, apart from tokens: model, ranks, layout
     nbytes: int  # bytes of a page
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
@@ -54,7 +55,7 @@ class _Pool:
         ]
 
     def offsets(self, hashes: Sequence[str], indices: Any) -> list[int] | None:
-        """Return where each page begins; None if the indices do not fit the pages."""
+        """Return each page's offset; None if the indices do not fit the pages."""
         tokens = getattr(self.host, "page_size", 1) or 1
         if indices is None or indices.numel() != len(hashes) * tokens:
             return None
@@ -157,7 +158,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         pool_transfers: list[Any] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """Count the leading pages that are stored; compressed blocks are refused."""
+        """Count the leading pages that are stored; refuse compressed blocks."""
         most = self.batch_exists(keys)
         hits = {_ANCHOR: most} if most else {}
         usable = range(1, most + 1)
@@ -217,7 +218,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         return store.present(pool.keys(hashes), _page(store, pool.nbytes)).result()
 
     def _fill(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
-        """Read pages into a pool; return for each whether it is complete."""
+        """Read pages into a pool; return for each one whether it is complete."""
         pool = self._pools[name]
         offsets = pool.offsets(hashes, indices)
         if offsets is None:
@@ -231,7 +232,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         return landed
 
     def _keep(self, name: str, hashes: Sequence[str], indices: Any) -> list[bool]:
-        """Store pages of a pool; return for each whether it was stored."""
+        """Store a pool's pages; return for each one whether it was stored."""
         pool = self._pools[name]
         offsets = pool.offsets(hashes, indices)
         if offsets is None:
@@ -254,7 +255,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
 
 
 def _weights(model: str) -> str:
-    """Return the name for the weights of SGLang's model, from its served name."""
+    """Return a name for the weights of the model that SGLang serves as `model`."""
     try:
         return weights_name(model or "")
     except UsageError as exc:
@@ -265,5 +266,5 @@ def _weights(model: str) -> str:
 
 
 def _page(store: PageStore, nbytes: int) -> Any:
-    """Return a page for calls that use only its length."""
+    """Return a page for calls that need only its length."""
     return store.pages(np.empty((1, nbytes), np.uint8))

@@ -2,12 +2,12 @@
 
 A model's config describes its shapes, and every fine-tune has the same shapes. So the
 name is a digest of the files' content: the name, type and shape of each tensor, and
-samples of its bytes. Files with the same tensors have the same name, wherever they lie
-and however the tensors are divided among them.
+samples of its bytes. The same tensors give the same name, wherever the files are and
+however the tensors are divided among them.
 
-Only samples are read: about 32 MiB for a model of any size, or 4 KiB of each tensor
-where that is more. Training changes most values of each tensor that it changes, so
-samples suffice. A change to a few single values may be missed.
+Only samples are read: about 32 MiB for a model of any size, or 4 KiB per tensor if that
+is more. Training changes most values of every tensor that it changes, so samples
+suffice. A change to a few single values may be missed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Final, NamedTuple
 from kvwire.errors import UsageError, shown
 from kvwire.limits import MIB
 
-# A page of memory, the least that a disk reads.
+# A page of memory, the smallest unit that a disk reads.
 _WINDOW_BYTES: Final = 4096
-# Samples of all tensors together.
+# The total of all tensors' samples.
 _WINDOWS: Final = 32 * MIB // _WINDOW_BYTES
 # Disks and file servers answer this many parallel reads as fast as one.
 _THREADS: Final = 8
 # The limit in the format's definition.
 _HEADER_BYTES_MAX: Final = 100_000_000
-# Weights are the files of the first pattern that matches any; engines use this order.
+# Weights are the files that match the first matching pattern; engines use this order.
 _PATTERNS: Final = (
     "consolidated*.safetensors",
     "*.safetensors",
@@ -46,12 +46,12 @@ _PATTERNS: Final = (
 _OTHERS: Final = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 )
-# An adapter's configuration, which has the scale of its weights.
+# An adapter's configuration, which contains the scale of its weights.
 _CONFIG: Final = "adapter_config.json"
 
 
 class _File(NamedTuple):
-    """Identify one state of a file."""
+    """The identity of one state of a file."""
 
     path: Path
     nbytes: int
@@ -59,7 +59,7 @@ class _File(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Locate the bytes of a tensor, or of a file whose format is not parsed."""
+    """The place of a tensor's bytes, or of a file whose format is not parsed."""
 
     name: str  # the tensor with its type and shape, or the file
     path: Path
@@ -74,7 +74,7 @@ def weights_name(model: str, *, revision: str = "", cache: str = "") -> str:
         model: A path, or the name of a Hugging Face repository whose files have been
             downloaded to this host.
         revision: The repository's revision; if empty, only one may be on this host.
-        cache: The folder of downloaded files, if not the usual one.
+        cache: The folder of downloaded files, if it is not the usual one.
 
     Raises:
         UsageError: There are no weights, or they cannot be read.
@@ -111,7 +111,7 @@ def _place(model: str, revision: str, cache: str) -> Path:
             if len(snapshots) != 1:
                 raise UsageError(
                     f"model={shown(model)}: {len(snapshots)} of its revisions are on "
-                    "this host; give the path of one"
+                    "this host; pass the path of one"
                 )
             return snapshots[0]
         return Path(
@@ -129,7 +129,7 @@ def _place(model: str, revision: str, cache: str) -> Path:
 
 
 def _files(place: Path) -> list[_File]:
-    """Return the files with weights, sorted by name."""
+    """Return the files that contain weights, sorted by name."""
     paths = [place]
     if place.is_dir():
         for pattern in _PATTERNS:
@@ -148,7 +148,7 @@ def _files(place: Path) -> list[_File]:
     return [_File(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
-# Cached per state of a model and of its adapters.
+# Cached per state of the files, of models and of adapters.
 @functools.lru_cache(256)
 def _name(files: tuple[_File, ...]) -> str:
     pieces: list[_Piece] = []
@@ -183,7 +183,7 @@ def _tensors(file: _File) -> list[_Piece]:
 
 
 def _sampled(pieces: Sequence[_Piece], *, windows: int) -> bytes:
-    """Return the digests of all pieces, each over its name, length and samples."""
+    """Return the digests of all pieces; each covers the name, length and samples."""
     found: list[bytes] = []
     for piece in pieces:
         made = hashlib.sha256(f"{piece.name} {piece.nbytes}".encode())

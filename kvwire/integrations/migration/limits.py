@@ -8,7 +8,7 @@ from kvwire.limits import MIB
 
 # An engine's state for a request besides its KV: a million tokens of 4 bytes.
 MIGRATION_STATE_BYTES_MAX: Final = 4 * MIB
-# Rounds of copying while the request goes on. A round takes a fraction of the one
+# Rounds of copying while the request continues. A round takes a fraction of the one
 # before, so four leave a block or less, unless the wire is slower than the engine.
 MIGRATION_ROUNDS: Final = 8
 MIGRATION_ROUNDS_MAX: Final = 64

@@ -1,8 +1,8 @@
 """The messages between the two engines of a migration, beside the KV.
 
 The source sends all of its messages with one tag, in the order of the migration. The
-target answers once, with the tag that the migration names: with an empty message if it
-has taken the request, else with the reason why not.
+target answers once, with the tag that the migration names: an empty message if it has
+taken the request, otherwise the reason why it has not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Round(msgspec.Struct, frozen=True, array_like=True, tag=1):
     index: Annotated[int, Meta(ge=0, lt=MIGRATION_ROUNDS_MAX)]  # the round, from 0
     # The number of blocks, which follow those of the previous round.
     blocks: Annotated[int, Meta(ge=1, le=KV_BLOCKS_MAX)]
-    # The number of tokens in them; only the last round may have less than the blocks
+    # The number of tokens in them; only the last round may have fewer than the blocks
     # hold.
     tokens: Annotated[int, Meta(ge=1, le=KV_BLOCKS_MAX * KV_BLOCK_TOKENS_MAX)]
     # Tokens of a block at the source.

@@ -1,9 +1,9 @@
 """The source of a migration: the engine that a request leaves.
 
-A migration is in one of three stages, and a failure means something else in each:
+A migration has three stages, and a failure has a different effect in each:
 
-* *copying*: the request runs. After any failure it goes on.
-* *paused*: the last blocks are on their way. After any failure it is resumed.
+* *copying*: the request runs. After a failure it continues.
+* *paused*: the last blocks are being copied. After a failure the request is resumed.
 * *handed over*: the handover was sent, so this engine never goes on with the request,
   even if no answer comes. It gets the request back only if the target answers that it
   has not taken it.
@@ -45,8 +45,8 @@ class Written:
     """The part of a request whose KV is written.
 
     Attributes:
-        blocks: Its blocks, in token order; those behind ``tokens`` may be left out.
-        tokens: Tokens whose KV lies in them, in every layer.
+        blocks: Its blocks, in token order; blocks after ``tokens`` may be left out.
+        tokens: The number of tokens whose KV is in them, in every layer.
     """
 
     blocks: Sequence[int]
@@ -92,13 +92,13 @@ class Migration:
     """The result of a migration.
 
     Attributes:
-        result: ``"moved"``: the request is the other engine's. ``"stayed"``: it goes on
-            here. ``"unknown"``: it was handed over and no answer came, so the other
-            engine has it, or it is lost.
-        reason: Why, unless it moved.
+        result: ``"moved"``: the request belongs to the other engine. ``"stayed"``: it
+            continues here. ``"unknown"``: it was handed over and no answer came, so
+            either the other engine has it or it is lost.
+        reason: Why it did not move; empty if it did.
         rounds: Rounds of copying, the last one included.
         nbytes: Bytes of KV that were copied.
-        paused_s: From the pause until the target's answer, or until it was resumed.
+        paused_s: Seconds from the pause until the target's answer or the resume.
     """
 
     result: Literal["moved", "stayed", "unknown"]
@@ -124,13 +124,13 @@ async def migrate(
         connection: The connection to the other engine.
         request: The request to move.
         timeout_s: Time limit; after it the request stays.
-        rounds: The most rounds of copying while the request goes on.
+        rounds: The maximum number of copying rounds while the request continues.
 
     Raises:
         UsageError: The cache has several groups, or an argument is out of range.
 
-    Cancel safety: before the handover the request stays and goes on. After it, the
-        answer is not waited for, and the request is released.
+    Cancel safety: before the handover the request stays and continues. After it, the
+        answer is not awaited, and the request is released.
     """
     if len(request.cache.groups) != 1:
         raise UsageError(
@@ -273,7 +273,7 @@ class _Move:
                 part.abort("the migration has ended")
             if self._place == "paused":
                 # The request may now write to a block that an aborted transfer still
-                # reads. Nobody uses what that transfer reads.
+                # reads. The data read by that transfer is never used.
                 self._request.resume()
             self._send(Withdrawal(self._move))
         if not self._answer.done():

@@ -33,8 +33,8 @@ class Arrival:
     """A request that has arrived, and belongs to this engine from now on.
 
     Attributes:
-        name: The request's name, the same at both engines.
-        blocks: Its blocks, in token order; the engine gives them back.
+        blocks: Its blocks, in token order; the engine returns them to its pool.
+        tokens: The number of tokens whose KV is in them.
         tokens: Tokens whose KV is in them.
         state: The other engine's state for it.
     """
@@ -48,19 +48,19 @@ class Arrival:
 class MigrationTarget:
     """Receive requests that other engines move here.
 
-    A peer that may migrate to this engine can take blocks of it and start requests, so
-    serve only connections of a trust domain of your own.
+    A peer that may migrate to this engine can take its blocks and start requests, so
+    serve only connections within your own trust domain.
 
     Args:
-        communicator: This engine's.
+        communicator: This engine's communicator.
         cache: The cache that receives requests; it has one group.
         take: Called with a number of blocks; returns their ids, or None if too few are
             free. After None or an exception the request stays at its source.
         give_back: Called with taken blocks that are not needed, once nothing can touch
             them any more.
         start: Called with a request that has arrived. It must return soon, since the
-            source waits for it. An exception refuses the request, which goes on at its
-            source.
+            source waits for it. If it raises, the request is refused and continues at
+            its source.
 
     Raises:
         UsageError: The cache has several groups.

@@ -12,7 +12,7 @@
         def run(self, prompt):
             return [keys, values]                # tensors stay where they are
 
-    decode.run.remote(prefill.run.remote(prompt))  # and move to the actor in need
+    decode.run.remote(prefill.run.remote(prompt))  # and move to the user
 
 Ray pickles its own messages; kvwire pickles nothing. See docs/howto/ray.md.
 """

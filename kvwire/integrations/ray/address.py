@@ -11,8 +11,8 @@ from kvwire.extras import needed_by
 def listen_address() -> str:
     """Return the address on which an actor listens: Ray's address for its node.
 
-    It is loopback if there is neither a key nor a certificate; ``KVWIRE_RAY_LISTEN``
-    overrides it.
+    Without a key or a certificate this is loopback. ``KVWIRE_RAY_LISTEN`` overrides
+    it.
     """
     if listen := os.environ.get("KVWIRE_RAY_LISTEN"):
         return listen

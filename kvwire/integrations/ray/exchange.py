@@ -1,9 +1,9 @@
 """Named buffers that other processes fetch: the transport's core, without Ray.
 
 The owner *offers* a buffer under a name, which moves nothing. A fetcher requests it by
-name, gets a grant for its memory, and reads it with one get, however many pieces it
-has. *Withdrawing* an offer ends its grants and waits until nothing can touch its
-memory.
+name, gets a grant for its memory, and reads it with a single get, even if the buffer
+has many pieces. *Withdrawing* an offer ends its grants and waits until nothing can
+touch its memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvwire.kv.fragments import Fragments
 
 Bytes = npt.NDArray[np.uint8]
 
-# Tags: all questions have the same, and each question contains the tag of its answer.
+# All questions have the same tag; each question contains the tag of its answer.
 _ASK: Final = 1
 _ANSWERS: Final = 16
 # Ray's ids are 56 characters.
@@ -75,7 +75,7 @@ class TensorExchange:
         self.address: str = str(bound)  # for other processes
         self._serving = self._engine.start(self._serve)
 
-    # --- the side that has ------------------------------------------------------------
+    # --- the owner's side -------------------------------------------------------------
 
     def offer(self, name: str, buffers: Sequence[Bytes]) -> None:
         """Let others fetch these bytes, which must not change until ``withdraw``.
@@ -87,7 +87,7 @@ class TensorExchange:
     def withdraw(self, name: str) -> None:
         """End an offer, and wait until nothing can touch its memory.
 
-        Running gets fail at the other side.
+        Gets that are still running at other processes fail.
         """
 
         async def end(_: kvwire.Communicator) -> None:
@@ -114,7 +114,7 @@ class TensorExchange:
                 answer = _Answer(self._grant(comm, connection, ask.name))
                 await connection.send(ask.tag, msgspec.msgpack.encode(answer))
         except kvwire.ConnectionClosed:
-            pass  # a new question is made anew
+            pass  # the fetcher asks again on a new connection
         except Exception as exc:  # noqa: BLE001 - one peer's question ends no other's
             connection.abort(f"not a question of TensorExchange: {exc}")
 
@@ -128,23 +128,24 @@ class TensorExchange:
             offer.region = comm.register(_memory_of(offer.buffers), "read")
         return offer.region.grant(connection).to_bytes()
 
-    # --- the side that wants ----------------------------------------------------------
+    # --- the fetcher's side -----------------------------------------------------------
 
     def fetch(
         self, address: str, name: str, into: Sequence[Bytes]
     ) -> concurrent.futures.Future[None]:
-        """Start to read another process's offer.
+        """Start reading another process's offer.
 
         Args:
             address: The address on which the other exchange listens.
             name: The offer's name.
-            into: Pieces of any size, as many bytes in all as the offer. They belong to
+            into: Pieces of any size, with as many bytes in total as the offer. They
+                belong to
                 the fetch until the future is done, even if it fails.
 
         Returns:
-            A future; it raises the errors of :meth:`kvwire.Connection.get`, or
-            ConnectError, :exc:`NoSuchOffer` or :exc:`FetchAborted`. To stop it call
-            :meth:`abort`; ``cancel`` of the future would not wait for the memory.
+            A future; it fails with the errors of :meth:`kvwire.Connection.get`, or with
+            ConnectError, :exc:`NoSuchOffer` or :exc:`FetchAborted`. To stop it, call
+            :meth:`abort`; cancelling the future would not wait for the memory.
         """
         pieces = [one for one in into if one.size]
         return self._engine.start(lambda comm: self._fetch(comm, address, name, pieces))

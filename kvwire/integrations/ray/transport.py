@@ -42,14 +42,14 @@ def register() -> None:
 
 @dataclass
 class KvwireTensors(TensorTransportMetadata):
-    """Locate the tensors of an object."""
+    """The metadata by which Ray finds an object's tensors."""
 
     # The address of the offering exchange; empty if there are no tensors.
     address: str = ""
 
 
 class KvwireFetch(FetchRequest):
-    """Track an object that is being fetched."""
+    """An object that is being fetched."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class KvwireTensorTransport(TensorTransportManager):
     """Move tensors from actor to actor through kvwire.
 
     Ray calls this one-sided: the actor that needs an object reads it, and no task runs
-    at its owner. A fetch can be aborted, so Ray kills no actor. When Ray is told that
-    an object is freed, nothing reads its memory any more.
+    at its owner. A fetch can be aborted, so Ray need not kill an actor. Once Ray has
+    been notified that an object is freed, nothing reads its memory any more.
     """
 
     def __init__(self) -> None:
@@ -103,12 +103,12 @@ class KvwireTensorTransport(TensorTransportManager):
                 self._exchange = TensorExchange(listen_address(), name=_name())
             return self._exchange
 
-    # --- the actor that has an object -------------------------------------------------
+    # --- the actor that owns an object ------------------------------------------------
 
     def extract_tensor_transport_metadata(
         self, obj_id: str, rdt_object: list[torch.Tensor]
     ) -> KvwireTensors:
-        """Offer tensors; GPU tensors by a copy in host memory."""
+        """Offer an object's tensors; GPU tensors as a copy in host memory."""
         kinds = {one.device.type for one in rdt_object}
         if len(kinds) > 1:
             found = " and ".join(sorted(kinds))
@@ -145,7 +145,7 @@ class KvwireTensorTransport(TensorTransportManager):
         if tensors:
             self.exchange().withdraw(obj_id)
 
-    # --- the actor that wants it ------------------------------------------------------
+    # --- the actor that fetches it ----------------------------------------------------
 
     def get_communicator_metadata(
         self, src_actor: Any, dst_actor: Any, backend: str | None = None
@@ -173,7 +173,7 @@ class KvwireTensorTransport(TensorTransportManager):
         communicator_metadata: CommunicatorMetadata,
         target_buffers: list[torch.Tensor] | None = None,
     ) -> KvwireFetch:
-        """Begin to fetch an object, into its target buffers if it has any."""
+        """Start fetching an object, into its target buffers if it has any."""
         meta = tensor_transport_metadata
         assert isinstance(meta, KvwireTensors)
         if not meta.tensor_meta:
@@ -195,7 +195,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def wait_fetch_complete(
         self, fetch_request: FetchRequest, timeout: float = -1
     ) -> list[torch.Tensor]:
-        """Wait for an object; after the timeout abort it and free its memory."""
+        """Wait for an object; on timeout, abort its fetch and free its memory."""
         fetch = fetch_request
         assert isinstance(fetch, KvwireFetch)
         tensors: list[torch.Tensor] = fetch.tensors

@@ -17,7 +17,7 @@ A prefill that streams::
     model(input_ids, cache=sequence)     # in a thread; layers flow meanwhile
     out.finish()
 
-and a decode that goes on from it::
+and a decode that continues from it::
 
     outcome = await conn.pull(request, pool.cache, blocks, tokens=n)
     sequence = PagedSequence(pool, blocks, length=outcome.usable_tokens)

@@ -1,10 +1,10 @@
 """Torch tensors in blocks, and a ``transformers`` cache of one sequence in them.
 
-``transformers`` calls ``update`` once per layer, within that layer's attention: the new
-keys and values go in, all keys and values come out. Here they go into the sequence's
-blocks and are gathered from them again, so no second copy can be right while the blocks
-are wrong. The gather copies the sequence's KV once per layer; an engine with a paged
-attention kernel reads the blocks in place.
+``transformers`` calls ``update`` once per layer, within that layer's attention. It
+passes the new keys and values, and expects all keys and values back. Here the new ones
+are written to the sequence's blocks, and all are gathered from the blocks, so attention
+sees exactly what the blocks contain. The gather copies the sequence's KV once per
+layer; an engine with a paged attention kernel reads the blocks in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ with needed_by("kvwire.integrations.transformers", extra="demo"):
     from transformers.cache_utils import Cache, CacheLayerMixin
 
 OnWritten: TypeAlias = Callable[[int, int, int], None]
-"""Called with layer, first token and token behind the last, once they are written."""
+"""Called with a layer, the first token and the token after the last, once written."""
 
 
 class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
@@ -31,14 +31,14 @@ class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
 
     Args:
         pool: The pool with the blocks.
-        blocks: Ids of this sequence's blocks, in token order; enough for every token it
-            will have.
-        length: Leading tokens whose KV lies in the blocks already.
+        blocks: Ids of this sequence's blocks, in token order; enough for all tokens
+            that it will have.
+        length: The number of leading tokens whose KV is already in the blocks.
         on_written: Called within the forward pass after each layer's write and before
             this layer's attention; usually a :class:`LayerMarks`.
 
     Raises:
-        UsageError: A block id is out of range or there twice, or ``length`` is more
+        UsageError: A block id is out of range or appears twice, or ``length`` is more
             than the blocks hold.
     """
 
@@ -76,15 +76,15 @@ def kv_spec(
     """Return the spec of a model's KV cache, read from its config.
 
     Args:
-        config: The model's config; for a model with several parts, its decoder's part
-            counts.
+        config: The model's config; for a model with several parts, the decoder's part
+            is used.
         block_tokens: Tokens per block.
         dtype: Element type of keys and values, usually ``model.dtype``.
         fingerprint: Names the weights, such as model and revision; both sides compare
             it, so that KV of another model is refused.
 
     Raises:
-        UsageError: Some layer has no full attention, or a number is out of range.
+        UsageError: A layer does not have full attention, or a number is out of range.
     """
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -114,13 +114,14 @@ class TensorPool:
 
     Args:
         spec: The spec, from :func:`kv_spec`.
-        num_blocks: Blocks in the pool. It takes ``num_blocks * spec.block_bytes``.
+        num_blocks: Blocks in the pool, which takes ``num_blocks * spec.block_bytes``.
 
     Attributes:
         spec: The spec of the blocks.
         tensors: One per layer, shape (blocks, 2, block tokens, kv heads, head dim),
             zeroed.
-        cache: The same memory for ``publish``, ``pull``, ``push`` and ``expect``.
+        cache: A view of the same memory for ``publish``, ``pull``, ``push`` and
+            ``expect``.
 
     Raises:
         UsageError: The spec is for MLA, which has no separate values.

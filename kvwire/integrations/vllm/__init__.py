@@ -7,7 +7,7 @@ vLLM finds it by its name::
         "kv_connector_extra_config": {"listen": "127.0.0.1:7400"}}'
 
 ``python -m kvwire.integrations.vllm.proxy`` sends each request to both engines. Only
-:class:`KvwireConnector` needs vLLM; its parts do not, and are tested without it:
+:class:`KvwireConnector` needs vLLM. Its parts can be tested without vLLM:
 
 * :class:`~kvwire.integrations.vllm.scheduler.SchedulerSide` decides what moves, and
   when.

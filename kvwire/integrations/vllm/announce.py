@@ -46,14 +46,14 @@ class EngineLabels(msgspec.Struct, frozen=True, kw_only=True):
     rank: Annotated[int, Meta(ge=0)] = 0  # the number of this rank
     ranks: Annotated[int, Meta(ge=1, le=_RANKS_MAX)] = 1  # the number of ranks
     stages: Annotated[int, Meta(ge=1)] = 1  # their pipeline stages
-    # The most requests it computes at once; 0 if unknown.
+    # The most requests it can run at once; 0 if unknown.
     slots: Annotated[int, Meta(ge=0, le=_SLOTS_MAX)] = 0
-    carrying: str = ""  # the transports that carry its connections' KV now
-    kv_events: str = ""  # address of its block events; "" if there are none
+    carrying: str = ""  # the transports that its connections use for KV now
+    kv_events: str = ""  # the address of its block events; "" if there are none
 
 
 class Announcer:
-    """Announce one rank of an engine until it is closed."""
+    """Keeps one rank of an engine announced until it is closed."""
 
     def __init__(
         self, http: str, role: str, vllm_config: Any, rank: int, model: str
@@ -112,7 +112,7 @@ class Announcer:
 
 
 def http_url(text: str) -> str:
-    """Return a base URL rebuilt from scheme, host and port, without other parts."""
+    """Return a base URL rebuilt from scheme, host and port only."""
     try:
         parts = urlsplit(text)
         host = parts.hostname or ""
@@ -133,18 +133,18 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 
 def _events(vllm_config: Any, url: str) -> str:
-    """Return the address of vLLM's block events for other hosts, or ""."""
+    """Return the address at which other hosts get vLLM's block events, or ""."""
     said = getattr(vllm_config, "kv_events_config", None)
     if said is None or not said.enable_kv_cache_events or said.publisher != "zmq":
         return ""
     where, _, port = str(said.endpoint).rpartition(":")
-    # With a host in it, it is an address to connect to, and nobody can listen there.
+    # An address with a host is one to connect to, so nobody can listen there.
     if where not in ("tcp://*", "tcp://[::]"):
         return ""
     return f"tcp://{url.partition('://')[2].rpartition(':')[0]}:{port}"
 
 
 def _carrying(communicator: Communicator) -> str:
-    """Return the number of connections on each transport, as text."""
+    """Return the number of connections per transport, as text."""
     live = collections.Counter(one.transport for one in communicator.live_connections)
     return " ".join(f"{name}:{n}" for name, n in sorted(live.items()))[:NAME_CHARS_MAX]

@@ -1,27 +1,27 @@
 """vLLM's cache tensors as a :class:`kvwire.PagedCache`.
 
-vLLM gives a worker one tensor for each attention layer. Its axes are found from the
-known sizes of model and engine. Since 0.30 at the latest they are ``(block, head,
-token, kv dim)`` for every attention backend, with keys and values of a token side by
-side. Only the strides differ, and the tensor has them: even the layers of one block may
-lie together.
+vLLM gives a worker one tensor for each attention layer. The meaning of its axes follows
+from the known sizes of model and engine. Since 0.30 at the latest they are ``(block,
+head, token, kv dim)`` for every attention backend, with a token's keys and values side
+by side. Only the strides differ. They are read from the tensor, so the layers of a
+block may even be interleaved.
 
-A layer with recurrent states has a list of tensors, the parts of one state, which lie
-side by side in a block's page; they are seen as bytes.
+A layer with recurrent states has a list of tensors. They are the parts of one state,
+lie side by side in a block's page, and are viewed as bytes.
 
-Elements are moved unchanged. A cache of fp8 is one of bytes, as vLLM allocates it.
+Elements are moved unchanged. An fp8 cache is moved as bytes, the type that vLLM uses.
 
 Cache groups
 ------------
-vLLM has a block table for each kind of layer, and the tables share memory: a block id
-belongs to one table at a time. :meth:`CacheShape.needed` gives the blocks of a table
-that decode reads after a number of computed tokens, and only those move: the last
-window, the last chunk, the last state.
+vLLM has a block table for each kind of layer. The tables share memory: at any time, a
+block id belongs to only one table. After a number of computed tokens, decode reads only
+some of a table's blocks, such as the last window, chunk or state; these are
+:meth:`CacheShape.needed`, and only they are moved.
 
-Layers of one table may differ in heads and head size, as a draft model's differ from
-the model's. They are then separate cache groups, each with a :class:`CacheShape`. Only
-a worker sees them: vLLM describes a table to its scheduler by one of its layers. So the
-scheduler's side names blocks by table.
+The layers of one table may differ in heads and head size, as a draft model's layers
+differ from the model's. They are then separate cache groups, each with its own
+:class:`CacheShape`. Only a worker knows them, because vLLM describes a table to its
+scheduler by only one of its layers. So the scheduler's side identifies blocks by table.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kvwire.kv.tensors import TensorView, tensor_view
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """The content of a worker's tensors for one cache group, as vLLM describes it."""
+    """The layout of a worker's tensors for one cache group, from vLLM's description."""
 
     block_tokens: int  # tokens of a block
     kv_heads: int  # KV heads of this rank
@@ -55,12 +55,12 @@ class CacheShape:
     rank: int = 0  # its rank in the tensor-parallel group
     ranks: int = 1  # the group's size
     first_layer: int = 0  # the model's index of this pipeline stage's first layer
-    # The model's layers that have a cache; None for those of this stage alone.
+    # The number of layers with a cache in the whole model; None for this stage's alone.
     model_layers: int | None = None
     fingerprint: str = ""  # a name of the weights
     name: str = DEFAULT_GROUP  # the group's name on both engines
     table: int = 0  # the number of the vLLM block table with its blocks
-    # vLLM's names of its layers; empty for all layers.
+    # vLLM's names for its layers; empty for all layers.
     layers: tuple[str, ...] = ()
     window: int = 0  # tokens in a sliding window; 0 without a window
     chunk: int = 0  # tokens in an attention chunk; 0 without chunks
@@ -74,22 +74,22 @@ class CacheShape:
 
     @property
     def partial(self) -> bool:
-        """Whether decode reads only a part of a prompt's KV."""
+        """Whether decode reads only part of a prompt's KV."""
         return bool(self.window or self.chunk or self.state)
 
     @property
     def profile(self) -> str:
-        """The text that must be equal on both engines."""
+        """A description that must be equal on both engines."""
         if self.state:
             return self.kind
         return f"{self.kind}, {self.total_kv_heads} x {self.head_dim}"
 
     @property
     def kind(self) -> str:
-        """The kind of layer, which decides which of a prompt's blocks are read."""
+        """The kind of layer, which determines the blocks of a prompt that are read."""
         if self.state:
             return f"state of {self.head_dim} bytes on {self.ranks} ranks"
-        # If only a part moves, both engines must cut it off at the same token.
+        # If only a part moves, both engines must cut the prompt off at the same token.
         if self.window:
             return f"window of {self.window}, by {self.block_tokens}"
         return (
@@ -108,14 +108,14 @@ class CacheShape:
         return range(first // self.block_tokens, -(-tokens // self.block_tokens))
 
     def listed_tokens(self, tokens: int) -> int:
-        """Return the tokens in the blocks of :meth:`needed`; 1 for a state."""
+        """Return how many tokens the blocks of :meth:`needed` hold; 1 for a state."""
         if self.state:
             return 1
         needed = self.needed(tokens)
         return tokens - needed.start * self.block_tokens if needed else 0
 
     def spec(self, *, layers: int, dtype: DType, rank: int | None = None) -> KVSpec:
-        """Return the shape as a KVSpec."""
+        """Return the KVSpec for this shape."""
         return KVSpec(
             layers=layers,
             kv_heads=self.kv_heads,
@@ -134,10 +134,10 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerCaches:
-    """A worker's caches, and where each layer is in them."""
+    """A worker's caches, and the place of each layer in them."""
 
     cache: PagedCache  # all layers
-    # Each layer's group, and its index within the model, by vLLM's name.
+    # Each layer's group and its index in the model, by vLLM's name for the layer.
     layers: Mapping[str, tuple[str, int]]
 
 

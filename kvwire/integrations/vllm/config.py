@@ -23,7 +23,7 @@ LAYER: Final = "layer"
 CHUNK: Final = "chunk"
 REQUEST: Final = "request"
 
-# Beside its bytes, a mark costs the sending thread about 1 ms: as much as 4 MiB
+# A mark costs the sending thread about 1 ms beside its bytes: as much as sending 4 MiB
 # (docs/topics/vllm.md).
 GROUP_BYTES: Final = 4 * MIB
 
@@ -34,40 +34,41 @@ _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How one engine takes part in transfers.
+    """The settings for an engine's KV transfers.
 
     Attributes:
         listen: The address of its first rank; rank r listens r ports higher. Port 0
-            takes any free one, for requests whose prefill answers before decode begins.
-        advertise: The host that peers dial, if it is not that of ``listen``, such as
-            ``"10.0.0.7"``; with a port, ``"10.0.0.7:17400"``, it is the first rank's
-            address, and rank r has the port r higher.
-        stream: When prefill sends: each ``"layer"`` when it is written, each
+            uses any free port, for requests whose prefill answers before decode begins.
+        advertise: The host that peers dial, if it differs from ``listen``, such as
+            ``"10.0.0.7"``. With a port, as in ``"10.0.0.7:17400"``, it is the first
+            rank's address, and rank r has the port r higher.
+        stream: When prefill sends: each ``"layer"`` once it is written, each
             ``"chunk"`` of a prompt after its forward pass (for engines that run full
             CUDA graphs, where no layer hook is called), or the whole ``"request"``.
         group_bytes: With ``"layer"``, layers of a forward pass that are smaller than
-            this go out together, up to four times as much; the last one goes alone.
-        layout: The memory layout that vLLM should use, such as ``"BLHNC"``, where all
-            layers of a block lie together; "" for vLLM's choice.
-        peers: Addresses of other engines' ranks that requests may name. By default
-            these are addresses signed with the key of ``psk_file``, and with trust
-            ``"loopback"`` any on this host.
+            this are sent together, up to four times this size; the last one is sent
+            alone.
+        layout: The memory layout that vLLM should use, such as ``"BLHNC"``, which keeps
+            all layers of a block together; "" for vLLM's choice.
+        peers: The addresses of other engines' ranks that requests may name. By default,
+            requests may name addresses signed with the key of ``psk_file`` and, with
+            trust ``"loopback"``, any address on this host.
         fingerprint: Names the weights, including the draft model's; "" for a name
             derived from the files' content.
-        codec: Encodes KV between engines, with loss: ``"fp8"``, ``"int8"`` or
-            ``"int4"``; "" for no codec. It must be the same on both engines.
-        load_timeout_s: After this, missing KV is computed here or fails the request, as
-            vLLM's ``kv_load_failure_policy`` decides. Set it longer than any prompt
-            waits at prefill.
+        codec: A lossy encoding for KV between engines: ``"fp8"``, ``"int8"`` or
+            ``"int4"``; "" for none. It must be the same on both engines.
+        load_timeout_s: How long to wait for KV. After it, vLLM's
+            ``kv_load_failure_policy`` decides whether missing KV is computed here or
+            the request fails. Make it longer than any prompt has to wait at prefill.
         fence_s: How long a preemption waits for links to release its blocks before the
             links are dropped; transfers of other requests then resume.
-        http: The URL at which this engine's HTTP server is reached, by others and by
-            itself. If set, the engine announces itself in the ``directory`` of kvwire's
-            configuration, if there is one, and computes of a prompt that arrived in
-            part only the holes, by requests to itself.
-        role: The announced role: ``"prefill"``, ``"decode"`` or ``"both"``; "" for the
-            one that follows from vLLM's ``kv_role``.
-        untested_vllm: Start with a release of vLLM that kvwire was not tested with.
+        http: The URL at which others and this engine itself reach its HTTP server. If
+            set, the engine announces itself in the ``directory`` of kvwire's
+            configuration, if there is one. If a prompt arrives with holes, it computes
+            only the holes, by requests to itself.
+        role: The role to announce: ``"prefill"``, ``"decode"`` or ``"both"``; "" to
+            derive it from vLLM's ``kv_role``.
+        untested_vllm: Start even if kvwire was not tested with this release of vLLM.
     """
 
     listen: str = "127.0.0.1:0"
@@ -89,10 +90,10 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not listen.port and self.advertise and self._advertised.port:
             raise UsageError(
                 f"advertise={self.advertise!r} has a port, but listen={self.listen!r} "
-                "takes any free port: write the same port into both"
+                "takes any free port: set the same port in both"
             )
         try:
-            # The real port is not known yet; any number but 0 will do for the check.
+            # The real port is not known yet; the check accepts any number but 0.
             self.advertised(dataclasses.replace(listen, port=listen.port or 1))
         except UsageError as exc:
             raise UsageError(
@@ -105,7 +106,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
             http_url(self.http)
 
     def beside(self, ranks: int) -> VllmSettings:
-        """Return the settings for an engine whose ports follow those of other ranks."""
+        """Return settings for an engine whose ports follow those of `ranks` ranks."""
         advertise = self.advertise
         if advertise and self._advertised.port:
             advertise = str(_higher(self._advertised, ranks))
@@ -119,7 +120,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         return _higher(first, rank) if first.port else first
 
     def advertised(self, bound: Address, rank: int = 0) -> str:
-        """Return the address that peers dial for the address that a rank listens on.
+        """Return the address that peers dial to reach a rank that listens on `bound`.
 
         Raises:
             UsageError: No peer can dial it.

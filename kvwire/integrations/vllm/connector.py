@@ -39,7 +39,7 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 @dataclasses.dataclass
 class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not typed
-    """Carry a worker's address to vLLM's scheduler, and its window's serial."""
+    """A worker's address and its window's serial, for vLLM's scheduler."""
 
     address: str
     serial: bytes = b""  # empty if it has no window
@@ -47,7 +47,7 @@ class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # v
 
 @dataclasses.dataclass
 class ArrivedPrompts(base.KVConnectorWorkerMetadata):  # type: ignore[misc]  # likewise
-    """Carry the workers' reports of arrivals to vLLM's scheduler."""
+    """The workers' reports of arrivals, for vLLM's scheduler."""
 
     reports: Reports
 
@@ -56,7 +56,7 @@ class ArrivedPrompts(base.KVConnectorWorkerMetadata):  # type: ignore[misc]  # l
 
 
 class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHMA):  # type: ignore[misc]  # likewise
-    """Move KV between two engines of vLLM; see docs/howto/vllm.md."""
+    """Moves KV between two vLLM engines; see docs/howto/vllm.md."""
 
     _holes: HoleFills | None = None
 
@@ -76,7 +76,8 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         if role == base.KVConnectorRole.SCHEDULER:
             self._tables = tuple(sorted({shape.table for shape in shapes}))
             self._holes = _hole_fills(settings, shapes, vllm_config)
-            # On CPUs, vLLM dies of a seed if it computes the prompt in several steps.
+            # On CPUs, vLLM crashes if a request has a seed and its prompt takes several
+            # steps.
             device = vllm_config.device_config.device_type
             self._scheduler = SchedulerSide(
                 settings,
@@ -182,7 +183,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         return ArrivedPrompts(reports) if reports else None
 
     def get_kv_connector_stats(self) -> Any:
-        # vLLM calls this in the process of either side.
+        # vLLM calls this in the scheduler's process and in the workers'.
         side = self._worker if hasattr(self, "_worker") else self._scheduler
         observed = side.take_observed()
         return self._stats_class(data=observed) if observed else None
@@ -204,7 +205,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
 def _hole_fills(
     settings: VllmSettings, shapes: Sequence[CacheShape], vllm_config: Any
 ) -> HoleFills | None:
-    """Return the object that has holes computed; None if unsupported here."""
+    """Return the object that gets holes computed; None if unsupported here."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     tables = {shape.table for shape in shapes}
@@ -212,7 +213,7 @@ def _hole_fills(
         not settings.http
         or len(tables) > 1
         or any(shape.partial for shape in shapes)
-        # A server may give its requests to any of several engines.
+        # A server may route its requests to any of several engines.
         or getattr(parallel, "data_parallel_size", 1) > 1
     ):
         return None
@@ -227,7 +228,7 @@ def _hole_fills(
 
 
 def _without_halves(settings: VllmSettings, parallel: Any) -> VllmSettings:
-    """Return settings without layer streaming if vLLM computes half batches."""
+    """Return settings without layer streaming if vLLM splits batches into halves."""
     if settings.stream != LAYER or not getattr(parallel, "use_ubatching", False):
         return settings
     # One mark would cover both halves.
@@ -249,5 +250,6 @@ def _with_own_gpu(config: Config) -> Config:
     return config.replace(backends={**config.backends, "nccl": own})
 
 
+# After this, MultiConnector also finds a child that was configured by its module.
 # With its names, MultiConnector finds a child that was named by its module.
 register()

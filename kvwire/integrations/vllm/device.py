@@ -1,12 +1,13 @@
 """The device of a worker's caches, and the order of vLLM's kernels and kvwire's copies.
 
-On a GPU the two run on different streams, and neither the host nor the GPU as a whole
-ever waits for the other. Two events order them, both on the stream on which vLLM's
-thread queues its kernels, recorded when vLLM calls the connector:
+On a GPU the two run on different streams. Neither the host nor the whole GPU ever waits
+for one of them. Two events order them, both recorded when vLLM calls the connector, on
+the stream on which vLLM's thread queues its kernels:
 
-* behind the kernels that write a layer: kvwire reads it once that event has fired;
-* behind the kernels that used blocks before they were given to a new request: kvwire
-  writes to them once that event has fired.
+* after the kernels that write a layer: kvwire reads the layer once this event has
+  fired;
+* after the kernels that used blocks before they were given to a new request: kvwire
+  writes to the blocks once this event has fired.
 
 The other direction needs no event: the GPU has finished with landed and drained blocks,
 so any kernel that is queued later may use them.
@@ -33,14 +34,14 @@ class CacheDevice:
             async def copy_engine(communicator: Communicator) -> CopyEngine:
                 return services_of(communicator).devices.copy_engine(device)
 
-            # Before vLLM captures graphs, since no thread may allocate while it does.
+            # Called before vLLM captures graphs, during which no thread may allocate.
             self._copy_engine = engine.start(copy_engine).result()
 
     def __str__(self) -> str:
         return "host memory" if self._device is None else str(self._device)
 
     def recorded(self) -> object | None:
-        """Return an event behind this thread's queued work; None for host memory."""
+        """Return an event after this thread's queued work; None for host memory."""
         return None if self._ops is None else self._ops.record_current()
 
     @property

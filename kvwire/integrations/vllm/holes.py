@@ -1,24 +1,27 @@
-"""Holes: missing blocks that have arrived blocks behind them.
+"""Holes: runs of missing blocks that are followed by blocks that have arrived.
 
-KV behind a hole is right, since prefill computed it with the whole prompt before it.
-But vLLM has one number of computed tokens for each request: it truncates that number at
-the first missing block, computes everything behind, and asks a connector only while the
-number is 0. No request can compute a hole and then skip what has landed.
+KV after a hole is valid, since prefill computed it with the whole prompt before it. But
+vLLM has only one number of computed tokens per request. It truncates that number at the
+first missing block, computes everything after it, and calls a connector only while the
+number is 0. So no request can compute a hole and then skip the blocks that have
+arrived.
 
-Another request can, one that ends where the hole does. So this engine asks its own HTTP
-server for the beginning of the prompt, up to the end of a hole, and one token::
+But another request can: one that ends where the hole does. So this engine requests from
+its own HTTP server the beginning of the prompt, up to the end of a hole, and one
+token::
 
-    landed with holes --> the request still waits for KV, and holds all its blocks
-      its next hole   --> POST: the tokens up to the hole's end
-        matched       --> what lies before the hole counts as computed
-        allocated     --> lent: those blocks are copied, before the step computes
-        computed      --> filled: the hole's blocks are copied back, after the step
-      no hole is left, or nobody computes one --> settled: it has what it has
+    arrived with holes --> the request keeps waiting for KV, and holds all its blocks
+      its next hole    --> POST: the tokens up to the end of the hole
+        matched        --> the blocks before the hole count as computed
+        allocated      --> lent: those blocks are copied, before the step computes
+        computed       --> filled: the hole's blocks are copied back, after the step
+      no hole is left, or nobody computes one --> settled: the request uses what it has
 
-Both copies are made by the step that computes the hole, in blocks that two requests
-hold meanwhile, so nothing is kept for a later step. If the request ends, the one for
-its hole is cancelled; if that one ends or does not come to compute, the request goes on
-at once, and vLLM computes what is behind the first block that is missing still.
+The step that computes the hole makes both copies, between blocks that both requests
+still hold, so nothing is kept for a later step. If the request ends, the request for
+its hole is cancelled. If that one ends, or does not get to compute, the original
+request continues at once, and vLLM computes everything after the first block that is
+still missing.
 """
 
 from __future__ import annotations
@@ -43,18 +46,18 @@ from kvwire.integrations.vllm.own_server import OwnRequest, OwnServer
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 HOLE: Final = "kvwire_hole"
-"""The key in ``kv_transfer_params`` by which a request is for a hole."""
-# A request more costs about as much as a GPU takes for so many tokens. With fewer of
-# them between two holes, or behind the last, they are computed again.
+"""The key in ``kv_transfer_params`` that marks a request for a hole."""
+# One more request costs about as much GPU time as this many tokens. If fewer arrived
+# between two holes, or after the last one, they are computed again.
 WORTH_TOKENS: Final = 256
-# How long a request for a hole may be without a step of its own. Blocks of the request
-# with the hole are held meanwhile, perhaps those that it would need itself.
+# How long a request for a hole may take to get its first step. Meanwhile the original
+# request holds its blocks, and those may be the ones that the other needs.
 WAIT_S: Final = 2.0
-# Holes that are computed at once; each takes blocks for the prompt up to its end.
+# Holes that are computed at once; each needs blocks for the prompt up to its end.
 _AT_ONCE: Final = 8
 
 Reports = dict[str, tuple[int, list[int]]]
-"""By request: how many ranks report its arrival, and the blocks that are missing."""
+"""By request: the number of ranks that report its arrival, and its missing blocks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +65,10 @@ class _Filler:
     """A request for the tokens up to the end of a hole."""
 
     prompt: _Prompt
-    hole: range  # of blocks
+    hole: range  # the hole, as positions of blocks
     sent: OwnRequest
-    until: float  # a step of its own has to come before
-    request_id: str = ""  # vLLM's name of it; "" until it is scheduled
+    until: float  # the time by which its first step must have come
+    request_id: str = ""  # vLLM's name for it; "" until it is scheduled
     blocks: list[int] = field(default_factory=list)
     ended: bool = False
 
@@ -79,17 +82,17 @@ class _Prompt:
     ranks: int = 0  # ranks that have reported
     missing: set[int] = field(default_factory=set)
     holes: deque[range] = field(default_factory=deque)
-    filler: str = ""  # the key of the request for its present hole
+    filler: str = ""  # the key of the request for its current hole
 
 
 class HoleFills:
-    """Gets prompts' holes computed, on the scheduler's side.
+    """Fills prompts' holes by requests to this engine; used by the scheduler's side.
 
     Args:
         server: This engine's HTTP server.
         table: The name of the engine's only block table.
-        block_tokens: The tokens of a block.
-        ranks: How many workers the engine has.
+        block_tokens: Tokens per block.
+        ranks: The number of workers.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class HoleFills:
         self._gap = -(-WORTH_TOKENS // block_tokens)
         self._ranks = ranks
         self._prompts: dict[str, _Prompt] = {}
-        # Those that have landed with missing blocks; a few at most.
+        # Requests that have arrived with missing blocks; a few at most.
         self._waiting: dict[str, _Prompt] = {}
         self._fillers: dict[str, _Filler] = {}  # by the key in their parameters
         self._scheduled: dict[str, _Filler] = {}  # by vLLM's name
@@ -117,7 +120,7 @@ class HoleFills:
         if load.declined or self._server.useless or not tokens_say_all(request):
             return
         if getattr(request, "mm_features", None):
-            return  # tokens alone are not that prompt
+            return  # tokens alone do not identify the prompt
         load.fillable = True
         blocks = load.blocks[self._table]
         self._prompts[request.request_id] = _Prompt(request, blocks)
@@ -127,7 +130,7 @@ class HoleFills:
         for request_id, (ranks, missing) in reports.items():
             prompt = self._prompts.get(request_id)
             if prompt is None:
-                continue  # it has ended, and the workers know that or will
+                continue  # it has ended, and the workers know or will soon know
             prompt.ranks += ranks
             prompt.missing.update(missing)
             if prompt.ranks < self._ranks:
@@ -255,7 +258,8 @@ class HoleFills:
     def _lost(self, filler: _Filler) -> bool:
         """Return whether the hole will not be computed."""
         if filler.sent.answered and not filler.request_id:
-            # Of a group of engines behind one URL, any may compute the prompt again.
+            # If several engines share one URL, another one may compute the prompt
+            # instead.
             self._server.give_up("another engine has answered")
         return filler.ended or filler.sent.over or monotonic() > filler.until
 
@@ -269,13 +273,14 @@ class HoleFills:
 
 
 def holes_in(missing: Iterable[int], count: int, gap: int) -> list[range]:
-    """Return the runs of missing blocks that landed blocks follow.
+    """Return the runs of missing blocks that are followed by landed blocks.
 
     Args:
-        missing: Places of the missing blocks, ascending.
-        count: How many blocks there are.
-        gap: With fewer landed blocks between two runs, they are one; with fewer behind
-            the last run, it is none.
+        missing: Positions of the missing blocks, ascending.
+        count: The number of blocks.
+        gap: The fewest landed blocks that separate two runs, or that make a last run
+            a hole. With fewer in between, two runs become one; with fewer after it, a
+            last run is left out.
     """
     runs: list[range] = []
     for place in missing:

@@ -1,7 +1,7 @@
-"""vLLM's hooks, forwarded to the scheduler's or the worker's side, for both connectors.
+"""vLLM's hooks, forwarded to the scheduler's or the worker's side of a connector.
 
 vLLM makes a connector in its scheduler and one in each worker. Its interface gains and
-loses methods between releases; a feature is detected by its name, never by version.
+loses methods between releases, so features are detected by name, never by version.
 """
 
 from __future__ import annotations
@@ -61,20 +61,19 @@ W = TypeVar("W", bound=_WorkerHooks)
 
 @dataclasses.dataclass
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed
-    """Carry a step's metadata from vLLM's scheduler to its workers."""
+    """A step's metadata, which vLLM sends from its scheduler to its workers."""
 
     step: Any
 
 
 class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[misc]  # likewise
-    """Forward vLLM's hooks to the connector's side in this process.
+    """Forwards vLLM's hooks to the connector's side in this process.
 
-    Most are called in every step, and one of them for every layer, so nothing is
-    checked on the way. A connector has no attribute for the side that is in another
-    process.
+    Most hooks are called in every step, and one for every layer, so they check nothing.
+    A connector has no attribute for the side that runs in another process.
     """
 
-    # How vLLM collects what a worker observes, and shows it to Prometheus.
+    # How vLLM collects a worker's observations, and exports them to Prometheus.
     _stats_class: ClassVar[type[KvwireStats]] = KvwireStats
     _prom_class: ClassVar[type[ConnectorHistograms]] = KvwirePromMetrics
 
@@ -89,7 +88,7 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False; vLLM from 0.33 on asks before it loads weights."""
+        """Return False; vLLM 0.33 and newer asks before it loads weights."""
         return False
 
     # --- scheduler --------------------------------------------------------------------
@@ -137,10 +136,10 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing; a connector that streams by layer overrides it."""
+        """Do nothing; a connector that streams layer by layer overrides it."""
 
     def wait_for_save(self) -> None:
-        """Mark the step as written; blocks are held until they have drained."""
+        """Mark the step's KV as written; blocks are held until they have drained."""
         self._worker.step_written()
 
     def get_finished(

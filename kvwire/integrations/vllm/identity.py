@@ -1,4 +1,4 @@
-"""Digests of everything that KV depends on besides tokens: model, kernels, request."""
+"""Digests of everything besides tokens that KV depends on: model, kernels, request."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ WHOLE_TOKENS: Final = "whole tokens"
 
 
 def tokens_say_all(request: Any) -> bool:
-    """Return whether tokens identify a prompt; embeddings have no name."""
+    """Return whether tokens identify a prompt; they do not identify embeddings."""
     embeddings = getattr(request, "prompt_embeds", None)
     return bool(request.prompt_token_ids) and embeddings is None
 
 
 def identity_of(request: Any) -> bytes:
-    """Return a digest of all that a request's KV depends on, except tokens."""
+    """Return a digest of everything besides tokens that a request's KV depends on."""
     adapter = getattr(request, "lora_request", None)
     names = [getattr(adapter, "lora_name", ""), getattr(request, "cache_salt", None)]
     if adapter is not None:
         names.append(_adapter_weights(adapter.lora_path))
     for feature in getattr(request, "mm_features", None) or ():
-        # A client may write placeholder tokens itself, so tokens do not determine a
-        # picture's place.
+        # A client may write placeholder tokens itself, so the tokens do not determine
+        # where a picture is.
         place = getattr(getattr(feature, "mm_position", None), "offset", None)
         names += [getattr(feature, "identifier", None), str(place)]
-    # As JSON, so that two names cannot look like others: clients choose some of them.
+    # As JSON, so that no two lists of names look the same: clients choose some of them.
     return json.dumps(names).encode()
 
 
 def model_digest(vllm_config: Any) -> str:
-    """Return a digest of a model's architecture, independent of its files' place."""
+    """Return a digest of a model's architecture, wherever its files are."""
     model = vllm_config.model_config
     facts = {
         **_facts(model.hf_config.to_dict()),
@@ -48,7 +48,7 @@ def model_digest(vllm_config: Any) -> str:
 
 
 def _facts(said: Any) -> Any:
-    """Return a part of a config without the fields that depend on its files' place."""
+    """Return a part of a config without fields that depend on where the files are."""
     if isinstance(said, dict):
         kept = {key: one for key, one in said.items() if key not in _OF_THE_FILES}
         return {key: _facts(one) for key, one in kept.items()}
@@ -61,7 +61,7 @@ def model_weights(vllm_config: Any, fingerprint: str) -> str:
 
 
 def model_name(vllm_config: Any, fingerprint: str) -> str:
-    """Return a name for model and weights, equal on engines that may share KV."""
+    """Return a name for model and weights, the same on engines that may share KV."""
     text = json.dumps(
         [
             model_digest(vllm_config),
@@ -73,11 +73,10 @@ def model_name(vllm_config: Any, fingerprint: str) -> str:
 
 
 def draft_name(vllm_config: Any, fingerprint: str) -> str:
-    """Return a name for the draft model, which has caches too; "none" without one."""
+    """Return a name for the draft model, which also has caches; "none" without one."""
     said = getattr(vllm_config, "speculative_config", None)
     model = getattr(said, "draft_model_config", None)
-    # With n-grams, which look up the prompt in itself, the target is its own draft
-    # model.
+    # The n-gram method looks up the prompt in itself, so its draft model is the target.
     if (
         said is None
         or model is None
@@ -110,7 +109,7 @@ def _weights(model: Any, load: Any) -> str:
 
 
 def _adapter_weights(path: str) -> str:
-    """Return a name for an adapter's weights, or its path if it has no files here."""
+    """Return a name for an adapter's weights; its path if the files are not here."""
     try:
         return weights_name(path)
     except UsageError:
@@ -118,10 +117,10 @@ def _adapter_weights(path: str) -> str:
 
 
 def block_order(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return the part of the kernels' block layout that engines must share.
+    """Return a description of the kernels' block layout, which engines must share.
 
-    A tensor's shape does not show it. Some kernels keep all keys of a block before all
-    values, or have the token as the keys' last axis; only a kernel of the same kind and
+    A tensor's shape does not show it. Some kernels store all keys of a block before all
+    values, or use the token as the keys' last axis. Only a kernel of the same kind and
     block size can use such blocks.
     """
     layers = vllm_config.compilation_config.static_forward_context
@@ -143,8 +142,8 @@ def block_order(vllm_config: Any, kv_cache_config: Any) -> str:
     return "; ".join(sorted(found))
 
 
-# Modules of vLLM's backends (class names are not unique) whose code was read: they keep
-# the keys and values of a token in one place of a block.
+# Modules of vLLM's backends (class names are not unique). Their code was read: they
+# store a token's keys and values together in a block.
 _WHOLE_TOKENS: Final = {
     "flash_attn",
     "flashinfer",

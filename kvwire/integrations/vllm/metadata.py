@@ -24,13 +24,13 @@ from kvwire.types import Address
 _REMOTES_MAX: Final = 1024
 
 Blocks = dict[str, list[int]]
-"""Block ids in token order, by block table; where a worker has translated them, by
-cache group."""
+"""Block ids in token order, by block table; by cache group once a worker has translated
+them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PromptTransfer:
-    """Describe to a worker a prompt whose KV moves between two engines."""
+    """A prompt whose KV moves between two engines, described for a worker."""
 
     _BY_TABLE: ClassVar[tuple[str, ...]] = (
         "listed",
@@ -39,13 +39,13 @@ class PromptTransfer:
         "generations",
     )
 
-    request_id: str  # vLLM's name of the request
+    request_id: str  # vLLM's name for the request
     transfer_id: str  # the transfer's name on both engines
-    # The tokens that each table's whole list of blocks holds.
+    # The number of tokens in each table's whole list of blocks.
     listed: dict[str, int] = field(default_factory=dict)
     # The blocks of each table that are known so far.
     blocks: Blocks = field(default_factory=dict)
-    # The hashes of each whole list's blocks.
+    # The hashes of the blocks in each whole list.
     hashes: dict[str, list[bytes]] = field(default_factory=dict)
     # Addresses of the other engine's ranks; empty if decode connects by itself.
     remote: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class PromptTransfer:
     generations: dict[str, Array] = field(default_factory=dict)
 
     def of_groups(self, tables: Mapping[str, str]) -> Self:
-        """Return a worker's version, with the block table of each cache group."""
+        """Return a copy for a worker, by cache group instead of block table."""
         said: dict[str, Any] = {
             name: {group: one[table] for group, table in tables.items() if table in one}
             for name in self._BY_TABLE
@@ -78,26 +78,26 @@ class PromptTransfer:
 
 @dataclass(slots=True, kw_only=True)
 class SendPrompt(PromptTransfer):
-    """Describe to a worker a prompt whose KV is computed here and sent.
+    """A prompt whose KV is computed here and sent, described for a worker.
 
-    With ``generations`` its blocks are only offered, for decode to read.
+    With ``generations``, its blocks are only offered, and decode reads them.
     """
 
-    tokens: int  # how many tokens of the prompt are computed here
+    tokens: int  # the number of the prompt's tokens that are computed here
 
 
 @dataclass(slots=True, kw_only=True)
 class ComputedTokens:
-    """Describe to a worker the part of a sent prompt that this step computes."""
+    """The part of a sent prompt that this step computes, described for a worker."""
 
-    request_id: str  # vLLM's name of the request
+    request_id: str  # vLLM's name for the request
     blocks: Blocks  # blocks added since the last step
-    stop: int  # tokens computed when the step is over
+    stop: int  # the number of computed tokens when the step is over
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadPrompt(PromptTransfer):
-    """Describe to a worker a prompt whose KV comes from another engine."""
+    """A prompt whose KV comes from another engine, described for a worker."""
 
     _BY_TABLE: ClassVar[tuple[str, ...]] = (
         *PromptTransfer._BY_TABLE,  # noqa: SLF001
@@ -105,23 +105,24 @@ class LoadPrompt(PromptTransfer):
         "there",
     )
 
-    # How many leading blocks of each list are here already.
+    # How many leading blocks of each list are already here.
     cached: dict[str, int] = field(default_factory=dict)
-    # Nothing is needed any more; the other engine may free its blocks.
+    # Whether nothing is needed any more, so that the other engine may free its blocks.
     declined: bool = False
     computed: bool = False  # the other engine has reported the prompt as computed
-    # With a ticket: the blocks of the other engine, and its seals; see `tickets`.
+    # With a ticket: the other engine's blocks, and the ticket's seals; see `tickets`.
     there: dict[str, Ids] = field(default_factory=dict)
     seals: tuple[bytes, ...] = ()
     sealed: bytes = b""
-    # Decode reads it by a ticket, and frees it by a message; else it is pulled.
+    # Whether decode reads it by ticket and frees it by a message; otherwise it is
+    # pulled.
     ticketed: bool = False
-    # Blocks that do not arrive are for the scheduler's side first; see `holes`.
+    # Whether missing blocks are first reported to the scheduler's side; see `holes`.
     fillable: bool = False
 
 
 class BlockCopy(NamedTuple):
-    """Blocks of an engine's only table, to copy into other blocks."""
+    """Blocks of an engine's only table that are to be copied into other blocks."""
 
     source: list[int]
     into: list[int]
@@ -137,12 +138,12 @@ class WorkerStep:
     written: list[ComputedTokens] = field(default_factory=list)
     # Prompts whose fetching begins.
     loads: list[LoadPrompt] = field(default_factory=list)
-    # By table: blocks that are offered no more, and may be overwritten in this step.
+    # By table: blocks that are no longer offered and may be overwritten in this step.
     withdrawn: Blocks = field(default_factory=dict)
     # Blocks to copy within the caches, before this step computes and after it.
     lent: list[BlockCopy] = field(default_factory=list)
     filled: list[BlockCopy] = field(default_factory=list)
-    # Prompts whose holes need no more waiting: the blocks that are missing still.
+    # Prompts that need not wait for holes any more, with the blocks still missing.
     settled: dict[str, list[int]] = field(default_factory=dict)
     # Preempted requests, whose blocks may be overwritten in this step.
     fenced: set[str] = field(default_factory=set)
@@ -154,22 +155,21 @@ _Text = Annotated[str, Meta(max_length=256, pattern=r"^[ -~]*\Z")]
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The ``kv_transfer_params`` of a request, as far as this engine uses them."""
+    """A request's ``kv_transfer_params``, with the fields that this engine uses."""
 
     # Its KV goes to another engine.
     sends: bool = msgspec.field(default=False, name="do_remote_decode")
     # Its KV comes from another engine.
     loads: bool = msgspec.field(default=False, name="do_remote_prefill")
     # True if prefill has answered, so the prompt is published. Otherwise prefill may be
-    # busy with other prompts, and only the proxy that sent both requests knows whether
-    # it is alive.
+    # busy with other prompts, and only the proxy knows whether it is alive.
     computed: bool = False
     transfer_id: _Text = ""  # the transfer's name on both engines; "" if none was given
     # Addresses of the other engine's ranks, in rank order, stage by stage.
     remote: Annotated[tuple[_Text, ...], Meta(max_length=_REMOTES_MAX)] = ()
     stages: Annotated[int, Meta(ge=1)] = 1  # pipeline stages of that engine
     signature: _Text = ""  # signature over the reference; "" without one
-    # The right to read the computed blocks; "" if they are pulled.
+    # A ticket grants the right to read the computed blocks; "" if they are pulled.
     ticket: Annotated[str, Meta(max_length=TICKET_CHARS_MAX)] = ""
 
     @classmethod
@@ -204,16 +204,16 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.lru_cache
 def _written_out(address: str) -> str:
-    """Return an address in canonical form; cached, since requests repeat a few."""
+    """Return an address in canonical form; cached, since the same ones recur."""
     return str(Address.parse(address))
 
 
 class ScheduledRequest(NamedTuple):
     """One request's part in a step of vLLM's scheduler."""
 
-    id: str  # vLLM's name of the request
+    id: str  # vLLM's name for the request
     new: bool  # it is new in this step, so `tables` has all its blocks
-    tables: Any  # its new blocks, by vLLM's block tables; None without any
+    tables: Any  # its new blocks, by vLLM's block tables; None if there are none
     computed: int  # tokens computed before the step
     stop: int  # tokens computed after it
 
@@ -251,9 +251,9 @@ def answer(
     ticket: str = "",
     seeds: bool = False,
 ) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` with which decode finds prefill's KV.
+    """Return the ``kv_transfer_params`` by which decode finds prefill's KV.
 
-    With `seeds`, a proxy may give any request to this engine a seed.
+    With `seeds`, a proxy may add a seed to any request for this engine.
     """
     more: dict[str, Any] = {"stages": stages} if stages > 1 else {}
     if ticket:

@@ -1,8 +1,8 @@
 """A worker's figures about its transfers, for vLLM's log and Prometheus.
 
-vLLM collects a plain dictionary from every worker after each step, adds them up, and
-hands the sum to a logger and to Prometheus in another process. So the figures are kept
-as lists of observations, and everything here is a function on such a dictionary.
+After each step vLLM collects a plain dictionary from every worker and merges them. It
+passes the result to a logger, and to Prometheus in another process. So the figures are
+lists of observations, and everything here is a function on such a dictionary.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ Observed = dict[str, list[float]]
 
 # Observations per transfer, by their names in the dictionary.
 FIELDS: Final = {
-    "sent_bytes": "Bytes that a prompt's KV had when it was sent.",
-    "received_bytes": "Bytes of a prompt's KV that were fetched.",
+    "sent_bytes": "KV bytes of a prompt that were sent.",
+    "received_bytes": "KV bytes of a prompt that were fetched.",
     "wait_s": "Seconds until the other engine was ready for a transfer.",
-    "wire_s": "Seconds in which payload of a transfer was under way.",
+    "wire_s": "Seconds during which a transfer's payload was on the wire.",
     "missing_blocks": "Blocks of a fetched prompt that did not arrive.",
 }
-# Why a prompt's KV did not move: how often, by these names in the dictionary. In
-# ``vllm:kvwire_unmoved_prompts`` they are values of the label ``reason``.
+# Reasons why a prompt's KV did not move, by the names of their counts in the
+# dictionary. In ``vllm:kvwire_unmoved_prompts`` they are values of the label
+# ``reason``.
 REASONS: Final = {
     "refused": "the request's kv_transfer_params cannot be used here",
     "unreachable": "there is no connection to the other engine",
@@ -36,10 +37,10 @@ REASONS: Final = {
 # Observations of the store connector: per save, or per step for `behind_blocks`.
 STORE_FIELDS: Final = {
     "save_s": "Seconds from the step that filled blocks until the store had them.",
-    "behind_blocks": "Blocks that are filled and not stored yet.",
+    "behind_blocks": "Blocks that are filled but not stored yet.",
     "skipped_blocks": "Blocks of a request that were not saved: the store is slow.",
 }
-# Sizes and times double, from one small block and from the finest time a loop resolves.
+# Buckets double, from one small block, and from the finest time that a loop resolves.
 BUCKETS: Final = {
     "bytes": tuple(float(2**power) for power in range(16, 36, 2)),
     "s": (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
@@ -61,7 +62,7 @@ def observe_sent(into: Observed, nbytes: Iterable[int]) -> None:
 def observe_received(
     into: Observed, outcomes: Sequence[Outcome], missing: int, reason: str = ""
 ) -> None:
-    """Record a prompt that was fetched, or why it was not."""
+    """Record that a prompt was fetched, or why it was not."""
     observe(into, "missing_blocks", missing)
     if reason:
         observe(into, reason, 1)
@@ -74,7 +75,7 @@ def observe_received(
 def added(
     first: Mapping[str, list[float]], second: Mapping[str, list[float]]
 ) -> Observed:
-    """Join the observations of two workers, or of two steps."""
+    """Merge the observations of two workers, or of two steps."""
     return {
         name: [*first.get(name, ()), *second.get(name, ())]
         for name in first.keys() | second.keys()
@@ -82,7 +83,7 @@ def added(
 
 
 def summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
-    """Return the figures for one line of a log."""
+    """Return the figures for one log line."""
     sent = observed.get("sent_bytes", [])
     received = observed.get("received_bytes", [])
     found: dict[str, int | float] = {
@@ -100,7 +101,7 @@ def summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
 
 
 def store_summary(observed: Mapping[str, list[float]]) -> dict[str, int | float]:
-    """Return the store connector's figures for one line of a log."""
+    """Return the store connector's figures for one log line."""
     saved = observed.get("save_s", [])
     found: dict[str, int | float] = {
         "saves": len(saved),

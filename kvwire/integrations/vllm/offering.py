@@ -1,7 +1,7 @@
-"""Computed prompts that decode reads by ticket, until it releases them.
+"""Computed prompts that decode reads by ticket and then releases.
 
-Nothing is agreed about such a prompt: this side only keeps its blocks until a message
-frees them, or until its lease ends. The scheduler's side withdraws them afterwards.
+Engines negotiate nothing about such a prompt. This side only keeps its blocks until a
+message frees them or their lease ends. Then the scheduler's side withdraws them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Release(msgspec.Struct, frozen=True, array_like=True):
     """The message by which one of decode's ranks frees a prompt's blocks."""
 
     transfer_id: Annotated[str, Meta(max_length=256)]  # the transfer's name
-    nbytes: Annotated[int, Meta(ge=0, lt=2**62)]  # how many bytes it has read
+    # The number of bytes that the rank has read.
+    nbytes: Annotated[int, Meta(ge=0, lt=2**62)]
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(Release)
@@ -38,19 +39,19 @@ class PromptOffer:
     """One prompt whose blocks decode may read."""
 
     finished: Final = True
-    quarantined: Final = False  # no link has to let go of its blocks
+    quarantined: Final = False  # no link can hold its blocks
 
     def __init__(self, readers: int, until: float) -> None:
         self.until: float = until  # on the monotonic clock
-        # Resolves when the blocks may be withdrawn, with the bytes that each rank of
-        # decode has read; never fails.
+        # Resolves once the blocks may be withdrawn, with the number of bytes that each
+        # of decode's ranks has read; never fails.
         self.done: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
         self._readers = readers
         self._read: list[int] = []
 
     def released(self, nbytes: int) -> bool:
         """Record a rank's release; return whether all ranks have released it."""
-        self._read.append(nbytes)  # bounded: the ranks of decode
+        self._read.append(nbytes)  # bounded: decode's ranks
         if len(self._read) < self._readers:
             return False
         self.end()
@@ -58,18 +59,18 @@ class PromptOffer:
 
     def end(self) -> None:
         """Release the blocks."""
-        # The lease may end on the engine's thread while a message comes.
+        # The lease may end on the engine's thread just as a message arrives.
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.done.set_result(self._read)
 
     def abort(self, reason: str) -> bool:
-        """End it; no link holds its blocks."""
+        """End the offer; return False, since no link holds its blocks."""
         self.end()
         return False
 
 
 class PromptOffers:
-    """The prompts of a worker that decode may read.
+    """A worker's prompts that decode may read.
 
     Args:
         lease_s: How long blocks are kept for decode.
@@ -77,12 +78,12 @@ class PromptOffers:
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
-        # By the transfer's name; in the order of their leases.
+        # By the transfer's name; in the order in which their leases end.
         self._offers: dict[str, PromptOffer] = {}
         self._leases: deque[tuple[str, PromptOffer]] = deque()
 
     def add(self, transfer_id: str, readers: int) -> PromptOffer:
-        """Keep a prompt until all its ranks have released it, or its lease ends."""
+        """Keep a prompt until all `readers` have released it, or its lease ends."""
         offer = PromptOffer(readers, monotonic() + self._lease_s)
         self._offers[transfer_id] = offer  # bounded: blocks of the engine
         self._leases.append((transfer_id, offer))
@@ -122,5 +123,5 @@ class PromptOffers:
 def release(connection: Connection, transfer_id: str, nbytes: int) -> None:
     """Free a prompt's blocks at the other end of a connection, without an answer."""
     message = msgspec.msgpack.encode(Release(transfer_id, nbytes))
-    with contextlib.suppress(KVWireError):  # its lease ends without it
+    with contextlib.suppress(KVWireError):  # without this message, the lease ends it
         connection.send(RELEASE_TAG, message)

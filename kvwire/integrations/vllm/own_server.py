@@ -1,6 +1,6 @@
-"""Requests of an engine to its own HTTP server.
+"""An engine's requests to its own HTTP server.
 
-They are few, so each has a thread, which ends with it.
+There are few of them, so each has its own thread, which ends with it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# The time limit for connecting; the answer takes as long as it takes.
+# The time limit for connecting; there is none for the answer.
 _CONNECT_S: Final = 1.0
 
 
 class OwnServer:
-    """Send completions to the server of this engine.
+    """Sends completions to this engine's own server.
 
     Args:
         url: Its URL, as :func:`~kvwire.integrations.vllm.announce.http_url` returns it.
@@ -34,7 +34,7 @@ class OwnServer:
         self._url = url
         self._model = model
         self._warned = False
-        self.useless: bool = False  # its answers are not from this engine
+        self.useless: bool = False  # another engine has answered
 
     def post(self, body: Mapping[str, Any]) -> OwnRequest:
         """Send a completion, without waiting."""
@@ -51,7 +51,7 @@ class OwnServer:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%s cannot compute only the holes of a prompt (%s), so it computes "
+                "%s cannot compute only the holes of a prompt (%s), so kvwire computes "
                 'everything behind the first hole; check "http" in '
                 "kv_connector_extra_config (this engine's URL) and VLLM_API_KEY (its "
                 "key)",
@@ -61,10 +61,10 @@ class OwnServer:
 
 
 class OwnRequest:
-    """One running completion."""
+    """A running completion."""
 
     def __init__(self, server: OwnServer, url: str, body: bytes) -> None:
-        self.over: bool = False  # it has been answered, or has failed
+        self.over: bool = False  # whether it has been answered or has failed
         self.answered: bool = False
         self._server = server
         self._body = body
@@ -78,7 +78,7 @@ class OwnRequest:
         threading.Thread(target=self._run, name="kvwire-hole", daemon=True).start()
 
     def cancel(self) -> None:
-        """End it, so that vLLM aborts it."""
+        """Close the request, so that vLLM aborts it."""
         self._cancelled = True
         self._shut()
 

@@ -25,7 +25,7 @@ P = TypeVar("P", Outgoing, Incoming)
 
 
 class Peers:
-    """Keep a worker's outgoing connections by address, on one loop."""
+    """A worker's outgoing connections by address, all on one loop."""
 
     def __init__(self) -> None:
         self._dials: dict[str, asyncio.Future[Connection]] = {}
@@ -40,17 +40,17 @@ class Peers:
         """
         dial = self._dials.get(address)
         if dial is None or _useless(dial):
-            # Requests may name any number of addresses where nobody listens.
+            # Requests may name any number of addresses where nothing listens.
             kept = {at: one for at, one in self._dials.items() if not _useless(one)}
             dial = asyncio.ensure_future(communicator.connect(address))
             self._dials = {**kept, address: dial}
         return await asyncio.shield(dial)
 
     async def window(self, connection: Connection) -> RemoteWindow:
-        """Return the window of a connection's worker; the first caller opens it.
+        """Return the window of the worker at the other end; the first caller opens it.
 
         Raises:
-            KVWireError: The worker has none, or the connection has ended.
+            KVWireError: The worker has no window, or the connection has ended.
 
         Cancel safety: safe; the opening goes on for other callers.
         """
@@ -62,14 +62,14 @@ class Peers:
 
 
 def _useless(dial: asyncio.Future[Connection]) -> bool:
-    """Return whether dialling failed, or the connection has ended since."""
+    """Return whether dialling has failed, or the connection has ended since."""
     if not dial.done():
         return False
     return dial.cancelled() or dial.exception() is not None or dial.result().closed
 
 
 class PromptEnd(Generic[P]):
-    """The common part of the sender and the receiver of one prompt's KV."""
+    """The common base of a prompt's sender and receiver."""
 
     def __init__(self, engine: Engine, cache: PagedCache, route: RankRoute) -> None:
         self._engine = engine
@@ -82,7 +82,7 @@ class PromptEnd(Generic[P]):
 
     @property
     def quarantined(self) -> bool:
-        """Whether it has ended while a link may still touch its blocks."""
+        """Whether it has ended, but a link may still touch its blocks."""
         return any(part.done() and not part.is_drained for part in self._parts)
 
     def abort(self, reason: str) -> bool:

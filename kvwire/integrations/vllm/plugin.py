@@ -1,9 +1,8 @@
-"""Names under which vLLM finds kvwire's classes without the path of a module.
+"""Registers kvwire's classes, so that vLLM finds them without a module's path.
 
-The entry point ``kvwire`` of the group ``vllm.general_plugins`` names :func:`register`.
-vLLM calls it in every process of every engine, also of those without a connector. So
-nothing of vLLM is imported that an engine does not import anyway, and nothing is
-raised.
+The entry point ``kvwire`` in the group ``vllm.general_plugins`` names :func:`register`.
+vLLM calls it in every process of every engine, even without a connector. So it imports
+no part of vLLM that an engine does not import anyway, and it raises nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def register() -> None:
     try:
         _register()
     except Exception:
-        # An engine that does not use kvwire has to start all the same.
+        # An engine that does not use kvwire must start all the same.
         logger.warning(
             "kvwire cannot register its names in this vLLM release: set "
             "kv_connector_module_path and module_path",

@@ -42,13 +42,13 @@ from kvwire.kv.blocks import Ids
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# If prefill has answered, the prompt is published already, or it never will be: it was
-# fetched before, or prefill is another process now. A prompt without an answer may wait
-# behind many others, so it has `load_timeout_s`.
+# If prefill has answered, the prompt is published already or never will be: it was
+# fetched before, or prefill has restarted. If not, the prompt may wait behind many
+# others, so its time limit is `load_timeout_s`.
 _PUBLISHED_WITHIN_S: Final = 5.0
 _LACKING: Final = (
-    "none of the ranks that the request names has {}; it names too few, or another "
-    "number of pipeline stages"
+    "none of the ranks in the request has {}; the request names too few ranks, or a "
+    "wrong number of pipeline stages"
 )
 
 
@@ -57,12 +57,12 @@ class ReceiveResult:
     """The result of receiving a prompt's KV."""
 
     missing: Mapping[str, Ids]  # ids of the missing blocks, by cache group
-    outcomes: Sequence[Outcome] = ()  # of its transfers, if any was begun
-    reason: str = ""  # why blocks are missing, if they were wanted; see `metrics`
+    outcomes: Sequence[Outcome] = ()  # the outcomes of its transfers, if any began
+    reason: str = ""  # why wanted blocks are missing; see `metrics`
 
 
 class PromptReceive(PromptEnd[Incoming]):
-    """Receive one prompt's KV from one prefill engine."""
+    """Receives a prompt's KV from one prefill engine."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class PromptReceive(PromptEnd[Incoming]):
             said = self.reason or error_text(exc)
             logger.warning("could not start transfer %s: %s", self._route.id, said)
             for part in parts:
-                part.abort("what another rank has was not asked for")
+                part.abort("the parts on other ranks were not requested")
             self._parts = parts
             for part in parts:
                 await part.drained()
@@ -157,7 +157,7 @@ class PromptReceive(PromptEnd[Incoming]):
     ) -> ReceiveResult:
         """Return the missing blocks, without those that were here before.
 
-        Other requests share those, and vLLM fails or rewinds every request that has a
+        Other requests share those, and vLLM fails or rewinds every request with a
         reported block.
         """
         blocks = self.load.blocks
@@ -188,7 +188,8 @@ class PromptReceive(PromptEnd[Incoming]):
                 if self.load.declined:
                     return self._result(self.load.blocks)
                 outcomes = await self._read_once(links)
-                # A connection that ends is dialled once more, for all of the prompt.
+                # If a connection ends, the whole prompt is read once more over a new
+                # one.
                 if lost or not any(link.closed for link in links):
                     return self._arrived(outcomes)
         finally:
@@ -215,7 +216,7 @@ class PromptReceive(PromptEnd[Incoming]):
         """Read each rank's part.
 
         Raises:
-            UsageError: The ticket is not for this prompt, or of other ranks.
+            UsageError: The ticket is for another prompt, or from other ranks.
         """
         load = self.load
         ranks = self._route.ranks
@@ -223,7 +224,7 @@ class PromptReceive(PromptEnd[Incoming]):
             right = load.seals and seal(window.serial, load.sealed)
             if not right or not hmac.compare_digest(right, load.seals[rank]):
                 raise UsageError(
-                    "its ticket belongs to another prompt or to an engine that has "
+                    "its ticket belongs to another prompt, or to an engine that has "
                     "ended"
                 )
         brought = [
@@ -243,8 +244,8 @@ class PromptReceive(PromptEnd[Incoming]):
             for name, spec in specs.items()
         ):
             raise UsageError(
-                "its first blocks are cached here, and prefill's blocks have another "
-                "size"
+                "its first blocks are cached here, and prefill's blocks have "
+                "a different size"
             )
         parts = [(name, slice(load.cached[name], None)) for name in groups]
         own = {name: load.blocks[name][part] for name, part in parts}
@@ -279,8 +280,8 @@ class PromptReceive(PromptEnd[Incoming]):
             )
         blocks = load.blocks
         if load.declined:
-            # A pull with one block, which is aborted in the same turn, tells the peer
-            # to free its blocks.
+            # A pull of one block that is aborted in the same turn makes the peer free
+            # the prompt's blocks.
             first = next(iter(self._cache.groups))
             blocks = {name: [0] * (name == first) for name in self._cache.groups}
             options = {"tokens": {name: len(ids) for name, ids in blocks.items()}}
@@ -296,7 +297,7 @@ class PromptReceive(PromptEnd[Incoming]):
             parts.append(part)  # remembered even if a later pull fails
 
     def _lacking(self) -> str:
-        """Return a part that no rank sends; see :func:`lacking`."""
+        """Return a part of this rank's KV that no rank sends; see :func:`lacking`."""
         if self._left:
             groups = self._cache.groups.items()
             specs = {name: group.spec for name, group in groups}
@@ -306,11 +307,11 @@ class PromptReceive(PromptEnd[Incoming]):
     def _end_unmet(self) -> None:
         for part in self._parts if self.load.computed else ():
             if not part.met:
-                part.abort("it was published once, and is not any more")
+                part.abort("it is no longer published")
 
 
 def _why(error: BaseException) -> str:
-    """Return why a transfer could not begin; see :data:`metrics.REASONS`."""
+    """Return the kind of failure to start a transfer; see :data:`metrics.REASONS`."""
     if isinstance(error, AuthenticationFailed):
         return "untrusted"
     if isinstance(error, ConnectError | ConnectionClosed | HandshakeTimeout):

@@ -1,9 +1,9 @@
-"""The engines that a request may name: any client can send ``kv_transfer_params``.
+"""Checks of the engines that a request names: any client can send such a request.
 
-An engine dials an address from a request only if its operator has listed it in
-``peers``, or if it is signed with the engines' key: an engine signs the references in
-its answers, and the proxy signs those that it makes. With trust ``loopback`` nothing is
-proved to begin with, and addresses on this host are accepted.
+An engine dials an address from a request only if its operator has listed the address in
+``peers``, or if it is signed with the engines' key. An engine signs the references in
+its answers, and the proxy signs those that it makes. With trust ``loopback`` no peer
+proves anything, so any address on this host is accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LABEL: Final = b"kvwire vllm reference"
 
 
 class References:
-    """Sign references to transfers, and check those in requests."""
+    """Signs references to transfers, and checks references in requests."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class References:
 
 
 UNSIGNED: Final = References()
-"""References of an engine without a key."""
+"""The references for an engine without a key."""
 
 
 def _message(transfer_id: str, remote: Sequence[str]) -> bytes:

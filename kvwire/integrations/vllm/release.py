@@ -1,9 +1,10 @@
 """The releases of vLLM that the connectors support.
 
-vLLM's interface for connectors changes with each release, and has defaults: a connector
-that does not mention a feature, such as sleep mode, is assumed to support it. So
-``tests/integrations/vllm/interface.json`` has the interface of each supported release,
-and a test fails if a connector neither overrides a method nor has a reason not to.
+vLLM's interface for connectors changes with each release, and has defaults: if a
+connector does not mention a feature, such as sleep mode, vLLM assumes that it supports
+it. So ``tests/integrations/vllm/interface.json`` lists each supported release's
+interface, and a test fails if a connector neither overrides a method nor has a reason
+not to.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 OLDEST: Final = (0, 30)
 NEWEST: Final = (0, 33)
 UNTESTED: Final = "untested_vllm"
-"""The key that lets other releases through."""
+"""The key that allows other releases."""
 NO_SLEEP: Final = (
     "an engine that sleeps frees the memory of its KV caches, which kvwire may be "
     "reading or writing: start it without --enable-sleep-mode"

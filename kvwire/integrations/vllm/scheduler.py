@@ -1,26 +1,27 @@
-"""The scheduler's side: it decides what to send and fetch, and when to free blocks.
+"""The scheduler's side, which decides what to send and fetch, and when to free blocks.
 
 ::
 
-    a prompt to send      first step --> Send, then Written for each step
-                          all written, request over --> its blocks wait until drained
-                          preempted or aborted before --> the workers abort it
-    without a transfer_id all written --> Send with generations, a ticket in the answer
-                          drained or preempted --> its blocks are withdrawn
-    a prompt to fetch     matched --> blocks allocated --> Load --> vLLM waits for it
-                          over before it was scheduled --> Load(declined)
-                          arrived with holes --> see `holes`
+    a prompt to send      first step --> Send, then Written for each step all written,
+                          request ended --> its blocks are held until drained preempted
+                          or aborted before --> the workers abort it without a
+                          transfer_id all written --> Send with generations, a ticket in
+                          the answer drained or preempted --> its blocks are withdrawn a
+                          prompt to fetch     matched --> blocks allocated --> Load -->
+                          vLLM waits for it ended before it was scheduled -->
+                          Load(declined) arrived with holes --> see `holes`
 
-Nothing here waits or moves a byte. vLLM's objects are read, never written, with two
-exceptions. The ``do_remote_prefill`` of a request is cleared once it is acted on,
-because a preempted request comes back and must compute what it had fetched before. The
-other is the last token:
+Nothing here waits or moves a byte. vLLM's objects are only read, with two exceptions. A
+request's ``do_remote_prefill`` is cleared once it has been handled, because a preempted
+request comes back and must then compute the KV that it had fetched. The other exception
+is the last token:
 
-*The last token of a prompt.* Decode computes it itself, since it needs the output.
-Where decode reads only a part of the KV before, a window or a state, that part has to
-end before this token: a state that includes it would apply it twice, and a window that
-ends behind it lacks a token at its beginning. So with such groups prefill gets the
-prompt without its last token, and vLLM frees none of the blocks that decode will read.
+*The last token of a prompt.* Decode computes it itself, since it needs the output. If
+decode reads only a part of the KV before it (a window or a state), that part must end
+before this token: a state that includes the token would apply it twice, and a window
+that ends after it would lack a token at its beginning. So with such groups, prefill
+gets the prompt without its last token, and vLLM frees none of the blocks that decode
+reads.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ from kvwire.limits import KV_BLOCK_TOKENS_MAX, PRIORITY_MAX
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# The priority of requests that set none; vLLM's may be below 0.
+# The priority of requests that set none; vLLM's priorities may be negative.
 _USUAL_PRIORITY: Final = PRIORITY_MAX // 2
-# For a prompt without hashes: no prompt with hashes can use its blocks.
+# For a prompt without hashes: ensures that no prompt with hashes can use its blocks.
 _NAMELESS: Final[Mapping[str, Any]] = {"content": b"nameless"}
 # The length of a traceparent in version 00 of W3C's Trace Context.
 _TRACEPARENT_CHARS: Final = 55
@@ -75,9 +76,9 @@ class _Prompt:
     tables: list[list[int]] = field(default_factory=list)
     # How many blocks of each table the workers know.
     named: dict[str, int] = field(default_factory=dict)
-    written: int = 0  # tokens computed after the scheduled steps
+    written: int = 0  # the number of tokens computed after the scheduled steps
     begun: bool = False  # whether the workers know the prompt
-    # Whether decode reads it when it is computed, by a ticket.
+    # Whether decode reads it by ticket once it is computed.
     offered: bool = False
     lost: bool = False  # whether it was preempted: nothing more is sent
 
@@ -88,7 +89,7 @@ class _Prompt:
 
 
 class SchedulerSide:
-    """Do the connector's work in the scheduler's process."""
+    """The connector's part in the scheduler's process."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class SchedulerSide:
         seeds: bool = False,
     ) -> None:
         self._settings = settings
-        self._seeds = seeds  # whether any request may have a seed
+        self._seeds = seeds  # whether a proxy may add a seed to any request
         self._references = references
         self._shapes = tuple(shapes)
         # The layers of one block table read the same blocks, so one shape represents
@@ -109,14 +110,15 @@ class SchedulerSide:
         self._tables = {str(shape.table): shape for shape in shapes}
         self._partial = any(shape.partial for shape in shapes)
         self._salt = salt
-        self._holes = holes  # None: all behind the first missing block is computed
+        # None: everything after the first missing block is computed.
+        self._holes = holes
         self._addresses: tuple[str, ...] = ()
         self._prompts: dict[str, _Prompt] = {}
         self._loads: list[LoadPrompt] = []
         self._fenced: set[str] = set()  # preempted requests that have ended since
         self._observed: Observed = {}
-        # Of prompts that decode reads: the serials of the ranks' windows, the blocks
-        # that references name, and the blocks of each request whose reference is valid.
+        # For prompts that decode reads: the serials of the ranks' windows, the blocks
+        # in references, and the blocks of each request with a valid reference.
         self._serials: tuple[bytes, ...] = ()
         self._offered = {name: OfferedBlocks() for name in self._tables}
         self._references_out: dict[str, Blocks] = {}
@@ -131,7 +133,7 @@ class SchedulerSide:
 
         Args:
             addresses: The addresses.
-            serials: The serials of their windows; b"" of a rank that has none.
+            serials: The serials of their windows; b"" for a rank without one.
         """
         self._addresses = tuple(addresses[rank] for rank in sorted(addresses))
         found = tuple((serials or {}).get(rank, b"") for rank in sorted(addresses))
@@ -149,7 +151,7 @@ class SchedulerSide:
             or request.max_tokens != 1
             or getattr(request, "skip_reading_prefix_cache", False)
         ):
-            # Further tokens would free blocks and change states while they are read.
+            # More tokens would free blocks and change states while decode reads them.
             logger.warning(
                 "request %s: its KV is not sent; this model needs a prompt of 2 "
                 "tokens or more, without embeddings, with max_tokens=1, and not from "
@@ -164,17 +166,16 @@ class SchedulerSide:
         request.num_prompt_tokens -= 1
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many more tokens another engine has, or will have."""
+        """Return how many more tokens another engine has or will have."""
         if self._holes is not None and (hole := _hole(request)):
             return self._holes.matched(request, hole, num_computed_tokens), False
         if not self._wanted(request).loads:
             return 0, False
-        # The request is about the prompt's own tokens, so the whole prompt is computed
-        # here. vLLM before 0.31 does not check that itself.
+        # A request for the prompt's probabilities needs the whole prompt computed here.
+        # vLLM before 0.31 does not check that itself.
         if getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        # Its blocks have no hashes, so the transfer would overwrite cached ones as
-        # well.
+        # Its blocks have no hashes, so the transfer would also overwrite cached blocks.
         if num_computed_tokens and not tokens_say_all(request):
             return 0, False
         count = self._fetched_tokens(request) - num_computed_tokens
@@ -217,7 +218,7 @@ class SchedulerSide:
         return step
 
     def drained(self, request_ids: Iterable[str]) -> None:
-        """Withdraw the blocks of requests that vLLM is freeing."""
+        """Withdraw the blocks of requests whose blocks vLLM is about to free."""
         for request_id in request_ids:
             self._withdraw(request_id)
 
@@ -225,20 +226,20 @@ class SchedulerSide:
         """End a request.
 
         Return whether its blocks are freed later, and the ``kv_transfer_params`` for
-        clients.
+        the client.
         """
         if self._holes is not None:
             self._holes.finished(request)
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None and (wanted := self._wanted(request, over=True)).loads:
-            # It was never scheduled, so the engine that computed it must not wait for
-            # us.
+            # It was never scheduled; the engine that computed it must not wait for this
+            # one.
             self._loads.append(self._declined(request, wanted))
         if prompt is None or not prompt.begun or prompt.lost:
             return False, None
         if not request.num_computed_tokens:
             # It was preempted since the last step, so its blocks already belong to
-            # others.
+            # other requests.
             self._fenced.add(request.request_id)
             return False, None
         if not prompt.whole:
@@ -260,7 +261,7 @@ class SchedulerSide:
         return True, self._references.signed(said)
 
     def take_observed(self) -> Observed:
-        """Return the observations for metrics since the last call."""
+        """Return the metrics' observations since the last call."""
         observed = self._observed
         self._observed = {}
         return observed
@@ -271,12 +272,12 @@ class SchedulerSide:
         """Return a request's usable parameters, or None.
 
         Args:
-            request: It is asked about several times.
-            over: It ends now, and is counted if its parameters cannot be used.
+            request: The request; may be passed repeatedly.
+            over: Whether it ends now; if its parameters cannot be used, it is counted.
         """
         params = request.kv_transfer_params
         if not isinstance(params, dict):
-            # None, or an arbitrary value that a client sent by `vllm_xargs`.
+            # None, or any value that a client sent by `vllm_xargs`.
             return TransferParams()
         if not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
             return TransferParams()
@@ -289,7 +290,7 @@ class SchedulerSide:
                     wanted.transfer_id, wanted.remote, wanted.signature
                 )
         except UsageError as exc:
-            # A client's mistake costs only that client a prefill here.
+            # A client's mistake costs that client a prefill here, and others nothing.
             logger.warning("request %s: %s", request.request_id, exc)
             if over:
                 observe(self._observed, "refused", 1)
@@ -297,7 +298,7 @@ class SchedulerSide:
         return wanted
 
     def _fetched_tokens(self, request: Any) -> int:
-        """Return the number of a prompt's tokens that another engine computes."""
+        """Return how many of a prompt's tokens another engine computes."""
         return max(0, len(request.prompt_token_ids or ()) - self._partial)
 
     def _new_prompt(self, request: Any, wanted: TransferParams) -> _Prompt:
@@ -306,7 +307,7 @@ class SchedulerSide:
         if send.transfer_id:
             return _Prompt(send)
         # Clients choose a part of a request's id, but nobody can guess this one. So
-        # decode can only ask once prefill has answered.
+        # decode can ask only after prefill has answered.
         send.transfer_id = secrets.token_hex(16)
         blocks = sum(map(len, send.hashes.values()))
         offered = bool(self._serials) and 0 < blocks <= TICKET_BLOCKS_MAX
@@ -346,7 +347,7 @@ class SchedulerSide:
     def _moved(
         self, request: Any, wanted: TransferParams, tokens: int
     ) -> dict[str, Any]:
-        """Return a worker's metadata for moving a prompt's first tokens."""
+        """Return the metadata for moving a prompt's first tokens, for a worker."""
         try:
             names = self._names(request, tokens)
         except UsageError as exc:
@@ -383,9 +384,9 @@ class SchedulerSide:
         )
 
     def _names(self, request: Any, count: int) -> Mapping[str, Any]:
-        """Name a prompt's first tokens, and the blocks of each table that move.
+        """Return names for a prompt's first tokens and for the blocks that move.
 
-        The tokens have a name as a whole too, for engines with other block sizes.
+        The tokens also have one name as a whole, for engines with other block sizes.
         """
         if not tokens_say_all(request):
             return _NAMELESS
@@ -399,14 +400,14 @@ class SchedulerSide:
         hashes: dict[str, list[bytes]] = {}
         for name, shape in self._tables.items():
             needed = shape.needed(count)
-            # A state covers all tokens, and its block may be for more tokens than a
-            # chain's.
+            # A state covers all tokens, and its block may stand for more tokens than a
+            # block of the chain.
             found = whole
             if not shape.state:
                 found = chains[shape.block_tokens][needed.start : needed.stop]
             if len(self._tables) > 1:
-                # The table's name keeps its blocks apart from another table's for the
-                # same tokens.
+                # The table's name distinguishes its blocks from another table's blocks
+                # for the same tokens.
                 table = name.encode()
                 found = [hashlib.sha256(one + table).digest() for one in found]
             hashes[name] = found
@@ -439,7 +440,7 @@ class SchedulerSide:
         )
 
     def _offer(self, send: SendPrompt) -> None:
-        """Let decode read a prompt after this step has computed it."""
+        """Let decode read a prompt once this step has computed it."""
         send.generations = {
             name: self._offered[name].take(blocks)
             for name, blocks in send.blocks.items()
@@ -447,7 +448,7 @@ class SchedulerSide:
         self._references_out[send.request_id] = send.blocks
 
     def _withdraw(self, request_id: str) -> None:
-        """End a prompt's reference, if it has a valid one."""
+        """Invalidate a prompt's reference, if it has a valid one."""
         for name, blocks in self._references_out.pop(request_id, {}).items():
             free = self._offered[name].give_back(blocks)
             self._withdrawn.setdefault(name, []).extend(free)
@@ -475,14 +476,14 @@ class SchedulerSide:
 
 
 def _hole(request: Any) -> str:
-    """Return the key of the hole that a request fills, or ""."""
+    """Return the key of the hole that a request computes, or ""."""
     params = request.kv_transfer_params
     found = params.get(HOLE) if isinstance(params, dict) else None
     return found if isinstance(found, str) else ""
 
 
 def _priority(request: Any) -> int:
-    """Return a request's priority in kvwire's order; vLLM's lowest goes first."""
+    """Return a request's priority in kvwire's order; in vLLM, the lowest goes first."""
     asked = getattr(request, "priority", 0)
     return min(PRIORITY_MAX, max(0, _USUAL_PRIORITY - asked))
 
@@ -494,12 +495,12 @@ def _traceparent(request: Any) -> str:
 
 
 def _chain(block_tokens: int, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-    """Return the hashes of a prompt's blocks, and one for the rest."""
+    """Return the hashes of a prompt's full blocks, and one for the remaining tokens."""
     scheme = HashScheme(block_tokens)
     hashes = scheme.block_hashes(tokens, salt=salt)
     rest = tokens[len(hashes) * block_tokens :]
     if rest:
-        # No block is found by this hash, but it gives a short prompt a name.
+        # No block is ever found by this hash, but it gives a short prompt a name.
         parent = hashes[-1] if hashes else scheme.root(salt)
         hashes.append(hashlib.sha256(parent + repr(list(rest)).encode()).digest())
     return hashes

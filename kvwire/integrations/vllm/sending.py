@@ -1,12 +1,12 @@
-"""Sending one prompt's KV, marked from the forward pass.
+"""Sends one prompt's KV, layer by layer as the forward pass writes it.
 
-A forward pass may not wait, neither for a peer to be dialled nor for a loop. So calls
+A forward pass must not wait for a peer to be dialled or for an event loop. So calls
 that come before the transfer exists are queued, and made as soon as it does.
 
 Marking a layer as written wakes the sending thread, which competes with the forward
-pass for its cores. So small layers are marked together, all but the last, because
-decode's first token waits for that one. Large layers keep the sender busy with their
-bytes anyway, and gain nothing from it.
+pass for CPU cores. So small layers are marked together. The last one is marked alone,
+because decode's first token waits for it. Large layers are not grouped: their bytes
+keep the sender busy anyway.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvwire.kv.spec import KVSpec
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# The most that small layers are marked with at once, in units of `group_bytes`. 300
-# tokens of 64 KiB in 16 layers go in three marks.
+# How many times `group_bytes` is marked at once at most. 300 tokens of 64 KiB in 16
+# layers are sent in three marks.
 _TOGETHER: Final = 4
 
 Recorded = Callable[[], object | None]
-"""Gives an event behind the kernels that are queued so far; None without a GPU."""
+"""Returns an event after the kernels queued so far; None without a GPU."""
 
 
 class PromptSend(PromptEnd[Outgoing]):
-    """Send one prompt's KV to one decode engine."""
+    """Sends a prompt's KV to one decode engine."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class PromptSend(PromptEnd[Outgoing]):
         route: RankRoute,
         codec: str = "",
     ) -> None:
-        self.tokens: int = send.tokens  # tokens of the prompt to send
+        self.tokens: int = send.tokens  # the number of the prompt's tokens to send
         # How many leading blocks of each list the forward pass has completed.
         self.written: dict[str, int] = {}
         self.finished: bool = False  # whether all blocks are completed
@@ -55,7 +55,7 @@ class PromptSend(PromptEnd[Outgoing]):
         self._codec = codec or None
         # Calls that came before the transfer existed.
         self._early: list[Callable[[Outgoing], None]] | None = []
-        # Resolves when kvwire no longer touches the blocks, with the bytes that were
+        # Resolves once kvwire no longer touches the blocks, with the number of bytes
         # sent; never fails.
         self.done: concurrent.futures.Future[list[int]] = engine.start(self._run)
 
@@ -86,7 +86,7 @@ class PromptSend(PromptEnd[Outgoing]):
             self._follow(self._send)
             out = self._publish(communicator)
         except Exception as exc:  # noqa: BLE001 - it would end vLLM's engine
-            # The decode engine gets no answer, and computes the prompt after its
+            # The decode engine gets no reply, and computes the prompt after its
             # timeout.
             said = error_text(exc)
             logger.warning("could not start transfer %s: %s", self._route.id, said)
@@ -99,7 +99,7 @@ class PromptSend(PromptEnd[Outgoing]):
             for call in [] if self.reason else early:
                 call(out)
         if self.reason:
-            # It was begun only to report the abort; in the same turn, so no block was
+            # It began only to report the abort, in the same turn, so no block was
             # touched.
             await self._abort(communicator)
         outcome = await out
@@ -128,35 +128,34 @@ class PromptSend(PromptEnd[Outgoing]):
             try:
                 call(out, *what, **more)
             except UsageError:
-                # The transfer may have ended meanwhile, which a forward pass need not
-                # know.
+                # The transfer may have ended meanwhile; the forward pass need not know.
                 if not out.done():
                     raise
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The blocks of one prompt that a forward pass completes."""
+    """A prompt's blocks that a forward pass completes."""
 
     departure: PromptSend  # the transfer that sends them
-    blocks: Mapping[str, range]  # by position in each group's list
-    last: bool  # whether the prompt is then complete
+    blocks: Mapping[str, range]  # positions in each group's list
+    last: bool  # whether they complete the prompt
 
 
 @dataclass(slots=True)
 class _Layers:
-    """One cache group's layers in a forward pass."""
+    """The layers of one cache group in a forward pass."""
 
-    unwritten: set[int]  # by the model's index
-    together: int  # layers per mark
+    unwritten: set[int]  # indices in the model
+    together: int  # the number of layers per mark
     held: range = range(0)  # written but not marked yet; the next layer may extend it
 
 
 class ForwardPass:
-    """Mark the layers that one forward pass writes.
+    """Marks the layers that one forward pass writes.
 
     Attributes:
-        over: Everything is marked, or there was nothing to mark.
+        over: Whether everything is marked, or there was nothing to mark.
     """
 
     def __init__(
@@ -195,7 +194,8 @@ class ForwardPass:
 
     def rest(self) -> None:
         """Mark all remaining layers, because the pass has ended."""
-        self._left = sys.maxsize  # the last layer, which goes alone, is not among them
+        # The last layer is marked alone, so it is not among them.
+        self._left = sys.maxsize
         for name, layers in self._groups.items():
             layers.together = sys.maxsize
             for layer in sorted(layers.unwritten):
@@ -229,7 +229,7 @@ NOTHING_WRITTEN: Final = ForwardPass((), {})
 
 
 def _group_layers(layer_bytes: int, group_bytes: int) -> int:
-    """Return the number of a pass's layers per mark."""
+    """Return how many of a pass's layers are marked together."""
     if layer_bytes >= group_bytes:
         return 1
     return -(-_TOGETHER * group_bytes // max(1, layer_bytes))

@@ -84,7 +84,8 @@ class ConnectorHistograms(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[
 class KvwirePromMetrics(ConnectorHistograms):
     """The transfers' figures for Prometheus.
 
-    All of them exist from an engine's start, so a proxy sees that it has the connector.
+    All of them exist from the engine's start, which shows a proxy that the engine has
+    the connector.
     """
 
     _fields = FIELDS
@@ -99,7 +100,7 @@ class KvwirePromMetrics(ConnectorHistograms):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         unmoved = metric_types[prometheus_client.Counter](
             name="vllm:kvwire_unmoved_prompts",
-            documentation="Prompts whose KV did not move, or only in part, by reason.",
+            documentation="Prompts whose KV did not move, or not all of it, by reason.",
             labelnames=[*labelnames, "reason"],
         )
         info = metric_types[prometheus_client.Gauge](
@@ -124,6 +125,6 @@ class KvwirePromMetrics(ConnectorHistograms):
 
 
 class KvwireStorePromMetrics(ConnectorHistograms):
-    """The saves' figures for Prometheus."""
+    """The figures about saves for Prometheus."""
 
     _fields = STORE_FIELDS

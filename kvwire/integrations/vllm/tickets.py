@@ -1,16 +1,17 @@
-"""Tickets for computed prompts, which decode reads without asking.
+"""Tickets, by which decode reads a computed prompt without a request to prefill.
 
-A reference to a computed prompt names its blocks, with the generation of each in the
+A reference to a computed prompt lists its blocks, with each block's generation in the
 windows of prefill's workers. Decode reads the blocks, and frees them by a message that
-needs no answer; a block that prefill has taken back since is missing.
+needs no answer. A block that prefill has reused since then is missing.
 
-vLLM's scheduler answers a client before its workers can add anything about the step. So
-the scheduler draws the generations, and the workers set them. All ranks hold a prompt
-in blocks of the same ids, so one ticket is for all of them.
+vLLM's scheduler answers a client before its workers can report anything about the step.
+So the scheduler draws the generations, and the workers set them. All ranks hold a
+prompt in blocks with the same ids, so one ticket serves all of them.
 
-Clients carry references, and could combine the ticket of one prompt with the tokens of
-another. So each rank has a *seal* in the ticket: over the name of the prompt's tokens,
-under a key that only the engines know, the serial of the rank's window.
+Clients carry references, and could combine one prompt's ticket with another prompt's
+tokens. So the ticket has a *seal* per rank: a digest of the blocks and of the name of
+the prompt's tokens, keyed with the serial of the rank's window, which only the engines
+know.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ WINDOW: Final = "kvwire-vllm"
 RELEASE_TAG: Final = int.from_bytes(b"kvw-free", "big")
 """Messages that free a prompt's blocks have this tag."""
 
-# A prompt with more blocks is pulled: 100,000 tokens in blocks of 16 have 6,250.
+# Larger prompts are pulled: 100,000 tokens in blocks of 16 have 6,250 blocks.
 TICKET_BLOCKS_MAX: Final = 8192
 _RANKS_MAX: Final = 1024
 _SEAL_BYTES: Final = 16
 _U4: Final = np.dtype("<u4")
 _U8: Final = np.dtype("<u8")
 _BLOCK_BYTES: Final = _U4.itemsize + _U8.itemsize
-# In base64, with 100 bytes of structure for each of 64 tables.
+# In base64, plus 100 bytes of structure for each of 64 tables.
 TICKET_CHARS_MAX: Final = (
     (TICKET_BLOCKS_MAX * _BLOCK_BYTES + 18 * _RANKS_MAX + 6400) * 4 // 3
 )
@@ -62,13 +63,13 @@ _DECODER: Final = msgspec.msgpack.Decoder(_Fields)
 
 
 class PromptTicket(NamedTuple):
-    """The blocks of a computed prompt, by block table.
+    """A computed prompt's blocks, by block table.
 
     Attributes:
         blocks: Their ids at prefill.
         generations: The generation of each.
-        seals: The seal of each of prefill's ranks.
-        sealed: The digest that a seal is over, with the name of this engine's prompt.
+        seals: The seal for each of prefill's ranks.
+        sealed: The digest that the seals must match, for this engine's prompt.
     """
 
     blocks: dict[str, Ids]
@@ -83,7 +84,7 @@ def write(
     content: bytes,
     serials: Sequence[bytes],
 ) -> str:
-    """Return a ticket as text for a reference, with tables in the order of ``blocks``.
+    """Return a ticket as text for a reference, its tables in the order of ``blocks``.
 
     Args:
         blocks: Block ids, by table.
@@ -110,7 +111,7 @@ def read(text: str, tables: Sequence[str], content: bytes, ranks: int) -> Prompt
         ranks: How many ranks the reference names.
 
     Raises:
-        UsageError: It is malformed, or of an engine with other tables or ranks.
+        UsageError: It is malformed, or from an engine with other tables or ranks.
     """
     try:
         fields = _DECODER.decode(base64.b64decode(text, validate=True))
@@ -125,13 +126,13 @@ def read(text: str, tables: Sequence[str], content: bytes, ranks: int) -> Prompt
         or len(fields.generations) != _U8.itemsize * total
     ):
         raise UsageError(
-            f"kv_transfer_params: ticket: it counts {counts} blocks per table, in "
+            f"kv_transfer_params: ticket: it has {counts} blocks per table, in "
             f"{len(fields.ids)} bytes of ids and {len(fields.generations)} of "
             f"generations; this engine has {len(tables)} tables"
         )
     if len(fields.seals) != ranks:
         raise UsageError(
-            f"kv_transfer_params: ticket: it has seals of {len(fields.seals)} ranks; "
+            f"kv_transfer_params: ticket: it has seals for {len(fields.seals)} ranks; "
             f"remote has {ranks}"
         )
     ends = np.cumsum(counts)[:-1]
@@ -146,15 +147,15 @@ def read(text: str, tables: Sequence[str], content: bytes, ranks: int) -> Prompt
 
 
 def seal(serial: bytes, sealed: bytes) -> bytes:
-    """Return the seal of the rank with this window serial."""
+    """Return the seal for the rank with this window serial."""
     return hmac.digest(serial, sealed, "sha256")[:_SEAL_BYTES]
 
 
 class OfferedBlocks:
-    """One table's blocks in references, with their generations and counts.
+    """One table's blocks in references, with each block's generation and count.
 
-    A block that several prompts begin with has one generation as long as a reference
-    names it.
+    While any reference names a block, it keeps its generation, even if several prompts
+    begin with it.
     """
 
     def __init__(self) -> None:
@@ -175,7 +176,7 @@ class OfferedBlocks:
         return self._generations[ids]
 
     def give_back(self, blocks: Sequence[int]) -> list[int]:
-        """End one reference to blocks; return the blocks without further references."""
+        """End one reference to blocks; return the blocks that have none left."""
         ids = np.asarray(blocks, np.int64)
         self._references[ids] -= 1
         free: list[int] = ids[self._references[ids] == 0].tolist()

@@ -1,12 +1,12 @@
 """The pairs of ranks of two engines that exchange KV.
 
-The engines may split the KV heads over different numbers of ranks, or hold the same
-heads on several, and split the layers over pipeline stages. Both sides compute the same
-answer from the numbers of ranks and stages, without communication. The ranks of an
-engine are listed stage by stage.
+The engines may split the KV heads over different numbers of ranks, replicate heads on
+several ranks, and split the layers over pipeline stages. Both sides compute the same
+pairs from the numbers of ranks and stages, without communication. An engine's ranks are
+listed stage by stage.
 
-Those numbers come in a request. So :func:`lacking` compares what the ranks of a route
-send with what this rank holds, before any of it is used.
+These numbers come from a request. So before any of the KV is used, :func:`lacking`
+checks that the ranks of a route send everything that this rank holds.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class RankRoute:
 class OwnRank:
     """A worker's rank and stage in its engine."""
 
-    spec: KVSpec  # its spec; of several cache groups, that of the most heads
+    spec: KVSpec  # its spec; with several cache groups, the one with the most heads
     stage: tuple[int, int] = (0, 1)  # (number, count) of its pipeline stage
 
     def others(self, remote: tuple[str, ...], stages: int) -> tuple[Sequence[str], int]:
         """Return the other engine's addresses and stages.
 
-        Without addresses, the other engine counts as shaped like this one.
+        If there are no addresses, the other engine counts as shaped like this one.
         """
         if remote:
             return remote, stages
@@ -54,7 +54,8 @@ class OwnRank:
 def rank_route(moved: SendPrompt | LoadPrompt, own: OwnRank) -> RankRoute:
     """Return the ranks of the other engine with which a rank exchanges a prompt.
 
-    There are none if other ranks send everything that this one could, or if none fits.
+    There are none if other ranks send everything that this one could, or if no rank
+    fits.
     """
     addresses, stages = own.others(moved.remote, moved.stages)
     others = targets if isinstance(moved, SendPrompt) else sources
@@ -89,7 +90,7 @@ def lacking(
     specs: Mapping[str, KVSpec],
     parts: Iterable[Mapping[str, tuple[range, range]]],
 ) -> str:
-    """Return a layer and head of this rank that no part covers; "" if there is none."""
+    """Return a layer and head of this rank that no part has; "" if there is none."""
     parts = list(parts)
     for name, spec in specs.items():
         brought = np.zeros((spec.layer_indices.stop, spec.heads.stop), np.bool_)
@@ -106,7 +107,7 @@ def lacking(
 def group_specs(spec: KVSpec, size: int, stages: int = 1) -> list[KVSpec]:
     """Return the specs of each rank in an engine of another size.
 
-    No engine has more stages than layers, whatever a request claims.
+    A request may claim any number of stages; more than there are layers are not used.
     """
     if stages > spec.total_layers:
         return []
@@ -140,9 +141,9 @@ def sources(spec: KVSpec, producers: int, stages: int = 1) -> tuple[int, ...]:
 
 @functools.lru_cache
 def targets(spec: KVSpec, consumers: int, stages: int = 1) -> tuple[int, ...]:
-    """Return the ranks of the consuming engine that fetch from this producing rank.
+    """Return the consuming engine's ranks that fetch from this producing rank.
 
-    The arguments are those of :func:`sources`, seen from the other end.
+    The arguments are the same as for :func:`sources`, seen from the other end.
     """
     rank, size = spec.shard
     group = [dataclasses.replace(spec, shard=(one, size)) for one in range(size)]

@@ -1,9 +1,9 @@
 """A worker's side: an engine of kvwire, and the prompts that it sends and receives.
 
-The order of a step, with every version of vLLM: ``fence`` before anything is written,
-``begin_step``, the forward pass with ``layer_written`` behind each layer,
-``start_loads`` before or after it, ``step_written``, ``finished``. Steps without a
-forward pass are the same without layers.
+In every step, with every version of vLLM, the calls come in this order: ``fence``
+before anything is written, ``begin_step``, the forward pass with ``layer_written``
+after each layer, ``start_loads`` before or after the pass, ``step_written``,
+``finished``. In a step without a forward pass the calls for layers are missing.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from kvwire.types import Address
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # While vLLM only waits for KV it runs a step per millisecond, and each step takes the
-# interpreter from the thread that moves KV. So a step waits, and a new request with it,
-# for at most this time.
+# interpreter lock from the thread that moves KV. So a step waits, which delays a new
+# request by at most this time.
 IDLE_WAIT_S: Final = 0.01
 
 
 class WorkerSide:
-    """Do the connector's work in a worker's process."""
+    """The connector's part in a worker's process."""
 
     def __init__(
         self,
@@ -72,7 +72,8 @@ class WorkerSide:
         self._announcer = announcer
         self._shapes = tuple(shapes)
         self._rank = shapes[0].index
-        # Each cache group's block table, by which the scheduler's side names it.
+        # Each cache group's block table; the scheduler's side identifies groups by
+        # table.
         self._tables = {shape.name: str(shape.table) for shape in shapes}
         self._engine = Engine(config)
         self._peers = Peers()
@@ -84,25 +85,26 @@ class WorkerSide:
             self._engine.start(lambda _: warn_of_unknown_name(said))
         # Set when vLLM registers its caches.
         self._caches: LayerCaches
-        self._tensors: list[Any] = []  # each layer's, by blocks
+        self._tensors: list[Any] = []  # one per layer, indexed by block
         self._specs: dict[str, KVSpec] = {}  # by cache group
         self._own: OwnRank
         self._device = CacheDevice(self._engine, None)
-        # The window by which decode reads computed prompts; b"" and None without one.
+        # The window through which decode reads computed prompts; b"" and None without
+        # one.
         self.serial: bytes = b""
         self._window: Window | None = None
         self._offers = PromptOffers(config.lease_s)
         self._departures: dict[str, PromptSend | PromptOffer] = {}
         self._arrivals: dict[str, PromptReceive] = {}
-        # Requests that the scheduler considers finished, and that have not drained yet.
+        # Requests that the scheduler considers finished but that have not drained yet.
         self._leaving: set[str] = set()
         # Prompts that other ranks send.
         self._unsent: set[str] = set()
         self._errors: set[int] = set()
         # Requests that lack blocks, for engines with several block tables.
         self._failed: set[str] = set()
-        # Prompts that arrived with holes, until they are settled, and the reports of
-        # arrivals that the scheduler does not have yet.
+        # Prompts that arrived with holes and are not settled yet; and reports of
+        # arrivals that the scheduler has not got yet.
         self._landed: set[str] = set()
         self._reports: Reports = {}
         self._workers = shapes[0].ranks * shapes[0].stage[1]
@@ -125,7 +127,8 @@ class WorkerSide:
             self._engine.start(self._offers.serve)
         groups = caches.cache.groups.items()
         self._specs = {name: group.spec for name, group in groups}
-        # The spec with the most heads, and the stage, decide which ranks exchange KV.
+        # The spec with the most heads, and the stage, determine which ranks exchange
+        # KV.
         widest = max(self._specs.values(), key=lambda spec: spec.total_kv_heads)
         self._own = OwnRank(widest, self._shapes[0].stage)
         logger.info("rank %d: %r in %s", self._rank, caches.cache, self._device)
@@ -150,7 +153,7 @@ class WorkerSide:
     def fence(self, step: WorkerStep) -> None:
         """Wait until no link can touch the blocks that a step may overwrite.
 
-        Blocks that are still being fetched are not among them: they are kept until they
+        Blocks that are still being fetched are not waited for: they are kept until they
         are reported. A link that does not release its blocks in time is dropped; its
         other transfers resume on another link.
         """
@@ -164,7 +167,7 @@ class WorkerSide:
                 self._drain(request_id, departure)
 
     def begin_step(self, step: WorkerStep) -> None:
-        """Begin a step whose metadata is known and whose KV is computed next."""
+        """Begin a step: its metadata is known, and its KV is computed next."""
         self._step = step
         if self._announcer is not None:
             self._announcer.running = step.running
@@ -182,7 +185,7 @@ class WorkerSide:
             )
 
     def start_loads(self) -> None:
-        """Begin the fetches of this step, without waiting.
+        """Begin this step's fetches, without waiting.
 
         If the step computes a hole, it is called before the forward pass.
         """
@@ -191,7 +194,7 @@ class WorkerSide:
             self._step.lent = []
         loads = self._step.loads
         self._step.loads = []
-        # Kernels of requests that used the blocks before may still be queued.
+        # Kernels of requests that used these blocks before may still be queued.
         after = self._device.recorded() if loads else None
         for load in loads:
             self._load(load, after)
@@ -214,7 +217,7 @@ class WorkerSide:
             self._step.filled = []
 
     def finished(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose blocks have drained, and the fetched ones."""
+        """Return the requests whose blocks have drained, and the fetched requests."""
         unsent = self._unsent.intersection(over)
         self._unsent -= unsent
         for request_id in over:
@@ -259,12 +262,12 @@ class WorkerSide:
         return observed
 
     def close(self) -> None:
-        """End every transfer, and withdraw the announcement of this rank."""
+        """End every transfer, and withdraw this rank's announcement."""
         if self._announcer is not None:
             self._announcer.close()
         for end in self._ends().values():
             if self._device.failed and end.quarantined:
-                end.done.cancel()  # it would never come
+                end.done.cancel()  # otherwise it would never complete
         self._engine.close()
 
     async def _expose(self, communicator: Communicator) -> Window:
@@ -280,7 +283,8 @@ class WorkerSide:
             return
         moved = send.of_groups(self._tables)
         if moved.generations:
-            # The ticket is not written before the step is over.
+            # Offered before they are computed: nobody has the ticket until the step is
+            # over.
             assert self._window is not None
             drawn = [moved.generations[name] for name in self._caches.cache.groups]
             self._window.offer(moved.blocks, np.concatenate(drawn))
@@ -362,14 +366,14 @@ class WorkerSide:
             # The scheduler waits for the reports of all workers.
             if lost or self._workers > 1:
                 self._reports[request_id] = 1, sorted(lost)
-        # With several block tables, vLLM cannot tell which table's block has failed.
+        # With several block tables, vLLM cannot tell in which table a block has failed.
         elif lost and len(set(self._tables.values())) > 1:
             self._failed.add(request_id)
         else:
             self._errors |= lost
 
     def _wait_idle(self) -> None:
-        """Release the interpreter lock until one transfer has ended."""
+        """Release the interpreter lock for a short time, or until a transfer ends."""
         waiting: list[Future[Any]] = [a.done for a in self._arrivals.values()]
         waiting += [self._departures[request_id].done for request_id in self._leaving]
         if waiting:
@@ -395,8 +399,8 @@ class WorkerSide:
             if end.quarantined and self._device.failed:
                 raise BackendUnavailable(
                     f"{self._device} has failed ({self._device.failed}) while it "
-                    f"copied blocks of request {request_id}: they stay in quarantine, "
-                    f"and vLLM wants to use them now; restart the engine"
+                    f"copied blocks of request {request_id}: the blocks stay in "
+                    f"quarantine, but vLLM wants to use them now; restart the engine"
                 )
             if not dropped:
                 logger.warning(

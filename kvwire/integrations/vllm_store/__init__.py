@@ -1,18 +1,18 @@
-"""kvwire's store under vLLM: engines share prefixes, which outlive them.
+"""kvwire's store as a vLLM connector: engines share prefixes, which outlive them.
 
-vLLM finds it by its name::
+vLLM finds the connector by its name::
 
     --kv-transfer-config '{"kv_connector": "KvwireStoreConnector",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "tiers": ["memory:4GiB", "disk:/var/kv?size=100GiB"]}}'
 
-Only :class:`KvwireStoreConnector` needs vLLM; the two sides that it forwards to do not:
+Only :class:`KvwireStoreConnector` needs vLLM; the two sides behind it do not:
 
 * :class:`~kvwire.integrations.vllm_store.scheduler.StoreScheduler` decides which blocks
   are saved and loaded, and when.
 * :class:`~kvwire.integrations.vllm_store.worker.StoreWorker` saves and loads them, and
-  answers which blocks the store has.
+  reports which blocks the store has.
 """
 
 from __future__ import annotations

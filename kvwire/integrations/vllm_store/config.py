@@ -14,17 +14,19 @@ from kvwire.store.store import Write
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How one engine uses a store.
+    """The settings for an engine's use of a store.
 
     Attributes:
-        tiers: As for :meth:`kvwire.BlockStore.open`; ``{rank}`` in one is the rank.
-        write: When a save is complete: see :meth:`kvwire.BlockStore.open`.
+        tiers: As in :meth:`kvwire.BlockStore.open`; ``{rank}`` in a tier is replaced by
+            the rank.
+        write: When a save is complete; as in :meth:`kvwire.BlockStore.open`.
         fingerprint: Names the weights, including a draft model's; "" for a name derived
             from the files' content.
         save_hold_s: How long an ended request's blocks are held for a slow store.
-        lookup_timeout_s: After this the store counts as lacking a prompt.
-        record: Where to record which blocks are asked for: see there; "" for nowhere.
-        untested_vllm: Start with a release of vLLM that kvwire was not tested with.
+        lookup_timeout_s: After this time the store counts as lacking the prompt.
+        record: Where to record which blocks are requested, as in
+            :meth:`kvwire.BlockStore.open`; "" for nowhere.
+        untested_vllm: Start even if kvwire was not tested with this release of vLLM.
     """
 
     tiers: Annotated[tuple[str, ...], Meta(min_length=1)] = ("memory:1GiB",)
@@ -40,7 +42,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             TierAddress.parse(tier)
 
     def tiers_of(self, rank: int, ranks: int) -> list[str]:
-        """Return the tiers for one rank."""
+        """Return one rank's tiers."""
         for tier in self.tiers:
             if ranks > 1 and tier.startswith("disk:") and "{rank}" not in tier:
                 raise UsageError(

@@ -57,7 +57,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
             self._lookup = Lookup(files, settings.lookup_timeout_s)
             self._scheduler = StoreScheduler(shape.block_tokens, self._lookup.begin)
             return
-        # The blocks of another model, or of other weights, must not be found as ours.
+        # Blocks of another model, or with other weights, must not match this engine's.
         order = block_order(vllm_config, kv_cache_config).replace(WHOLE_TOKENS, "")
         model = model_name(vllm_config, settings.fingerprint)
         fingerprint = f"{model} {order}".rstrip()

@@ -1,11 +1,11 @@
-"""Questions from vLLM's scheduler to its workers: how much of a prompt is stored?
+"""Lookups by vLLM's scheduler at its workers: how much of a prompt is stored?
 
 Scheduler and workers may be separate processes, and the workers own the store. A worker
-listens on this host and leaves its address in a file that only this user can read; the
+listens on this host and writes its address to a file that only this user can read. The
 scheduler finds the file by the engine's id, and sends its questions as messages. A
-question is its number, which is the tag of the answer, and the hashes; an answer is a
-count. A question without hashes may order the workers to delete everything; its answer
-is 1 for success, or 0.
+question consists of its number, which is the tag of the answer, and hashes; the answer
+is a count. A question without hashes may order the workers to delete everything; the
+answer is then 1 for success, or 0.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _QUESTIONS: Final = 1
 _NUMBER_BYTES: Final = 8
 _HASH_BYTES: Final = 32
 _FORGET: Final = b"forget"
-# For a tier on a slow disk or in an object store; the engine stands still meanwhile.
+# Long enough for a slow disk or an object store; the engine stands still meanwhile.
 _FORGET_TIMEOUT_S: Final = 300.0
 
 Match = Callable[[list[bytes]], Awaitable[int]]
 """Returns how many leading blocks of a chain a store has."""
 
 Forget = Callable[[], Awaitable[bool]]
-"""Has a store forget what it has; whether it did."""
+"""Deletes all blocks of a store; returns whether it succeeded."""
 
 
 def address_file(engine_id: str, rank: int) -> Path:
-    """Return the file with a rank's address, in this user's private directory."""
+    """Return the path of a rank's address file, in this user's private directory."""
     folder = temporary_folder()
     own_folder(folder, str(folder))
     return folder / f"{re.sub('[^0-9A-Za-z_.-]', '_', engine_id)}-{rank}.store"
@@ -88,14 +88,14 @@ class Lookup:
         self._addresses = [file.read_text() for file in files]
         self._engine = Engine(Config(name="vllm-scheduler"))
         self._peers = Peers()
-        self.begin(())  # connects now, so that the first prompt need not
+        self.begin(())  # connects now, so that the first prompt does not have to
 
     def begin(self, hashes: Sequence[bytes]) -> Future[int]:
         """Start to look up the leading blocks that every rank has; never fails."""
         return self._ask_all(b"".join(hashes), self._timeout_s)
 
     def forget(self) -> bool:
-        """Delete every rank's stored blocks; return whether all succeeded.
+        """Delete all ranks' stored blocks; return whether all succeeded.
 
         It takes as long as the tiers need, 300 s at most.
         """
@@ -106,7 +106,7 @@ class Lookup:
         self._engine.close()
 
     def _ask_all(self, said: bytes, timeout_s: float) -> Future[int]:
-        """Look up in every rank; return the lowest answer, 0 if one is missing."""
+        """Look up in every rank; return the lowest answer, or 0 if one is missing."""
 
         async def ask(communicator: Communicator) -> int:
             try:

@@ -1,19 +1,19 @@
-"""A worker's saves: blocks on their way to the store, with a bound on its backlog.
+"""A worker's saves: sends blocks to the store, with a bound on its backlog.
 
 ::
 
-    waiting     its request keeps the block anyway, so this costs nothing
+    waiting     the request keeps its blocks anyway, so this costs nothing
     under way   the store copies the block to its memory, then to the tiers below; at
                 most a quarter of that memory is under way, so that a copy never waits
-                for room, whatever a tier below does
-    again       a tier below failed to take it; it is put once more while its request
-                runs, after a pause. A stored chain without it would end there
-    skipped     its request was preempted, or ended `hold_s` ago; the log names it
+                for room, even if a tier below is stuck
+    again       a tier below failed to take the block, so a later get of the chain would
+                end there; it is put once more after a pause, while the request runs
+    skipped     the request was preempted, or ended `hold_s` ago; the log names it
 
 So a slow store delays no step and no other request: a preempted request's blocks are
-free after a copy, and an ended one's after `hold_s` at most.
+free once they are copied, and an ended request's after `hold_s` at most.
 
-Everything here runs on the worker's thread; futures come from the store's.
+Everything here runs on the worker's thread; the futures come from the store's thread.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from kvwire.integrations.vllm_store.scheduler import NamedBlocks
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# Before blocks are put again; doubled each time, since a server may stay away.
+# The pause before blocks are put again; doubled each time, since a server may stay
+# away.
 _PAUSE_S: Final = 1.0
 _PAUSE_S_MAX: Final = 30.0
 
 
 class Saving(NamedTuple):
-    """A put of the store."""
+    """A put at the store."""
 
     free: Future[None]  # done when nothing reads the blocks any more
-    over: Future[list[int]]  # positions of the blocks that the store lacks
+    over: Future[list[int]]  # positions of the blocks that the store then lacks
 
 
 Put = Callable[[NamedBlocks], Saving]
@@ -49,13 +50,13 @@ Put = Callable[[NamedBlocks], Saving]
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """The saves of one request."""
+    """The saves of one request's blocks."""
 
     id: str
     waiting: deque[tuple[NamedBlocks, float]] = field(default_factory=deque)
     again: list[NamedBlocks] = field(default_factory=list)
     reading: list[Future[None]] = field(default_factory=list)
-    until: float = 0.0  # when it is skipped; 0 while it runs
+    until: float = 0.0  # when its blocks are skipped; 0 while it runs
 
     @property
     def is_free(self) -> bool:
@@ -69,17 +70,17 @@ class _Under:
 
     request: _Request
     named: NamedBlocks
-    filled: float  # when their step was over
+    filled: float  # when the step that filled them was over
     saving: Saving
 
 
 class SaveQueue:
-    """Save blocks as they fill.
+    """Saves blocks as they fill.
 
     Args:
         put: See :data:`Put`.
-        blocks_max: How many blocks are under way at once.
-        hold_s: How long an ended request's blocks wait for their turn.
+        blocks_max: The most blocks under way at once.
+        hold_s: How long an ended request's blocks may wait for their turn.
     """
 
     def __init__(self, put: Put, blocks_max: int, hold_s: float) -> None:
@@ -87,10 +88,12 @@ class SaveQueue:
         self._blocks_max = blocks_max
         self._hold_s = hold_s
         self._requests: dict[str, _Request] = {}
-        self._waiting: dict[_Request, None] = {}  # those with waiting blocks, in order
+        # The requests with waiting blocks, in order.
+        self._waiting: dict[_Request, None] = {}
         self._under: list[_Under] = []
         self._leaving: dict[_Request, None] = {}
-        self._failing: dict[_Request, None] = {}  # those with blocks to put again
+        # The requests with blocks to put again.
+        self._failing: dict[_Request, None] = {}
         self._again_at = 0.0
         self._pause_s = _PAUSE_S
         self._observed: Observed = {}
@@ -105,7 +108,7 @@ class SaveQueue:
         return waiting + again + self._blocks_under
 
     def add(self, saves: Iterable[NamedBlocks]) -> None:
-        """Save written blocks, as far as the backlog has room."""
+        """Queue written blocks, and begin as many saves as the backlog allows."""
         now = time.monotonic()
         for named in saves:
             one = self._requests.get(named.request_id)
@@ -125,10 +128,10 @@ class SaveQueue:
                 del self._requests[request_id]
 
     def leave(self, request_id: str) -> None:
-        """Record a request's end; from now on its blocks are held only for saving."""
+        """Record a request's end; from now on its blocks are held only to be saved."""
         one = self._requests.setdefault(request_id, _Request(request_id))
         if one.again:
-            # They are in the store's memory, from where a tier may take them later.
+            # They are in the store's memory, from which a tier may take them later.
             again = sum(len(named.ids) for named in one.again)
             observe(self._observed, "skipped_blocks", again)
             one.again = []
@@ -153,7 +156,7 @@ class SaveQueue:
         return freed
 
     def under_way(self, request_id: str) -> list[Future[list[int]]]:
-        """Return the pending saves of freed requests' blocks."""
+        """Return the running saves of freed requests' blocks."""
         return [one.saving.over for one in self._under if one.request.id == request_id]
 
     def forget(self) -> None:
@@ -165,7 +168,7 @@ class SaveQueue:
         self._failing.clear()
 
     def wait_idle(self, others: Iterable[Future[Any]], timeout_s: float) -> None:
-        """Release the interpreter lock until some save has ended."""
+        """Release the interpreter lock until a save has ended."""
         waiting: list[Future[Any]] = [
             *others,
             *(f for one in self._leaving for f in one.reading),
@@ -177,7 +180,7 @@ class SaveQueue:
             wait(waiting, timeout_s, return_when=FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Save the waiting blocks, within the time limit of an ended request."""
+        """Save the waiting blocks, within the time limit for an ended request."""
         until = time.monotonic() + self._hold_s
         while self._waiting and (left := until - time.monotonic()) > 0:
             self._begin(time.monotonic())

@@ -1,13 +1,13 @@
-"""The scheduler's side: each request's loads and saves, and when it is free.
+"""The scheduler's side: it decides about loads and saves, and when requests are free.
 
-Nothing here moves a byte. Every block that vLLM computes is saved, of prompts and
-answers alike, as soon as its tokens are known and its KV is written. The stored leading
-blocks of a prompt are loaded before it is scheduled, except for its last token, which
-vLLM computes itself.
+Nothing here moves a byte. Every block that vLLM computes is saved, for prompts and
+answers alike, as soon as its tokens are known and its KV is written. A prompt's stored
+leading blocks are loaded before it is scheduled. Its last token is never loaded,
+because vLLM computes it itself.
 
 A request keeps its blocks while any worker saves or loads them. So an ended request is
-freed when all workers have reported, and the workers wait for the blocks of a preempted
-one. A request that ends before its load was reported is freed by that report: vLLM
+freed when all workers have reported, and the workers wait for a preempted request's
+blocks. If a request ends before its load was reported, that report frees it: vLLM
 expects one report per request, not two.
 """
 
@@ -28,9 +28,9 @@ from kvwire.kv.hashing import HashScheme
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 Ask = Callable[[Sequence[bytes]], Future[int]]
-"""Asks how many leading blocks of a chain the store has; never fails."""
+"""Returns how many leading blocks of a chain the store has; never fails."""
 
-# An answer from this host takes a fraction of this; asking again later costs a step.
+# An answer from this host takes a fraction of this; asking again costs a step.
 _PATIENCE_S: Final = 0.002
 
 
@@ -43,9 +43,9 @@ class HintedBlocks(NamedTuple):
 
 
 class NamedBlocks(NamedTuple):
-    """Blocks of one request, each with the hash of its chain."""
+    """One request's blocks, each with the hash of its chain."""
 
-    request_id: str  # vLLM's name of the request
+    request_id: str  # vLLM's name for the request
     hashes: list[bytes]  # hashes of full blocks, in token order
     ids: list[int]  # their block ids
 
@@ -59,13 +59,13 @@ class StoreStep:
     written: list[NamedBlocks] = field(default_factory=list)
     # Blocks to save that are written when the step's forward pass is over.
     saves: list[NamedBlocks] = field(default_factory=list)
-    # Whether the store was cleared, so that blocks that still wait are not saved.
+    # Whether the store was cleared, so that waiting blocks are not saved.
     forgotten: bool = False
     # Requests whose blocks may be overwritten in this step.
     fenced: set[str] = field(default_factory=set)
     # Requests that have ended; workers report when their blocks have drained.
     leaving: set[str] = field(default_factory=set)
-    # What is to become of stored blocks; of a leaving request's, once they are saved.
+    # Hints for stored blocks; for an ended request's blocks, once they are saved.
     hinted: list[HintedBlocks] = field(default_factory=list)
     idle: bool = False  # the step computes nothing; it only collects arrivals
 
@@ -79,20 +79,20 @@ class _Tracked:
     hashes: list[bytes] = field(default_factory=list)
     # Its block ids, as far as vLLM has allocated them.
     ids: list[int] = field(default_factory=list)
-    # The store's answer, if the store was asked since the request was last scheduled.
+    # The store's answer, if it was asked since the request was last scheduled.
     asked: Future[int] | None = None
     computed: int = 0  # tokens that vLLM had computed at that time
     saved: int = 0  # blocks that the store has, or that workers save
     busy: bool = False  # whether workers may be saving its blocks
-    # Whether it is no longer saved, because a token id is invalid, or its KV was
-    # computed before the store was cleared.
+    # Whether saving it has stopped, because a token id is invalid, or because its KV
+    # was computed before the store was cleared.
     nameless: bool = False
     loading: bool = False  # whether it is loading and the workers have not reported yet
-    hints: tuple[Hint, ...] = ()  # those to be carried out when it has ended
+    hints: tuple[Hint, ...] = ()  # to be executed when the request has ended
 
 
 class StoreScheduler:
-    """Do the connector's work in the scheduler's process."""
+    """The connector's part in the scheduler's process."""
 
     def __init__(self, block_tokens: int, ask: Ask) -> None:
         self._block_tokens = block_tokens
@@ -100,13 +100,13 @@ class StoreScheduler:
         self._ask = ask
         self._requests: dict[str, _Tracked] = {}
         self._step = StoreStep()
-        # Ended requests that are not free on every worker.
+        # Ended requests that some worker has not freed yet.
         self._leaving: set[str] = set()
         self._log = HintLog()
 
     @property
     def waiting(self) -> bool:
-        """Return whether the workers need further steps without computation."""
+        """Return whether the workers need more steps, even without computation."""
         return bool(self._leaving or self._step.hinted)
 
     def begun(self, request: Any) -> None:
@@ -118,14 +118,14 @@ class StoreScheduler:
             tracked.hints = tuple(one for one in hints.actions if not one.at_arrival)
             self._hint(tracked, (one for one in hints.actions if one.at_arrival))
         elif hints.actions:
-            why = "its tokens do not name its KV"
+            why = "its tokens do not identify its KV"
             self._log.refused(
                 request.request_id, (f"{one.name}: {why}" for one in hints.actions)
             )
         self._log.refused(request.request_id, hints.refused)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many further tokens the store has; None if still unknown."""
+        """Return how many more tokens the store has; None if that is still unknown."""
         if not tokens_say_all(request) or getattr(
             request, "skip_reading_prefix_cache", False
         ):
@@ -207,7 +207,7 @@ class StoreScheduler:
     # --- inside -----------------------------------------------------------------------
 
     def _hint(self, tracked: _Tracked, hints: Iterable[Hint]) -> None:
-        """Pass hints on to the workers, for the blocks that have hashes by now."""
+        """Pass hints to the workers, for the blocks that have hashes by now."""
         request_id = tracked.request.request_id
         for hint in hints:
             part = hint.blocks(self._block_tokens, len(tracked.hashes))
@@ -258,7 +258,7 @@ class StoreScheduler:
             tracked.ids = []
         first = not tracked.ids
         if first:
-            # What could not be loaded is computed now, and saved again.
+            # Blocks that could not be loaded are computed now, and saved again.
             tracked.saved = min(tracked.saved, one.computed // size)
         if one.tables is not None:
             tracked.ids += one.tables[0]
@@ -272,8 +272,8 @@ class StoreScheduler:
         if full <= tracked.saved:
             return
         # Some are written already: their last token became known after its pass was
-        # scheduled. Not so at first: another request may compute what vLLM's cache
-        # gave to this one in this very pass.
+        # scheduled. That is not so in the request's first pass: blocks from vLLM's
+        # cache may be computed by another request in that same pass.
         written = tracked.saved if first else one.computed // size
         early = min(max(tracked.saved, written), full)
         for saves, part in (

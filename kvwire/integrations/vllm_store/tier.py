@@ -1,11 +1,11 @@
-"""A store as secondary tier of vLLM's own OffloadingConnector.
+"""A store as a secondary tier for vLLM's own OffloadingConnector.
 
 vLLM loads it as an entry of ``secondary_tiers``::
 
     {"type": "KvwireTier", "tiers": ["memory:1GiB", "disk:/var/kv?size=100GiB"],
      "name": "llama-3.1-8b"}
 
-All its methods run in the scheduler and return at once; a job is over when the store no
+All its methods run in the scheduler and return at once. A job is over when the store no
 longer touches vLLM's memory.
 """
 
@@ -32,17 +32,18 @@ with needed_by("KvwireTier", command="pip install 'vllm<0.34'"):
     from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-# vLLM 0.30 gives a tier no detector of back-pressure, and no times of its jobs.
+# vLLM 0.30 passes no back-pressure detector to a tier, and reports no job times.
 _OLDEST: Final = (0, 31)
 
 
 @dataclass(slots=True)
 class _Hinted:
-    """A request with hints, which are executed after its end and its saves."""
+    """A request with hints, which are executed once it has ended and is saved."""
 
     hints: tuple[Hint, ...]
-    ends: dict[bytes, int] = field(default_factory=dict)  # by key, its last token's end
-    jobs: set[int] = field(default_factory=set)  # stores of it that are under way
+    # By key, the position after its last token.
+    ends: dict[bytes, int] = field(default_factory=dict)
+    jobs: set[int] = field(default_factory=set)  # its running stores
     ended: bool = False
 
     def keys_of(self, hint: Hint) -> list[bytes]:
@@ -53,23 +54,23 @@ class _Hinted:
 
 
 class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
-    """Keep chunks of vLLM's primary tier in a store.
+    """Keeps the chunks of vLLM's primary tier in a store.
 
     Args:
-        offloading_spec: vLLM's own.
+        offloading_spec: vLLM's own spec.
         primary_kv_view: vLLM's memory, one row per chunk.
         tier_type: The name that vLLM uses.
-        tiers: As for :meth:`kvwire.BlockStore.open`.
-        write: As for ``tiers``.
-        record: As for ``tiers``.
-        name: Separates models and layouts; engines that share a store give the same
-            name. By default it is made of weights, layout and ranks.
-        backpressure_detector: vLLM's own.
-        untested_vllm: Start with a release of vLLM that kvwire was not tested with.
+        tiers: As in :meth:`kvwire.BlockStore.open`.
+        write: As in :meth:`kvwire.BlockStore.open`.
+        record: As in :meth:`kvwire.BlockStore.open`.
+        name: Distinguishes models and layouts; engines that share a store use the same
+            name. By default it is derived from weights, layout and ranks.
+        backpressure_detector: vLLM's own detector.
+        untested_vllm: Start even if kvwire was not tested with this release of vLLM.
     """
 
     medium: ClassVar[Any] = Medium.STORAGE
-    # Jobs are over in their own time; a look once per step finds them.
+    # Jobs end at any time; vLLM looks for ended ones once per step.
     tolerates_off_thread_polling: ClassVar[bool] = False
 
     def __init__(  # noqa: PLR0913, PLR0917 - each is a key of the tier
@@ -135,7 +136,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         return bool(self._jobs)
 
     def on_new_request(self, req_context: Any) -> Any:
-        # The context has the two fields of a request that matter here.
+        # The context has the two fields of a request that are needed here.
         hints = hints_of(req_context)
         self._log.refused(req_context.req_id, hints.refused)
         if hints.actions:
@@ -194,7 +195,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
 
 def _name(config: Any) -> str:
-    """Return a name for the content of chunks in vLLM's primary tier."""
+    """Return a name for the content of the chunks in vLLM's primary tier."""
     model = config.model
     ranks = config.parallel
     try:
@@ -211,7 +212,7 @@ def _name(config: Any) -> str:
 
 
 def _result(job: Any, moved: Future[list[bool]], spec: Any) -> Any:
-    """Return the result of a job, key by key."""
+    """Return a job's result, key by key."""
     landed = moved.result() if moved.exception() is None else [False] * len(job.keys)
     keys: Collection[Any] = [
         key for key, one in zip(job.keys, landed, strict=True) if one

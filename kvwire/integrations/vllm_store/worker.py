@@ -1,8 +1,8 @@
 """A worker's side: its store, and the blocks that it saves and loads.
 
 Blocks are saved when a forward pass has written them, and loaded before a prompt is
-scheduled. No block is reported as free before the store has released it. How far saves
-may be behind is decided in :mod:`kvwire.integrations.vllm_store.saving`.
+scheduled. No block is reported as free before the store has released it.
+:mod:`kvwire.integrations.vllm_store.saving` limits how far saves may fall behind.
 """
 
 from __future__ import annotations

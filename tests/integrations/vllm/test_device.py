@@ -308,7 +308,7 @@ def test_a_gpu_that_fails_under_a_copy_keeps_the_blocks(
     # Once, and not in every step.
     assert not steps.freed(p)
     assert len([r for r in caplog.records if "stay in quarantine" in r.message]) == 1
-    with pytest.raises(BackendUnavailable, match="request p: they stay in quarantine"):
+    with pytest.raises(BackendUnavailable, match="request p: the blocks stay"):
         p.side.fence(WorkerStep(fenced={"p"}))
 
 

@@ -108,9 +108,7 @@ def test_a_request_that_names_too_few_ranks(
             steps.give(p)
         assert eventually(lambda: steps.received(d))
         assert d.side.take_errors() == set(steps.INTO)
-    assert any(
-        "none of the ranks that the request names has" in m for m in caplog.messages
-    )
+    assert any("none of the ranks in the request has" in m for m in caplog.messages)
 
 
 def test_what_cannot_be_sent_is_told_and_ends_nothing(

@@ -327,5 +327,5 @@ def test_hints_for_kv_that_tokens_do_not_name_are_refused(
     request = Request("r", TOKENS, prompt_embeds=object())
     request.kv_transfer_params = {"kv_hints": hinted("kv.pin")}
     side.begun(request)
-    assert "kv.pin a: its tokens do not name its KV" in caplog.text
+    assert "kv.pin a: its tokens do not identify its KV" in caplog.text
     assert side.step(Output({})).hinted == []
