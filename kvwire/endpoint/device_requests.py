@@ -94,8 +94,7 @@ class DeviceRequests:
     def _wait(self, device: Device, after: Event, record: RequestRecord) -> None:
         done = partial(self._settled, device, record)
         try:
-            waiters = self._devices.waiters(device_ops(device))
-            waiters.wait(waiters.assign(), after, done)
+            self._devices.waiters(device_ops(device)).wait(after, done)
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
             # Not now, because the caller does not have the record yet.
             self._driver.services.loop.call_soon(done, exc)

@@ -30,7 +30,7 @@ from kvwire.kv.landed import Landed
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, TransferPlan
 from kvwire.memory.copy import as_fragments, copy
-from kvwire.memory.device.device_copies import DeviceFailed
+from kvwire.memory.device.device_copies import DeviceCopies, DeviceFailed
 from kvwire.transfers.event_wait import Failure
 from kvwire.transfers.ready_log import ReadyRange
 
@@ -50,31 +50,15 @@ class _Stage:
         self, threads: CodecThreads, cache: PagedCache, lists: BlockLists, codec: object
     ) -> None:
         self._threads = threads
-        self._cache = cache
         self._coded = CodedCache(cache, lists, row_codec(codec))
         self.memory: PagedCache = self._coded.cache
         self.lists: BlockLists = self._coded.lists
-        self._move()  # raises now if the device does not work
-
-    def _move(self) -> Move:
-        """Return the function that threads use to copy between cache and host memory.
-
-        The copies start after the work that the calling thread has queued on its
-        current stream of the device.
-        """
-        if self._cache.device is None:
-            return copy
-        devices = self._threads.devices
-        after = devices.prepare(self._cache.device, None)
-
-        def move(source: Fragments | memoryview, into: Fragments | memoryview) -> None:
-            ends = as_fragments(source), as_fragments(into)
-            if any(end.device is not None for end in ends):
-                devices.copy(*ends, after)
-            else:
-                copy(*ends)
-
-        return move
+        # How threads copy between the cache and host memory: at once, since whatever
+        # a part has to wait for has fired by then.
+        self._move: Move = copy
+        if cache.device is not None:
+            threads.devices.open(cache.device)
+            self._move = partial(_move_device, threads.devices)
 
 
 class Encoding(_Stage):
@@ -98,7 +82,7 @@ class Encoding(_Stage):
             self._jobs += 1
 
         def job() -> None:
-            self._coded.encode(mark.group, mark.layers, mark.blocks, self._move())
+            self._coded.encode(mark.group, mark.layers, mark.blocks, self._move)
 
         self._threads.run(job, partial(self._encoded, then))
 
@@ -186,9 +170,10 @@ class Decoding(_Stage):
         if self.stopped:
             raise RequestCancelled("the transfer was ended before it was decoded")
         walk = self._plan.groups[piece.group]
-        move = self._move()
         wanted = self._plan.maps[piece.group].wanted
-        self._coded.decode(walk, piece.layer_range, piece.granule_slice, wanted, move)
+        self._coded.decode(
+            walk, piece.layer_range, piece.granule_slice, wanted, self._move
+        )
 
     def _over(self, piece: Segment, error: Exception | None) -> None:
         with suppress(RuntimeError):  # the loop is closed: no waiter is left
@@ -199,3 +184,15 @@ class Decoding(_Stage):
         if error is None:
             self._decoded.mark(piece)
         self._then(error)
+
+
+def _move_device(
+    devices: DeviceCopies,
+    source: Fragments | memoryview,
+    into: Fragments | memoryview,
+) -> None:
+    ends = as_fragments(source), as_fragments(into)
+    if any(end.device is not None for end in ends):
+        devices.copy(*ends)
+    else:
+        copy(*ends)

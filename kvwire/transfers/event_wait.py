@@ -30,8 +30,6 @@ class EventWaiter:
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
-        # One stream for all events of a transfer: its producer's events fire in order.
-        self._assigned: tuple[StreamWaiters, int] | None = None
 
     def prepare(self, after: Any) -> Wait:
         """Return a function that waits for a future or event; thread-safe.
@@ -53,16 +51,14 @@ class EventWaiter:
                 f"after={type(after).__name__}: pass a future, a torch.cuda.Event, a "
                 f"cupy.cuda.Event, or None"
             )
-        if self._assigned is None:
-            waiters = self._devices.waiters(ops)
-            self._assigned = waiters, waiters.assign()
-        return lambda call: self._wait(after, call)
+        return lambda call: self._wait(self._devices.waiters(ops), after, call)
 
-    def _wait(self, event: object, call: Callable[[Failure], None]) -> None:
-        assert self._assigned is not None
-        waiters, number = self._assigned
+    def _wait(
+        self, waiters: StreamWaiters, event: object, call: Callable[[Failure], None]
+    ) -> None:
         try:
-            waiters.wait(number, event, lambda error: call(_error_text(error)))
+            # A producer's events fire in order, so the transfer stands for its stream.
+            waiters.wait(event, lambda error: call(_error_text(error)), source=self)
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
             call(_error_text(exc))
 

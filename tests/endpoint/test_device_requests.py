@@ -280,19 +280,49 @@ async def test_a_receive_that_was_withdrawn_waits_anew(
     assert seen == [False]
 
 
+@pytest.mark.parametrize("verb", ["send", "recv", "put", "get"])
+async def test_a_kernel_that_never_ends_holds_up_its_own_stream_alone(
+    pair: Pair, near: SimulatedDevice, stream: SimulatedStream, verb: str
+) -> None:
+    """And no other request, however many wait for that stream."""
+    gate = Gate(stream)
+    stuck = [begin(pair, near, verb, SMALL, tag=tag) for tag in range(40)]
+    other = near.stream()
+    near.set_current(other)
+    for tag in range(40, 80):
+        request, answer = begin(pair, near, verb, SMALL, tag=tag)
+        assert await request == SMALL
+        if answer is not None:
+            assert await answer == SMALL
+    assert not any(request.done() for request, _ in stuck)
+    gate.open.set()
+    for request, answer in stuck:
+        assert await request == SMALL
+        if answer is not None:
+            assert await answer == SMALL
+    other.close()
+
+
 # --- ends -----------------------------------------------------------------------------
 
 
 def begin(
-    pair: Pair, device: SimulatedDevice, verb: str, nbytes: int, **options: Any
+    pair: Pair,
+    device: SimulatedDevice,
+    verb: str,
+    nbytes: int,
+    *,
+    tag: int = 1,
+    **options: Any,
 ) -> tuple[Request[int], Request[Any] | None]:
     """A request of the left side with memory on a device, and the other end's."""
     memory = device.array(content(nbytes))
     if verb == "send":
-        return pair.left.send(1, memory, **options), pair.right.recv(1)
+        into = np.zeros(nbytes, np.uint8)
+        return pair.left.send(tag, memory, **options), pair.right.recv(tag, into=into)
     if verb == "recv":
-        mine = pair.left.recv(1, into=memory, **options)
-        return mine, pair.right.send(1, content(nbytes))
+        mine = pair.left.recv(tag, into=memory, **options)
+        return mine, pair.right.send(tag, content(nbytes))
     region = pair.far.register(np.zeros(nbytes, np.uint8), "readwrite")
     grant = region.grant(pair.right)
     if verb == "put":
@@ -339,7 +369,7 @@ async def test_a_request_ends_while_its_stream_is_busy(
 ) -> None:
     """Nothing has touched its memory, which is free at once, and nothing will."""
     gate = Gate(stream)
-    options = {"deadline": 0.3} if how == "deadline" else {}
+    options: dict[str, Any] = {"deadline": 0.3} if how == "deadline" else {}
     request, other = begin(pair, near, verb, SMALL, **options)
     await turns(20)
     held = inside.driver(pair.left).held

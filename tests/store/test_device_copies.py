@@ -111,6 +111,30 @@ async def test_a_put_waits_for_what_writes_the_blocks(
     assert np.array_equal(target.blocks(INTO), _bits(written)[:, IDS])
 
 
+async def test_a_kernel_that_never_ends_holds_up_no_other_call(
+    device: SimulatedDevice,
+) -> None:
+    """Its call waits beside the threads and streams on which others are copied."""
+    source, target = OnDevice(device, 8), OnDevice(device, None)
+    producer, gate = device.stream(), threading.Event()
+    producer.call(partial(_pass, gate))
+    after = producer.record()
+    async with BlockStore.open(["memory:8MiB"]) as store:
+        stuck = [
+            store.put(chain(len(IDS), str(number)), source.cache, IDS, after=after)
+            for number in range(6)
+        ]
+        stuck.append(store.get(HASHES, target.cache, INTO, after=after))
+        assert (await store.put(HASHES, source.cache, IDS)).complete
+        assert (await store.get(HASHES, target.cache, INTO)).complete
+        assert not any(request.is_drained for request in stuck)
+        gate.set()
+        for request in stuck:
+            assert (await request).complete
+    producer.close()
+    assert np.array_equal(target.blocks(INTO), source.blocks(IDS))
+
+
 async def test_a_failed_device_keeps_what_it_wrote_to(device: SimulatedDevice) -> None:
     """A put only read, so its blocks are free; those of a get may still be written."""
     source, target = OnDevice(device, 5), OnDevice(device, None)

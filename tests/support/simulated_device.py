@@ -79,7 +79,7 @@ class SimulatedDevice(DeviceOps):
         stream: SimulatedStream | None = getattr(self._current, "stream", None)
         if stream is not None:
             return stream.record()
-        event = SimulatedEvent(self)
+        event = SimulatedEvent(self, None)
         event.fire()
         return event
 
@@ -93,7 +93,7 @@ class SimulatedDevice(DeviceOps):
         return np.zeros(nbytes, np.uint8).data
 
     def owns(self, event: object) -> bool:
-        return isinstance(event, SimulatedEvent) and event.device is self
+        return isinstance(event, SimulatedEvent | LibraryEvent) and event.device is self
 
     # --- memory -----------------------------------------------------------------------
 
@@ -254,10 +254,15 @@ class SimulatedArray:
 class SimulatedEvent(Event):
     """Fires when its stream comes to it."""
 
-    def __init__(self, device: SimulatedDevice) -> None:
+    def __init__(self, device: SimulatedDevice, stream: SimulatedStream | None) -> None:
         self.device = device
+        self._stream = stream
         self._fired = threading.Event()
         self._error = ""
+
+    @property
+    def recorded_on(self) -> SimulatedStream | None:
+        return self._stream
 
     def query(self) -> bool:
         if self._error:
@@ -278,6 +283,14 @@ class SimulatedEvent(Event):
         self._fired.wait()
 
 
+class LibraryEvent:
+    """One that a library has recorded: as torch's, it does not name its stream."""
+
+    def __init__(self, event: SimulatedEvent) -> None:
+        self.device = event.device
+        self.passed = event.passed
+
+
 class SimulatedStream(Stream):
     """Does one piece of work after the other, on a thread."""
 
@@ -293,11 +306,11 @@ class SimulatedStream(Stream):
         return 0
 
     def wait(self, event: object) -> None:
-        assert isinstance(event, SimulatedEvent), "an event of another device"
+        assert isinstance(event, SimulatedEvent | LibraryEvent), "not of this device"
         self._work.put(event.passed)
 
     def record(self) -> SimulatedEvent:
-        event = SimulatedEvent(self._device)
+        event = SimulatedEvent(self._device, self)
         self._work.put(event.fire)
         return event
 

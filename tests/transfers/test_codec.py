@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,13 @@ async def test_each_rank_encodes_its_heads(w: World) -> None:
 
 @scenario("tcp")
 async def test_caches_on_a_device(w: World, device: SimulatedDevice) -> None:
+    """Whatever runs on the device's default stream, which all threads have in common.
+
+    What writes the blocks is what a mark waits for.
+    """
+    default, gate = device.stream(), threading.Event()
+    default.call(partial(_pass, gate))
+    device.record_current = default.record  # type: ignore[method-assign]
     try:
         ends = [[device.array(t) for t in m.tensors] for m in (w.source, w.target)]
         caches = [kvwire.PagedCache(SPEC, arrays) for arrays in ends]
@@ -275,8 +283,14 @@ async def test_caches_on_a_device(w: World, device: SimulatedDevice) -> None:
             w.target.tensors[layer][:] = ends[1][layer].read()
             assert landed(w, layer)
     finally:
+        gate.set()
+        default.close()
         await w.d.close()
         await w.p.close()
+
+
+def _pass(gate: threading.Event) -> None:
+    gate.wait()
 
 
 @pytest.mark.parametrize("produces", [True, False], ids=["producer", "consumer"])

@@ -8,11 +8,12 @@ few microseconds per chunk, while its copy over PCIe takes many times as long.
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Final, TypeAlias
 
@@ -29,9 +30,9 @@ Done: TypeAlias = Callable[[Exception | None], None]
 # more copies than this in a chunk, one gather and one copy are cheaper.
 RUNS_MAX: Final = 8
 
-# The number of completion threads for producers' events. Events fire in any order, and
-# a thread sleeps on one of them, so transfers on other threads are not held up.
-_WAITERS: Final = 4
+# The most streams of callers whose events are waited for apart from each other, each
+# with a thread that sleeps. An engine has a few; with more, two of them share a thread.
+WAITERS_MAX: Final = 16
 
 
 class CopyEngine:
@@ -91,9 +92,15 @@ class CopyEngine:
 
 
 class StreamWaiters:
-    """Waits for events that a producer recorded on its own streams.
+    """Waits for events that callers recorded on their own streams.
 
-    A producer's event may have been created so that waiting for it spins. So a stream
+    Events of one stream fire in order, so one thread sleeps on them, one after the
+    other. Events of different streams get different threads: a kernel that never ends
+    holds up its own stream alone. A thread serves a stream for as long as it has events
+    to wait for, and then another; only when all `WAITERS_MAX` are taken does a stream
+    share one.
+
+    A caller's event may have been created so that waiting for it spins. So a stream
     of ours waits for it, and a thread sleeps on our own event behind it.
 
     Args:
@@ -105,32 +112,79 @@ class StreamWaiters:
         self._ops = ops
         self._call_soon = call_soon
         self._lock = threading.Lock()
-        self._turn = itertools.cycle(range(_WAITERS))
-        # Created with the first transfer that needs them.
-        self._waiters: dict[int, WatchedStream] = {}
+        self._waiters: list[_Waiter] = []
+        # bounded: the streams with events that have not fired
+        self._serving: dict[Hashable, _Waiter] = {}
 
-    def assign(self) -> int:
-        """Return the number of a waiter, for all events of one transfer.
+    def wait(self, event: object, done: Done, source: Hashable = None) -> None:
+        """Call ``done`` on the loop when the event has fired. From any thread.
 
-        From any thread.
+        Args:
+            event: Of kvwire or of a library.
+            done: Gets None or the device's error.
+            source: For an event of a library, which does not name its stream: stands
+                for whatever records its events in order, such as a transfer.
         """
-        return next(self._turn)
-
-    def wait(self, waiter: int, event: object, done: Done) -> None:
-        """Call ``done`` on the loop when the event has fired. From any thread."""
+        stream = event.recorded_on if isinstance(event, Event) else source
         with self._lock:
-            if waiter not in self._waiters:
-                self._waiters[waiter] = WatchedStream(
-                    self._ops, self._call_soon, "waiter of"
-                )
-            self._waiters[waiter].stream.wait(event)
-            self._waiters[waiter].watch(done)
+            waiter = self._serving.get(stream) or self._least_busy()
+            waiter.watched.stream.wait(event)
+            waiter.unfired[stream] += 1
+            self._serving[stream] = waiter
+
+            def fired(error: Exception | None) -> None:
+                with self._lock:
+                    waiter.unfired[stream] -= 1
+                    if not waiter.unfired[stream]:
+                        del waiter.unfired[stream]
+                        del self._serving[stream]
+                done(error)
+
+            waiter.watched.watch(fired)
+
+    async def fired(self, event: object, source: Hashable = None) -> Exception | None:
+        """Wait for an event; return None, or the device's error.
+
+        Cancel safety: safe, it only watches.
+        """
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[Exception | None] = loop.create_future()
+
+        def settle(error: Exception | None) -> None:
+            if not over.done():
+                over.set_result(error)
+
+        def done(error: Exception | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed: no waiter is left
+                loop.call_soon_threadsafe(settle, error)
+
+        self.wait(event, done, source)
+        return await over
 
     def close(self) -> None:
         """End the threads once every event has fired; never blocks."""
         with self._lock:
-            for waiter in self._waiters.values():
-                waiter.close()
+            for waiter in self._waiters:
+                waiter.watched.close()
+
+    def _least_busy(self) -> _Waiter:
+        """Return a waiter for a stream that has none."""
+        least = min(self._waiters, key=lambda one: one.unfired.total(), default=None)
+        if least is not None and (
+            not least.unfired or len(self._waiters) == WAITERS_MAX
+        ):
+            return least
+        made = _Waiter(WatchedStream(self._ops, self._call_soon, "waiter of"))
+        self._waiters.append(made)  # bounded: WAITERS_MAX
+        return made
+
+
+class _Waiter:
+    """A stream of ours, and how many events it waits for, by their own streams."""
+
+    def __init__(self, watched: WatchedStream) -> None:
+        self.watched = watched
+        self.unfired: Counter[Hashable] = Counter()
 
 
 class WatchedStream:

@@ -245,7 +245,12 @@ class CudaEvent(Event):
         self.ops: CudaOps = ops
         self.ptr: int = 0
         self.ptr = ops.event_handle()
+        self._stream = stream
         ops.driver("cuEventRecord", self.ptr, stream)
+
+    @property
+    def recorded_on(self) -> int:
+        return self._stream
 
     def query(self) -> bool:
         return self.ops.driver.is_done("cuEventQuery", self.ptr)

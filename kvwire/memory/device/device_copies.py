@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final
 
@@ -21,8 +22,8 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.copy import copy
-from kvwire.memory.device.copy_engine import CopyEngine
-from kvwire.memory.device.ops import DeviceOps, device_errors
+from kvwire.memory.device.copy_engine import CopyEngine, StreamWaiters
+from kvwire.memory.device.ops import DeviceOps, Event, device_errors
 from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device
 
@@ -67,14 +68,43 @@ class DeviceCopies:
                 f"after={type(after).__name__}: pass an event of {device} recorded "
                 "after the last operation that uses the blocks, or None"
             )
+        self.open(device)
+        return ops.record_current() if after is None else after
+
+    def open(self, device: Device) -> None:
+        """Allocate streams and memory for a device, the first time.
+
+        Raises:
+            BackendUnavailable: The device does not work, or gives no pinned memory.
+        """
         with self._lock:
             if device not in self._copiers:
                 with device_errors(device):
-                    self._copiers[device] = _DeviceCopier(ops)
-        return ops.record_current() if after is None else after
+                    self._copiers[device] = _DeviceCopier(device_ops(device))
 
-    def copy(self, source: Fragments, destination: Fragments, after: object) -> None:
+    async def fired(self, device: Device, after: object) -> None:
+        """Wait for an event of a prepared device, so that no other copy waits for it.
+
+        A copy behind it reports the failure if the device has failed.
+
+        Cancel safety: safe, it only watches.
+        """
+        # What the device's library raises, it raises again for the copy.
+        with suppress(Exception):
+            if isinstance(after, Event) and after.query():
+                return
+            await self._copiers[device].waiters.fired(after, source=object())
+
+    def copy(
+        self, source: Fragments, destination: Fragments, after: object = None
+    ) -> None:
         """Copy between payloads of one length, one of them a device's. Blocks.
+
+        Args:
+            source: The bytes.
+            destination: Where they go.
+            after: An event for which the copy waits, as does every later copy in its
+                direction; None for no event.
 
         Raises:
             DeviceFailed: The device has failed, now or before.
@@ -104,6 +134,7 @@ class _DeviceCopier:
         self._inbound = threading.Lock(), views[_SLOTS:]
         # Events are reported on the engine's own threads, and only passed on there.
         self._engine = CopyEngine(ops, lambda report: report(), PIECE_BYTES)
+        self.waiters = StreamWaiters(ops, lambda report: report())
 
     def copy(self, source: Fragments, destination: Fragments, after: object) -> None:
         out = source.device is not None
@@ -113,7 +144,8 @@ class _DeviceCopier:
             try:
                 if self._engine.failed:
                     raise RuntimeError(self._engine.failed)
-                way.stream.wait(after)
+                if after is not None:
+                    way.stream.wait(after)
                 self._copy_pieces(source, destination, slots, out=out)
             except Exception as exc:
                 self._engine.failed = str(exc)
@@ -156,3 +188,4 @@ class _DeviceCopier:
 
     def close(self) -> None:
         self._engine.close()
+        self.waiters.close()

@@ -15,7 +15,7 @@ addresses and lengths are known; contiguous memory is one fragment.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -59,6 +59,11 @@ class OpenedAllocation(NamedTuple):
 
 class Event(ABC):
     """A point in a stream's work."""
+
+    @property
+    @abstractmethod
+    def recorded_on(self) -> Hashable:
+        """Return what identifies its stream, whose events fire in order."""
 
     @abstractmethod
     def query(self) -> bool:

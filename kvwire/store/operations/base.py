@@ -95,6 +95,8 @@ class Operation(ABC):
         Cancel safety: a running copy is finished first.
         """
         try:
+            if self._after is not None:
+                await self._fired()
             if self.nbytes <= self.batch_bytes:
                 for request in self._requests:
                     await self._move(request, np.arange(request.keys.size))
@@ -107,6 +109,13 @@ class Operation(ABC):
         if len(self._reasons) > 1:
             await self.explain()
         return self.end()
+
+    async def _fired(self) -> None:
+        """Wait for the caller's kernels here, where no other call waits as well."""
+        assert self.asked is not None
+        cache = self.asked[0]
+        assert cache.device is not None, "host memory has no events"
+        await self.tiers.threads.devices.fired(cache.device, self._after)
 
     def end(self) -> Outcome | None:
         """Count the end of the call, mark its blocks as used, return the outcome."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ import pytest
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.device.copy_engine import (
     RUNS_MAX,
+    WAITERS_MAX,
     CompletionThread,
     CopyEngine,
     StreamWaiters,
 )
 from kvwire.memory.device.ops import Event
-from tests.support.simulated_device import SimulatedArray, SimulatedDevice
+from tests.support.simulated_device import LibraryEvent, SimulatedArray, SimulatedDevice
 
 PIECE_BYTES = 64
 
@@ -106,25 +108,104 @@ def test_one_buffer_serves_all_that_is_queued(
         assert bytes(slot) == values[: 2 * count : 2][::-1].tobytes()
 
 
-def test_the_events_of_one_producer_hold_up_no_other(
-    device: SimulatedDevice, loop: Loop
+class Streams:
+    """Streams of callers, each behind a kernel that ends when the test says so."""
+
+    def __init__(self, device: SimulatedDevice, count: int) -> None:
+        self.streams = [device.stream() for _ in range(count)]
+        self.gates = [threading.Event() for _ in range(count)]
+        for stream, gate in zip(self.streams, self.gates, strict=True):
+            stream.call(partial(_pass, gate))
+
+    def close(self) -> None:
+        for stream, gate in zip(self.streams, self.gates, strict=True):
+            gate.set()
+            stream.close()
+
+
+def _note(told: list[str], source: str, error: Exception | None) -> None:
+    told.append(source)
+
+
+def _pass(gate: threading.Event) -> None:
+    gate.wait()
+
+
+@pytest.fixture
+def waiters(device: SimulatedDevice, loop: Loop) -> Iterator[StreamWaiters]:
+    made = StreamWaiters(device, loop.call_soon)
+    yield made
+    made.close()
+
+
+def test_a_kernel_that_never_ends_holds_up_its_own_stream_alone(
+    device: SimulatedDevice, loop: Loop, waiters: StreamWaiters
 ) -> None:
-    waiters = StreamWaiters(device, loop.call_soon)
-    slow, fast, told = device.stream(), device.stream(), list[str]()
-    gate = device.stream()
-    device.hold()
-    gate.call(lambda: None)
-    slow.wait(gate.record())
-    waiters.wait(waiters.assign(), slow.record(), lambda error: told.append("slow"))
-    waiters.wait(waiters.assign(), fast.record(), lambda error: told.append("fast"))
+    """However many of its events are waited for."""
+    stuck, other = Streams(device, 1), device.stream()
+    told: list[str] = []
+    for _ in range(2 * WAITERS_MAX):
+        waiters.wait(stuck.streams[0].record(), lambda error: told.append("stuck"))
+    for _ in range(2 * WAITERS_MAX):
+        waiters.wait(other.record(), lambda error: told.append("other"))
+    while len(told) < 2 * WAITERS_MAX:
+        loop.turn()
+    assert set(told) == {"other"}
+    stuck.close()
+    while len(told) < 4 * WAITERS_MAX:
+        loop.turn()
+    other.close()
+
+
+def test_events_whose_stream_is_not_known_wait_with_their_source(
+    device: SimulatedDevice, loop: Loop, waiters: StreamWaiters
+) -> None:
+    stuck, other = Streams(device, 1), device.stream()
+    told: list[str] = []
+    stream = stuck.streams[0]
+    events = [stream.record(), stream.record(), other.record()]
+    for event, source in zip(events, ("a", "a", "b"), strict=True):
+        done = partial(_note, told, source)
+        waiters.wait(LibraryEvent(event), done, source)
     loop.turn()
-    assert told == ["fast"]
-    device.release()
+    assert told == ["b"]
+    stuck.close()
+    while len(told) < 3:
+        loop.turn()
+    other.close()
+
+
+def test_streams_share_threads_when_all_are_taken(
+    device: SimulatedDevice, loop: Loop, waiters: StreamWaiters
+) -> None:
+    """And a thread whose stream has no events left serves another."""
+    before = threading.active_count()
+    told: list[int] = []
+    streams = Streams(device, WAITERS_MAX + 2)
+    numbers = range(len(streams.streams))
+
+    def wait(number: int) -> None:
+        waiters.wait(
+            streams.streams[number].record(), lambda error: told.append(number)
+        )
+
+    for number in numbers:
+        wait(number)
+    # A thread and a stream's thread of the simulated device each.
+    assert threading.active_count() - before == len(numbers) + 2 * WAITERS_MAX
+    streams.gates[-1].set()
+    streams.gates[5].set()
     loop.turn()
-    assert told == ["fast", "slow"]
-    waiters.close()
-    for stream in (slow, fast, gate):
-        stream.close()
+    assert told == [5], "the last one waits for the first, with which it shares"
+    # The free one takes the next stream.
+    late = device.stream()
+    waiters.wait(late.record(), lambda error: told.append(-1))
+    loop.turn()
+    assert told == [5, -1]
+    streams.close()
+    while len(told) < len(numbers) + 1:
+        loop.turn()
+    late.close()
 
 
 # --- events that a thread waits for
@@ -137,6 +218,10 @@ class Gate(Event):
         self._fired = threading.Event()
         self.asleep = threading.Event()
         self.error: Exception | None = None
+
+    @property
+    def recorded_on(self) -> Hashable:
+        return self
 
     def fire(self, error: Exception | None = None) -> None:
         self.error = error
