@@ -36,19 +36,36 @@ Keys: TypeAlias = npt.NDArray[np.object_]
 _SMALL_SHARE: Final = 10
 _USES_MAX: Final = 3
 
+# The entries of an empty log, and those that are looked at together to find the first
+# one that counts.
+_LOG_MIN: Final = 256
+_WINDOW: Final = 16
+_NO_SLOTS: Final = np.empty(0, np.int64)
 
 each: Final[Callable[[Iterable[object]], object]] = partial(deque, maxlen=0)
 """Makes every call of a ``map``, without a bytecode for each."""
 
 
 class SlotState:
-    """The part of a slot's state that eviction needs."""
+    """The part of a slot's state that eviction needs.
 
-    __slots__ = ("pins", "uses")
+    Attributes:
+        pins: The number of users of each slot.
+        uses: The uses of each slot, as far as they count.
+        names: The key of each slot's block, or of the last block that it had.
+        queued_at: For ``lru``, the clock at the slot's last release; 0 if the slot is
+            not in a queue.
+        clock: Counts the releases of all queues.
+    """
+
+    __slots__ = ("clock", "names", "pins", "queued_at", "uses")
 
     def __init__(self, slots: int) -> None:
         self.pins: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
         self.uses: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
+        self.names: Keys = np.empty(slots, np.object_)
+        self.queued_at: Ids = np.zeros(slots, np.int64)
+        self.clock: int = 0
 
 
 class EvictionQueue(ABC):
@@ -87,44 +104,89 @@ class EvictionQueue(ABC):
 
 
 class LruQueue(EvictionQueue):
-    """Evict the least recently used block first."""
+    """Evict the least recently used block first.
 
-    __slots__ = ("_list",)
+    The queue is a log of releases, each a slot and the clock. An entry counts if its
+    clock is still its slot's ``queued_at``. So a call that takes slots out of the queue
+    leaves the log as it is. A full log loses the entries that do not count, and gets
+    room for as many as are left.
+    """
+
+    __slots__ = ("_begin", "_end", "_log")
 
     def __init__(self, state: SlotState) -> None:
         super().__init__(state)
-        self._list: OrderedDict[Key, int] = OrderedDict()
+        # Slots in the first row, clocks in the second one; in use from begin to end.
+        self._log: Ids = np.empty((2, _LOG_MIN), np.int64)
+        self._begin = 0
+        self._end = 0
 
     def hold(self, keys: Keys, slots: Ids) -> None:
         """Take blocks out; a later release puts them at the back."""
-        each(map(self._list.pop, keys.tolist(), repeat(None)))
+        self.state.queued_at[slots] = 0
 
     def release(self, keys: Keys, slots: Ids) -> None:
         """Put blocks at the back, whether they are in the queue or not."""
-        names = keys.tolist()
-        if names and names[0] in self._list:
-            # Usually all of them are in the queue and were touched; this case takes
-            # half as long.
-            try:
-                each(map(self._list.move_to_end, names))
-            except KeyError:
-                pass  # some are not in the queue
-            else:
-                return
-        each(map(self._list.pop, names, repeat(None)))
-        self._list.update(zip(names, slots.tolist(), strict=True))
+        count = slots.size
+        if self._end + count > self._log.shape[1]:
+            self._make_room(count)
+        state = self.state
+        begin = self._end
+        self._end += count
+        if count == 1:
+            state.clock += 1
+            slot = slots.item(0)
+            self._log[0, begin] = slot
+            self._log[1, begin] = state.queued_at[slot] = state.clock
+            return
+        clocks = np.arange(state.clock + 1, state.clock + count + 1)
+        state.clock += count
+        self._log[0, begin : self._end] = slots
+        self._log[1, begin : self._end] = clocks
+        # Of a slot that is listed twice, the last clock stays.
+        state.queued_at[slots] = clocks
 
     def pop(self, count: int) -> tuple[Keys, Ids]:
-        if count == 1 and self._list:
-            key, slot = self._list.popitem(last=False)
-            return np.array((key,), np.object_), np.array((slot,), np.int64)
-        return _popped(self._list, count)
+        found: list[Ids] = []
+        while count and self._skip():
+            slots, here = self._window(max(count, _WINDOW))
+            here = here[:count]
+            found.append(slots[here])
+            self._begin += here.item(here.size - 1) + 1
+            count -= here.size
+        slots = found[0] if len(found) == 1 else np.concatenate((_NO_SLOTS, *found))
+        self.state.queued_at[slots] = 0
+        return self.state.names[slots], slots
 
     def remove(self, keys: Keys, slots: Ids) -> None:
-        each(map(self._list.pop, keys.tolist(), repeat(None)))
+        self.state.queued_at[slots] = 0
 
     def oldest(self) -> int | None:
-        return next(iter(self._list.values()), None)
+        return self._log.item(0, self._begin) if self._skip() else None
+
+    def _skip(self) -> bool:
+        """Skip entries in front that do not count; return whether any is left."""
+        while self._begin < self._end:
+            slots, here = self._window(_WINDOW)
+            if here.size:
+                self._begin += here.item(0)
+                return True
+            self._begin += slots.size
+        return False
+
+    def _window(self, count: int) -> tuple[Ids, Ids]:
+        """Return the slots of the first entries, and the places of those that count."""
+        slots, clocks = self._log[:, self._begin : min(self._begin + count, self._end)]
+        return slots, (self.state.queued_at[slots] == clocks).nonzero()[0]
+
+    def _make_room(self, count: int) -> None:
+        """Drop the entries that do not count, and make room for ``count`` more."""
+        _, here = self._window(self._end - self._begin)
+        left = self._log[:, self._begin + here]
+        self._log = np.empty((2, max(_LOG_MIN, 2 * (here.size + count))), np.int64)
+        self._log[:, : here.size] = left
+        self._begin = 0
+        self._end = here.size
 
 
 class S3FifoQueue(EvictionQueue):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 
@@ -19,7 +21,9 @@ class Queued:
         self.queue: EvictionQueue = EVICTIONS[evict](self.state)
 
     def add(self, *slots: int) -> None:
-        self.queue.release(*named(*slots))
+        keys, places = named(*slots)
+        self.state.names[places] = keys
+        self.queue.release(keys, places)
 
     def use(self, *slots: int) -> None:
         self.queue.used(named(*slots)[1])
@@ -111,3 +115,34 @@ def test_the_program_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit, match="2"):
         main(["gone.jsonl"])
     assert "gone.jsonl: there is no such file" in capsys.readouterr().err
+
+
+def test_lru_queues_of_one_tier_are_those_of_a_model() -> None:
+    """Two queues share the slots; each has the order of an ``OrderedDict``."""
+    rng = np.random.default_rng(2)
+    state = SlotState(64)
+    state.names[:] = [b"%d" % slot for slot in range(64)]
+    queues = [EVICTIONS["lru"](state) for _ in range(2)]
+    models: list[OrderedDict[int, None]] = [OrderedDict(), OrderedDict()]
+    for _ in range(3000):
+        which = int(rng.integers(2))
+        queue = queues[which]
+        model = models[which]
+        # A slot is in one queue at a time.
+        mine = sorted(set(range(64)) - set(models[1 - which]))
+        slots = rng.choice(mine, min(len(mine), int(rng.integers(1, 12))), False)
+        keys = state.names[slots]
+        step = int(rng.integers(4))
+        if step == 3:
+            names, gone = queue.pop(int(slots.size))
+            assert gone.tolist() == list(model)[: slots.size]
+            assert names.tolist() == state.names[gone].tolist()
+            slots = gone
+        else:
+            (queue.hold, queue.remove, queue.release)[step](keys, slots)
+        for slot in slots.tolist():
+            model.pop(slot, None)
+        if step == 2:
+            model.update(dict.fromkeys(slots.tolist()))
+        assert queue.oldest() == next(iter(model), None)
+    assert all(models)

@@ -9,17 +9,21 @@ nobody asks for again.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from kvwire.store.eviction import EVICTIONS
-from kvwire.store.index import Index, as_keys
-from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
+from kvwire.store.replay import Replay
+from kvwire.store.tiers.slabs import GRAIN_BYTES
+from kvwire.store.trace import TraceLine
 
 Prompts = Iterable[list[int]]
+_SLAB_BLOCKS: Final = 16
 
 
 def agents(*, scans: bool, prompts: int = 3_000) -> Iterator[list[int]]:
@@ -39,32 +43,19 @@ def agents(*, scans: bool, prompts: int = 3_000) -> Iterator[list[int]]:
 
 def hit_share(evict: str, blocks: int, prompts: Prompts) -> float:
     """The share of blocks that were there when a prompt asked for its prefix."""
-    index = Index(Slabs(-(-blocks // 16), 16 * GRAIN_BYTES), evict)
-    hits = asked = 0
-    for prompt in prompts:
-        keys = as_keys(number.to_bytes(8, "big") for number in prompt)
-        slots = index.find(keys)
-        here = slots >= 0
-        prefix = keys.size if here.all() else int(here.argmin())
-        hits, asked = hits + prefix, asked + keys.size
-        lacking = keys[~here]
-        index.pin(keys[here], slots[here])
-        # The tail first, as a put does.
-        for last in range(lacking.size, 0, -16):
-            some = lacking[max(0, last - 16) : last]
-            while (
-                left := some.size - (new := index.take(GRAIN_BYTES, some.size)).size
-            ) > 0:
-                index.give_back(new)
-                if not index.evict(GRAIN_BYTES, left).slots.size:
-                    break
-            else:
-                index.name(some, new)
-                index.unpin(some, new)
-        index.unpin(keys[here], slots[here])
-        slots = index.find(keys)
-        index.touch(keys[slots >= 0], slots[slots >= 0])
-    return hits / asked
+    nbytes = -(-blocks // _SLAB_BLOCKS) * _SLAB_BLOCKS * GRAIN_BYTES
+    tier = f"memory:{nbytes}B?slab={_SLAB_BLOCKS * GRAIN_BYTES}B&evict={evict}"
+    replay = Replay([tier], block_bytes=GRAIN_BYTES)
+
+    async def play() -> None:
+        for prompt in prompts:
+            line = TraceLine(
+                timestamp=0, input_length=0, output_length=0, hash_ids=prompt
+            )
+            await replay.play(line)
+
+    asyncio.run(play())
+    return replay.report().hit_rate
 
 
 def of_file(path: Path) -> list[list[int]]:
