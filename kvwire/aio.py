@@ -156,7 +156,8 @@ async def run_to_completion(work: Awaitable[T]) -> T:
             raise cancelled
         return future.result()
     finally:
-        # An exception refers to this frame, and so keeps moved memory alive in a cycle.
+        # The exception's traceback references this frame; without this line the two
+        # would form a cycle and keep transferred memory alive.
         del future, work, cancelled
 
 
@@ -407,7 +408,7 @@ class LoopThread:
             )
 
     def check_process(self, call: str) -> None:
-        """Refuse a call in a child process that was forked from the object's own."""
+        """Refuse a call in a child process forked from the one that made the object."""
         if self.ident == FORKED:
             raise UsageError(
                 f"{call}: the object belongs to process {self._pid}, and this process "
@@ -437,7 +438,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class AsyncWith:
-    """Raise a helpful error for a plain ``with``."""
+    """Base class that raises a helpful error for a plain ``with``."""
 
     __slots__ = ()
     # The function that creates one, if it is not the class.
@@ -455,7 +456,7 @@ class AsyncWith:
 
 
 class Opening(AsyncWith):
-    """Raise a helpful error when an object is used before it is open."""
+    """Base class that raises a helpful error if an object is used too early."""
 
     _opens: ClassVar[type]
     _begun: bool = False

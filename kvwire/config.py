@@ -335,7 +335,7 @@ def _layers(
     environment: Mapping[str, str] | None,
     arguments: Mapping[str, Any],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each origin of values with its values, the strongest last."""
+    """Yield each origin with its values; a later origin overrides an earlier one."""
     if not isinstance(path, str | os.PathLike | None):
         raise UsageError(
             f"config: {type(path).__name__} is neither a Config nor the path of a TOML "
@@ -376,8 +376,8 @@ def _from_environment(
 
 
 # Variables that Kubernetes, and Docker's links, add to an environment for a service
-# named `kvwire...`. `KVWIRE_PORT` counts as one only if its value fits, and the last
-# two only beside it, since otherwise they could be misspelt keys.
+# named `kvwire...`. `KVWIRE_PORT` is recognised only by its value, and `_ENV_` and
+# `_NAME` only beside such a port, since otherwise they could be misspelt keys.
 _SERVICE = re.compile(
     r"KVWIRE.*(_SERVICE_HOST|_SERVICE_PORT(_.+)?"
     r"|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR)|_(PORT|ADDR)_(START|END))?)"

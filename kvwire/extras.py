@@ -87,9 +87,9 @@ def plug_in(group: str, name: str, kind: type[Any]) -> type[Any] | None:
 class needed_by:  # noqa: N801 - a statement's word, as in contextlib
     """A context for imports of optional packages; its errors have the install command.
 
-    It is not a generator of ``contextlib``: from Python 3.12 on, a generator that
-    raises another error than it was given ends up in a reference cycle with the frames
-    of both, and so does the memory they hold.
+    It is a class because from Python 3.12 on a ``contextlib`` generator that replaces
+    the error it was given ends up in a reference cycle with the frames of both errors,
+    which keeps their memory alive.
     """
 
     def __init__(self, what: str, *, extra: str = "", command: str = "") -> None:

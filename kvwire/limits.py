@@ -42,10 +42,12 @@ EAGER_BYTES_MAX: Final = 72 * KIB
 EAGER_WINDOW_BYTES: Final = 1 * MIB
 EAGER_WINDOW_BYTES_MAX: Final = 64 * MIB
 EAGER_WINDOW_MESSAGES: Final = 1024
-# The most tags of one connection whose messages are dropped; the oldest is forgotten
-# first. Each is for the late answer to a cancelled request, which comes soon or never.
+# The most tags of one connection whose messages are dropped on arrival; beyond this the
+# oldest tag is forgotten. Each tag belongs to a cancelled request, whose late answer
+# comes soon or never.
 DISCARDED_TAGS_MAX: Final = 4096
-# One request: the KV cache of one long prompt of a 70B-class model fits.
+# The size of one request: enough for the KV cache of one long prompt of a 70B-class
+# model.
 REQUEST_BYTES_MAX: Final = 64 * GIB
 # `recv(tag)` without a buffer allocates at most this, whatever the sender announces.
 MESSAGE_BYTES: Final = 256 * MIB
@@ -64,8 +66,8 @@ LANES_MAX: Final = 16
 # a lane's secret is derived from its number. 4 bytes last 136 years at one lane a
 # second.
 LANE_NUMBER_MAX: Final = 2**32 - 1
-# A lane's bootstrap for the other side: UCX worker addresses are the longest, a few
-# hundred bytes for each device of the host.
+# The bootstrap data of a lane for the other side. UCX worker addresses are the longest:
+# a few hundred bytes for each device of the host.
 BOOTSTRAP_BYTES_MAX: Final = 8 * KIB
 # A payload's descriptor for the receiver's lane. On the same host it lists addresses:
 # for one chunk of 1 MiB in fragments of 512 bytes, 16 bytes each.
@@ -78,8 +80,8 @@ LANE_PAYLOADS_MAX: Final = 256
 # payload negligible. A receiver for a device has STAGING_SLOTS of these in pinned
 # memory.
 SPAN_BYTES_MAX: Final = 8 * MIB
-# Pieces of such a payload: a descriptor names each in 4 to 8 bytes, and one system call
-# takes as many.
+# The most pieces in such a payload: one system call takes this many, and a descriptor
+# needs 4 to 8 bytes for each.
 SPAN_PIECES_MAX: Final = 1024
 # How long a lane may take to come up before the next transport is tried.
 LANE_TIMEOUT_S: Final = 2.0
@@ -87,27 +89,30 @@ LANE_TIMEOUT_S: Final = 2.0
 # --- tables ---------------------------------------------------------------------------
 # The most requests open at once per connection and side.
 REQUESTS_MAX: Final = 4096
-# Chunks that one link has not reported as sent. A get that only waits for this report
-# has ended for the peer, so admitting twice REQUESTS_MAX never refuses an honest peer.
+# The most chunks that one link has not yet reported as sent. For the peer, a get has
+# already ended when only this report is missing; so twice REQUESTS_MAX are admitted,
+# and no honest peer is refused.
 LINK_CHUNKS_MAX: Final = REQUESTS_MAX
 # A transfer's priority: higher ones go first. One byte on the wire.
 PRIORITY_MAX: Final = 255
 # Request numbers are 32 bits and never reused within a connection.
 REQUEST_ID_MAX: Final = 2**32 - 1
-# Entries in tables: a program with more open objects has forgotten to close some.
+# The most entries in a table: a program with more open objects has forgotten to close
+# some.
 GRANTS_MAX: Final = 65_536
 REGIONS_MAX: Final = 65_536
 
 WINDOWS_MAX: Final = 1024
-# Per connection: the peer's open windows, and the different geometries that read them.
+# Per connection: the most open windows of the peer, and the most distinct geometries
+# that read them.
 WINDOWS_OPEN_MAX: Final = 1024
 WINDOW_VIEWS_MAX: Final = 64
 # One frame names at most this many blocks, with 12 bytes each; their payload is sent as
 # one request. A larger get needs several frames.
 WINDOW_GET_BLOCKS_MAX: Final = 4096
 WINDOW_GET_BYTES_MAX: Final = 64 * MIB
-# The size up to which a get's blocks come in one frame, gathered in the link's memory;
-# and the bytes of such gets that one reader may have requested at a time.
+# A get up to this size is answered in one frame, gathered in the link's memory. One
+# reader may have this many bytes of such gets outstanding.
 WINDOW_DATA_BYTES_MAX: Final = 256 * KIB
 WINDOW_DATA_ASKED_MAX: Final = 1 * MIB
 # The addresses of a window's tensors, 8 bytes for each layer's keys and values, and a
@@ -147,17 +152,17 @@ KV_BLOCKS_MAX: Final = 4 * 1024 * 1024
 SEGMENTS_MAX: Final = 65_536
 # A longer mark is divided, because a lost link makes us send up to one segment again.
 SEGMENT_BYTES: Final = 16 * MIB
-# The most bytes of one segment, unless it is a single granule: dividing into equal
-# pieces makes them less than twice as long. The consumer maps a whole segment in one
-# step.
+# The most bytes of one segment, unless it is a single granule: a mark is divided into
+# equal segments, each less than twice SEGMENT_BYTES. The consumer maps a whole segment
+# in one step.
 SEGMENT_BYTES_MAX: Final = 2 * SEGMENT_BYTES
 # Bytes of one transfer that are queued on a link at once: looking up their fragments
 # blocks the loop on either side for half a millisecond. More would not keep the wire
 # busier.
 AHEAD_BYTES: Final = 4 * SEGMENT_BYTES
-# Limits for the pieces of this side's memory in one cache group of a transfer, each of
-# which needs 24 bytes of tables. The peer's layout determines their number: at most
-# this many, or more if they have so many bytes on average. The smallest heads of real
+# A cache group of a transfer may consist of KV_PIECES_MAX pieces of this side's memory,
+# or of more if they have at least KV_PIECE_BYTES on average. The peer's layout
+# determines their number, and each needs 24 bytes of tables. The smallest heads of real
 # models have 64 elements of one byte.
 KV_PIECES_MAX: Final = 1024 * 1024
 KV_PIECE_BYTES: Final = 64
@@ -169,12 +174,13 @@ KV_TEMPLATE_STEPS_MAX: Final = 4096
 # more than sending it early gains.
 GROUP_BYTES: Final = 256 * KIB
 # The most boxes that a consumer reports as landed when it resumes on another link, each
-# in up to 26 bytes. Layers that came one after the other are one box.
+# in up to 26 bytes. Layers that arrived in order form one box.
 LANDED_BOXES_MAX: Final = 1000
 LANDED_BOX_BYTES: Final = 26
 # Ids of failed transfers, which are kept to answer late requests.
 TOMBSTONES_MAX: Final = 4096
-# Segments one SEGMENT_ACK, and the one COMMIT_ACK, may name: 5 bytes each at most.
+# The most segments that one SEGMENT_ACK or the COMMIT_ACK may name, in up to 5 bytes
+# each.
 LANDED_MAX: Final = 1024
 SETTLED_MAX: Final = 8192
 # The most unmatched transfers that a peer has opened, with their descriptions.
@@ -187,13 +193,14 @@ WAITING_BYTES_ALL_MAX: Final = 64 * MIB
 WAITING_RECORD_BYTES: Final = 2 * KIB
 TRANSFER_ID_BYTES_MAX: Final = 256
 DESCRIPTION_BYTES_MAX: Final = 48 * KIB
-# How long a producer's FIN may wait for a frame that can carry it, and with how many
-# others: a fraction of the cost of waking both sides' busy loops.
+# How long a producer's FIN may wait for a frame that can carry it, and the most FINs
+# that may wait together. The wait is a fraction of the cost of waking both sides' busy
+# loops.
 LAST_WORD_DELAY_S: Final = 0.02
 LAST_WORDS_MAX: Final = 64
-# How many segments one SEGMENT_ACK waits for, as long as a FIN may: a frame for each
-# would be a third of a small layer's cost. At most as many small layers are in flight
-# separately, before later ones are joined.
+# A SEGMENT_ACK waits for up to this many segments, and no longer than a FIN may wait:
+# one frame per segment would be a third of a small layer's cost. Also the most small
+# layers that are in flight separately before later ones are joined.
 SEGMENTS_TOGETHER: Final = 8
 
 # --- strings --------------------------------------------------------------------------
@@ -223,7 +230,7 @@ PING_MISSES_MAX: Final = 10
 # Twice what an honest peer sends at the shortest interval; gRPC disconnects a client
 # that pings too often as well.
 PINGS_PER_SECOND_MAX: Final = 10
-# As many may arrive at once when a network recovers after ten minutes.
+# The most pings that may arrive at once, when a network recovers after ten minutes.
 PINGS_SAVED_MAX: Final = 6000
 CLOSE_TIMEOUT_S: Final = 5.0
 # How much longer the end of a link may take on a busy loop.
@@ -231,8 +238,9 @@ CLOSE_SLACK_S: Final = 1.0
 # How long an unmatched or interrupted transfer holds its blocks; vLLM's is 30 s as
 # well.
 LEASE_S: Final = 30.0
-# A peer whose link was reset, or whose port is refused, has probably ended: this is its
-# time to return with another link. A live peer dials again within a tenth of it.
+# If a peer's link was reset, or its port refuses connections, its process has probably
+# ended: it gets this long to return on another link. A live peer dials again within a
+# tenth of it.
 RESTART_GRACE_S: Final = 1.0
 # A transfer that is open this long is logged once, with the reason for its wait.
 WAITING_LOG_S: Final = 10.0

@@ -124,7 +124,7 @@ async def resolve(address: Address, trust: TrustMode) -> list[Address]:
     Cancel safety: safe.
     """
     host = address.host
-    if host in ("", "*"):  # the system would take that for this host
+    if host in ("", "*"):  # the system would interpret it as this host
         raise UsageError(
             f"address {str(address)!r} has no host; write 127.0.0.1 for this host, or "
             "0.0.0.0 for every interface (with a key)"
@@ -141,7 +141,7 @@ async def resolve(address: Address, trust: TrustMode) -> list[Address]:
 
 
 async def _numeric(address: Address) -> list[str]:
-    """Return every address of a host; for a numeric one without a thread."""
+    """Return every address of a host; a numeric host needs no thread for that."""
     try:
         return [str(ipaddress.ip_address(address.host))]
     except ValueError:

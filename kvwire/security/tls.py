@@ -87,7 +87,7 @@ class Credentials:
         self._anchors = [ca["subject"] for ca in self._authorities]
 
     def trouble(self) -> tuple[State, str]:
-        """Return the worst state of the certificates, with a text in any case."""
+        """Return the certificates' worst state, and a text even if no state is bad."""
         return trouble_of(self.own, self._authorities, self._config)
 
     @property
@@ -115,9 +115,9 @@ class Credentials:
         assert certificate is not None
         if certificate["issuer"] not in self._anchors:
             raise AuthenticationFailed(
-                f"the peer's certificate was signed by a CA that it brought along; "
-                f"only those in tls_ca_file {self._config.tls_ca_file} count: add that "
-                f"one, if you trust it to name anybody",
+                "the peer's certificate was signed by a CA that it brought along; "
+                f"only those in tls_ca_file {self._config.tls_ca_file} count: add "
+                "that CA if you trust it to issue any name",
                 fields=("tls_ca_file",),
             )
         theirs = hashlib.sha256(binary).digest()
@@ -150,7 +150,7 @@ class CredentialFiles:
         self._config = config
         self._stamps = self._look()
         self._credentials = Credentials(config)
-        # Why changed files are not in use, as it was logged last.
+        # The last logged reason why changed files are not in use.
         self._refusal = ""
         # The state that was logged last.
         self._said: State = ""
@@ -178,7 +178,7 @@ class CredentialFiles:
                 self._credentials = Credentials(self._config)
             except (UsageError, OSError) as exc:
                 # Try again next time: the cause may be a file's mode or a missing
-                # descriptor, which change no file.
+                # descriptor, neither of which changes a file.
                 self._stamps = ()
                 refusal = self._refusal
                 self._refusal = str(exc)

@@ -30,8 +30,8 @@ def explained(
         )
     for part, text, name in _REASONS:
         text = text.format(_USAGES[role])  # noqa: PLW2901 - the same, filled in
-        # After the handshake, only the peer can still refuse: a server the client's
-        # certificate.
+        # After the handshake only the peer can still refuse: a server may reject the
+        # client's certificate.
         if part in reason and (not opened or "ALERT" in reason):
             return AuthenticationFailed(f"{text} ({reason})", fields=(name,))
     if opened:
@@ -54,7 +54,10 @@ _USAGES: Final = {
 # By the codes of X509_verify_cert; OpenSSL's texts do not name a remedy.
 _VERIFY_HINTS: Final = {
     7: _ANCHOR_HINT,  # another CA with the same name
-    9: ": its tls_cert_file is not, or its CA in tls_ca_file, or a clock is wrong",
+    9: (
+        ": its tls_cert_file or its CA in tls_ca_file is not valid yet, or a clock "
+        "is wrong"
+    ),
     10: ": renew its tls_cert_file, or its CA in tls_ca_file, or a clock is wrong",
     18: _ANCHOR_HINT,
     19: _ANCHOR_HINT,

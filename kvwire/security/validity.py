@@ -1,9 +1,10 @@
 """A peer's view of this side's certificate: time of validity and role.
 
-OpenSSL gives no information about a certificate that it only loads. So a handshake
-within this process shows it to a peer that accepts only it and ignores the clock; all
-peers will read the same. An expired certificate is logged but does not prevent a start:
-a new file is used without a restart, and another host's clock may be right.
+OpenSSL gives no information about a certificate that it only loads. So this module
+shows it to a peer within this process, in a handshake that accepts only this
+certificate and ignores the clock, and records the peer's view; real peers see the same.
+An expired certificate is logged but does not prevent a start: a new file is used
+without a restart, and another host's clock may be right.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ State = Literal["", "soon", "early", "expired"]
 _INVALID: Final[tuple[State, ...]] = ("expired", "early")
 Load = Callable[[ssl.SSLContext], None]
 _DAY_S: Final = 86_400.0
-# Enough time to ask a person for a new one. Certificates that a program renews live for
-# hours; if a fifth of that is left, the program has failed.
+# A certificate that expires within this time is reported, so that a person has time to
+# issue a new one. A certificate that a program renews may live only for hours: it is
+# reported when a fifth of its life is left, since the program has then failed to renew
+# it.
 _SOON_S: Final = 14 * _DAY_S
 _SOON_SHARE: Final = 0.2
 # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python does not have.

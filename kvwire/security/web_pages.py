@@ -1,6 +1,7 @@
 """Requests that a web page makes a browser send to a server on its host.
 
-A server that trusts its host must not trust each page that somebody on it looks at.
+A server that trusts its host must not trust every web page that a user of the host
+opens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ def why_foreign(headers: Mapping[str, str], remedy: str) -> str:
 
     Args:
         headers: The request's headers, with names in small letters.
-        remedy: What the operator can do where the server has a public name.
+        remedy: The operator's remedy if the server has a public name.
     """
     host = headers.get("host", "")
     origin = headers.get("origin")
