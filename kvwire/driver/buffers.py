@@ -14,7 +14,7 @@ class BufferTable:
     """All memory that users of one communicator have lent to kvwire.
 
     Attributes:
-        holds: The cores' holds on that memory.
+        holds: The holds that the protocol cores have on this memory.
     """
 
     __slots__ = ("_payloads", "_waiting", "holds")

@@ -23,25 +23,27 @@ from kvwire.memory.checksum import LOW_32_BITS, checksum, is_scattered, view_dig
 from kvwire.memory.copy import copy
 from kvwire.wire.header import Flag, Header
 
-# It then costs an eighth, and if all chunks are damaged, the 13th at last is found.
+# Sampling then costs an eighth of the full check, and if all chunks are damaged, the
+# 13th at the latest is detected.
 SAMPLED_ONE_IN: Final = 8
 
 CheckMode = Literal["auto", "on", "sampled", "off"]
 
 _CHECKED: Final = int(Flag.CHECKED)
 # The golden ratio of 2**32. Its multiples are spread evenly and have no common period
-# with layers, blocks or powers of two, so every position of a transfer is checked at
-# times.
+# with layers, blocks or powers of two, so over time every position of a transfer gets
+# checked.
 _STEP: Final = 0x9E3779B1
 _TURN: Final = 2**32
-# Capacities of copies are multiples of this, so a spare also fits the next chunk.
+# Capacities of copies are multiples of this, so memory kept from one chunk also fits
+# the next.
 _GRAIN_BYTES: Final = 64 * KIB
 
 _Memory: TypeAlias = npt.NDArray[np.uint8]
 
 
 class ScratchPool:
-    """Memory for the copies of one connection, each belonging to an owner.
+    """Memory for the copies that one connection makes, each lent to an owner.
 
     New memory is faulted in page by page, which on a virtual machine takes several
     times as long as the copy into it. So returned memory is kept for the next copy,
@@ -118,8 +120,8 @@ class ChecksumPolicy:
         """Return the payload to send, and its checksum or None.
 
         Small fragments are gathered into a copy: the checksum reads them anyway, the
-        copy is still in the CPU's cache, and costs a transport a third less than the
-        fragments.
+        copy is still in the CPU's cache, and sending it costs a transport a third less
+        than sending the fragments.
         """
         if isinstance(payload, memoryview):
             if (
@@ -151,7 +153,8 @@ class ChecksumPolicy:
             self._turn = (turn + _STEP) % _TURN
             if turn >= share:
                 return False
-        # The transport vouches for memory that the host cannot read.
+        # The host cannot read device memory, so the transport is trusted to keep it
+        # intact.
         return not isinstance(payload, Fragments) or payload.device is None
 
 
@@ -186,5 +189,5 @@ def matches(payload: Payload | None, header: Header) -> bool:
     if type(payload) is memoryview:  # the fast path of nearly all small frames
         return view_digest(payload) & LOW_32_BITS == header.payload_check
     if payload.device is not None:
-        return True  # the host cannot read it: the transport vouches for it
+        return True  # the host cannot read it, so the transport is trusted
     return checksum(payload) == header.payload_check

@@ -12,7 +12,8 @@ from typing import Final
 from kvwire.errors import ClosedOK
 from kvwire.memory.device.device_copies import DeviceCopies
 
-# The most layers at once, if there are as many CPUs; more would only take turns.
+# One thread per layer that is coded at a time, if there are as many CPUs; more would
+# only take turns.
 _THREADS: Final = min(4, os.cpu_count() or 1)
 
 

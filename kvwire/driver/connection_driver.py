@@ -163,10 +163,10 @@ class ConnectionDriver(LinkHandler):
         self._unreceived: Seen = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        # The bytes received by the last tick, and when they were noticed.
+        # The bytes received by the last tick, and when they were first noticed.
         self._seen_bytes = 0
         self._seen_at = loop.time()
-        # A last chunk is queued as long as there is room for one of its bytes.
+        # The last chunk is queued as soon as there is room for one of its bytes.
         payload_bytes = LINK_QUEUE_BYTES + core.agreement.parameters.chunk_bytes
         self._unsent_bytes_max = payload_bytes + CONTROL_QUEUE_BYTES_MAX
         self.running: bool = False
@@ -389,7 +389,7 @@ class ConnectionDriver(LinkHandler):
 
     def frame_sent(self, link: Link, token: object) -> None:
         if not isinstance(token, Chunk):
-            return  # the bytes of a small get, which are not used again
+            return  # the token of a small get's bytes, which are not used again
         if self.staging.leaving:
             self.staging.sent(token)
         if self._copies.lent_bytes:
@@ -653,9 +653,9 @@ class ConnectionDriver(LinkHandler):
         core = self.core
         now = self._loop.time()
         if self.staging.paused:
-            core.heard(now)  # this side does not read
+            core.heard(now)  # this side does not read, so silence is not the peer's
         elif self.link.received_bytes != self._seen_bytes:
-            # Part of a frame has arrived at some time: assume the earliest, or a peer
+            # Part of a frame arrived at some time since: assume the earliest, or a peer
             # that dies in the middle of a frame would be detected an interval too late.
             core.heard(self._seen_at)
             self._seen_bytes = self.link.received_bytes
@@ -678,7 +678,7 @@ class ConnectionDriver(LinkHandler):
         logger.warning("peer %s: %s", self.core.agreement.peer, error)
         self.core.fail(error)
         self.run()
-        # Even if the connection had ended before, and only its link was closing.
+        # Even if the connection has ended already, and only its link was closing.
         self.link.abort()
 
     def _safely(self, step: Callable[[], None]) -> None:

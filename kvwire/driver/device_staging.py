@@ -81,7 +81,7 @@ class DeviceStaging:
         if not self._link.pausable:
             raise BackendUnavailable(
                 f"memory of {device}: the control link cannot be paused, so nothing "
-                f"would bound what waits to be copied; use another transport"
+                "would bound the bytes that wait to be copied; use another transport"
             )
         nbytes = self._core.agreement.parameters.chunk_bytes
         span_bytes = max(nbytes, SPAN_BYTES_MAX)
@@ -170,7 +170,8 @@ class DeviceStaging:
         It waits for a slot, and leaves one for the link, which is not paused meanwhile.
         """
         if request.over or not held.nbytes:
-            self._core.filled(request)  # if it is over, its memory may be free already
+            # if the receive is over, its memory may be free already
+            self._core.filled(request)
             return
         assert request.buffer is not None
         into = self._buffers.part(request.buffer, 0, held.nbytes)
@@ -208,10 +209,10 @@ class DeviceStaging:
         copy_engine: CopyEngine,
         request: RequestRecord | None = None,
     ) -> None:
-        """Begin a copy with its own hold, and call `then` at its end.
+        """Begin a copy with its own hold, and call `then` when it ends.
 
         If the copy fails, the connection fails too, and so does ``request``: it may be
-        a receive that was posted after the connection's end, for a message that came
+        a receive that was posted after the connection's end, for a message that arrived
         before.
         """
         holds = self._buffers.holds
@@ -228,7 +229,8 @@ class DeviceStaging:
                     self._failed(copy_engine, error, request)
                 self._owner.run()
             except Exception:
-                # No call for now: the completion thread has more calls to make.
+                # Only abort, and raise nothing, because the completion thread has more
+                # calls to make.
                 logger.exception("a bug of kvwire; its connection is aborted")
                 self._link.abort()
             self._owner.check_ended()

@@ -35,8 +35,8 @@ T = TypeVar("T")
 # The first bytes of a ClientHello, and of a TLS server's alert (RFC 8446 5.1). No
 # kvwire frame has these types.
 _TLS: Final = (b"\x16\x03", b"\x15\x03")
-# The alert `protocol_version`, so that a peer that speaks TLS can name the reason.
-# Links send headers of a fixed length, and a TLS peer ignores bytes after an alert.
+# The alert `protocol_version`, which lets a peer that speaks TLS name the reason. Links
+# send headers of a fixed length, and a TLS peer ignores bytes after an alert.
 _NO_TLS: Final = b"\x15\x03\x03\x00\x02\x02\x46".ljust(HEADER_BYTES, b"\0")
 _TYPES: Final = frozenset(FrameType)
 

@@ -46,8 +46,8 @@ _running: set[IOThread] = set()
 class IOThread:
     """Runs an event loop on a daemon thread, from :meth:`begin` until it is closed.
 
-    Ctrl-C interrupts only the main thread, but at any line. So resources that an
-    interrupt could orphan are created on the thread itself, and :meth:`close` ends
+    Ctrl-C interrupts only the main thread, but may do so at any line. So resources that
+    an interrupt could orphan are created on the thread itself, and :meth:`close` ends
     everything that ``begin`` has created::
 
         thread = IOThread(name)
@@ -62,7 +62,7 @@ class IOThread:
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
         self._forked = False
-        self._loop: asyncio.AbstractEventLoop  # once it was created
+        self._loop: asyncio.AbstractEventLoop  # set once it was created
         self._stopping = asyncio.Event()
         self._at_end: Callable[[], Awaitable[None]] | None = None
         self._end_within_s = CLOSE_TIMEOUT_S
@@ -74,7 +74,7 @@ class IOThread:
         self._closing = False
         self._ended = False
         self._failure: BaseException | None = None
-        # Set once the loop was created, or that failed.
+        # Set once the loop was created, or its creation has failed.
         self._made = threading.Event()
         # Set once the thread has cleaned up, for callers that wait for its end.
         self._over = threading.Event()
@@ -131,7 +131,8 @@ class IOThread:
         except concurrent.futures.CancelledError:
             raise ClosedOK("the Engine is closed") from None
         except TimeoutError:
-            # The coroutine's own error, such as ETIMEDOUT, or that of waiting.
+            # Either the coroutine's own error, such as ETIMEDOUT, or the wait has timed
+            # out.
             if call.result.cancel():
                 raise TimeoutError(f"not done within {timeout:g} s") from None
             return call.result.result()
@@ -215,7 +216,7 @@ class IOThread:
         self._closing = True
         # Without a loop, the thread checks this once it has created one, if ever.
         with contextlib.suppress(RuntimeError, AttributeError):
-            # Even if closed before: an interrupt may have come between these two lines.
+            # Even if begun before: an interrupt may have come between these two lines.
             self._loop.call_soon_threadsafe(self._stopping.set)
         return first
 
@@ -240,7 +241,7 @@ class IOThread:
             raise ClosedOK("the Engine is closed") from None
 
     def _turns(self) -> bool:
-        """Return whether the loop takes a turn within ``close``'s time limit."""
+        """Return whether the loop still takes a turn within ``close``'s time limit."""
         turned = threading.Event()
         try:
             self._loop.call_soon_threadsafe(turned.set)
@@ -288,7 +289,7 @@ class IOThread:
             self._ended = True
             # Accepted calls are in the loop's queue, ahead of this.
             await asyncio.sleep(0)
-            # They end by themselves, with the things that they wait for.
+            # They end by themselves, once the objects that they wait for have ended.
             await _ended(CLOSE_TIMEOUT_S)
             for _ in range(_CANCELLATIONS):
                 for task in _others():
@@ -359,7 +360,7 @@ class _Call(Generic[T]):
         if task.cancelled():
             self.result.cancel()
         if not self.result.set_running_or_notify_cancel():
-            return  # there is no waiter
+            return  # no caller waits for it
         if error is not None:
             self.result.set_exception(error)
         else:
@@ -431,14 +432,14 @@ def _close_all() -> None:
 
 
 # Runs before threads are joined, and thus before atexit. concurrent.futures joins its
-# own threads in the same place; this is registered later, so it runs first. The private
+# own threads at the same stage; this is registered later, so it runs first. The private
 # name has existed since Python 3.9; without it, a program has to close its engines
 # itself.
 with contextlib.suppress(
     RuntimeError
-):  # imported by a thread that outlives the main one
+):  # imported by a thread that outlives the main thread
     getattr(threading, "_register_atexit", atexit.register)(_close_all)
-# For threads that were created after that.
+# For threads that were created after that stage.
 atexit.register(_close_all)
 
 

@@ -55,7 +55,8 @@ class Acceptor:
         # closing. Oldest first.
         self._pending: dict[HandshakeDriver[Connection], None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Hosts with a recent warning, and when their next refusal is a warning again.
+        # Hosts that a recent warning named, each with the time from which a refusal is
+        # a warning again.
         self._quiet_until: dict[str, float] = {}
 
     @yields_before_raising
@@ -193,7 +194,7 @@ class Acceptor:
         if len(self._links.connections) >= limit:
             return f"connections_max={limit} are open"
         if len(self.inbound) >= limit:
-            return f"connections_max={limit} wait to be taken"
+            return f"connections_max={limit} connections wait to be accepted"
         return ""
 
 

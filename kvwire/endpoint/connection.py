@@ -148,7 +148,7 @@ class Connection(AsyncWith):
         text = f"{self._core.phase.value} for {driver.age_s:.1f} s"
         if not self.closed:
             text += f", {self._core.open_requests} requests"
-            text += f", heard {driver.silent_s:.1f} s ago"
+            text += f", last frame {driver.silent_s:.1f} s ago"
         return f"<Connection to {driver.peer} over {self.transport}, {text}>"
 
     @property
@@ -508,7 +508,7 @@ class Connection(AsyncWith):
             return f"recv from {peer}, not posted: nobody awaits it"
         if self._on_device is not None and record in self._on_device.unready:
             return (
-                f"{record.kind.value} with {peer}, waits for what its device has queued"
+                f"{record.kind.value} with {peer}, waits for work queued on its device"
             )
         if record.kind in _MESSAGES:
             what = f"{record.kind.value} of tag {record.tag}, with {peer}"
@@ -620,8 +620,8 @@ class Connection(AsyncWith):
         """Send a small message if credit and link allow; return whether it was sent."""
         driver = self._driver
         # Not while the link is full, so that messages cannot make its queue too long.
-        # Nor from within an event: a frame of another event, with the number before
-        # this message's, may still be waiting.
+        # Nor while an event is handled: a frame that another event has queued, with the
+        # number before this message's, may still be unsent.
         if (
             driver.running
             or driver.link.queued_bytes >= LINK_QUEUE_BYTES
@@ -664,7 +664,7 @@ class Connection(AsyncWith):
         return request
 
     def _acts(self) -> EventActs:
-        """Return the handler of each event type of the core."""
+        """Return the handler for each type of the core's events."""
         return {
             RequestDone: self._request_done,
             SegmentMarked: partial(segment_event, self._core),
@@ -711,8 +711,8 @@ class Connection(AsyncWith):
             memory = uncleared(event.nbytes)
         except MemoryError:
             error = MessageTooLarge(
-                f"a message of {event.nbytes} bytes, and its receiver has no memory "
-                f"for it; it was refused"
+                f"the receiver has no memory for a message of {event.nbytes} bytes; "
+                "it was refused"
             )
             self._core.refuse(event.request, error, WireCode.TOO_LARGE)
         else:

@@ -105,7 +105,8 @@ class DeviceRequests:
         step = self.unready.pop(record)
         if error is not None:
             failed = BackendUnavailable(
-                f"what was queued on {device} before the {record.kind.value}: {error}"
+                f"work queued on {device} before the {record.kind.value} failed: "
+                f"{error}"
             )
             self._core.refuse(record, failed, WireCode.OTHER)
         # Also if the request has ended: a message held for it must be released.

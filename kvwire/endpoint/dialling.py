@@ -23,7 +23,7 @@ from kvwire.limits import DIAL_DELAY_S
 from kvwire.security.keys import resolve
 from kvwire.types import Address, TrustMode
 
-# How often a port that is free at one address may be taken at another.
+# How many ports are tried: a port that is free at one address may be taken at another.
 _PORTS_TRIED: Final = 8
 # This host has no such address, or does not support the protocol family.
 _NOT_OF_THIS_HOST: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -201,7 +201,7 @@ async def _addresses(
 
 
 def _interleaved(addresses: Sequence[Address]) -> list[Address]:
-    """Alternate IPv6 and IPv4, starting with the first one's family (RFC 8305, 4)."""
+    """Alternate IPv6 and IPv4, the first address's family first (RFC 8305, 4)."""
     first = ":" in addresses[0].host
     groups: tuple[list[Address], list[Address]] = ([], [])
     for address in addresses:

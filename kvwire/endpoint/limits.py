@@ -13,7 +13,8 @@ PEERS_MAX: Final = 4096
 # directory full of forged records costs at most 16 attempts a second.
 PEER_ATTEMPTS_MAX: Final = 16
 PEER_REDIAL_S_MAX: Final = 1.0
-# How often a host refused for its key is a WARNING; refusals in between are INFO.
+# How often refusing a host for its key is logged as a WARNING; refusals in between are
+# INFO.
 REFUSED_LOG_S: Final = 60.0
 REFUSED_HOSTS_MAX: Final = 256
 # The most clients that watch a process at a time, and the longest line of a request.

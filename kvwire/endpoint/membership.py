@@ -51,7 +51,7 @@ class Membership:
         self.members: dict[str, Record] = {}
 
     def listen(self, listener: Callable[[Change], None]) -> None:
-        """Send every later change to a peer."""
+        """Call a listener with every later change."""
         self._begin_watching()
         self._listeners.append(listener)  # bounded: PEERS_MAX
 
@@ -81,7 +81,7 @@ class Membership:
         return "" if self._directory is None else self._directory.reason
 
     def forget(self, listener: Callable[[Change], None]) -> None:
-        """Stop sending updates to a peer."""
+        """Stop calling a listener."""
         self._listeners.remove(listener)
 
     def announce(self, record: Record) -> None:

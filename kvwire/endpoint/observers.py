@@ -125,4 +125,4 @@ def _logged() -> Iterator[None]:
     try:
         yield
     except Exception:
-        logger.exception("a watcher of transfers failed")
+        logger.exception("an observer of transfers failed")

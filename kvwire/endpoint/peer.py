@@ -64,7 +64,7 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 # Waiting does not help with these errors, but trying another member may.
 _FINAL: Final = (BackendUnavailable, HandshakeError, UsageError)
 _ONE_SIDED: Final = frozenset({RequestKind.PUT, RequestKind.GET})
-# A candidate that does not answer leaves time to try this many others.
+# If a candidate does not answer, there is still time to try this many others.
 _SHARES_MAX: Final = 4
 
 
@@ -396,7 +396,8 @@ class Peer:
         if request not in self._unposted:
             memory = request._memory
             if isinstance(memory, Fragments) and memory.device is not None:
-                # Now, on the caller's stream; it is posted from a task of this peer.
+                # Recorded now, on the caller's stream, since a task of this peer posts
+                # it later.
                 request._after = self._services.devices.queued(memory.device)
             # bounded: REQUESTS_MAX, each is a request of the caller
             self._unposted[request] = start_task(self._post_on_connection(request))
@@ -452,7 +453,7 @@ class Peer:
         """Return why there is no connection."""
         if self._upkeep.reason or self._selector is None:
             return self._upkeep.reason or "it has not answered"
-        return self._membership.reason or "no member is meant by that"
+        return self._membership.reason or "no member matches it"
 
     def _unconnected(self) -> str:
         return f"peer {self._where!r}: {self._reason}"

@@ -139,8 +139,8 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
             assert owner is not None
             thread = owner._thread
             loop = thread.loop
-            # Not via the running loop: Python 3.11 would then look up the process as
-            # well.
+            # The thread's id is compared instead of the running loop, because Python
+            # 3.11 would then look up the process as well.
             if get_ident() != thread.ident or not loop.is_running():
                 thread.check("await Request")
             if self._record is None:

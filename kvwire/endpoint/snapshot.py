@@ -26,7 +26,7 @@ from kvwire.types import text_of
 if TYPE_CHECKING:
     from kvwire.transfers.transfer import TransferView
 
-# A link with nothing to send is silent for a shorter time.
+# Longer silences are shown: a link with nothing to send is silent for less.
 SILENCE_S = 1.0
 
 

@@ -1,7 +1,8 @@
 """The bytes of a small get, which the owner gathers and the reader copies to blocks.
 
-The bytes follow the order of the granules, and within a granule the order of its walk.
-The two sides may cut a granule into pieces of different lengths; the order is the same.
+The bytes are in the order of the granules, and within a granule in the order in which
+its pieces are walked. The two sides may cut a granule into pieces of different lengths,
+but the order is the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvwire.memory.pieces import copy_pieces
 
 
 def gathered(parts: Sequence[tuple[BlockPlaces, Ids]], nbytes: int) -> memoryview:
-    """Return a copy of granules, which are given per group as offsets from block 0."""
+    """Return a copy of granules, given per group as offsets from its block 0."""
     data = mid_page_memory(nbytes)
     line: int = data.__array_interface__["data"][0]
     for place, offsets in parts:

@@ -66,7 +66,7 @@ class OpenedWindow:
             self.first.append(first)
         self.reader: WindowReader | None = None
         self.prepared: asyncio.Future[None] | None = None
-        # A reader that is not ready yet; and the lane of this reader, or of ``reader``.
+        # A reader that is not ready yet; and the lane of that reader, or of ``reader``.
         self._coming: WindowReader | None = None
         self._lane: LaneEndpoint | None = None
         self._under_way: set[asyncio.Future[Any]] = set()
@@ -311,8 +311,8 @@ class PeerWindows:
         self._ended = True
         for opened in self.by_number.values():
             opened.gone = f"gone: {error}"
-            # Mapped pages outlive the connection, and reads from them are still right:
-            # a writer renews a block's generation first.
+            # Mapped pages outlive the connection, and reads from them are still
+            # correct, because a writer renews a block's generation before it writes.
             if opened.reader is not None and not opened.reader.outlives_lane:
                 opened.drop_reader()
         self.by_number.clear()

@@ -42,8 +42,11 @@ _new: Final = object.__new__
 # The overhead of a read, as the bytes that could be copied in that time.
 _READ_BYTES: Final = 256 * KIB
 _WITHDRAWN: Final = "withdrawn: the owner has taken the block back since it was offered"
-_DAMAGED: Final = "damaged: bytes of it did not match their checksum"
-_OTHER: Final = "withdrawn: the ticket is of another window, or of the owner before it"
+_DAMAGED: Final = "damaged: its bytes did not match their checksum"
+_OTHER: Final = (
+    "withdrawn: the ticket belongs to another window, or to an earlier start of the "
+    "owner"
+)
 
 
 class Part(NamedTuple):

@@ -61,7 +61,7 @@ from kvwire.wire.control import (
 logger: logging.Logger = logging.getLogger("kvwire.windows")
 
 _GET_RULE: Final = "KVW-WN-05"
-_NOT_THERE: Final = "a WINDOW_GET whose blocks are not there"
+_NOT_THERE: Final = "WINDOW_GET names blocks that do not exist"
 _U4: Final = np.dtype("<u4")
 _U8: Final = np.dtype("<u8")
 
@@ -233,7 +233,8 @@ class OwnWindows:
 
     def _read(self, event: WindowRead) -> None:
         # Before: the request is open, and its lists have matching lengths. After:
-        # blocks with valid generations are being sent, or its last frame is.
+        # either blocks with valid generations are being sent, or the request's last
+        # frame is.
         request = event.request
         try:
             found = self._named(event.body)

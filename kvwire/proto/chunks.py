@@ -76,7 +76,7 @@ class Chunk(msgspec.Struct, eq=False):
 
 
 class ChunkMover:
-    """Moves the chunks of one connection.
+    """Queues, sends and receives the chunks of one connection.
 
     Attributes:
         sending: Whether there may be a chunk to send.
@@ -92,9 +92,9 @@ class ChunkMover:
         self.sending: bool = False
         self.on_segment_sent: Callable[[SegmentRecord], None] | None = None
         self.on_read_sent: Callable[[RequestRecord], None] | None = None
-        # Ordered, so that the core behaves the same in each run.
+        # Ordered, so that the core behaves the same in every run.
         self._leaving: dict[Chunk, None] = {}
-        # Chunks that were lost with their lane.
+        # Chunks to send again, because they were lost with their lane.
         self._again: deque[Chunk] = deque()
         self._landing: dict[ChunkArrival, None] = {}
 
@@ -108,7 +108,7 @@ class ChunkMover:
         self.sending = len(self._leaving) < LINK_CHUNKS_MAX
 
     def begin_segment(self, segment: SegmentRecord, priority: int) -> None:
-        """Queue a segment for its transfer's turn, behind earlier ones."""
+        """Queue a segment for its transfer's turns, behind earlier segments."""
         self._scheduler.add(segment.request, priority, segment)
         self.sending = len(self._leaving) < LINK_CHUNKS_MAX
 
@@ -375,7 +375,8 @@ class ChunkMover:
             chunk = self._again.popleft()
             if chunk.request.state is RequestStage.MOVING:
                 return chunk
-            # It has ended meanwhile: drop the hold that it kept while waiting here.
+            # The mover has ended meanwhile: drop the hold that the chunk kept while
+            # waiting here.
             chunk.mover.in_flight -= 1
             self._holds.drop(chunk.buffer)
         return None

@@ -93,7 +93,7 @@ _RECV = RequestKind.RECV
 _POSTED = FIRST_STATE[_RECV]
 
 EagerHeader = Callable[[int, int, int | None], bytes | None]
-"""Takes a tag, a length and a checksum, and returns the header of a small message."""
+"Takes a tag, a length and a checksum; returns the header of a small message, or None."
 
 
 class ConnectionCore:
@@ -144,7 +144,7 @@ class ConnectionCore:
             mine=parameters,
             theirs=agreement.peer_parameters,
         )
-        # Direct references to the parts' methods, since nothing has to be added.
+        # The parts' own methods, because this class would only forward the calls.
         self.eager_header: EagerHeader = self.messages.eager_header
         self.next_chunk: Callable[..., Chunk | None] = self.chunks.next_chunk
         self.transfers: Transfers = Transfers(
@@ -256,7 +256,7 @@ class ConnectionCore:
         if header.type == _MESSAGE:
             self.messages.message_landed(arrival, intact=intact)
             if self.phase is _OPEN:
-                return  # nothing has to be acknowledged or ended
+                return  # the frame needs no acknowledgement and ends nothing
         elif header.type == _DATA:
             part = self.transfers if header.segment else self.chunks
             part.data_landed(arrival, intact=intact)
@@ -300,7 +300,7 @@ class ConnectionCore:
             self._settle()
             return dropped
         self.chunks.chunk_sent(chunk)
-        if self.phase is not _OPEN:  # else this makes nothing due
+        if self.phase is not _OPEN:  # in the open phase this makes no frame due
             self._settle()
         return True
 
@@ -664,7 +664,7 @@ class ConnectionCore:
     ) -> None:
         self.messages.withdraw(request)
         if request in self.transfers.unhurried:
-            self.transfers.speak()  # landed bytes stay landed
+            self.transfers.speak()  # report the landed segments, which stay landed
         self._requests.fail(request, error, tell=tell)
 
     def _turn(self, turn: CloseInput) -> None:

@@ -43,7 +43,7 @@ _STARTS = frozenset(
         FrameType.WINDOW_GET,
     }
 )
-# Frames of exchanges that may wait for the application at the other end.
+# Kinds of requests that may wait for the application at the other end.
 MET_BY_PEER = frozenset({RequestKind.SEND, RequestKind.OUTGOING, RequestKind.INCOMING})
 
 

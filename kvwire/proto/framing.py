@@ -129,7 +129,7 @@ class Framing:
         """Check the control frame just received; return its body without the seal."""
         if self._open_key is None:
             if zlib.crc32(body) != header.payload_check:
-                raise MalformedFrame("KVW-HD-07", "a control body that came damaged")
+                raise MalformedFrame("KVW-HD-07", "a control body arrived damaged")
             return body
         plain = body[:-SEAL_BYTES]
         seal = body[-SEAL_BYTES:]

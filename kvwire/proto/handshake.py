@@ -130,7 +130,7 @@ class HandshakeState(enum.Enum):
     OFFER = FrameType.OFFER
     CHOICE = FrameType.CHOICE
     DECISION = "decision"
-    """The front's: no frame is due."""
+    "Waits for the front; no frame is due."
     DONE = "done"
     FAILED = "failed"
 
@@ -241,7 +241,9 @@ class Handshake(ABC):
                 f"{self.state.name}",
             )
         if header.request or header.segment or header.offset:
-            raise UnexpectedFrame("KVW-HS-04", "a handshake frame that names a request")
+            raise UnexpectedFrame(
+                "KVW-HS-04", "a handshake frame with a request number"
+            )
 
     def _next(self) -> None:
         self.state = TRANSITIONS[self.role, self.state]

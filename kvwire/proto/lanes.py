@@ -81,14 +81,14 @@ class LaneStage(enum.Enum):
     """The stages of a lane, which determine the allowed frames."""
 
     ASKED = "asked"
-    """The client has sent LANE_OPEN; an endpoint is being made, here or there."""
+    "The client has sent LANE_OPEN; one side is creating its endpoint."
     ANSWERED = "answered"
-    """The server has sent LANE_OPEN; its endpoint receives, the client's not yet."""
+    "The server has sent LANE_OPEN: its endpoint receives, the client's does not yet."
     OPEN = "open"
     CLOSING = "closing"
-    """The peer's endpoint is gone; this side's goes next."""
+    "The peer's endpoint has ended; this side's ends next."
     CLOSED = "closed"
-    """The endpoint of this side is gone, or never was."""
+    "This side's endpoint has ended, or never existed."
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -222,7 +222,7 @@ class LaneTable:
             return
         lane = self._find(body.lane, "KVW-LN-01")
         if lane.stage is LaneStage.CLOSED:
-            return  # our LANE_CLOSE is on its way
+            return  # our LANE_CLOSE is under way
         if lane.stage is not LaneStage.ASKED or lane.backend != body.backend:
             raise UnexpectedFrame(
                 "KVW-LN-01",
@@ -240,7 +240,7 @@ class LaneTable:
         else:
             lane = self._find(body.lane, "KVW-LN-02")
             if lane.stage is LaneStage.CLOSED:
-                return  # our LANE_CLOSE is on its way
+                return  # our LANE_CLOSE is under way
             if lane.stage is not LaneStage.ANSWERED:
                 raise UnexpectedFrame(
                     "KVW-LN-02", f"LANE_READY of a lane that is {lane.stage.value}"

@@ -229,7 +229,7 @@ class Messages:
             self._nothing_to_move(request)
 
     def filled(self, request: RequestRecord) -> None:
-        """End a receive into a device: the front has put the held message there.
+        """End a receive into a device, to which the front has copied the held message.
 
         If the receive has ended meanwhile, drop the message instead.
         """
@@ -441,8 +441,8 @@ class Messages:
                 self._receive(request)
             return
         if request.on_device and not waiting.error:
-            # Its credit is returned once it is in the device; until then the front
-            # keeps it.
+            # The credit is returned once the message is in the device; until then the
+            # front keeps it.
             request.advance(RequestInput.GO)
             wanted = MemoryWanted(
                 request=request, nbytes=waiting.nbytes, held=waiting.buffer

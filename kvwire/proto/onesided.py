@@ -28,7 +28,7 @@ from kvwire.wire.header import FrameType, Header
 
 
 class OneSided:
-    """Runs both sides' puts and gets on one connection."""
+    """Runs the puts and gets of both sides on one connection."""
 
     def __init__(
         self, outbox: Outbox, requests: RequestTable, chunks: ChunkMover, grants: Grants

@@ -62,7 +62,7 @@ class ChunkSet:
         if number < self._next or number in self._beyond:
             return False
         if number > self._next:
-            # At most as many as the chunks of CHUNK_BYTES_MIN in REQUEST_BYTES_MAX.
+            # At most the number of chunks of CHUNK_BYTES_MIN in REQUEST_BYTES_MAX.
             self._beyond.add(number)  # bounded: REQUEST_BYTES_MAX, CHUNK_BYTES_MIN
             return True
         self._next += 1
@@ -208,17 +208,17 @@ class ChunkPlace(enum.Enum):
     """The kinds of places for the body of a frame."""
 
     CONTROL = "control"
-    """To the core: ``body_received`` wants its bytes."""
+    "The core, which needs the bytes in ``body_received``."
     HOLD = "hold"
-    """Into new memory, of a buffer the core has just named."""
+    "New memory, for the buffer that the core has just named."
     BUFFER = "buffer"
-    """Into ``buffer`` at ``offset``."""
+    "``buffer``, from ``offset`` on."
     WHOLE = "whole"
-    """To the core, which reports all of its bytes to the front."""
+    "The core, which reports all of the bytes to the front."
     MARKED = "marked"
-    """Where ``ConnectionCore.marked_place`` says, once events are dealt with."""
+    "The result of ``ConnectionCore.marked_place``, once the events are handled."
     NOWHERE = "nowhere"
-    """Dropped: the request it belongs to is over."""
+    "None: the bytes are dropped, because their request is over."
 
 
 class ChunkArrival(msgspec.Struct, eq=False):

@@ -158,7 +158,7 @@ class RequestTable:
             due = self._next_id
         if request is None and not 0 < wire_id < due:
             raise UnexpectedFrame(
-                "KVW-RQ-04", f"a frame for request {wire_id}, which never was"
+                "KVW-RQ-04", f"a frame for request {wire_id}, which was never started"
             )
         return request
 

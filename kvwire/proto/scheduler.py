@@ -28,7 +28,7 @@ from kvwire.proto.records import RequestRecord, SegmentRecord
 from kvwire.proto.state import RequestStage
 
 Mover = RequestRecord | SegmentRecord
-"""What sends chunks: a request in one piece, or a segment of a transfer."""
+"The sender of chunks: a request as a whole, or a segment of a transfer."
 
 _MOVING: Final = RequestStage.MOVING
 
@@ -50,7 +50,7 @@ class Scheduler:
         self._count_max = REQUESTS_MAX
         # Highest priority first.
         self._levels: list[_Level] = []
-        # The queued segments of each transfer, oldest first; never empty.
+        # The queued segments of each transfer, oldest first; never an empty queue.
         self._segments: dict[RequestRecord, deque[SegmentRecord]] = {}
         # The queue with the request whose turn it is.
         self._head: tuple[_Level, deque[RequestRecord]] | None = None

@@ -95,8 +95,8 @@ _GO: Final = (RequestInput.GO, RequestStage.MOVING)
 _DONE: Final = (RequestInput.MOVED, RequestStage.DONE)
 _WAIT: Final = (RequestInput.MOVED, RequestStage.WAITING)
 _CONFIRMED: Final = (RequestInput.CONFIRMED, RequestStage.DONE)
-# The way of each kind without failures: its first state, then pairs of an input and the
-# next state.
+# The states of each kind if nothing fails: the first state, then pairs of an input and
+# the next state.
 _WAYS: Final = {
     RequestKind.SEND: (RequestStage.POSTED, (_GO, _DONE)),
     RequestKind.RECV: (RequestStage.POSTED, (_GO, _DONE)),
@@ -150,7 +150,7 @@ class CloseInput(Symbol):
     LOST = "lost"
 
 
-# IDLE means that this side has nothing left to deliver; CLOSE is sent on the step that
+# IDLE means that this side has nothing left to deliver; CLOSE is sent in the step that
 # IDLE causes.
 CLOSE_TRANSITIONS: Final[dict[tuple[CloseState, CloseInput], CloseState]] = {
     (CloseState.OPEN, CloseInput.CLOSE_CALLED): CloseState.FLUSHING,

@@ -74,7 +74,7 @@ _MARKED_DATA = int(FrameType.MARKED_DATA)
 _INCOMING = RequestKind.INCOMING
 _MARKED = ChunkPlace.MARKED
 _MOVING = RequestStage.MOVING
-# The buffer of a chunk whose memory is in no table yet.
+# The buffer of a chunk whose memory is not in the table of holds yet.
 _NO_BUFFER = BufferId(0)
 
 
@@ -183,7 +183,9 @@ class Transfers:
         if request is None:
             return
         if request in self._unanswered:
-            raise UnexpectedFrame("KVW-TR-02", "AGREE to a transfer the peer opened")
+            raise UnexpectedFrame(
+                "KVW-TR-02", "AGREE to a transfer that the peer itself opened"
+            )
         request.advance(RequestInput.GO)
         self._outbox.report(
             TransferAgreed(request=request, description=body.description)
@@ -373,7 +375,8 @@ class Transfers:
         if (
             request.state is not _MOVING
             or transfer.committed
-            or body.number != due  # which SEGMENTS_MAX bounds, so it bounds both
+            # its type bounds the number by SEGMENTS_MAX, and so `due`
+            or body.number != due
         ):
             raise UnexpectedFrame(
                 "KVW-TR-03",
@@ -459,7 +462,8 @@ class Transfers:
         segment = transfer.segments.get(header.segment) if transfer else None
         if request.kind is not _INCOMING or segment is None or segment.buffer is None:
             raise UnexpectedFrame(
-                "KVW-TR-07", f"payload for segment {header.segment}, not marked"
+                "KVW-TR-07",
+                f"payload for segment {header.segment}, which was not marked",
             )
         numbers = self._chunks.chunk_numbers(header, segment.nbytes)
         for number in numbers:
@@ -585,7 +589,7 @@ class Transfers:
         self, request: RequestRecord, transfer: TransferRecord
     ) -> None:
         """Send COMMIT_ACK, because no marked segment is in flight any more."""
-        transfer.acknowledge = []  # COMMIT_ACK reports it
+        transfer.acknowledge = []  # COMMIT_ACK reports these segments
         if len(transfer.damaged) > SETTLED_MAX:
             error = IntegrityError(f"{len(transfer.damaged)} segments arrived damaged")
             self._requests.fail(request, error, tell=WireCode.INTEGRITY)

@@ -117,7 +117,7 @@ class WindowReads:
         """Handle WINDOW_OPENED."""
         request = self._requests.find(header.request)
         if request is None:
-            self.close(body.window)  # no longer awaited
+            self.close(body.window)  # the request has ended meanwhile
             return
         if request.kind is not RequestKind.OPEN_WINDOW:
             raise UnexpectedFrame(
@@ -148,13 +148,17 @@ class WindowReads:
             )
         request.answer = body
         if body.sent and request.arrived is None:
-            raise UnexpectedFrame("KVW-WN-08", "a get whose bytes come together")
+            raise UnexpectedFrame(
+                "KVW-WN-08", "bytes as DATA for a get that is answered in one frame"
+            )
         if not body.sent:
             if request.moved or request.state is not RequestStage.MOVING:
-                raise UnexpectedFrame("KVW-WN-04", "bytes of a get that has sent none")
+                raise UnexpectedFrame(
+                    "KVW-WN-04", "bytes of a get whose WINDOW_GOT reports none"
+                )
             request.advance(RequestInput.MOVED)
         elif request.state is RequestStage.MOVING:
-            request.confirmed = True  # its last bytes come on a lane
+            request.confirmed = True  # the last bytes arrive on a lane
             return
         request.advance(RequestInput.CONFIRMED)
         self._requests.finish(request)
@@ -233,7 +237,9 @@ class WindowReads:
             or 4 * sum(body.counts) != len(body.entries)
             or (body.nbytes > WINDOW_GET_BYTES_MAX and sum(body.counts) > 1)
         ):
-            raise UnexpectedFrame("KVW-WN-05", "a WINDOW_GET whose lists differ")
+            raise UnexpectedFrame(
+                "KVW-WN-05", "a WINDOW_GET whose lists differ in length"
+            )
         if body.together:
             if body.nbytes > WINDOW_DATA_BYTES_MAX:
                 raise UnexpectedFrame("KVW-WN-05", f"{body.nbytes} bytes together")
@@ -310,7 +316,7 @@ class WindowReads:
                 return
             self._shown.discard(body.window)
             self._outbox.report(WindowLeft(window=body.window))
-        elif body.window in self._opened:  # or it was closed here already
+        elif body.window in self._opened:  # otherwise it was closed here already
             self._outbox.report(WindowClosed(window=body.window))
 
     def _sent(self, request: RequestRecord) -> None:
@@ -318,4 +324,4 @@ class WindowReads:
 
     def _check_shown(self, window: int) -> None:
         if not 0 < window <= self._last:
-            raise UnexpectedFrame("KVW-WN-06", f"window {window}, which never was")
+            raise UnexpectedFrame("KVW-WN-06", f"window {window}, which was never open")

@@ -64,7 +64,7 @@ class _Stage:
 class Encoding(_Stage):
     """Encodes each marked part before it is sent; thread-safe."""
 
-    _jobs = 0  # that read the caller's blocks
+    _jobs = 0  # jobs that read the caller's blocks
     _stopped = False  # no more jobs begin
     _drained: Future[None] | None = None
 
@@ -104,7 +104,7 @@ class Encoding(_Stage):
     ) -> None:
         then("" if error is None else f"could not be encoded: {error}")
         if isinstance(error, DeviceFailed):
-            return  # it proves nothing any more: the job counts as still reading
+            return  # nothing shows that the job has stopped, so it counts as reading
         with self._lock:
             self._jobs -= 1
             drained = None if self._jobs else self._drained

@@ -18,7 +18,7 @@ from kvwire.memory.device.copy_engine import StreamWaiters
 from kvwire.memory.device.registry import event_ops
 
 Failure = str
-"""How what was waited for failed; "" if it came true."""
+"""How the awaited condition failed; "" if it was met."""
 
 
 Wait: TypeAlias = "Callable[[Callable[[Failure], None]], None]"
@@ -82,7 +82,7 @@ async def wait_event(after: Any, devices: Devices) -> None:
     EventWaiter(devices).prepare(after)(tell)
     failure = await over
     if failure:
-        raise BackendUnavailable(f"what was waited for {failure}")
+        raise BackendUnavailable(f"the awaited condition {failure}")
 
 
 def _failure(result: Callable[[], object]) -> Failure:

@@ -66,7 +66,7 @@ class Incoming(Transfer):
     _decoding: Decoding | None = None
     # The parts that may be read; None while there are none.
     _readable: Landed | None = None
-    # Parts were on their way, which another link need not send again.
+    # Whether parts were under way on a link; those that landed need not be sent again.
     _has_moved = False
     # The parts that the last offer reported as landed.
     _reported: tuple[Segment, ...] = ()
@@ -105,7 +105,7 @@ class Incoming(Transfer):
         release the memory in the option ``free``, which is called in any case.
         """
         if self._thread.ident == FORKED:
-            return  # it is its parent's
+            return  # in a forked child: the transfer is the parent's
         self.abort("its block has ended")
         await self.drained()
 
@@ -272,7 +272,8 @@ class Incoming(Transfer):
 
     def _stop(self, error: KVWireError, code: WireCode) -> None:
         if self._decoding is not None and self._state not in OVER:
-            self._decoding.stopped = True  # what was not begun is left out
+            # pieces that no thread has started are skipped
+            self._decoding.stopped = True
         super()._stop(error, code)
 
     def _record(self) -> None:
@@ -281,10 +282,10 @@ class Incoming(Transfer):
         if decoding is not None and self._readable is not None:
             self._decode_landed()
             if decoding.jobs:
-                return  # the last of them ends it
+                return  # the last piece to be decoded ends it
             self._legs[0].landed = self._readable
         super()._record()
-        self._decoding = None  # it and the transfer name each other
+        self._decoding = None  # break the reference cycle
         if self._gates:
             self._open_gates()
 
@@ -303,8 +304,9 @@ class Incoming(Transfer):
             if self._gates:
                 self._open_gates()
         elif not isinstance(error, RequestCancelled):
-            self._busy += isinstance(error, DeviceFailed)  # and may write for good
-            wrong = BackendUnavailable(f"what has landed was not decoded: {error}")
+            # a failed device may write for ever
+            self._busy += isinstance(error, DeviceFailed)
+            wrong = BackendUnavailable(f"the landed bytes were not decoded: {error}")
             if self._state in OVER:
                 self._cause = wrong
             self._stop(wrong, WireCode.OTHER)
@@ -325,7 +327,7 @@ class Incoming(Transfer):
         if leg.state in OFF_LINK:
             return NextMove("peer", f"the connection to {peer} is lost")
         layers, marked, landed, _, _ = self._progress
-        text = "all that was marked has landed, and the commit is missing"
+        text = "everything marked has landed, but the producer has not committed"
         if landed < marked:
             text = f"{landed} of {marked} marked layers have landed, of {layers}"
         elif marked < layers:
@@ -440,7 +442,7 @@ class ReceiveFlow:
                     leg.landed.mark_but(segment, missing)
             if leg.landed.left < before:
                 inc._renew_lease()
-        inc._decode_landed()  # parts that landed do not come again
+        inc._decode_landed()  # landed parts are not sent again
 
     def _checked(self, record: SegmentRecord) -> Segment:
         """Return a marked segment as a part of the plan, after checking it."""

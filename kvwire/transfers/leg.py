@@ -218,7 +218,7 @@ class Leg:
     def agreed(self, offer: TransferOffer) -> None:
         """Handle the peer's answer to this side's request."""
         if self.state is LegState.REFUSED:
-            return  # it was under way when this side ended the leg
+            return  # the answer was under way when this side ended the leg
         if self.transfer._state in OVER:
             self._say_how_it_ended()
             return
@@ -248,7 +248,8 @@ class Leg:
     def _begin(self, *, settled: bool) -> None:
         """Start to move segments on the link, after both sides have agreed."""
         self.step(LegInput.AGREE)
-        if settled and not self.transfer._receives:  # all came on an earlier link
+        # everything arrived over an earlier link
+        if settled and not self.transfer._receives:
             self.step(LegInput.SETTLE)
         self.flow = flow = self.transfer._flow(self)
         flow.send()
@@ -321,7 +322,7 @@ class Leg:
             ProtocolError: The peer breaks the rules; the connection ends with it.
         """
         if self.state is LegState.REFUSED:
-            return  # it was under way when this side ended the leg
+            return  # the event was under way when this side ended the leg
         transfer = self.transfer
         flow = self.flow
         if transfer._state in OVER:
@@ -434,7 +435,8 @@ class Leg:
             if phases.phase == "mark_wait" and self.landed.complete:
                 phases.phase = "commit"
             if self.state is LegState.SETTLED:
-                return  # by a frame that has just arrived
+                # a frame that has just arrived settled it, so the peer is not silent
+                return
         silent_s = self.link.silent_s
         if silent_s > SILENT_INTERVALS * transfer._services.config.ping_interval_s:
             phases.enter("lost", silent_s)

@@ -181,7 +181,7 @@ class Outgoing(Transfer):
             UsageError: Parts were not marked; the transfer is aborted.
         """
         if self._thread.ident == FORKED:
-            return  # it is its parent's
+            return  # in a forked child: the transfer is the parent's
         if kind is not None:
             self.abort(f"{kind.__name__} in the producer")
         else:
@@ -295,13 +295,13 @@ class Outgoing(Transfer):
             )
             return NextMove("program", text)
         if not self._log.all_in:
-            return NextMove("device", "an event that a mark is behind has not fired")
+            return NextMove("device", "an event that a mark waits for has not fired")
         text = ", ".join(
             f"{shown(leg.link.peer.name)} has {leg.landed.layers} of {layers} layers"
             for leg in self._legs
             if leg.planned and leg.state is not LegState.OVER
         )
-        return NextMove("peer", f"the consumer has not taken all of it: {text}")
+        return NextMove("peer", f"the consumer has not received all of it: {text}")
 
     @property
     def _progress(self) -> Progress:
@@ -364,7 +364,7 @@ class SendFlow:
         if leg.state is not LegState.MOVING and leg.state is not LegState.SETTLED:
             return
         assert leg.core is not None
-        if leg.core.over:  # and the leg is about to take that in
+        if leg.core.over:  # the leg is about to handle its end
             return
         # Checked before the log is read: another thread may add the last mark
         # meanwhile.
@@ -449,7 +449,7 @@ class SendFlow:
 
     def end(self, error: KVWireError | None) -> None:
         """Record segments that landed without an event, and those that were damaged."""
-        self._record.on_sent = None  # the record and the flow name each other
+        self._record.on_sent = None  # break the reference cycle
         if error is not None:
             return
         leg = self._leg
@@ -510,7 +510,7 @@ class SendFlow:
         if named is None or leg.state is LegState.SETTLED:
             return
         parts = [(named, nbytes)]
-        if leg.links > 1:  # after a lost link, the parts that have not landed
+        if leg.links > 1:  # after a lost link, only parts that have not landed
             parts = [(p, leg.plan.nbytes_of(p)) for p in leg.landed.lacking(named)]
         for part, nbytes in parts:
             if nbytes > SEGMENT_BYTES:

@@ -127,7 +127,7 @@ class ReadyLog:
                 self._groups[name].check_names(name, ids)
             for name, ids in lists.items():
                 group = self._groups[name]
-                # In this order, so that named blocks can be read.
+                # In this order, so that a reader finds every id that `named` counts.
                 group.ids[group.named : group.named + ids.size] = ids
                 group.named += ids.size
 
@@ -237,7 +237,7 @@ class ReadyLog:
         with self._lock:
             # In this order, so that the log is complete before `all_in` is true.
             if failure:
-                self.failed = f"what {self._named(made)} waited for {failure}"
+                self.failed = f"the condition of {self._named(made)} {failure}"
             else:
                 self.log.extend(made)  # bounded: SEGMENTS_MAX
             self._later -= 1

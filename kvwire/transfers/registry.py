@@ -173,7 +173,7 @@ class TransferRegistry:
             # From now on only peers that met the last use get the reason for its end.
             self._remember(key, past._replace(unseen=0))
         if slot is None:
-            slot = self._slots[key] = Slot()  # as many as the caller has transfers
+            slot = self._slots[key] = Slot()  # at most one per transfer of the caller
         slot.end = end
         self._take_on(end)
         end._begin()
@@ -263,7 +263,7 @@ class TransferRegistry:
             self._look = end._loop.call_later(WAITING_LOG_S, self._name_open)
 
     def _name_open(self) -> None:
-        """Log each transfer once that was open at the previous check too."""
+        """Log, once, each transfer that was already open at the previous check."""
         self._look = None
         for end in self.live:
             if end._seen_open and not end._named_in_log:

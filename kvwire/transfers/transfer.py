@@ -129,7 +129,7 @@ class Transfer(AsyncWith):
     _own_trace = False
     # A digest of the blocks' hashes or content name; b"" if the caller gave neither.
     _hashes = b""
-    # The waiters for the outcome, and an event for draining if there is a waiter.
+    # The waiters for the outcome; and an event for draining, if anybody waits for it.
     _waiters: tuple[asyncio.Future[None], ...] = ()
     _free: asyncio.Event | None = None
     _is_drained = False
@@ -147,7 +147,7 @@ class Transfer(AsyncWith):
     # When the lease ends; None if the lease will start again in full.
     _lease_until: float | None = None
     _expiry: asyncio.TimerHandle | None = None
-    # Whether the last check for the log found it open, and whether it was logged.
+    # Whether the last check for the log found it open; and whether it was logged.
     _seen_open = False
     _named_in_log = False
 
@@ -524,7 +524,7 @@ class Transfer(AsyncWith):
         assert cause is not None
         reason = str(cause)
         outcomes = [leg.outcome(self, reason) for leg in self._legs if leg.planned]
-        if len(outcomes) < self._peers:  # peers that never came have nothing
+        if len(outcomes) < self._peers:  # peers that never came received nothing
             outcomes.append(
                 nothing_landed(
                     self._cache,

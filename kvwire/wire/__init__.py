@@ -1,1 +1,1 @@
-"""Bytes on the wire: headers, handshake messages, control bodies; no I/O, no clock."""
+"""The bytes on the wire: headers, handshake messages, control bodies."""

@@ -1,9 +1,9 @@
-"""The bodies of control frames: msgspec arrays with every number's range spelled out.
+"""The bodies of control frames: msgspec arrays, with a declared range for every number.
 
-The frame's header has the type, so a body carries no tag; it also has the number of the
-request. Fields are known by their position: a minor version adds fields at the end,
-with defaults, and readers skip fields beyond those they know. No field is a view of the
-receive buffer, and none can hold a container of unknown element type.
+A body has no type tag, because the frame's header has the type, and also the request's
+number. Fields are identified by position: a minor version adds fields at the end, with
+defaults, and readers skip the fields that they do not know. No field is a view of the
+receive buffer, and no field can hold a container with unknown element types.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from kvwire.wire.header import FrameType
 
 U16 = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-# 2**63 - 1: transports below count in signed 64 bits.
+# Up to 2**63 - 1, because the transports count in signed 64 bits.
 U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-# msgspec cannot bound above 2**63 - 1, and a tag may use all 64 bits: any 8 bytes.
+# Any 8 bytes: a tag may use all 64 bits, and msgspec cannot check numbers above 2**63 -
+# 1.
 Tag8 = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Bytes = Annotated[int, Meta(ge=0, le=REQUEST_BYTES_MAX)]
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
@@ -69,11 +70,11 @@ ViewNumber = Annotated[int, Meta(ge=0, le=WINDOW_VIEWS_MAX - 1)]
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Defines the base of control bodies; each subclass belongs to one frame type."""
+    """The base of control bodies; each subclass belongs to one frame type."""
 
 
 class BackendOffer(Body, array_like=True, frozen=True, gc=False):
-    """Describes one transport that a side offers."""
+    """One transport that a side offers."""
 
     name: Name
     api_version: U16
@@ -82,8 +83,7 @@ class BackendOffer(Body, array_like=True, frozen=True, gc=False):
 class TransportOffer(Body, array_like=True, frozen=True, gc=False):
     """OFFER: the client's name, its transports by preference, and its profile.
 
-    ``resumes`` names the connection that this one replaces; it is empty if there is
-    none.
+    ``resumes`` is the digest of the connection that this one replaces, or empty.
     """
 
     name: Name
@@ -95,10 +95,10 @@ class TransportOffer(Body, array_like=True, frozen=True, gc=False):
 
 
 class HandshakeVerdict(Body, array_like=True, frozen=True, gc=False):
-    """Holds the server's decision about one transport.
+    """The server's decision about one transport.
 
-    If the transport that is taken fails to connect, the next ``possible`` one in the
-    list is tried.
+    If the chosen transport cannot be opened, the next ``possible`` one in the list is
+    tried.
     """
 
     name: Name
@@ -108,7 +108,7 @@ class HandshakeVerdict(Body, array_like=True, frozen=True, gc=False):
 
 
 class TransportChoice(Body, array_like=True, frozen=True, gc=False):
-    """CHOICE: the server's name, verdicts and profile; at most one verdict takes."""
+    """CHOICE: the server's name, verdicts and profile; at most one is taken."""
 
     name: Name
     verdicts: Annotated[tuple[HandshakeVerdict, ...], Meta(max_length=2 * BACKENDS_MAX)]
@@ -118,13 +118,13 @@ class TransportChoice(Body, array_like=True, frozen=True, gc=False):
 
 
 class Ping(Body, array_like=True, frozen=True, gc=False):
-    """PING and PONG: a number, which the PONG repeats."""
+    """PING and PONG: a number, which PONG repeats."""
 
     number: U32
 
 
 class Close(Body, array_like=True, frozen=True, gc=False):
-    """CLOSE: the sender starts nothing new, and has delivered what it had begun."""
+    """CLOSE: the sender starts nothing new, and has finished what it had begun."""
 
     code: U16
 
@@ -137,7 +137,7 @@ class Credit(Body, array_like=True, frozen=True, gc=False):
 
 
 class LaneOpen(Body, array_like=True, frozen=True, gc=False):
-    """LANE_OPEN: asks for a lane, or answers; has the bootstrap of an endpoint."""
+    """LANE_OPEN: requests a lane, or answers; has the bootstrap of an endpoint."""
 
     lane: LaneNumber
     backend: Name
@@ -153,8 +153,8 @@ class LaneReady(Body, array_like=True, frozen=True, gc=False):
 class LaneClose(Body, array_like=True, frozen=True, gc=False):
     """LANE_CLOSE: the sender's endpoint of a lane has ended, or never began.
 
-    The sender has received ``seen`` announcements for this lane. The payloads numbered
-    in ``missed`` have not arrived, and all others of those have.
+    The sender has received ``seen`` announcements for this lane. Of these payloads, the
+    ones numbered in ``missed`` have not arrived, and all others have.
     """
 
     lane: LaneNumber
@@ -205,7 +205,7 @@ class AccessBody(Body, array_like=True, frozen=True, gc=False):
 
 
 class WindowOpen(Body, array_like=True, frozen=True, gc=False):
-    """WINDOW_OPEN: asks for a window of the peer by its name."""
+    """WINDOW_OPEN: requests one of the peer's windows by its name."""
 
     name: Name
 
@@ -213,10 +213,10 @@ class WindowOpen(Body, array_like=True, frozen=True, gc=False):
 class WindowOpened(Body, array_like=True, frozen=True, gc=False):
     """WINDOW_OPENED: the answer, with the window's number on this connection.
 
-    ``serial`` is in each of its tickets; ``geometry`` describes its cache. If a lane is
-    open that reads it in place, the next fields are as in WINDOW_MEMORY; without one,
-    ``lane`` is 0. ``together`` is the most bytes of a get that is answered by one
-    WINDOW_DATA.
+    ``serial`` is part of each of its tickets; ``geometry`` describes its cache. If an
+    open lane can read the window in place, the next fields are as in WINDOW_MEMORY;
+    otherwise ``lane`` is 0. ``together`` is the largest get that one WINDOW_DATA
+    answers, in bytes.
     """
 
     window: WindowNumber
@@ -229,9 +229,9 @@ class WindowOpened(Body, array_like=True, frozen=True, gc=False):
 
 
 class WindowMemoryBody(Body, array_like=True, frozen=True, gc=False):
-    """WINDOW_MEMORY: a lane has come up that reads an open window in place.
+    """WINDOW_MEMORY: a new lane can read an open window in place.
 
-    ``memory`` has the addresses, and ``access`` what the lane itself needs.
+    ``memory`` has the addresses, and ``access`` the lane's own data for reading them.
     """
 
     window: WindowNumber
@@ -241,7 +241,7 @@ class WindowMemoryBody(Body, array_like=True, frozen=True, gc=False):
 
 
 class WindowViewBody(Body, array_like=True, frozen=True, gc=False):
-    """WINDOW_VIEW: the geometry of a cache that gets of this window land in."""
+    """WINDOW_VIEW: the geometry of the cache into which this reader's gets go."""
 
     window: WindowNumber
     view: ViewNumber
@@ -249,12 +249,13 @@ class WindowViewBody(Body, array_like=True, frozen=True, gc=False):
 
 
 class WindowGet(Body, array_like=True, frozen=True, gc=False):
-    """WINDOW_GET: asks for blocks, whose ``nbytes`` bytes follow as DATA.
+    """WINDOW_GET: requests blocks, whose ``nbytes`` bytes follow as DATA.
 
-    If ``together``, they follow as one WINDOW_DATA instead.
+    With ``together``, they follow as one WINDOW_DATA instead.
 
     ``entries`` has the blocks' places in the window's table, 4 bytes each, and
-    ``generations`` 8 bytes for each. ``counts`` is the number of blocks of each group.
+    ``generations`` their generations, 8 bytes each. ``counts`` has the number of blocks
+    per group.
     """
 
     window: WindowNumber
@@ -269,11 +270,11 @@ class WindowGet(Body, array_like=True, frozen=True, gc=False):
 
 
 class WindowGot(Body, array_like=True, frozen=True, gc=False):
-    """WINDOW_GOT: the last frame of an answer; compared after the bytes had left.
+    """WINDOW_GOT: the last frame of an answer, sent after generations were compared.
 
-    ``stale`` has one bit for each block, least significant first, that is set if its
-    generation is another one; it is empty if none is. Without ``sent`` no bytes were
-    sent, since all are stale.
+    ``stale`` has one bit per block, least significant first; a set bit means that the
+    block's generation has changed. ``stale`` is empty if no generation has. If ``sent``
+    is false, no bytes were sent, because all blocks are stale.
     """
 
     sent: bool
@@ -281,10 +282,10 @@ class WindowGot(Body, array_like=True, frozen=True, gc=False):
 
 
 class WindowClose(Body, array_like=True, frozen=True, gc=False):
-    """WINDOW_CLOSE: the owner ends a window, or its reader does.
+    """WINDOW_CLOSE: the owner or the reader of a window ends it.
 
-    A reader answers the owner's with one of its own as soon as its lanes no longer read
-    the window's memory. ``mine`` is whether the sender is the owner.
+    A reader answers the owner's WINDOW_CLOSE with its own, as soon as its lanes no
+    longer read the window's memory. ``mine`` is true if the sender is the owner.
     """
 
     window: WindowNumber
@@ -292,23 +293,23 @@ class WindowClose(Body, array_like=True, frozen=True, gc=False):
 
 
 class Fin(Body, array_like=True, frozen=True, gc=False):
-    """FIN: every byte of a put is in place, or a producer has COMMIT_ACK."""
+    """FIN: every byte of a put is in place, or a producer has received COMMIT_ACK."""
 
     nbytes: Bytes
 
 
 class Fail(Body, array_like=True, frozen=True, gc=False):
-    """FAIL: the sender has ended this request; it is over on both sides."""
+    """FAIL: the sender has ended this request, which is over on both sides."""
 
     code: U16
     reason: Reason
 
 
 class Open(Body, array_like=True, frozen=True, gc=False):
-    """OPEN: asks for a KV transfer by the name that both applications know.
+    """OPEN: requests a KV transfer by the name that both applications use.
 
-    ``done`` has the numbers of requests, other transfers, of which each gets a FIN by
-    this frame.
+    ``done`` has the request numbers of other transfers; for each of them this frame
+    counts as a FIN.
     """
 
     id: TransferId
@@ -338,7 +339,7 @@ class SegmentBody(Body, array_like=True, frozen=True, gc=False):
 
 
 class SegmentAck(Body, array_like=True, frozen=True, gc=False):
-    """SEGMENT_ACK: these segments are whole and verified."""
+    """SEGMENT_ACK: these segments have arrived completely and were verified."""
 
     segments: Annotated[
         tuple[SegmentNumber, ...], Meta(min_length=1, max_length=LANDED_MAX)
@@ -346,7 +347,7 @@ class SegmentAck(Body, array_like=True, frozen=True, gc=False):
 
 
 class Commit(Body, array_like=True, frozen=True, gc=False):
-    """COMMIT: the number of segments marked; ``complete`` if nothing is left out."""
+    """COMMIT: the number of marked segments; ``complete`` if nothing is left out."""
 
     segments: Annotated[int, Meta(ge=0, le=SEGMENTS_MAX)]
     complete: bool
@@ -393,18 +394,18 @@ _BODIES: Final[dict[int, type[Body]]] = {
 _DECODERS: Final = {
     frame_type: msgspec.msgpack.Decoder(cls) for frame_type, cls in _BODIES.items()
 }
-# It reports a text that is no UTF-8 as Python does, and likewise what is deeper than
-# its stack, even among fields that this version does not know.
+# msgspec raises Python's own errors for text that is not UTF-8 and for nesting deeper
+# than the stack, even in fields that this version does not know.
 DECODE_ERRORS: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""What msgspec raises of bytes that it cannot read."""
+"The exceptions of msgspec for bytes that it cannot decode."
 encode_body: Final[Callable[[Body], bytes]] = msgspec.msgpack.Encoder().encode
-"""Returns the bytes of a control body."""
+"Encodes a control body."
 
 B = TypeVar("B", bound=Body)
 
 
 def decode_body(frame_type: int, data: bytes | bytearray | memoryview) -> Body:
-    """Read the body of a control frame of this type."""
+    """Decode the body of a control frame of this type."""
     try:
         return _DECODERS[frame_type].decode(data)
     except DECODE_ERRORS as exc:
@@ -413,6 +414,6 @@ def decode_body(frame_type: int, data: bytes | bytearray | memoryview) -> Body:
 
 
 def narrowed(body: Body, cls: type[B]) -> B:
-    """Return a body as the type that its frame has; another one is a bug of ours."""
+    """Return a body as the given type, after asserting that it has this type."""
     assert isinstance(body, cls), (body, cls)
     return body

@@ -1,9 +1,9 @@
-"""The four fixed messages of the handshake, 256 bytes each with their header.
+"""The four fixed messages of the handshake, 256 bytes each including the header.
 
-Every field has a fixed size, so nothing of unknown size is parsed before the peer has
-proved itself, and ACCEPT is never longer than HELLO. Unused bytes are zero, and any
-other value is refused: a field added later needs a new version. Every version keeps the
-size, the magic, and the place of the version numbers in HELLO and REFUSE.
+Every field has a fixed size, so nothing of unknown size is parsed before the peer is
+authenticated, and ACCEPT is never longer than HELLO. Unused bytes must be zero and are
+refused otherwise, so a new field needs a new version. Every version keeps the size, the
+magic, and the position of the version numbers in HELLO and REFUSE.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvwire.limits import (
 from kvwire.types import Role, TrustMode
 
 MAGIC: Final = b"kvwire\r\n"
-"""Ends in CR LF, so that a transfer that rewrites line ends is noticed at once."""
+"Ends in CR LF, so that a channel that rewrites line ends is detected at once."
 
 MAC_BYTES: Final = 32
 NONCE_BYTES: Final = 32
 _KEY_ID_LABEL: Final = b"kvwire key id"
 
 VersionRange = tuple[int, int]
-"""The lowest and the highest version that a side speaks."""
+"The lowest and the highest version that a side supports."
 
 
 def key_id(psk: bytes) -> bytes:
-    """Return 16 bytes that name a pre-shared key and do not reveal it."""
+    """Return 16 bytes that identify a pre-shared key without revealing it."""
     return hmac.digest(psk, _KEY_ID_LABEL, "sha256")[:KEY_ID_BYTES]
 
 
@@ -51,7 +51,7 @@ def common_version(mine: VersionRange, theirs: VersionRange) -> int:
 def version_mismatch(
     mine: VersionRange, theirs: VersionRange, who: str = "peer"
 ) -> VersionMismatch:
-    """Return the error of two ranges that do not overlap; ``who`` names the peer."""
+    """Return the error for two ranges that do not overlap; ``who`` names the peer."""
     return VersionMismatch(
         f"{who} speaks protocol versions {theirs[0]} to {theirs[1]}, this side "
         f"{mine[0]} to {mine[1]}; upgrade the older one",
@@ -61,16 +61,16 @@ def version_mismatch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionParameters:
-    """Holds the limits of one side of a connection.
+    """The limits of one side of a connection.
 
     Attributes:
-        chunk_bytes: Most payload bytes in one DATA frame.
-        eager_bytes: Most payload bytes in one MESSAGE frame.
-        window_bytes: Bytes of eager messages that this side holds until they are
-            received.
-        window_messages: How many such messages it holds.
-        features: A bit for each addition of a later minor version; both sides use
-            what both have set. This version knows none.
+        chunk_bytes: The most payload bytes in one DATA frame.
+        eager_bytes: The most payload bytes in one MESSAGE frame.
+        window_bytes: The most bytes of eager messages that this side holds until they
+            are received.
+        window_messages: The most eager messages that it holds.
+        features: One bit for each addition of a later minor version; both sides use the
+            features that both have set. This version defines none.
     """
 
     chunk_bytes: int
@@ -105,9 +105,9 @@ class ConnectionParameters:
 
 
 class _Fixed:
-    """The base of the four messages: the magic, then the fields in their order.
+    """The base of the four messages: the magic, then the fields in order.
 
-    A message with a role has the sender's role in front of the trust mode.
+    A message with a role has the sender's role before the trust mode.
     """
 
     __slots__ = ()
@@ -130,7 +130,7 @@ class _Fixed:
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Read a body."""
+        """Decode a body."""
         values = iter(_unpack(cls._layout, body)[1:])
         found = dict[str, Any]()
         for field in fields(cls):
@@ -162,15 +162,16 @@ class Hello(_Fixed):
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Read a body."""
+        """Decode a body."""
         cls.versions(body)
         return super(Hello, cls).decode(body)
 
     @staticmethod
     def versions(body: bytes) -> VersionRange:
-        """Read the version numbers and nothing else.
+        """Return only the version numbers.
 
-        The rest may have another meaning in versions that this side does not speak.
+        The other bytes may mean something else in versions that this side does not
+        support.
         """
         low, high = _VERSIONS.unpack_from(_magical(body), len(MAGIC))
         if not 1 <= low <= high:
@@ -204,7 +205,7 @@ class Confirm(_Fixed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse(_Fixed):
-    """REFUSE, a side's last message: a code, and the versions and trust it has."""
+    """REFUSE, a side's last message: a code, and the side's versions and trust mode."""
 
     _layout = struct.Struct("<8sHHHB")
 
@@ -215,7 +216,7 @@ class Refuse(_Fixed):
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Read a body, of which only the versions count if the code is VERSION."""
+        """Decode a body; if the code is VERSION, only the versions are meaningful."""
         (code,) = _CODE.unpack_from(_magical(body), len(MAGIC))
         if code == WireCode.VERSION:
             known = len(MAGIC) + _CODE.size + _VERSIONS.size
@@ -228,7 +229,7 @@ _VERSIONS: Final = struct.Struct("<HH")
 
 
 def _magical(body: bytes) -> bytes:
-    """Return a body after checking its size and magic, which no version changes."""
+    """Return a body after checking its size and magic, the same in all versions."""
     if len(body) != HANDSHAKE_BODY_BYTES:
         raise MalformedFrame("KVW-HS-01", f"handshake message of {len(body)} bytes")
     if not body.startswith(MAGIC):
@@ -238,14 +239,15 @@ def _magical(body: bytes) -> bytes:
 
 def _unpack(layout: struct.Struct, body: bytes) -> tuple[Any, ...]:
     if any(_magical(body)[layout.size :]):
-        raise MalformedFrame("KVW-HS-01", "handshake message with bytes beyond its end")
+        raise MalformedFrame("KVW-HS-01", "handshake message with nonzero unused bytes")
     return layout.unpack_from(body)
 
 
 def _check_role(role: object, expected: Role) -> None:
     if role != expected:
         raise MalformedFrame(
-            "KVW-HS-03", f"a {expected.name.lower()}'s message in the other direction"
+            "KVW-HS-03",
+            f"a {expected.name.lower()}'s message, sent in the wrong direction",
         )
 
 

@@ -1,6 +1,6 @@
-"""The 32 bytes in front of every frame.
+"""The 32-byte header of every frame.
 
-Little-endian, fixed, so that a link can receive it knowing nothing else::
+It is little-endian and fixed, so that a link can receive it knowing nothing else::
 
     0  type           u8    what follows; 0x40 and above carry payload
     1  flags          u8    SEALED, CHECKED
@@ -13,10 +13,10 @@ Little-endian, fixed, so that a link can receive it knowing nothing else::
                             control body its CRC-32; else 0
     28 header_check   u32   CRC-32 of the 28 bytes above
 
-The check makes a flipped bit certain to be seen (CRC-32 finds every burst up to 32
-bits) before a length or a request number is believed. The sequence number makes a
-frame that was lost, doubled or reordered visible at the next one, on any transport.
-A control body is always covered as well, by its seal or by its own check.
+The check detects damaged headers (CRC-32 detects every burst of up to 32 bits) before a
+length or a request number is used. The sequence number shows, at the next frame and on
+any transport, that a frame was lost, duplicated or reordered. A control body is always
+protected as well, by its seal or its own check.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from kvwire.limits import (
 _LAYOUT: Final = struct.Struct("<BBHIIIQII")
 _CHECKED_PART: Final = struct.Struct("<BBHIIIQI")
 assert _LAYOUT.size == HEADER_BYTES
-# The CRC-32 of anything that has its own CRC-32 behind it, little-endian.
+# The CRC-32 of any data followed by its own CRC-32, little-endian.
 _INTACT: Final = 0x2144DF1C
-# Looked up once: each frame is packed and read.
+# Looked up once, because every frame is packed and unpacked.
 _unpack: Final = _LAYOUT.unpack_from
 pack_head: Final = _CHECKED_PART.pack
 pack_check: Final = struct.Struct("<I").pack
@@ -57,7 +57,7 @@ _crc32: Final = zlib.crc32
 
 
 class FrameType(enum.IntEnum):
-    """Names the types of frames. Values are never reused; unknown ones are refused."""
+    """The types of frames. Values are never reused; unknown types are refused."""
 
     HELLO = 0x01
     ACCEPT = 0x02
@@ -106,29 +106,30 @@ HANDSHAKE_TYPES: Final = frozenset(
 
 
 class Flag(enum.IntFlag):
-    """Names the bits of the flags byte.
+    """The bits of the flags byte.
 
-    A control frame has exactly one of them, since its body is always covered. A payload
-    frame is never sealed and need not be checked: the transport may be trusted.
+    A control frame has exactly one of them, because its body is always protected. A
+    payload frame is never sealed, and need not have a checksum, because the transport
+    may be trusted.
     """
 
     SEALED = 1
     """The last SEAL_BYTES of the body authenticate the frame."""
     CHECKED = 2
-    """``payload_check`` holds a checksum of what follows the header."""
+    "``payload_check`` is the checksum of the bytes after the header."
 
 
 _SEALED: Final = int(Flag.SEALED)
 _CHECKED: Final = int(Flag.CHECKED)
 
-# Smallest and largest body of each type. What a type allows is all that is ever read.
+# The smallest and the largest body of each type. No more than this is ever read.
 _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
     **dict.fromkeys(HANDSHAKE_TYPES, (HANDSHAKE_BODY_BYTES, HANDSHAKE_BODY_BYTES)),
     **dict.fromkeys(
         (t for t in FrameType if FrameType.OFFER <= t < FIRST_PAYLOAD_TYPE),
         (1, 1024 + SEAL_BYTES),
     ),
-    # The only one of the four that may follow the proofs, and so may be sealed.
+    # The only one of the four that may be sent after the proofs, and so may be sealed.
     FrameType.REFUSE: (HANDSHAKE_BODY_BYTES, HANDSHAKE_BODY_BYTES + SEAL_BYTES),
     FrameType.OFFER: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.CHOICE: (1, CONTROL_BODY_BYTES_MAX),
@@ -148,7 +149,8 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
     FrameType.MARKED_DATA: (1, CHUNK_BYTES_MAX),
     FrameType.WINDOW_DATA: (1, WINDOW_DATA_BYTES_MAX),
 }
-# The same with the flags that a type may have in place of CHECKED.
+# The same bounds by plain numbers, with the flag that a type may have instead of
+# CHECKED.
 _ALLOWED: Final = {
     int(frame_type): (low, high, 0 if frame_type >= FIRST_PAYLOAD_TYPE else _SEALED)
     for frame_type, (low, high) in _BODY_BYTES.items()
@@ -156,7 +158,7 @@ _ALLOWED: Final = {
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Holds a decoded header, with the fields of the table above."""
+    """A decoded header; the table above explains the fields."""
 
     type: int
     flags: int
@@ -187,11 +189,11 @@ def encode_header(
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> Header:
-    """Read the 32 bytes of a header and check everything that needs no state.
+    """Decode the 32 bytes of a header, and check everything that needs no state.
 
     Raises:
         MalformedFrame: The check does not match, the type does not allow these flags,
-            or a field that has no meaning under them is not zero.
+            or a field that is unused with these flags is not zero.
         UnexpectedFrame: The type is unknown.
         FrameTooLarge: The type does not allow this length.
     """
@@ -210,7 +212,9 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
                 f"0x{_CHECKED:02x} and 0x{other:02x} are allowed",
             )
         if header.payload_check:
-            raise MalformedFrame("KVW-HD-06", "a payload check without the flag for it")
+            raise MalformedFrame(
+                "KVW-HD-06", "a payload check without the CHECKED flag"
+            )
     if not low <= header.length <= high:
         raise FrameTooLarge(
             "KVW-HD-04",

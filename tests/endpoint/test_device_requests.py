@@ -175,7 +175,7 @@ async def test_what_a_kernel_still_writes_is_sent_behind_it(
     gate = Gate(stream)
     stream.call(lambda: source.write(late))
     sent = pair.left.send(1, source) if verb == "send" else pair.left.put(source, grant)
-    assert "waits for what its device has queued" in repr(sent)
+    assert "waits for work queued on its device" in repr(sent)
     await pair.left.send(1, b"second")
     received = pair.right.recv(1, into=target) if verb == "send" else None
     if received:

@@ -572,14 +572,14 @@ async def test_a_restarted_member_is_found_at_its_new_address(tmp_path: Path) ->
 async def test_nobody_is_meant(tmp_path: Path) -> None:
     async with fleet(tmp_path, "a", handshake_timeout_s=0.2) as (seeker, _):
         peer = seeker.peer("role=prefill")
-        with pytest.raises(kvwire.ConnectError, match="no member is meant"):
+        with pytest.raises(kvwire.ConnectError, match="no member matches"):
             await peer.connect()
         assert not (await peer.pull("x", cache(), [0])).complete
 
 
 async def test_nobody_finds_itself(tmp_path: Path) -> None:
     async with fleet(tmp_path, "a", handshake_timeout_s=0.3) as (_, members):
-        with pytest.raises(kvwire.ConnectError, match="no member is meant"):
+        with pytest.raises(kvwire.ConnectError, match="no member matches"):
             await members[0].peer("role=decode").connect()
 
 

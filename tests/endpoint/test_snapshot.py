@@ -40,7 +40,7 @@ async def test_what_a_transfer_waits_for_at_each_step(w: World) -> None:
     assert there.waits_for.endswith(f"1 of {LAYERS} layers are marked")
     out.ready(layers=slice(1, LAYERS))
     await inc.layer(LAYERS - 1)
-    assert w.d.transfers()[0].waits_for.endswith("and the commit is missing")
+    assert w.d.transfers()[0].waits_for.endswith("the producer has not committed")
     out.finish()
     outcome = await inc
     assert (await out).nbytes == outcome.nbytes == here.nbytes
@@ -75,7 +75,7 @@ async def test_a_silent_peer_is_named(w: World) -> None:
     assert "prefill is silent for" in stuck.waits_for
     (connection,) = w.d.snapshot().connections
     assert connection.silent_s >= SILENCE_S
-    assert f"heard {connection.silent_s:.1f} s ago" in repr(w.pull_side)
+    assert f"last frame {connection.silent_s:.1f} s ago" in repr(w.pull_side)
     thaw()
     out.abort()
     inc.abort()

@@ -44,7 +44,7 @@ def transfer(number: int, **fields: object) -> TransferSnapshot:
         layers_landed=1,
         nbytes=4096,
         landed_bytes=1024,
-        waits_for="the consumer has not taken all of it",
+        waits_for="the consumer has not received all of it",
     )
     return replace(made, **fields)  # type: ignore[arg-type]
 
@@ -80,7 +80,7 @@ def test_a_thousand_transfers_are_a_row_each_and_one_reason(idle: Snapshot) -> N
         "decode-0",
         "transfer request-999 and 999 more",
         "999.0 s",
-        "the consumer has not taken all of it",
+        "the consumer has not received all of it",
     ]
 
 

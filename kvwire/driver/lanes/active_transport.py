@@ -18,8 +18,8 @@ from kvwire.types import PeerInfo, TransportReport, TrustMode
 
 logger: logging.Logger = logging.getLogger("kvwire.lanes")
 
-# Between the end of a lane and that of its control link, when a peer dies, there are a
-# few turns of the loop; a warning that comes this much later is not missed.
+# When a peer dies, its lanes and its control link end within a few turns of the loop; a
+# warning that comes this much later is soon enough.
 LOG_DELAY_S: Final = 0.25
 
 

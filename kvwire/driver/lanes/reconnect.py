@@ -16,13 +16,13 @@ from kvwire.errors import BackendUnavailable, KVWireError
 
 
 class LaneReconnector:
-    """Reopen the lanes of one connection, one after the other, with pauses.
+    """Reopens the lanes of one connection, one after the other, with pauses.
 
     Args:
-        lacks: Returns whether lanes are missing that are worth another try.
-        attempt: Opens one. Raises BackendUnavailable if it does not come up, and any
-            other error of kvwire if the connection has ended.
-        ended: Called whenever no lane is being opened any more.
+        lacks: Returns whether a lane is missing and worth another attempt.
+        attempt: Opens one lane. Raises BackendUnavailable if the lane does not open,
+            and any other error of kvwire if the connection has ended.
+        ended: Called each time that the attempts stop.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class LaneReconnector:
         self._lacks = lacks
         self._attempt = attempt
         self._ended = ended
-        # A lane that breaks as soon as it is open is not opened without a pause.
+        # A lane that breaks as soon as it is open is reopened only after a pause.
         self._upkeep = Upkeep(RERAISE_S, RERAISE_S_MAX, steady_s=RERAISE_S_MAX)
 
     @property
     def busy(self) -> bool:
-        """Whether a try is running or scheduled."""
+        """Whether an attempt is running or scheduled."""
         return self._upkeep.running
 
     def lost(self) -> None:

@@ -1,10 +1,10 @@
 """Sends and receives on one connection's lanes, and chooses a lane for each chunk.
 
-While no lane is open, the control link carries all payload. Lanes of its own transport
-share the payload with it; lanes of another transport carry all of it, except for chunks
-that are too small to be worth the detour. When the last lane has gone, payload returns
-to the control link if its transport may carry data, until another lane opens; if it may
-not, the connection ends.
+While no lane is open, the control link carries all payload. Lanes that use the control
+link's transport share the payload with it; lanes of another transport carry all
+payload, except chunks that are too small to be worth the detour. When the last lane is
+gone, payload returns to the control link until another lane opens, if the link's
+transport may carry data; otherwise the connection ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Landing(Landing):
 
 
 class LaneScheduler(LaneHandler):
-    """Send and receive on the lanes of one connection, and choose between them.
+    """Sends and receives on the lanes of one connection, and chooses between them.
 
     Args:
         owner: The connection's driver.
@@ -67,7 +67,7 @@ class LaneScheduler(LaneHandler):
 
     @property
     def full(self) -> bool:
-        """Whether the next chunk has to wait for a lane."""
+        """Whether the next chunk has to wait until a lane has room."""
         lanes = self._lanes
         if not lanes.open:
             return not lanes.fallback
@@ -95,7 +95,7 @@ class LaneScheduler(LaneHandler):
         return MemoryKind.HOST in kinds or not self._lanes.fallback
 
     def span(self, endpoint: LaneEndpoint, buffer: BufferId) -> int:
-        """Return the bytes of a buffer that a lane takes at once; 0 means one chunk."""
+        """Return how many bytes of a buffer a lane takes at once; 0 means one chunk."""
         payload = self._staging.whole(buffer)
         if not self.carries(endpoint, payload):
             return 0
@@ -142,7 +142,8 @@ class LaneScheduler(LaneHandler):
         except ProtocolError:
             if event.descriptor:
                 raise
-            # Sent by an endpoint that had ended and could not report that yet.
+            # The peer's endpoint sent it when it had ended but could not yet report
+            # that.
             endpoint.lane.abort()
             return
         self.dirty[endpoint.lane] = None  # bounded: LANES_MAX
@@ -153,7 +154,7 @@ class LaneScheduler(LaneHandler):
         assert isinstance(token, Chunk)
         self._staging.sent(token)
         if self._core.chunk_sent(token):
-            # Else it is held until LANE_ACK, and there is nothing new.
+            # Otherwise the memory is held until LANE_ACK, and nothing is due.
             self._owner.run()
 
     def payload_received(self, lane: Lane, landing: Landing) -> None:

@@ -1,9 +1,9 @@
 """Opens a connection's lanes, one transport after the other.
 
-The client tries the transports that the server has found possible, in that order, until
-a lane is open on both sides. The server answers. Both record why each transport failed:
-see :mod:`kvwire.driver.lanes.state`. If a lane breaks later, the client reopens it: see
-:mod:`kvwire.driver.lanes.reconnect`.
+The client tries the transports that the server has found possible, in the server's
+order, until a lane is open on both sides. The server answers each attempt. Both record
+why each transport failed: see :mod:`kvwire.driver.lanes.state`. If a lane breaks later,
+the client reopens it: see :mod:`kvwire.driver.lanes.reconnect`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvwire.proto.state import CloseState
 
 logger: logging.Logger = logging.getLogger("kvwire.lanes")
 
-# A peer that has refused a lane so often in a row, for two minutes or so, will not have
-# it: its device is gone for good, or its system's limits are reached.
+# If a peer has refused a lane this often in a row, for two minutes or so, it is not
+# asked again: its device is gone for good, or its system's limits are reached.
 REFUSALS_MAX: Final = 8
 
 
 class LaneSetup:
-    """Open the lanes of one connection, on either side.
+    """Opens the lanes of one connection, on either side.
 
     Args:
         owner: The connection's driver.
         active: The active transport, which logs changes.
-        handler: What the lanes call.
+        handler: Receives the lanes' calls.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class LaneSetup:
         self._active = active
         self._handler = handler
         self._services = owner.services
-        # Server: lanes that the client has asked for.
+        # Server: tasks that open the lanes that the client has requested.
         self._tasks: set[asyncio.Task[None]] = set()
-        # Client: the peer's bootstrap of the lane that is being opened, the task that
-        # joins it, the transport of choice, how many of its lanes opened, and how often
-        # the server has refused one since.
+        # Client: the peer's bootstrap for the lane that is being opened, the task that
+        # joins this lane, the first transport that worked, how many of its lanes
+        # opened, and how often the server has since refused one.
         self._bootstrap: tuple[int, asyncio.Future[bytes]] | None = None
         self._joining: asyncio.Task[None] | None = None
         self._chosen = ""
         self._wanted = 0
         self._refusals = 0
-        # Made when the first lane has broken.
+        # Created when the first lane breaks.
         self._reconnector: LaneReconnector | None = None
-        # Called with each lane that comes up.
+        # Called with each lane that opens.
         self.on_open: Callable[[LaneEndpoint], None] | None = None
         self._initial_set: asyncio.Future[None] = (
             asyncio.get_running_loop().create_future()
@@ -70,13 +70,13 @@ class LaneSetup:
 
     @property
     def busy(self) -> bool:
-        """Whether an endpoint is being made or may still be made."""
+        """Whether an endpoint is being created or may still be created."""
         reconnector = self._reconnector
         return bool(self._tasks) or (reconnector is not None and reconnector.busy)
 
     @property
     def _needed(self) -> bool:
-        """Whether the first choice is a transport that needs a lane."""
+        """Whether the preferred transport needs a lane."""
         return self._lanes.verdicts.taken not in ("", self._lanes.scheme)
 
     # --- the client -------------------------------------------------------------------
@@ -84,7 +84,7 @@ class LaneSetup:
     async def open_lanes(self, count: int) -> None:
         """Open lanes of the first transport that works, for ``count`` data paths.
 
-        Cancel safety: the connection is to be aborted.
+        Cancel safety: the caller has to abort the connection.
         """
         lanes = self._lanes
         if not self._needed and count == 1:
@@ -107,14 +107,14 @@ class LaneSetup:
             break
         else:
             reasons = "; ".join(f"{name}: {why}" for name, why in lanes.failed.items())
-            raise BackendUnavailable(f"no transport that is allowed works: {reasons}")
+            raise BackendUnavailable(f"no allowed transport works: {reasons}")
         self._core.lanes.end_initial_set()
         self._end_initial_set()
         self._owner.run()
-        self.reopen_lost()  # if one has broken while others were opening
+        self.reopen_lost()  # if one has broken while others were being opened
 
     async def _open_more(self, name: str, count: int) -> int:
-        """Open more lanes of a transport that works without them; return how many.
+        """Open more lanes of a transport that works already; return how many opened.
 
         A lane that did not open at first is not retried, since no data relied on it.
         """
@@ -122,12 +122,12 @@ class LaneSetup:
             try:
                 await self._open(name)
             except BackendUnavailable as exc:
-                logger.warning("only some lanes of %s came up: %s", name, exc)
+                logger.warning("only some lanes of %s could be opened: %s", name, exc)
                 return opened
         return count
 
     def _lacks(self) -> bool:
-        """Return whether an opened lane has been lost and is worth another try."""
+        """Return whether an opened lane has been lost and is worth another attempt."""
         return (
             self._core.phase is CloseState.OPEN
             and self._refusals < REFUSALS_MAX
@@ -141,9 +141,9 @@ class LaneSetup:
             endpoint = await self._open(name)
         except BackendUnavailable as exc:
             if self._refusals < REFUSALS_MAX:
-                self._active.log(f"{name} does not come up again: {exc}", logging.INFO)
+                self._active.log(f"{name} cannot be reopened: {exc}", logging.INFO)
             else:
-                self._active.log(f"{name} is not asked for any more: {exc}")
+                self._active.log(f"{name} is no longer requested: {exc}")
             raise
         self._refusals = 0
         self._active.lane_came_back(endpoint)
@@ -153,7 +153,7 @@ class LaneSetup:
         self._check_alive()
         number = self._core.lanes.next_number()
         if number is None:
-            raise BackendUnavailable("too many lanes were tried")
+            raise BackendUnavailable("too many lanes were opened on this connection")
         endpoint = self._make(name, number)
         try:
             ours = _bootstrap_of(endpoint)
@@ -166,7 +166,7 @@ class LaneSetup:
         self._core.lanes.open(number, name, ours)
         self._lanes.add(endpoint)
         self._owner.run()
-        # In a task of its own, which the end of the connection cancels.
+        # In a separate task, which the end of the connection cancels.
         self._joining = start_task(self._join(endpoint, bootstrap))
         try:
             async with asyncio.timeout(timeout_s):
@@ -180,7 +180,9 @@ class LaneSetup:
             self._joining = self._bootstrap = None
         if endpoint.state is not LaneState.JOINED:
             self._check_alive()
-            raise BackendUnavailable(endpoint.reason or "it broke as soon as it was up")
+            raise BackendUnavailable(
+                endpoint.reason or "it broke as soon as it was open"
+            )
         self._core.lanes.ready(number)
         self._ready(endpoint)
         self._owner.run()
@@ -194,13 +196,13 @@ class LaneSetup:
         _check_description(endpoint)
 
     def bootstrapped(self, event: LaneBootstrapped) -> None:
-        """Join with the server's endpoint, whose bootstrap has arrived."""
+        """Join the server's endpoint, whose bootstrap has arrived."""
         bootstrap = self._awaited(event.lane)
         if bootstrap is not None:
             bootstrap.set_result(event.bootstrap)
 
     def _awaited(self, number: int) -> asyncio.Future[bytes] | None:
-        """Return a lane's bootstrap if the opening still waits for it."""
+        """Return the future for a lane's bootstrap, if it is still awaited."""
         if self._bootstrap is None or self._bootstrap[0] != number:
             return None
         bootstrap = self._bootstrap[1]
@@ -209,13 +211,13 @@ class LaneSetup:
     # --- the server -------------------------------------------------------------------
 
     def asked(self, event: LaneAsked) -> None:
-        """Join with the client's endpoint, in a separate task."""
+        """Join the client's endpoint, in a separate task."""
         task = start_task(self._answer(event))
         self._tasks.add(task)  # bounded: LANES_MAX
         task.add_done_callback(self._answered)
 
     def opened(self, event: LaneOpened) -> None:
-        """Use a lane that both sides have ready; 0 ends the client's first choice."""
+        """Use a lane that both sides have ready; number 0 ends the first choice."""
         if not event.lane:
             self._end_initial_set()
             return
@@ -248,7 +250,7 @@ class LaneSetup:
                 self._owner.run()
             else:
                 reason = str(self._give_up(endpoint, exc, LANE_TIMEOUT_LAST_S))
-            if name in self._lanes.possible:  # and not whatever the peer has made up
+            if name in self._lanes.possible:  # the peer may have sent any name
                 self._lanes.failed[name] = reason
             if not isinstance(exc, Exception):
                 raise
@@ -348,18 +350,18 @@ class LaneSetup:
     def _give_up(
         self, endpoint: LaneEndpoint, exc: BaseException, timeout_s: float
     ) -> BaseException:
-        """Close an unused endpoint; return the error for its opener.
+        """Close an unused endpoint; return the error for the call that opens it.
 
         If it joined at the last moment, it may touch memory until ``lane_closed``.
         """
         ended = self._core.error
         if ended is not None:
-            # Whatever reason this lane has, it is not to blame.
+            # The connection's end is the cause, whatever reason this lane has.
             exc = exc if _is_cancelled() else ended
         else:
             self._services.counters.lanes_failed += 1
             if isinstance(exc, TimeoutError):
-                exc = BackendUnavailable(f"it did not come up in {timeout_s:g} s")
+                exc = BackendUnavailable(f"it did not open within {timeout_s:g} s")
             elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
                 exc = _unavailable(endpoint.backend, exc)
         reason = str(exc) or "cancelled"
@@ -373,10 +375,11 @@ class LaneSetup:
 
 
 def _bootstrap_of(endpoint: LaneEndpoint) -> bytes:
-    """Return the bootstrap for the peer, if a frame can carry it.
+    """Return an endpoint's bootstrap, after checking that a frame can carry it.
 
     Raises:
-        BackendUnavailable: The backend breaks its contract; another one is tried then.
+        BackendUnavailable: The backend breaks its contract; another transport is tried
+            then.
     """
     try:
         bootstrap: object = endpoint.lane.bootstrap
@@ -404,7 +407,7 @@ def _check_description(endpoint: LaneEndpoint) -> None:
 
 
 def _unavailable(name: str, exc: Exception) -> BackendUnavailable:
-    """Translate a backend's exception that the contract does not allow."""
+    """Convert an exception that the contract forbids a backend to raise."""
     if isinstance(exc, OSError):
         return BackendUnavailable(f"the system refuses: {exc}")
     logger.error("bug in backend %s", name, exc_info=exc)
@@ -412,6 +415,6 @@ def _unavailable(name: str, exc: Exception) -> BackendUnavailable:
 
 
 def _is_cancelled() -> bool:
-    """Return whether this task itself was cancelled, and not only its future."""
+    """Return whether this task was cancelled, rather than only the future it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -8,8 +8,8 @@ States of a lane, as this side sees its own endpoint:
 * JOINING: ``join`` of its backend is running, or waits for the peer's bootstrap.
 * JOINED: ``join`` has returned, so ``lane_closed`` will come. The peer is not ready.
 * OPEN: both endpoints are ready; payload may be sent on it.
-* ABANDONED: it is to end, and ``join`` has not returned; it may still do so.
-* CLOSING: it is to end, and may touch memory until ``lane_closed``.
+* ABANDONED: it has to end, but ``join`` has not returned, and may still return.
+* CLOSING: it has to end, and may touch memory until ``lane_closed``.
 * CLOSED: it touches no memory, and is forgotten.
 
 Inputs:
@@ -56,7 +56,8 @@ class LaneInput(enum.Enum):
     GONE = "gone"
 
 
-# A step that is not listed does not exist: it is a bug of kvwire or of a backend.
+# A step that is not listed does not exist: requesting it is a bug of kvwire or of a
+# backend.
 LANE_TRANSITIONS: Final[dict[tuple[LaneState, LaneInput], LaneState]] = {
     (LaneState.JOINING, LaneInput.JOINED): LaneState.JOINED,
     (LaneState.JOINING, LaneInput.CLOSE): LaneState.ABANDONED,
@@ -106,10 +107,11 @@ class LaneSet:
 
     Attributes:
         possible: The transports that may carry data, in the order of the report.
-        fallback: The control link may carry payload while no lane is open.
-        open: The lanes that may be sent on, in the order in which they opened.
-        failed: Why a transport did not come up, or broke, by name.
-        initial_set_done: The client has made its first choice. Lanes may still open.
+        fallback: Whether the control link may carry payload while no lane is open.
+        open: The lanes that may send, in the order in which they opened.
+        failed: By transport name, why it could not be opened, or broke.
+        initial_set_done: Whether the client has made its first choice. Lanes may still
+            open.
         broken: The transport whose last open lane has broken, until one opens, or "".
     """
 
@@ -125,7 +127,7 @@ class LaneSet:
         self.initial_set_done: bool = False
         self._endpoints: dict[Lane, LaneEndpoint] = {}
         self.broken: str = ""
-        # What carried the data when the connection ended, and why.
+        # The transport that carried the data when the connection ended, and the reason.
         self._last: tuple[str, str] | None = None
 
     # --- the lanes --------------------------------------------------------------------
@@ -135,18 +137,18 @@ class LaneSet:
         self._endpoints[endpoint.lane] = endpoint  # bounded: LANES_MAX
 
     def of(self, lane: Lane) -> LaneEndpoint:
-        """Return the endpoint of a backend's lane, which must not be closed."""
+        """Return the endpoint of a backend's lane, which must not be closed yet."""
         return self._endpoints[lane]
 
     def find(self, number: int) -> LaneEndpoint | None:
-        """Return the endpoint of this number, unless it is closed."""
+        """Return the endpoint with this number, unless it is closed."""
         for endpoint in self._endpoints.values():
             if endpoint.number == number:
                 return endpoint
         return None
 
     def knows(self, lane: Lane) -> bool:
-        """Return whether a lane is not closed."""
+        """Return whether a lane is one of this connection's and not closed."""
         return lane in self._endpoints
 
     @property

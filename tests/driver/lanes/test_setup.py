@@ -361,7 +361,7 @@ async def test_a_peer_that_refuses_is_not_asked_for_ever(
         await expect_moves(pair)
         assert pair.left.transport == pair.right.transport == "tcp"
         assert pair.near.counters.lanes_failed == 1 + REFUSALS_MAX
-        await until(lambda: "inproc is not asked for any more" in caplog.text)
+        await until(lambda: "inproc is no longer requested" in caplog.text)
         assert "the device has gone" in caplog.text
 
 
