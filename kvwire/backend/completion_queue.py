@@ -18,7 +18,7 @@ class CompletionQueue(Generic[T]):
     Args:
         call_soon: Schedules a call on the loop, from any thread; raises RuntimeError
             once the loop is closed.
-        tell: Called on the loop with completions, in their order.
+        tell: Called on the loop with completions, in order.
         nbytes: Returns how many bytes a completion has moved.
     """
 
@@ -35,7 +35,7 @@ class CompletionQueue(Generic[T]):
         self._done: deque[T] = deque()
 
     def put(self, done: Iterable[T]) -> None:
-        """Queue completions and wake the loop if it is not yet awake for others."""
+        """Queue completions, and wake the loop unless a wake-up is already due."""
         with self._lock:
             awake = bool(self._done)
             self._done.extend(done)  # bounded: LANE_PAYLOADS_MAX
@@ -50,7 +50,7 @@ class CompletionQueue(Generic[T]):
     def on_loop(self, call: Callable[[], None]) -> None:
         """Schedule a call on the loop; if the loop is closed, do nothing.
 
-        With a closed loop, nobody is left who waits for the call.
+        With a closed loop, no code is left that waits for the call.
         """
         try:
             self._call_soon(call)

@@ -2,11 +2,11 @@
 
 A forked child has every descriptor of its parent. While it lives, the parent's ports
 stay taken, its connections open and its locks held, even after the parent was killed: a
-restart fails, and peers wait for a dead process. Programs started by ``exec``, as
-``subprocess`` and ``forkserver`` do, inherit none of them.
+restart fails, and peers wait for a dead process. Programs started with ``exec``, as by
+``subprocess`` and ``forkserver``, do not inherit these descriptors.
 
-In the child, each descriptor is replaced by one of ``/dev/null``. The numbers stay
-taken, since the child's objects still hold them and will close them.
+In the child, ``/dev/null`` replaces the file behind each descriptor. The numbers stay
+in use, because the child's objects still have them and will close them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _own(owner: Any) -> Iterable[int]:
 
 
 def keep_from_children(owner: T, descriptors: Callable[[T], Iterable[int]] = _own) -> T:
-    """Keep the descriptors of an object from children that are forked later.
+    """Withhold an object's descriptors from children that are forked later.
 
     Args:
         owner: The object, such as a socket; held by a weak reference.
@@ -51,7 +51,7 @@ def _forked() -> None:
     _kept.clear()
     if not found:
         return
-    with suppress(OSError):  # nothing could be done about it here
+    with suppress(OSError):  # a failure cannot be handled here
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in found:
             os.dup2(nothing, number, inheritable=False)

@@ -1,11 +1,11 @@
 """Turns a batch of a window's blocks into gets, for transports that read ranges.
 
-First the bytes, in as few gets as possible: pieces that touch on both sides are joined,
-and a piece outside of the exposed memory is left out, with its block. Then, *once all
-of these are over*, the generations: entries of the table that lie close together are
-read as one range, into memory of the reader's own.
+First the bytes are read, in as few gets as possible: pieces that are adjacent on both
+sides are joined, and a piece outside of the exposed memory is left out, with its block.
+*Once all of these gets have ended*, the generations are read: entries of the table that
+lie close together are read as one range, into the reader's own memory.
 
-All of it is NumPy: no Python code runs for a piece or a block.
+All of it is NumPy: no Python code runs per piece or block.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from kvwire.kv.blocks import Bits
 from kvwire.kv.fragments import Array
 
 ENTRY_BYTES: Final = 8
-# Entries with a gap of fewer bytes are read as one range, the gap included: a get costs
-# as much as copying some 16 KiB.
+# Entries separated by fewer bytes than this are read as one range, including the gap: a
+# get costs as much as copying some 16 KiB.
 GAP_BYTES: Final = 16 * 1024
-# No process has addresses beyond this, and no sum with a size overflows 64 bits.
+# No process has addresses beyond this, and no sum of an address and a size overflows 64
+# bits.
 _ADDRESS_MAX: Final = 2**62
 Places = npt.NDArray[np.int64]
 
@@ -36,10 +37,10 @@ class Gets(NamedTuple):
     """Ranges to read; the arrays have one item for each get.
 
     Attributes:
-        ranges: The number of the exposed range in which it lies.
-        there: The peer's address.
+        ranges: The number of the exposed range that contains it.
+        there: The address in the peer's process.
         here: The address in this process.
-        lengths: Its bytes.
+        lengths: The number of bytes.
     """
 
     ranges: Places
@@ -53,12 +54,12 @@ class Gets(NamedTuple):
 
 
 class Looks(NamedTuple):
-    """How the generations of a batch are read.
+    """The gets that read a batch's generations.
 
     Attributes:
         gets: The ranges of the table, into ``memory``.
         memory: Receives these ranges, one after the other.
-        places: Where in ``memory`` the generation of each block then is.
+        places: The position of each block's generation in ``memory``.
     """
 
     gets: Gets
@@ -70,14 +71,14 @@ class Looks(NamedTuple):
 class WindowRanges:
     """A window's memory as ranges, in the same order on both sides.
 
-    The spans and the table are sorted by address, and joined where they touch. So a
-    cache that lies in one piece is one range, with one key.
+    The tensors and the table are sorted by address, and adjacent ones are joined. So a
+    contiguous cache is one range, with one key.
 
     Attributes:
-        places: Address and bytes of each range.
+        places: The address and the bytes of each range.
 
     Raises:
-        ValueError: It contains something that is no address, or not a memory's size.
+        ValueError: An address or a size is not a valid one.
     """
 
     def __init__(self, memory: WindowMemory) -> None:
@@ -98,7 +99,7 @@ class WindowRanges:
         offsets_from = batch.offsets_from
         offsets_to = batch.offsets_to
         run = np.uint64(batch.run)
-        # Pieces first, since neighbouring blocks touch within a tensor.
+        # Pieces come first, since within a tensor neighbouring blocks are adjacent.
         there = np.add.outer(batch.pieces_from, offsets_from)
         ranges, inside = self._holding(there, run)
         if not (inside.all() and good.all()):
@@ -112,7 +113,7 @@ class WindowRanges:
         return _merged(ranges.ravel(), there.ravel(), here, run), good
 
     def looks(self, entries: Array) -> Looks:
-        """Return how to read these entries of the table, which must be within it."""
+        """Return the gets for these entries of the table, which must be within it."""
         if not entries.size:
             return self._looks(entries, entries, entries)
         lowest = entries.min()
@@ -134,7 +135,7 @@ class WindowRanges:
         return self._looks(firsts, counts, places)
 
     def _looks(self, firsts: Array, counts: Array, places: Array) -> Looks:
-        """Return how to read ranges of the table, by first entry and count."""
+        """Return the gets for ranges of the table, given by first entry and count."""
         ends = counts.cumsum(dtype=np.uint64)
         memory = np.empty(int(ends[-1]) if ends.size else 0, np.uint64)
         here = np.uint64(memory.__array_interface__["data"][0])
@@ -147,11 +148,11 @@ class WindowRanges:
         return Looks(gets, memory, places)
 
     def _holding(self, there: Array, nbytes: np.uint64) -> tuple[Places, Bits]:
-        """Return the range in which each address lies, and whether all bytes do."""
+        """Return each address's range, and whether all its bytes are in that range."""
         limits = np.where(
             self._sizes >= nbytes, self._sizes - nbytes + _ONE, np.uint64(0)
         )
-        # An address before its range wraps around, and is beyond every limit.
+        # An address before its range wraps around, and so exceeds every limit.
         if self._starts.size == 1:
             ranges = np.zeros(there.shape, np.int64)
             return ranges, there - self._starts < limits
@@ -160,7 +161,7 @@ class WindowRanges:
 
 
 def _merged(ranges: Places, there: Array, here: Array, run: np.uint64) -> Gets:
-    """Join pieces of ``run`` bytes that touch on both sides, within one range."""
+    """Join pieces of ``run`` bytes that are adjacent on both sides, within a range."""
     count = there.size
     touch = there[1:] - there[:-1] == run
     if not touch.any():

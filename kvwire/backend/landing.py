@@ -1,4 +1,4 @@
-"""The destination of one payload, which the receiving side names."""
+"""The destination of one payload, as the receiving side names it."""
 
 from __future__ import annotations
 

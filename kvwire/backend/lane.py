@@ -35,11 +35,11 @@ A lane makes these promises, and the conformance kit checks them:
 1. Payload memory belongs to the lane from ``send`` until ``payload_sent``, and from
    ``receive`` until ``payload_received``. Outside these spans the lane neither reads
    nor writes it.
-2. Every payload that was sent and received under the same descriptor ends in both
-   callbacks, or else ``lane_closed`` is called.
+2. Every payload that was sent and received under the same descriptor leads to both
+   callbacks, unless ``lane_closed`` is called.
 3. If ``join`` has returned, ``lane_closed`` is called exactly once, as the last
    callback, and only when the lane no longer touches memory. Until the lane can prove
-   that, it does not call it, and its memory stays in quarantine.
+   that, it does not make this call, and its memory stays in quarantine.
 4. Callbacks run on the loop's thread, never from inside ``send``, ``receive``,
    ``close`` or ``abort``. ``flush`` may call them. If a handler raises, its lane ends.
 5. Payloads may arrive in a different order; the core counts them.
@@ -106,8 +106,9 @@ class LaneHandler(ABC):
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
         """Called when the lane has ended and no longer touches memory.
 
-        ``error`` is None if this side ended the lane. Payloads without ``payload_sent``
-        or ``payload_received`` may or may not have arrived.
+        ``error`` is None if this side ended the lane. If neither
+        ``payload_sent`` nor ``payload_received`` was called for a payload, it may or
+        may not have arrived.
         """
 
 
@@ -115,9 +116,9 @@ class Lane(ABC):
     """A data path for payload beside a control link. Used on its loop only."""
 
     bytes_min: int = 1
-    """The least payload for this lane; smaller ones are faster on the control link."""
+    """The smallest payload for this lane; the control link moves smaller ones faster."""
     intact: bool = False
-    """Whether payload passes through nothing but memory: no cable, switch or socket."""
+    """Whether payload passes through memory only: no cable, switch or socket."""
     span_bytes: int = 0
     """The most payload for one ``send``, if it lies in large pieces.
 
@@ -138,7 +139,7 @@ class Lane(ABC):
     reads_windows: bool = False
     """Whether ``expose`` and ``window`` may succeed on this lane."""
     reads_device_windows: bool = False
-    """Whether they may succeed for windows in a device's memory."""
+    """Whether the same is true for windows in device memory."""
 
     @property
     @abstractmethod

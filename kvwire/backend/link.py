@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     import ssl
 
 API_VERSION: Final = 1
-"""The contract's version; raised when backends for the previous one would misbehave."""
+"""The version of the contract; raised if backends for the previous version would fail.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class Availability:
     Attributes:
         available: Whether it can be used now.
         reason: One line: the version in use, or what is missing.
-        remedy: How the user can change that, such as a ``pip install`` line; or "".
+        remedy: The user's remedy, such as a ``pip install`` line; or "".
     """
 
     available: bool
@@ -97,7 +98,7 @@ class Finding:
         state: ``"ok"``; ``"warn"``: the transport works, but slower or not with every
             peer; ``"missing"``: it does not work like this.
         text: One line: the fact, and its consequence.
-        remedy: How the user can change it, such as an install line; or "".
+        remedy: The user's remedy, such as an install line; or "".
     """
 
     name: str
@@ -180,10 +181,10 @@ class Link(ABC):
         """Queue one frame; nothing needs to move before :meth:`flush`.
 
         With a token, ``payload`` is lent to the link until ``frame_sent`` is called
-        with that token. Without one, ``payload`` is at most ``EAGER_BYTES_MAX`` bytes
-        and is free when the following ``flush`` returns: the link copies the part it
-        could not send. On a closed link this does nothing, since ``link_closed``
-        reports the end.
+        with that token. Without a token, ``payload`` is at most ``EAGER_BYTES_MAX``
+        bytes and is free when the following ``flush`` returns: the link copies the part
+        that it could not send. On a closed link this does nothing, since
+        ``link_closed`` reports the end.
         """
 
     @abstractmethod
@@ -196,10 +197,11 @@ class Link(ABC):
         payload: Payload | None = None,
         token: object | None = None,
     ) -> bool:
-        """Send one frame in this call if the transport takes it whole; else queue it.
+        """Send one frame in this call if the transport takes all of it; else queue it.
 
         Returns:
-            True: it is sent, ``payload`` is free, and ``frame_sent`` is not called for
+            True if it was sent: ``payload`` is free, and ``frame_sent`` is not called
+                for
             the token. False: it is queued as by ``send``, and ``flush`` has to follow.
         """
         self.send(header, payload, token)
@@ -277,8 +279,8 @@ class Backend(ABC):
     scheme: ClassVar[str]
     api_version: ClassVar[int] = API_VERSION
     capabilities: ClassVar[Capabilities]
-    # The settings by name, each with its allowed values (the default first; none for
-    # any text).
+    # The settings by name, each with its allowed values: the default comes first, and
+    # an empty tuple allows any text.
     settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Turns off TCP pacing for connections within this host that a library made and hides.
+"""Turns off TCP pacing for a library's own connections within this host.
 
-Within one host nothing is congested, and pacing adds only timers and bursts. Where BBR
-is the host's default it halves the rate of bulk data. UCX has no setting for that. But
-it waits with epolls, and the kernel lists the sockets an epoll watches
+Within one host nothing is congested, so pacing only adds timers and bursts. If BBR is
+the host's default, pacing halves the rate of bulk data. UCX has no setting for that.
+But it waits with epolls, and the kernel lists the sockets that an epoll watches
 (proc_pid_fdinfo(5)).
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-# Every Linux has this algorithm, and allows everybody to choose it (tcp(7)).
+# Every Linux has this algorithm, and allows every user to choose it (tcp(7)).
 SAME_HOST_CONGESTION: Final = b"reno"
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 _DETAILS: Final = Path("/proc/self/fdinfo")
@@ -26,7 +26,7 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 def unpace(epolls: Iterable[int]) -> int:
-    """Turn off pacing for connections within this host; return for how many.
+    """Turn off pacing for connections within this host; return their number.
 
     Args:
         epolls: Descriptors of epolls that watch the connections, directly or through

@@ -1,8 +1,8 @@
 """Finds backends, by the entry-point group ``kvwire.backends`` and nothing else.
 
-In-tree backends use it too, so a third-party one is never second class. If two
-distributions offer the same name, that is an error which names both; otherwise the
-first on the path would win silently.
+In-tree backends use it too, so third-party backends have no disadvantage. If two
+distributions offer the same name, that is an error that names both; otherwise the first
+on the path would win silently.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def availability(name: str) -> Availability:
         found: object = _load(name, tuple(sys.path)).availability()
     except BackendUnavailable as exc:
         return Availability(available=False, reason=str(exc))
-    # A package that breaks its promise is left out, and affects no other transport.
+    # A package that breaks its promise is left out, without effect on other transports.
     except Exception as exc:  # noqa: BLE001
         found = exc
     if isinstance(found, Availability):
@@ -90,12 +90,12 @@ def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
     """Return every offered backend by name; a name has one entry per distribution."""
     try:
         found = _installed(tuple(sys.path))
-    # Anything may be raised: importlib.metadata does not check files of entry points.
+    # Any exception is possible: importlib.metadata does not validate entry-point files.
     except Exception as exc:
         said = f"{type(exc).__name__}: {exc}{_culprit()}"
         raise BackendUnavailable(f"installed packages cannot be read: {said}") from exc
     if not found:
-        # Without a free descriptor a folder looks empty, which must not be cached.
+        # Without a free descriptor a folder appears empty, which must not be cached.
         _installed.cache_clear()
         metadata.MetadataPathFinder().invalidate_caches()
     return found
@@ -147,7 +147,7 @@ def _checked(name: str, cls: object) -> type[Backend]:
         )
     if cls.api_version != API_VERSION:
         raise BackendUnavailable(
-            f"backend {name!r} speaks contract {cls.api_version}, this kvwire "
+            f"backend {name!r} implements contract {cls.api_version}, this kvwire "
             f"{API_VERSION}; upgrade the older of the two"
         )
     return cls

@@ -188,13 +188,13 @@ def negotiate(
 def with_result(
     report: TransportReport, taken: str, why: str, failed: Mapping[str, str]
 ) -> TransportReport:
-    """Return the report updated after transports were tried, or one has broken.
+    """Return the report after transports were tried, or after one has broken.
 
     Args:
         report: The report so far.
         taken: The transport that carries the data now.
-        why: Why it does.
-        failed: The reason of each transport that was tried and failed, by name.
+        why: The reason for that.
+        failed: By name, the reason why each transport that was tried has failed.
     """
     return TransportReport(
         tuple(

@@ -1,4 +1,4 @@
-"""The contract of one-sided reads: how a lane reads memory that its peer has exposed.
+"""The contract of one-sided reads, by which a lane reads memory that its peer exposes.
 
 A *window* is a paged cache, or plain bytes, with a table of *generations* beside it: a
 64-bit number for each block (:mod:`kvwire.memory.generations`). A reader copies blocks
@@ -11,19 +11,20 @@ ticket's, every byte of the block is what the owner had offered::
                                                 landed = reader.read(batch)
       conceal(memory)                 <-        reader.close()
 
-The owner takes no part in a read, and does not notice it. A lane whose transport cannot
-read like this leaves ``reads_windows`` False; the window is then read by messages.
+The owner takes no part in a read, and does not notice it. If a lane's transport cannot
+read in this way, ``reads_windows`` stays False, and the window is read by messages.
 
 A reader makes these promises:
 
 1. A block that it reports as landed had the ticket's generation after its last byte was
-   read. It may also check before, but only to save work. The file that relies on the
-   order of memory accesses explains why it is right.
+   read. It may also compare generations before, but only to save work. If an
+   implementation relies on the order of memory accesses, its file explains why the
+   order is guaranteed.
 2. It reads nothing but the memory that the peer has exposed, and writes nothing but the
    batch's destinations, whatever the peer has sent. If an entry is beyond the table, or
-   a piece beyond its tensor, the block has not landed.
-3. A block that has not landed may have been written to in part. As for a landed block,
-   the destination belongs to the caller again once the read is over.
+   a piece is outside its tensor, the block has not landed.
+3. A block that has not landed may have been partly overwritten. Its destination belongs
+   to the caller again once the read has ended, as for a landed block.
 4. After ``close``, and once ``busy`` is False, it touches no memory.
 """
 
@@ -48,11 +49,11 @@ class WindowMemory:
     """The memory of a window; all addresses are the owner's.
 
     Attributes:
-        spans: Address and bytes of each tensor.
-        table: Address and bytes of the table of generations, 8 for each block. It is
-            always in host memory.
-        device: The device that has the tensors; None for host memory, and at a reader,
-            which learns the kind of memory from the owner's lane.
+        spans: The address and bytes of each tensor.
+        table: The address and bytes of the table of generations, 8 bytes per block. The
+            table is always in host memory.
+        device: The device that holds the tensors; None for host memory, and on the
+            reader's side, which learns the kind of memory from the owner's lane.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -64,22 +65,22 @@ class BlockRead(NamedTuple):
     """A batch of blocks to read; the arrays are contiguous, of uint64.
 
     A *granule* is the part of a block that is moved as one: the block itself, unless
-    the two sides' blocks differ in size. The pieces are a template, made once for a
-    window and the same objects in each batch; a granule only shifts them. Sums are
-    taken modulo 2**64.
+    the two sides' blocks differ in size. The pieces are a template, made once per
+    window and the same objects in each batch; each granule only shifts their addresses.
+    Sums of addresses are taken modulo 2**64.
 
     Attributes:
-        pieces_from: The address of each piece of the granule at offset 0, the owner's.
+        pieces_from: The owner's address of each piece of the granule at offset 0.
         pieces_to: The address of the same piece in this process.
         run: The bytes of each piece.
-        offsets_from: What to add to ``pieces_from``, for each granule.
-        offsets_to: What to add to ``pieces_to``, for each granule.
-        entries: The index in the table of generations of each block of the owner.
-        generations: The generation that its ticket names.
-        per_block: Granules of one block: granule ``g`` belongs to block ``g //
-            per_block``. The last block may have fewer.
+        offsets_from: For each granule, the number to add to ``pieces_from``.
+        offsets_to: For each granule, the number to add to ``pieces_to``.
+        entries: For each of the owner's blocks, its index in the table of generations.
+        generations: For each of these blocks, the generation in its ticket.
+        per_block: The granules per block: granule ``g`` belongs to block ``g //
+            per_block``. The last block may have fewer granules.
         owner: An object that keeps the destinations alive.
-        device: The device that has the destinations; None for host memory.
+        device: The device that holds the destinations; None for host memory.
     """
 
     pieces_from: Array
@@ -125,7 +126,7 @@ class WindowReader(ABC):
     None if there is nothing to wait for. The owner keeps its memory until then.
     """
     turn_bytes: int = 8 * MIB
-    """The most bytes of a batch that keeps the loop for no more than about 2 ms."""
+    """The most bytes of a batch that blocks the loop for no more than about 2 ms."""
 
     async def ready(self) -> None:  # noqa: B027 - most readers are ready at once
         """Wait until ``read`` is allowed: the lane may have to get descriptors first.
@@ -140,35 +141,36 @@ class WindowReader(ABC):
 
     @abstractmethod
     def read(self, batch: BlockRead) -> Bits | asyncio.Future[Bits]:
-        """Read blocks; return for each whether it has landed, now or as a future.
+        """Read blocks; return for each whether it has landed, at once or as a future.
 
-        The arrays and the destinations are lent until then. A future that is cancelled
-        ends no read: wait until ``busy`` is False.
+        The arrays and the destinations are lent until the result is known. Cancelling
+        the future does not end the read: wait until ``busy`` is False.
 
         Raises:
-            ConnectionLost: The window has gone; so has every reader of it.
-            BackendUnavailable: The memory cannot be read in this way; from a future
-                only. A DeviceFailed among these keeps the destinations for ever.
+            ConnectionLost: The window is gone, and so is every reader of it.
+            BackendUnavailable: The memory cannot be read in this way; only raised by a
+                future. If it is a DeviceFailed, the destinations stay in use for ever.
         """
 
     def memory_here(self) -> npt.NDArray[np.uint8] | None:
         """Return the memory of a window of one tensor, read-only, if it is mapped here.
 
-        It stays mapped as long as the array, or anything made from it, is referenced.
+        The memory stays mapped as long as the array, or any object made from it, is
+        referenced.
         """
         return None
 
     @property
     def owner_gone(self) -> bool:
-        """Return whether the owner's end of the lane is closed, or its process dead.
+        """Return whether the owner's process, or its end of the lane, is gone.
 
-        Mapped memory outlives its owner, and what landed is still right.
+        Mapped memory outlives its owner, and blocks that landed are still correct.
         """
         return False
 
     @property
     def busy(self) -> bool:
-        """Return whether a read in flight may still touch memory after ``close``."""
+        """Return whether a running read may still touch memory after ``close``."""
         return False
 
     @abstractmethod

@@ -8,8 +8,7 @@ from typing import TypeAlias
 from kvwire.limits import WAITING_LOG_S
 
 Seen: TypeAlias = "dict[int, tuple[object, float | None]]"
-"The oldest message of each tag, and the time since which it is the oldest; None "
-"once it was reported."
+"""The oldest message of each tag, and since when it is that; None once reported."""
 
 
 def overdue(seen: Seen, oldest: Mapping[int, object], now: float) -> list[int]:

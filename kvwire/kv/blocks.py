@@ -34,7 +34,7 @@ BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 Blocks: TypeAlias = "BlockIds | Mapping[str, BlockIds]"
 """Block ids as callers pass them: those of the only group, or {group: ids}."""
 
-# The methods of the same name on an array run a Python function first.
+# The methods with these names on arrays run a Python function first.
 any_of: Final = np.logical_or.reduce
 all_of: Final = np.logical_and.reduce
 
@@ -63,7 +63,7 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
         UsageError: A group is unknown or missing, an id is out of range or listed
             twice, or the lists are too long in total.
     """
-    # The abstract class comes last: asking it takes several times as long.
+    # The abstract class comes last, because checking it takes several times as long.
     if isinstance(blocks, list | np.ndarray) or not isinstance(blocks, Mapping):
         if len(pools) != 1:
             raise UsageError(
@@ -177,7 +177,7 @@ class MissingOfGroup:
     lost: Bits
 
     def only(self, these: Bits) -> MissingOfGroup:
-        """Return the part of this for a selection of the ids."""
+        """Return the entries for a selection of the ids."""
         return MissingOfGroup(
             self.ids[these], self.codes[these], self.layers, self.lost[:, these]
         )
@@ -188,8 +188,8 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
 
     Args:
         groups: The missing blocks of each group of the transfer.
-        reasons: The text of each code; there may be reasons that apply to no block.
-        beside: The reasons of positions that never got a block.
+        reasons: The text of each code; some may apply to no block.
+        beside: The reasons for positions that never got a block.
     """
 
     __slots__ = ("_blocks", "beside", "groups", "meanings")
@@ -310,8 +310,9 @@ def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
     )
 
 
-# NumPy has both, but its versions import the package `numpy.ma` on first use. That
-# blocks an event loop for 50 ms, and fails in a process that may no longer open files.
+# NumPy has both functions, but its versions import the package `numpy.ma` on first use.
+# That blocks an event loop for 50 ms, and fails in a process that may no longer open
+# files.
 
 
 def distinct(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
@@ -342,7 +343,7 @@ def _join_group(
     layers = range(first, max(part.layers.stop for part in parts))
     codes = np.zeros(ids.size, np.uint16)
     lost = np.zeros((len(layers), ids.size), np.bool_)
-    # Backwards, so that the first share overwrites the others.
+    # In reverse, so that the first share overwrites the others.
     for part, offset in zip(reversed(parts), reversed(offsets), strict=True):
         at = np.searchsorted(ids, part.ids)
         codes[at] = part.codes + np.uint16(offset)

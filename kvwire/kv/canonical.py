@@ -17,15 +17,15 @@ the last token lie in the same blocks and have no meaning.
 
 *Axis order.* The walk nests the axes (layer, granule, component, token, head, dim) in
 some order, with the granule axis in the place that ``block`` has in a memory order. Any
-order is correct. A side needs one fragment for each run of the walk that is contiguous
-in its memory, and the runs are longest when the walk follows that side's memory order.
-So the order is the producer's or the consumer's memory order, whichever makes fewer
-fragments in total; if equal, the producer's. Consequences:
+order would be correct. A side needs one fragment for each run of the walk that is
+contiguous in its memory, and the runs are longest if the walk follows that side's
+memory order. So the order is the producer's or the consumer's memory order, whichever
+makes fewer fragments in total; if equal, the producer's. Consequences:
 
 * Equal layouts merge into the longest fragments that the memory allows, on both sides.
-* A cross-layer side and a per-layer side: the walk is block by block, so the
+* A cross-layer side and a per-layer side: the walk goes block by block, so the
   cross-layer side has one fragment per block, and the other side has no more fragments
-  than otherwise.
+  than it would have anyway.
 * NHD and HND: one side keeps whole blocks and the other scatters. The scattering
   happens in that side's memory, where it is cheap, and not on the wire.
 
@@ -101,7 +101,7 @@ class Canonical:
 
 
 def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
-    """Return for each group the elements that a transfer between two sides carries.
+    """Return the number of pieces of a walk that are contiguous in one side's memory.
 
     Both sides get the same answer, because it depends on the two descriptions only.
 
@@ -194,7 +194,7 @@ def _list_of(side: GroupGeometry) -> str:
 def _choose_order(
     parts: Canonical, producer: GroupGeometry, consumer: GroupGeometry
 ) -> tuple[str, ...]:
-    """Return the memory order of the side that leads to fewer fragments."""
+    """Return the memory order of the side whose order gives fewer fragments."""
     extents = parts.extents(len(parts.layers), parts.granules)
     elements = math.prod(extents.values())
 

@@ -38,8 +38,8 @@ from kvwire.kv.spec import KVSpec
 Move: TypeAlias = Callable[["Fragments | memoryview", "Fragments | memoryview"], None]
 """Copies fragments to others of the same total length; either may be on a device."""
 
-# How much is encoded at once. With smaller pieces, threads wait for the interpreter's
-# lock between the NumPy steps.
+# The most elements encoded at once. With smaller pieces, threads would often wait for
+# the interpreter's lock between the NumPy steps.
 _PIECE_ELEMENTS: Final = 512 * 1024
 _LAYOUT: Final = AxisOrder(" ".join(AXES))
 
@@ -66,7 +66,7 @@ class CodedCache:
             spec = _shadow_spec(group.spec, codec)
             extents = extents_of(spec) | {"block": max(1, lists[name].size)}
             shape = tuple(extents[axis] for axis in AXES)
-            # One byte per element; NumPy has no float8, so those are uint8.
+            # One byte per element: NumPy has no float8, so float8 elements are uint8.
             dtype = np.int8 if spec.dtype == "int8" else np.uint8
             sources[name] = (spec, np.empty(shape, dtype), _LAYOUT)
         self.cache: PagedCache = PagedCache.grouped(sources)
@@ -75,11 +75,11 @@ class CodedCache:
         )
         self._real = cache
         self._codec = codec
-        # A growing transfer fills in its ids as it goes.
+        # A growing transfer fills in its ids later.
         self._ids = lists
 
     def encode(self, group: str, layers: range, blocks: range, move: Move) -> None:
-        """Encode some list positions in some layers, counted from 0 in the group."""
+        """Encode some list positions in some layers; both count from 0 in the group."""
         spec = self._real.groups[group].spec
         ids = self._ids[group]
         walk = Canonical(
@@ -164,5 +164,5 @@ def _shadow_spec(spec: KVSpec, codec: RowCodec) -> KVSpec:
 
 
 def _walked(walk: Canonical, spec: KVSpec) -> Canonical:
-    """Return the walk with axes in the common order and the rows of one cache."""
+    """Return a walk in the common axis order, with the row size of one cache."""
     return replace(walk, order=AXES, head_dim=spec.head_dim, item_bytes=spec.item_bytes)

@@ -1,7 +1,7 @@
 """The marked or landed layers of each block, as bits of integers.
 
 Marks are made in the middle of a forward pass, so a mark must cost only a few integer
-operations. Layers that were added for all blocks are bits of one integer; each other
+operations. If a layer was added for all blocks, it is a bit of one integer; each other
 layer has an integer with one bit per block. Boolean arrays take five times as long.
 """
 
@@ -44,7 +44,7 @@ class Coverage:
         # Without blocks there is nothing to add.
         self.whole_layers: int = 0 if blocks else self._all_layers
         self.complete: bool = not blocks
-        # Layers with some blocks but not all: one bit per layer, and the blocks of
+        # Layers with some blocks but not all: one bit per such layer, and the blocks of
         # each.
         self._begun = 0
         self._bits: dict[int, int] = {}

@@ -120,7 +120,7 @@ class Fragments:
         if length == 0:
             empty = np.empty(0, np.uint64)
             return self._part(empty, empty)
-        # This runs once per chunk: the checks and the running sum are not repeated.
+        # This runs once per chunk, so the checks and the running sum are not repeated.
         starts = self.starts
         first = int(starts.searchsorted(np.uint64(offset), "right")) - 1
         last = int(starts.searchsorted(np.uint64(offset + length), "left"))
@@ -142,9 +142,9 @@ class Fragments:
 
     def shifted(self, distance: int) -> Fragments:
         """Return the same fragments, each ``distance`` bytes further on."""
-        # This runs once per layer, so it does without the call of `_part`.
+        # This runs once per layer, so it avoids the call of `_part`.
         part = _new(Fragments)
-        part.addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
+        part.addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap around
         part.lengths = self.lengths
         part.starts = self.starts
         part.piece_bytes = self.piece_bytes

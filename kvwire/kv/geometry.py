@@ -56,7 +56,7 @@ class GroupGeometry:
 
     @property
     def capacity(self) -> int:
-        """Return the number of valid tokens, which by default is all in the blocks."""
+        """Return the number of valid tokens: by default, as many as the blocks hold."""
         if self.tokens is not None:
             return self.tokens
         return self.blocks * self.spec.block_tokens
@@ -66,8 +66,8 @@ class GroupGeometry:
 class Geometry:
     """One side's part of a transfer, for all groups.
 
-    Equal descriptions, made or decoded repeatedly, are the same object, so that values
-    derived from it are computed once.
+    Equal descriptions are the same object, even if they were made or decoded
+    repeatedly, so that values derived from them are computed once.
     """
 
     groups: tuple[GroupGeometry, ...]
@@ -127,7 +127,7 @@ def describe(
 def checked_tokens(
     tokens: int | Mapping[str, int], cache: PagedCache
 ) -> int | dict[str, int]:
-    """Return ``tokens`` as plain integers: 4, 4.0 and NumPy's 4 are the same key.
+    """Return ``tokens`` as plain integers: 4, 4.0 and NumPy's 4 become the same key.
 
     Raises:
         UsageError: A value is not a whole number, or a group is unknown.

@@ -4,10 +4,10 @@ A block's hash covers its own tokens and, through the previous block's hash, eve
 that its KV depends on. Equal hashes mean equal KV, so two processes can compare their
 blocks without sending tokens.
 
-The chain uses SHA-256, not Python's ``hash()``. The latter differs between processes,
-so there would be no hits (LMCache #1139). Also, an attacker could construct collisions
-to obtain another user's KV. Two chains are comparable if scheme, block size and seed
-are equal; the handshake transmits these as :meth:`HashScheme.to_pairs`.
+The chain uses SHA-256, not Python's ``hash()``. Python's differs between processes, so
+there would be no hits (LMCache #1139). Besides, an attacker could construct collisions
+in it to obtain another user's KV. Two chains are comparable if scheme, block size and
+seed are equal; the handshake transmits these as :meth:`HashScheme.to_pairs`.
 
 A link of the chain is ``sha256(parent || tokens as little-endian int32 || extra)``. All
 blocks have the same number of tokens, so the boundary between tokens and extra is
@@ -71,8 +71,8 @@ class HashScheme:
         """Return the parent hash of every first block.
 
         Args:
-            salt: Gives different hashes to requests that must not share blocks, such as
-                those of two tenants.
+            salt: Makes the hashes of requests differ that must not share blocks, such
+                as those of two tenants.
         """
         name = sha256(f"kvwire/{SCHEME}/{self.block_tokens}".encode()).digest()
         return sha256(name + sha256(self.seed).digest() + salt).digest()
@@ -196,7 +196,7 @@ _TOKEN_MAX: Final = 2**31 - 1
 def _token_bytes(tokens: TokenIds) -> bytes:
     ids: npt.NDArray[np.integer] = np.asarray(())
     if isinstance(tokens, list | tuple):
-        # NumPy looks at each number of a list twice.
+        # NumPy would examine each number of a list twice.
         with suppress(TypeError, OverflowError):  # NumPy's error below is clearer
             ids = np.frombuffer(array("i", tokens), np.intc)
     if ids.size == 0:

@@ -16,7 +16,7 @@ from kvwire.kv.spec import DType, KVSpec, dtype_name
 from kvwire.kv.tensors import TensorView, tensor_view
 
 _KEYS_AND_VALUES: Final = 2
-# The dimensions of a tensor with an axis for keys and values, and of one without.
+# The number of dimensions with an axis for keys and values, and without one.
 _BOTH: Final = 5
 _ONE: Final = 4
 _LATENT: Final = 3

@@ -69,13 +69,13 @@ class Landed:
             raise
 
     def mark_granules(self, group: int, granules: Bits) -> None:
-        """Record that granules of a group landed in all layers: (granules,)."""
+        """Record that these granules of a group, a mask, have landed in all layers."""
         mask = mask_of(granules)
         for layer in range(len(self.plan.groups[group].layers)):
             self._groups[group].add_blocks(layer, mask)
 
     def mark_but(self, segment: Segment, missing: Iterable[tuple[int, int]]) -> None:
-        """Record that a segment landed except for byte ranges (offset, bytes)."""
+        """Record that a segment landed, except for byte ranges (offset, bytes)."""
         self.plan.check(segment)
         whole = np.ones((segment.layers, segment.granules), np.bool_)
         for offset, nbytes in missing:
@@ -194,7 +194,7 @@ class Landed:
         cells = self._all_cells(group)
         per_block = self.plan.maps[group].granules_per_block
         blocks = self.plan.lists[self.plan.groups[group].group].size
-        # The last block may extend beyond the last granule; nothing is to land there.
+        # The last block may extend beyond the last granule, where nothing has to land.
         padded = np.ones((cells.shape[0], blocks * per_block), np.bool_)
         padded[:, : cells.shape[1]] = cells
         whole: Bits = np.logical_and.reduce(
@@ -232,7 +232,7 @@ class Landed:
         return leading_tokens(self.blocks(group), block_tokens, tokens)
 
     def _cells(self, segment: Segment) -> Bits:
-        """Return the cells of a segment: (layers, granules)."""
+        """Return a segment's cells, of shape (layers, granules)."""
         self.plan.check(segment)
         top = segment.layer - self.plan.groups[segment.group].layers.start
         rows = self._groups[segment.group].cells(range(top, top + segment.layers))
@@ -255,7 +255,7 @@ def common_tokens(
 
     A group with fewer tokens than another is a window: it holds only the last tokens.
     If some of them are missing, the tokens before cannot be used either, because their
-    own window was not transferred. So an incomplete transfer with a window has no
+    own window was not transferred. So with a window, an incomplete transfer has no
     usable tokens. The same is true for a recurrent state.
 
     Args:
@@ -273,7 +273,7 @@ def _boxes(cells: Bits) -> Iterator[tuple[int, int, int, int]]:
     """Yield the set cells as boxes: (row, rows, column, columns).
 
     There is one box per run of columns, and adjacent equal rows share boxes. So layers
-    that landed one after the other are a single box.
+    that landed one after the other form a single box.
     """
     if not cells.size:
         return

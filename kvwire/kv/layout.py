@@ -1,10 +1,10 @@
 """Layouts: the cache axis of each tensor dimension, and the stride of each axis.
 
-A layout is an axis order in einops style: ``"block kv token head dim"``. Parentheses
-fold several axes into one dimension: in ``"block head token (kv dim)"`` the key and the
-value of a token are side by side. An axis with one element may be left out, so MLA is
-``"block token dim"``. The text gives only the *names*; the strides come from the
-tensor, so a transposed or padded view needs no layout of its own.
+A layout is written as an axis order in the style of einops: ``"block kv token head
+dim"``. Parentheses fold several axes into one dimension: in ``"block head token (kv
+dim)"`` the key and the value of a token are side by side. An axis with one element may
+be left out, so MLA is ``"block token dim"``. The text gives only the *names*; the
+strides come from the tensor, so a transposed or padded view needs no layout of its own.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def extents_of(spec: KVSpec) -> dict[str, int]:
 
 
 def overlapping(axes: Mapping[str, Axis], item_bytes: int) -> tuple[str, int]:
-    """Return the innermost axis with a stride so small that it overlaps, or ``""``.
+    """Return the innermost axis whose stride makes elements overlap, or ``""``.
 
     The second value is the smallest stride in bytes that does not overlap.
     """

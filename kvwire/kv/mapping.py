@@ -6,7 +6,7 @@ axis, however many fragments there are. Before the sum, the innermost axes are m
 long as they are contiguous; afterwards, fragments that happen to be adjacent (because
 of neighbouring block ids) are joined.
 
-Layer-wise streaming asks for the same granules in one layer after the other. From layer
+Layer-wise streaming requests the same granules in one layer after the other. From layer
 to layer, all fragments move by the same distance, so the last result is kept and
 shifted. If a layer is a single fragment, it is a slice of one view over all layers.
 """
@@ -62,7 +62,8 @@ class Steps:
         self.memory: GroupMemory = memory
         self.first_layer: int = memory.spec.first_layer
         self.granules_per_block: int = memory.spec.block_tokens // walk.granule_tokens
-        # Each layer's distance from the first, if it is the same for keys and values.
+        # Each layer's distance from the first layer, if it is the same for keys and
+        # values.
         behind = memory.bases - memory.bases[0]
         even = bool((behind == behind[:, :1]).all())
         self.distances: list[int] | None = behind[:, 0].tolist() if even else None
@@ -81,7 +82,7 @@ class Steps:
         return self._block.shifted(behind.item(0))
 
     def fragments(self, layers: range, behind: Ids) -> Fragments:
-        """Return the granules ``behind`` bytes after block 0, with runs merged."""
+        """Return the granules ``behind`` bytes after block 0, adjacent runs merged."""
         relative, run, shape = self.of(layers)
         addresses = relative + behind.reshape(shape)
         return Fragments.uniform(
@@ -95,7 +96,7 @@ class Steps:
     def of(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
         """Return addresses relative to a granule, the bytes at each, and a shape.
 
-        Reshape an array of granule offsets to that shape to add it to the addresses.
+        To add an array of granule offsets to the addresses, reshape it to that shape.
         """
         known = self._known.get(layers)
         if known is None:
@@ -164,9 +165,9 @@ class GroupMap:
         self.granule_bytes: int = steps.granule_bytes
         # The arguments and the result of the last call of `fragments`.
         self._last: tuple[range, slice, Fragments] | None = None
-        # The granules of which each layer is one fragment, and a view from the first of
-        # these to the last, whatever else lies between them; where each begins in it,
-        # and how long it is.
+        # The range of granules for which each layer is one fragment; a view from the
+        # first such fragment to the end of the last, including whatever lies between;
+        # the start of each layer's fragment in the view; and the length of each.
         self._line: tuple[tuple[int, int], memoryview, list[int], int] | None = None
 
     def line(self, layer: int, granule: int, granules: int) -> memoryview | None:
@@ -179,7 +180,7 @@ class GroupMap:
         whole = slice(granule, granule + granules)
         last = self._last
         if last is not None and last[1] == whole and last[2].addresses.size != 1:
-            return None  # as the layer before
+            return None  # the same result as for the previous layer
         fragments = self.fragments(range(layer, layer + 1), whole)
         behind = self._steps.distances
         if (
@@ -247,7 +248,7 @@ _AXES: Final = ("layer", "kv", "token", "head", "dim", "block")
 
 
 def _broadcast(outer: tuple[str, ...], table: Ids, offsets: dict[str, Ids]) -> Ids:
-    """Return the address of every outer step; merged axes stay at their start."""
+    """Return the address of every outer step, where merged axes are at their start."""
     merged = [axis for axis in _AXES if axis not in outer]
     table = table[: 1 if "layer" in merged else None, : 1 if "kv" in merged else None]
     addresses = (

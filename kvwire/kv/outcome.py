@@ -76,15 +76,16 @@ class Outcome:
     Attributes:
         complete: Whether every block landed.
         landed: The blocks of which every layer landed and was verified.
-        missing: The other blocks, with reasons. In a growing transfer it lacks the
-            positions that never got a block; see :attr:`unnamed`.
+        missing: The other blocks, with reasons. In a growing transfer, positions that
+            never got a block are not included; see :attr:`unnamed`.
         usable_prefix: The number of leading blocks that landed in every layer and
             group; see :attr:`kvwire.kv.landed.Landed.usable_prefix`.
         usable_tokens: The same, counted in tokens.
         lists: The block list of each group; -1 at positions without a block.
-        tokens: The number of tokens that each group's list stands for.
-        timings: How long this end waited, by reason.
-        layers_grouped: How many layers were sent together; 1 means layer by layer.
+        tokens: The number of tokens that each group's list covers.
+        timings: The seconds that this end waited, by reason.
+        layers_grouped: The number of layers that were sent together; 1 means layer by
+            layer.
         nbytes: Payload bytes that landed.
     """
 

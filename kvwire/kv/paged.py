@@ -33,7 +33,7 @@ class PagedCache:
     """One process's KV cache, in blocks, over memory that the caller owns.
 
     Args:
-        spec: What the tensors hold.
+        spec: The cache's layers, heads, tokens and element type.
         tensors: One tensor per layer, or one cross-layer tensor; in either case a
             tensor may be replaced by a (keys, values) pair. They can be NumPy, torch or
             CuPy objects, or anything else that :func:`kvwire.kv.tensors.tensor_view`
@@ -217,7 +217,7 @@ class CacheGroup:
 
 Addresses: TypeAlias = npt.NDArray[np.int64]
 
-# The axes of the table of bases, in its order; and the axes with one stride each.
+# The axes of the table of bases, in order; and the axes that have one stride each.
 _TABLE: Final = ("layer", "kv")
 _INNER: Final = ("block", "token", "head", "dim")
 
@@ -322,8 +322,8 @@ def _nested_axes(
     inner = {axis: axes[axis] for axis in _INNER}
     table = {axis: _table_axis(bases, dim) for dim, axis in enumerate(_TABLE)}
     nested = inner | {axis: found for axis, found in table.items() if found}
-    # Separate tensors may happen to be equally far apart, while interleaved or with
-    # others between them. Then layers and components count as scattered.
+    # Separate tensors may happen to be equally far apart while they are interleaved, or
+    # have others between them. In that case layers and components count as scattered.
     if overlapping(nested, item_bytes)[0]:
         nested = inner
     sharing = _sharing(bases, nested, item_bytes)
@@ -341,7 +341,7 @@ def _table_axis(bases: Addresses, dim: int) -> Axis | None:
         return Axis(1, 0)
     steps = np.diff(bases, axis=dim)
     stride = int(steps.flat[0])
-    # A negative stride counts as scattered: nothing is gained by following it.
+    # A negative stride counts as scattered, because following it gains nothing.
     return Axis(extent, stride) if stride > 0 and (steps == stride).all() else None
 
 
@@ -364,8 +364,7 @@ def _memory_order(nested: Mapping[str, Axis]) -> tuple[str, ...]:
     wide = [axis for axis, found in nested.items() if found.extent > 1]
     order = [axis for axis in _TABLE if axis not in nested]
     order += sorted(wide, key=lambda axis: -nested[axis].stride)
-    # An axis of one element has no place of its own; it goes where a plain layout has
-    # it.
+    # An axis with one element has no stride; it is placed where a plain layout has it.
     for index, axis in enumerate(AXES):
         if axis not in order:
             order.insert(order.index(AXES[index - 1]) + 1 if index else 0, axis)

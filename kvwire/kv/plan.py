@@ -106,7 +106,7 @@ class PlanTemplate:
         self.tokens: dict[str, int] = {w.group: w.tokens for w in self.groups}
         most = max(self.tokens.values())
         longest = list(self.tokens.values()).index(most)
-        # Blocks of the first group that lists the most tokens, and that number of
+        # The blocks of the first group that lists the most tokens, and that number of
         # tokens.
         self.landed: tuple[int, int] = local.groups[longest].blocks, most
         self.missing: MissingBlocks = nothing_missing(
@@ -185,7 +185,7 @@ class TransferPlan:
     def marked(self, index: int, layers: range, blocks: range) -> Segment | None:
         """Return the segment of a checked mark, or None if the peer needs none of it.
 
-        Layers count from this side's first layer, blocks within the local list.
+        Layers are relative to this side's first layer, blocks to the local list.
         """
         walk = self.groups[index]
         group_map = self.maps[index]
@@ -196,7 +196,7 @@ class TransferPlan:
         last = min(blocks.stop * group_map.granules_per_block, walk.granules)
         if start >= stop or granule >= last:
             return None
-        # A NamedTuple's own __new__ is Python, the tuple's is not.
+        # Made with tuple.__new__, because a NamedTuple's own __new__ is Python code.
         box = (index, start, stop - start, granule, last - granule)
         return tuple.__new__(Segment, box)
 

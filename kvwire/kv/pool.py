@@ -74,9 +74,9 @@ class BlockPool:
         self._refs = [0] * blocks
         self._hashes: list[BlockHash | None] = [None] * blocks
         self._by_hash: dict[BlockHash, int] = {}
-        # Free and without content; the last is taken first.
+        # Free blocks without content; the last is taken first.
         self._blank = list(range(blocks - 1, -1, -1))
-        # Free and with content; the first is taken first.
+        # Free blocks with content; the first is taken first.
         self._cached_free: OrderedDict[int, None] = OrderedDict()
 
     @property

@@ -5,12 +5,10 @@ compute a part of the prompt here? The answer depends on blocks, not on requests
 because requests share blocks: the common prefix of two prompts is in the same blocks,
 and only one of the two transfers carried it.
 
-Theory
-------
-Each block has a number of *valid* tokens: all of its tokens if it landed; the cached
-tokens if no transfer listed it; none if any transfer reports it missing. A block that
-landed in one transfer and is missing in another counts as lost: computing it again is
-always right, reading it might not be.
+Theory ------ Each block has a number of *valid* tokens: all of its tokens if it landed;
+the cached tokens if no transfer listed it; none if any transfer reports it missing. If
+a block landed in one transfer and is missing in another, it counts as lost: computing
+it again is always correct, and reading it might not be.
 
 The *usable prefix* of a request is its tokens up to the first invalid one. A token's KV
 depends on every token before it, so an engine prefills from the end of the prefix. A
@@ -18,7 +16,7 @@ group whose list has fewer tokens than the request is a *window*, which holds on
 last tokens. If a window has a gap, shorter prefixes cannot be used either, since their
 windows are not in the list; the prefix is empty.
 
-*Holes.* KV behind a hole is still right: its producer computed it from the complete
+*Holes.* KV behind a hole is still correct: its producer computed it from the complete
 prompt. To fill a hole, an engine needs only the KV before it. So an engine that can
 compute tokens in the middle of a prompt fills the holes in order, and keeps the KV
 behind them. This does not work with a window: its list lacks the blocks that filling a
@@ -165,7 +163,7 @@ class _Request(Generic[Id]):
     cached_tokens: int
     lists: Mapping[str, Ids]
     block_tokens: Mapping[str, int]
-    main: str  # the first group whose list holds every token
+    main: str  # the first group whose list covers every token
 
     @classmethod
     def read(cls, request: PrefillRequest[Id]) -> _Request[Id]:
@@ -234,7 +232,7 @@ class _Blocks(Generic[Id]):
         }
         self._valid = self._table(0)
         self._owner = self._table(_NOBODY)
-        self._until = self._table(0)  # the owner's tokens
+        self._until = self._table(0)  # number of tokens that the owner computes
         self._position = self._table(0)
         self._claimants: list[_Request[Id]] = []
         for request in requests:
@@ -288,9 +286,10 @@ class _Blocks(Generic[Id]):
         Raises:
             UsageError: A lost block is shared but not part of a common prefix.
         """
-        # Before: the tables name, for each block, the owner among the earlier requests,
-        # up to which of its tokens it computes, and at which position it lists the
-        # block. A block is shared as a prefix if it stands at the same position here.
+        # Before: the tables have, for each block, its owner among the earlier requests,
+        # the token of the owner up to which that owner computes, and the block's
+        # position in the owner's list. A block is shared as part of a prefix if it has
+        # the same position in this request.
         group = request.main
         at, _ = self._find(group, request.lists[group])
         owners = self._owner[group][at]
@@ -345,7 +344,7 @@ class _Blocks(Generic[Id]):
 
     def _find(self, name: str, ids: Ids) -> tuple[Ids, Bits]:
         """Return the known ids' places in the table, and a mask of known ``ids``."""
-        # Ascending; sorting it for each request would take too long.
+        # The table is ascending; sorting it for each request would take too long.
         table = self._ids[name]
         at = np.searchsorted(table, ids)
         if not table.size:
@@ -377,8 +376,8 @@ def _common_sizes(requests: Sequence[_Request[Id]]) -> dict[str, int]:
     return sizes
 
 
-# Only the form of ids is checked here; the pool is the caller's.
+# Only the form of the ids is checked here, because the pool belongs to the caller.
 _ANY_POOL: Final = 2**62
-# A block's owner, where that is not the index of a request with claims.
+# The owner of a block without one; owners are indices of requests with claims.
 _NOBODY: Final = -1
 _READ: Final = -2

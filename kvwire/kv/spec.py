@@ -17,9 +17,9 @@ indices in the model follow from the shard:
   ``model_kv_heads``.
 * Recurrent states (Mamba, linear attention, short convolutions). ``kind="state"`` has
   ``head_dim`` bytes per layer instead of tokens: a summary of all tokens up to one
-  position. Part of a state is useless, and so is a state for another position.
+  position. A part of a state is useless, and so is a state for another position.
 * Pipeline stages. ``layers=16, first_layer=16, model_layers=32`` means the second of
-  two.
+  two stages.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class KVSpec:
         Args:
             peer: The peer's spec.
             where: The beginning of the error message.
-            sides: Words in the message for the places of this spec and the peer's.
+            sides: The words that the message uses for this spec's side and the peer's.
 
         Raises:
             ProfileMismatch: Fields differ; the message lists the fields with both
@@ -239,7 +239,8 @@ class KVSpec:
     def _geometry(self) -> dict[str, int | str]:
         """Return the fields that must be equal, with layers and heads of the model."""
         return {
-            # First, because another model or codec explains every other difference.
+            # It comes first, because another model or codec explains every other
+            # difference.
             "fingerprint": self.fingerprint,
             "layers": self.total_layers,
             "kv_heads": self.total_kv_heads,

@@ -81,26 +81,26 @@ def tensor_view(tensor: object, where: str) -> TensorView:
         return _view_of_dlpack(tensor, where)
     raise UsageError(
         f"{where}: a {type(tensor).__name__} is neither a NumPy array nor a torch "
-        "tensor, nor does it speak __cuda_array_interface__ or DLPack"
+        "tensor, and supports neither __cuda_array_interface__ nor DLPack"
     )
 
 
-# A cache of a type that NumPy lacks is usually allocated as one of the raw types.
+# Caches of a type that NumPy lacks are usually allocated with one of the raw types.
 _NOT_IN_NUMPY: Final = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 _RAW_PREFIXES: Final = ("uint", "int", "void")
 _DEVICE_KINDS: Final = {
     "cuda": MemoryKind.CUDA,
     "simulated": MemoryKind.SIMULATED,
 }
-# DLPack's numbers for kinds of devices.
+# DLPack's numbers for the kinds of devices.
 _HOST: Final = 1
 _CUDA: Final = 2
 # CUDA's pinned and managed memory, which the host may access.
 _CUDA_HOST: Final = 3
-# Ordering streams is the caller's job (see docs/topics/gpu.md): -1 asks the producer
-# not to synchronise.
+# The caller orders streams (see docs/topics/gpu.md): -1 asks the producer not to
+# synchronise.
 _NO_SYNC: Final = -1
-# No KV cache has more dimensions; a struct that claims more is not a tensor.
+# The most dimensions of a struct that counts as a tensor; no KV cache has more.
 _NDIM_MAX: Final = 32
 _KINDS: Final = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 # DLPack's numbers for 8-bit floats, from later versions of the standard.
@@ -164,8 +164,8 @@ def _view_of_array(array: np.ndarray[Any, Any], where: str) -> TensorView:
 
 
 def _view_of_torch(tensor: Any, where: str) -> TensorView:
-    # Through its pointer, not its array interface: torch's lacks float8, and refuses
-    # tensors that require a gradient.
+    # The pointer is used, not the array interface, because torch's interface lacks
+    # float8 and refuses tensors that require a gradient.
     item_bytes = tensor.element_size()
     return TensorView(
         address=tensor.data_ptr(),
@@ -285,7 +285,7 @@ class _Tensor(ctypes.Structure):
     byte_offset: int
 
 
-# A prototype of our own: `ctypes.pythonapi` is shared by the whole process.
+# A separate prototype, because `ctypes.pythonapi` is shared by the whole process.
 _get_pointer: Final = ctypes.PYFUNCTYPE(
     ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
 )(("PyCapsule_GetPointer", ctypes.pythonapi))

@@ -1,11 +1,11 @@
 """The map from an exposed cache's blocks to a reader's blocks.
 
 A transfer's plan depends on two block lists. A window has no list: any of its blocks
-may be read into any block of the reader. So its plan is a template, made once for two
-geometries, and a read adds only the block ids. The template uses the same canonical
-walk as a transfer (:mod:`kvwire.kv.canonical`), over the smallest run of tokens that
-consists of whole blocks on both sides. So windows support every combination of caches
-that transfers support.
+may be read into any block of the reader. So the plan is a template, made once for two
+geometries, to which a read adds only the block ids. The template uses the same
+canonical walk as a transfer (:mod:`kvwire.kv.canonical`), over the smallest run of
+tokens that consists of whole blocks on both sides. So windows support every combination
+of caches that transfers support.
 
 Both sides make the template from the same two geometries, so they agree on the order of
 the transmitted bytes.
@@ -96,7 +96,7 @@ def _view_walk(
 
 
 def pieces_max(nbytes: int) -> int:
-    """Return the limit of pieces for the blocks of one get."""
+    """Return the most pieces that the blocks of one get may have."""
     return max(limits.KV_PIECES_MAX, nbytes // limits.KV_PIECE_BYTES)
 
 
@@ -113,7 +113,7 @@ class BlockPlaces(Steps):
     """The places of one side's blocks in one group, granule by granule.
 
     Attributes:
-        block_bytes: The bytes of one of this side's blocks that the walk moves.
+        block_bytes: The bytes of one of this side's blocks that a read moves.
     """
 
     def __init__(self, walk: Canonical, memory: GroupMemory) -> None:
@@ -147,8 +147,8 @@ class BlockPlaces(Steps):
 def common_pieces(owner: BlockPlaces, reader: BlockPlaces) -> tuple[Array, Array, int]:
     """Return a granule's pieces that are contiguous on both sides: theirs, ours.
 
-    Both sides cut the same walk at multiples of a suffix of its axes, so the length of
-    the shorter run divides that of the longer one.
+    Both sides cut the same walk at multiples of a suffix of its axes, so the shorter
+    run's length divides the longer one's.
     """
     from_places, from_run = owner.pieces()
     to_places, to_run = reader.pieces()

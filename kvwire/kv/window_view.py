@@ -47,7 +47,8 @@ class WindowView:
         places: The places of local blocks in memory, by group.
         per_owner: The number of granules in one of the owner's blocks, by group.
         block_bytes: The bytes that are read from one of the owner's blocks, by group.
-        block_pieces: The most pieces of memory that these bytes are in, by group.
+        block_pieces: The most pieces of memory that these bytes are divided into, by
+            group.
         device: The local cache's device; None for host memory.
         memory_kind: The kind of memory that blocks land in.
         owners: References that keep the cache's memory alive.
@@ -98,7 +99,7 @@ class WindowView:
     ) -> list[tuple[BlockPlaces, Array, Array, int]]:
         """Return, by group, the owner's places and the pieces of a granule.
 
-        They are for reading in place, after the owner has described its memory.
+        They are used for reading in place, after the owner has described its memory.
         """
         if self._pieces is None:
             self._pieces = []
@@ -186,7 +187,7 @@ class WindowView:
             name = place.walk.group
             ids = lists[name]
             granules = self.per_owner[index]
-            # Of this side's blocks, one is missing if any of its granules is.
+            # A local block is missing if any of its granules is.
             codes = np.repeat(results.codes[part], granules)
             starts = np.arange(0, codes.size, place.granules_per_block)
             of_block = codes
@@ -226,11 +227,12 @@ class WindowView:
 
 
 class BlockResults:
-    """The known results of a ticket's blocks.
+    """The results of a ticket's blocks, as far as they are known.
 
     Attributes:
-        landed: Which blocks have landed: (blocks,).
-        codes: Why others have not: the position in ``reasons`` plus 1; 0 for no reason.
+        landed: Whether each block has landed: (blocks,).
+        codes: For each block that has not, the position of its reason in ``reasons``
+            plus 1; 0 without a reason.
         reasons: The distinct reasons for missing blocks.
     """
 

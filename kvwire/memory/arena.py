@@ -40,8 +40,8 @@ from kvwire.memory.copy import address_of
 
 # On x86-64, and on Arm with pages of 4 KiB.
 HUGE_PAGE_BYTES: Final = 2 * MIB
-# Missing in the `mmap` module: two advices since Linux 6.1 and 5.14, and two flags that
-# always existed.
+# Missing in the `mmap` module: advice values of Linux 6.1 and 5.14, and two flags that
+# every Linux has.
 _MADV_COLLAPSE: Final = 25
 _MADV_POPULATE_WRITE: Final = 23
 _MAP_FIXED: Final = 0x10
@@ -49,12 +49,12 @@ _MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FAILED: Final = ctypes.c_size_t(-1).value
 # Missing in the `fcntl` module of Python 3.11 and 3.12; since Linux 5.1.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
-# A cache line, which is also the alignment that the widest vector instructions want.
+# A cache line, which is also the alignment that the widest vector instructions need.
 _ALIGNMENT: Final = 64
 
 
 class Arena:
-    """Memory that can be shared by descriptor.
+    """Memory that other processes can map by its descriptor.
 
     >>> arena = Arena(1 << 30)
     >>> cache = arena.numpy((layers, blocks, 2, 16, 8, 128), np.float16)
@@ -66,8 +66,8 @@ class Arena:
         nbytes: Its size, rounded up to whole pages. Pages cost memory once they are
             written to.
         name: Shown in ``/proc/<pid>/maps``.
-        populate: Allocate all pages now, huge ones where the kernel can: the first
-            write to it, and every copy out of it, then takes less time.
+        populate: Allocate all pages now, huge ones where the kernel can: this speeds up
+            the first write to the arena, and every copy out of it.
 
     Attributes:
         nbytes: Its size.
@@ -88,7 +88,7 @@ class Arena:
             raise UsageError("arena: only Linux can share memory by descriptor")
         self.nbytes: int = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._mapped_bytes = self.nbytes + mmap.PAGESIZE
-        # Used bytes of the mapping.
+        # The bytes of the mapping that are in use.
         self._used = MID_PAGE_BYTES
         self._closed = False
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -143,7 +143,8 @@ class Arena:
                 "are used; make a larger arena"
             )
         self._used = begin + nbytes
-        # The array references the mapping, so the mapping cannot be unmapped under it.
+        # The array references the mapping, which therefore cannot be unmapped while the
+        # array lives.
         return self._map.array(begin, nbytes)
 
     def populate(self) -> None:
@@ -189,7 +190,7 @@ class Arena:
         self._forget()
 
     def release(self) -> bool:
-        """Close it; memory in use is freed with the last array or tensor in it.
+        """Close it; memory that is in use is freed with the last array or tensor in it.
 
         Returns:
             Whether all of the memory was freed at once.
@@ -202,7 +203,7 @@ class Arena:
         return False
 
     def _forget(self) -> None:
-        """Drop it, and close its descriptor."""
+        """Remove it from the list of open arenas, and close its descriptor."""
         self._closed = True
         with _lock:
             _arenas.remove(self)
@@ -217,8 +218,8 @@ class Arena:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # An exception's frames may still hold arrays. Then the exception must not be
-        # replaced.
+        # The traceback of an exception may still reference arrays. That exception must
+        # not be replaced by ours.
         if error:
             self.release()
         else:
@@ -232,7 +233,7 @@ class Arena:
 
 SEALS: Final = (
     (
-        fcntl.F_SEAL_SHRINK  # a page that vanishes kills its reader
+        fcntl.F_SEAL_SHRINK  # accessing a page that was cut off would kill the reader
         | fcntl.F_SEAL_GROW
         | fcntl.F_SEAL_SEAL
         | _F_SEAL_FUTURE_WRITE
@@ -240,7 +241,7 @@ SEALS: Final = (
     if sys.platform == "linux"
     else 0
 )
-"""The seals that a receiver of an arena's descriptor can rely on for ever."""
+"""A process with the arena's descriptor can rely on these seals for ever."""
 
 
 def arena_of(fragments: Fragments) -> Arena | None:
@@ -284,8 +285,8 @@ class SharedMapping:
                 -1, nbytes + HUGE_PAGE_BYTES, flags=flags, prot=access
             )
         except (OSError, OverflowError):
-            # Addresses count as memory here (vm.overcommit_memory=2), or a peer's file
-            # is larger than any mapping can be.
+            # The kernel counts reserved addresses as memory (vm.overcommit_memory=2),
+            # or a peer's file is larger than any mapping can be.
             self._reserved = mmap.mmap(fd, nbytes, prot=access)
             self._begin = 0
             self.address: int = address_of(self._reserved)
@@ -301,8 +302,8 @@ class SharedMapping:
 
     def populate(self) -> None:
         """Allocate all pages, huge ones if possible; others follow on first use."""
-        # The kernel makes a huge page out of small ones only if one of those was
-        # written to.
+        # The kernel merges small pages into a huge one only if one of them was written
+        # to.
         first_bytes = self.array(0, self.nbytes)[::HUGE_PAGE_BYTES]
         first_bytes |= 0
         self._advise(_MADV_COLLAPSE)

@@ -70,7 +70,7 @@ _RESIZE: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_ssiz
 
 
 def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
-    """Return ``buffer`` as a view of bytes or as fragments; the result keeps it alive.
+    """Return ``buffer`` as a view of bytes or as fragments, which keep it alive.
 
     Raises:
         UsageError: Its memory cannot be used; the text names ``what`` and the remedy.
@@ -99,14 +99,14 @@ def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
 
 
 def uncleared(nbytes: int) -> bytearray:
-    """Make a bytearray whose pages are allocated only as they are written.
+    """Make a bytearray whose pages are allocated only when they are written.
 
-    Use it for a size that a peer has named: it costs only address space until the bytes
-    arrive. Its content is undefined before that, so hand it out only when all of it has
-    been written.
+    Use it for a size that a peer has announced: it costs only address space until the
+    bytes arrive. Its content is undefined, so hand it out only once all of it has been
+    written.
 
     Raises:
-        MemoryError: There is no address space for it.
+        MemoryError: There is not enough address space.
     """
     made = bytearray()
     _RESIZE(made, nbytes)
@@ -154,13 +154,13 @@ def _payload_of(buffer: Any, what: str) -> Payload:
     if view.format == "B" and view.ndim == 1:
         return view
     if view.nbytes == 0:
-        # A shape with a zero cannot be cast, and there is nothing to point at.
+        # A shape with a zero cannot be cast, and has no bytes.
         return memoryview(bytearray() if not view.readonly else b"")
     return view.cast("B")
 
 
 def _check_tensor(torch: Any, tensor: Any, what: str) -> None:
-    """Refuse a torch tensor whose bytes are not its values, one after the other."""
+    """Refuse a torch tensor whose memory is not simply its values, in order."""
     if tensor.is_nested:
         raise UsageError(f"{what}: the tensor is nested; pass one of tensor.unbind()")
     if tensor.layout is not torch.strided:
@@ -185,7 +185,7 @@ def _check_tensor(torch: Any, tensor: Any, what: str) -> None:
 
 
 def _on_device(buffer: Any, what: str) -> TensorView | None:
-    """Return where an array's elements lie on a device; None if it is not on one."""
+    """Return the place of an array's elements on a device; None for host memory."""
     if not hasattr(buffer, "data_ptr") and not hasattr(
         buffer, "__cuda_array_interface__"
     ):
@@ -231,7 +231,7 @@ def _not_contiguous(
 
 
 def mid_page_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return new memory that begins in the middle of a page; it is not cleared."""
+    """Return new memory that begins in the middle of a page, with undefined content."""
     memory = np.empty(nbytes + _PAGE_BYTES, np.uint8)
     address: int = memory.__array_interface__["data"][0]
     begin = (MID_PAGE_BYTES - address) % _PAGE_BYTES

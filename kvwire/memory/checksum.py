@@ -1,7 +1,7 @@
 """The payload checksum: the low 32 bits of xxh3-64, over a view or fragments.
 
-xxh3 runs at memory speed (over 90 GB/s in cache, zlib's crc32 at 6.8), so it can stay
-on by default. It finds accidents, not attackers: it has no key.
+xxh3 runs at memory speed (over 90 GB/s in cache; zlib's crc32 reaches 6.8), so it can
+stay on by default. It detects accidental damage, not tampering, because it has no key.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from kvwire.memory.copy import copy
 LOW_32_BITS: Final = 0xFFFF_FFFF
 view_digest: Final = xxhash.xxh3_64_intdigest
 """The xxh3-64 of a view; :func:`checksum` returns its :data:`LOW_32_BITS`."""
-# Fragments shorter than this are gathered first. From cold memory, gathering has 5.5
-# GB/s against 0.7 without at 512 bytes, 7.5 against 3.4 at 4 KiB, 8.0 against 6.6 at 16
-# KiB; but 11.6 against 12.5 at 64 KiB.
+# Fragments shorter than this are gathered first. From cold memory, gathering reaches
+# 5.5 GB/s, against 0.7 without, at 512 bytes; 7.5 against 3.4 at 4 KiB; 8.0 against 6.6
+# at 16 KiB; but 11.6 against 12.5 at 64 KiB.
 _GATHER_BELOW_BYTES: Final = 32 * KIB
-# Gathering has a fixed cost of 10 us; without it a fragment costs 0.3 us.
+# Gathering has a fixed cost of 10 us; without gathering, each fragment costs 0.3 us.
 _FEW_FRAGMENTS: Final = 32
-# Bytes gathered at once: still in the second-level cache when they are read.
+# The bytes gathered at once: few enough to be in the second-level cache when they are
+# read.
 _BATCH_BYTES: Final = 256 * KIB
 
 

@@ -1,8 +1,8 @@
 """Reads another process's memory with cross-memory attach (``process_vm_readv``).
 
 The kernel resolves the remote addresses in the other process's address space, and
-checks that this process may trace it. So an address from a peer is safe to use here,
-and nowhere else: a wrong one gives EFAULT, and never touches this process's memory.
+checks that this process may trace it. So an address from a peer is safe here, and
+nowhere else: a wrong one gives EFAULT, and never touches this process's memory.
 
 https://man7.org/linux/man-pages/man2/process_vm_readv.2.html
 """
@@ -36,15 +36,15 @@ def read(pid: int, local: Window, remote: Window) -> int:
     """Read memory of the process ``pid`` without holding the GIL.
 
     Args:
-        pid: Its number in this process's pid namespace.
-        local: The destination.
-        remote: The source; addresses of that process.
+        pid: The process's number in this process's pid namespace.
+        local: The destination, in this process.
+        remote: The source, with addresses of that process.
 
     Returns:
-        How many bytes were read: at least 1, up to the shorter of the two windows.
+        The number of bytes read: at least 1, at most the length of the shorter window.
 
     Raises:
-        OSError: The system call failed; EFAULT if nothing at all could be read.
+        OSError: The system call failed; EFAULT if not even one byte could be read.
     """
     moved: int = _libc().process_vm_readv(pid, *local, *remote, 0)
     if moved <= 0:
@@ -57,7 +57,7 @@ def read_bytes(pid: int, address: int, length: int) -> bytes:
     """Return a few bytes of another process, such as a cookie.
 
     Raises:
-        OSError: Not all of them can be read.
+        OSError: Not all bytes can be read.
     """
     buffer = bytearray(length)
     local = (ctypes.c_uint64 * 2)(address_of(buffer), length)

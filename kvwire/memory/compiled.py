@@ -1,8 +1,8 @@
 """The compiled functions of ``_copy.c``, if kvwire was installed with a C compiler.
 
-The library knows nothing of Python. It is loaded twice: its functions as ones that keep
-the GIL, and as ones that release it. Without it, and with one of another version, each
-caller does the same in Python.
+The library does not use Python's API. It is loaded twice, once with functions that keep
+the GIL and once with functions that release it. If the library is missing or belongs to
+another version, the callers do the same work in Python.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def compiled_function(
         name: Its name.
         *kinds: The ctypes of its arguments.
         result: The ctype of its result.
-        library: Where the library is.
+        library: The library's path.
     """
     if _is_outdated(library):
         return None
@@ -61,8 +61,8 @@ def compiled_function(
 def _is_outdated(library: Path) -> bool:
     """Return whether a library was compiled from another source than the present one.
 
-    In a tree of sources the functions' arguments may have changed since. A wheel has no
-    source, and its library is of its own version.
+    In a source tree, the functions' arguments may have changed since it was compiled. A
+    wheel contains no source, and its library always has the right version.
     """
     source = library.with_suffix(".c")
     if not (source.exists() and library.exists()):

@@ -1,7 +1,7 @@
 """Copies one payload into another in this process, without Python code per fragment.
 
-Both sides are cut at every border that either has, which gives pieces that are
-contiguous on both; :mod:`kvwire.memory.pieces` copies these.
+Both payloads are cut at the borders of either, which gives pieces that are contiguous
+on both sides; :mod:`kvwire.memory.pieces` copies the pieces.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def _addresses(payload: Payload) -> Array:
 def _places(payload: Fragments, offsets: Array) -> Array:
     """Return the memory addresses of the bytes at these offsets of a payload."""
     if offsets.size == payload.addresses.size:
-        return payload.addresses  # the other side cuts none of these fragments
+        # no cut of the other side falls inside one of these fragments
+        return payload.addresses
     index = np.searchsorted(payload.starts, offsets, "right") - 1
     return payload.addresses[index] + (offsets - payload.starts[index])

@@ -1,21 +1,21 @@
 """The generations of a window's blocks: one random 64-bit number for each block.
 
-A ticket names a block and its generation. As long as the table has this generation, the
-block's bytes are those that the owner offered. To take a block back, the owner renews
-its generation. A reader needs no answer from the owner: it copies the bytes, *then*
-looks at the generation, and drops what it has copied unless the generation is still the
-ticket's.
+A ticket names a block and its generation. As long as the table contains this
+generation, the block's bytes are the ones that the owner offered. To take a block back,
+the owner renews its generation. A reader needs no answer from the owner: it copies the
+bytes, *then* reads the generation, and discards the copy unless the generation still
+equals the ticket's.
 
-**Why a look after the bytes suffices.** The owner renews a generation (store, then
-full fence) before it changes the block. The reader copies the bytes, then executes an
-acquire fence, then loads the generation. Suppose it has read a byte that the owner
-wrote after the renewal. Then the owner's fence synchronizes with the reader's, so the
-reader's load comes after the renewal and yields the new generation, or a later one. No
-generation is ever stored twice, apart from a chance of 2**-64 for each pair. So the
-ticket's generation is not found, and the copy is dropped. Nor are the bytes too old:
-the owner wrote them before it made the ticket, and whatever carried the ticket to the
-reader keeps that order. (Boehm, "Can seqlocks get along with programming language
-memory models?", 2012.)
+**Why it suffices to read the generation after the bytes.** The owner renews a
+generation (store, then full fence) before it changes the block. The reader copies the
+bytes, then executes an acquire fence, then loads the generation. Suppose it has read a
+byte that the owner wrote after the renewal. Then the owner's fence synchronizes with
+the reader's, so the reader's load comes after the renewal and yields the new
+generation, or a later one. So the reader does not find the ticket's generation, and
+discards the copy. So the ticket's generation is not found, and the copy is dropped. Nor
+are the bytes too old: the owner wrote them before it made the ticket, and whatever
+carried the ticket to the reader keeps that order. (Boehm, "Can seqlocks get along with
+programming language memory models?", 2012.)
 
 Every renewal draws a new number, and ``current`` gives it to the owner alone. Somebody
 who was given no ticket cannot guess one.
@@ -49,9 +49,9 @@ from kvwire.memory.compiled import (
 )
 
 ENTRY_BYTES: Final = 8
-# Random numbers are drawn from the system so many at once.
+# Random numbers are drawn from the system in batches of this size.
 _POOL: Final = KIB
-# Processors whose stores, and whose loads, other processors see in their order.
+# Processors on which other processors see stores in program order, and loads as well.
 _ORDERED: Final = frozenset({"x86_64", "amd64", "i386", "i686"})
 
 _TABLE: Final = (ctypes.c_void_p, ctypes.c_size_t)
@@ -75,19 +75,19 @@ class Generations:
     """A table of generations, which any thread of its owner may use.
 
     Args:
-        count: How many blocks there are, at least 1.
+        count: The number of blocks, at least 1.
 
     Attributes:
         values: The generation of each block; read-only.
-        address: The address of the first one.
-        nbytes: The bytes of all.
-        arena: The memory that the table lies in, so that peers can map it; None where
-            memory cannot be shared, which is everywhere but on Linux.
+        address: The address of the first generation.
+        nbytes: The bytes of the whole table.
+        arena: The memory that contains the table, so that peers can map it; None if
+            memory cannot be shared, which is the case on every system but Linux.
 
     Raises:
-        BackendUnavailable: Without compiled functions this processor does not keep the
-            order that readers rely on.
-        OSError: There is no memory for it.
+        BackendUnavailable: There are no compiled functions, and this processor does not
+            keep the order that readers rely on.
+        OSError: There is not enough memory.
     """
 
     def __init__(self, count: int) -> None:
@@ -102,7 +102,7 @@ class Generations:
             self._table = np.empty(count, np.uint64)
         self.address: int = self._table.__array_interface__["data"][0]
         self._count = count
-        # Guards the pool; where nothing is compiled, its acquisition is the fence.
+        # Guards the pool; without compiled functions, acquiring it is also the fence.
         self._lock = threading.Lock()
         self._pool: Array = np.empty(0, np.uint64)
         self._drawn = 0
@@ -119,10 +119,10 @@ class Generations:
 
         Args:
             ids: The blocks.
-            fresh: Random numbers that were drawn for them; None to draw them here.
+            fresh: Random numbers drawn for this purpose; None to draw them here.
 
         Raises:
-            UsageError: An id is not one of the table; the others are renewed.
+            UsageError: An id is outside the table; the other blocks are renewed.
         """
         places = _places(ids)
         with self._lock:
@@ -151,8 +151,8 @@ class Generations:
     def same(self, ids: Ids, generations: Array) -> Bits:
         """Return for each block whether its generation is unchanged.
 
-        It is not the generation of a block that does not exist. What this thread has
-        read before, it read before this look.
+        For a block that does not exist, the answer is no. Everything that this thread
+        has read before the call was read before the generations.
         """
         places = _places(ids)
         if same_compiled is None:
@@ -177,7 +177,8 @@ class Generations:
             return
         self._table[:] = _random(self._count)
         self._fence()
-        # A renewal on another thread is over, or finds no table any more.
+        # A renewal on another thread has ended before, or finds the table gone
+        # afterwards.
         with self._lock:
             self._count = 0
             self._table = self.values = np.empty(0, np.uint64)
@@ -198,7 +199,7 @@ class Generations:
         return fresh
 
     def _fence(self) -> None:
-        """Execute a locked instruction, and let the compiler move nothing across it."""
+        """Execute a locked instruction; the interpreter moves nothing across it."""
         with self._lock:
             pass
 
@@ -207,7 +208,7 @@ def require_order() -> None:
     """Refuse a processor on which Python code cannot order memory accesses.
 
     Raises:
-        BackendUnavailable: This is one.
+        BackendUnavailable: This processor is such a one.
     """
     machine = platform.machine().lower()
     if machine not in _ORDERED:

@@ -1,11 +1,10 @@
-"""Fragment lists in the form that the system calls ``readv`` and ``writev`` take.
+"""Lists of fragments in the form that the system calls ``readv`` and ``writev`` take.
 
-A fragment list may be longer than one system call takes, and a call may move fewer
-bytes than it was given. So the list itself never changes: :class:`Iovecs` counts the
-bytes that are left, and each *window* is a table of the next iovecs, laid out anew by
-NumPy. Its first row begins behind the bytes that earlier calls moved, and its last row
-ends at the byte limit. A window costs the same few NumPy calls for one fragment as for
-1,000.
+A list may be longer than one system call accepts, and a call may move fewer bytes than
+it was given. So the list itself never changes: :class:`Iovecs` counts the remaining
+bytes, and NumPy lays out each *window* anew, a table of the next iovecs. A window's
+first row begins after the bytes that earlier calls moved, and its last row ends at the
+byte limit. A window costs the same few NumPy calls for one fragment as for 1,000.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ import numpy as np
 from kvwire.kv.fragments import Fragments, Payload
 from kvwire.memory.copy import address_of, copy
 
-# Linux and macOS take 1,024 and refuse more with EINVAL.
+# Linux and macOS accept 1,024, and refuse more with EINVAL.
 IOVECS_MAX: Final = 1024
 
 
 @final
 class Iovecs:
-    """The remaining part of a fragment list, which has not been moved yet.
+    """A list of fragments, with the number of bytes that have not been moved yet.
 
     Args:
-        fragments: The list, of at least 1 byte; this object keeps it alive.
-        head: Bytes that go before it.
+        fragments: The list, at least 1 byte long; this object keeps it alive.
+        head: Bytes to move before the list.
 
     Attributes:
-        rest: Bytes not moved yet, including the head. Subtract the bytes you have
-            moved.
-        asked: The bytes of the last request: of the last window including its tail, or
-            set by a caller that used no window.
+        rest: The bytes not moved yet, including the head. The caller subtracts the
+            bytes that it has moved.
+        asked: The bytes of the last request: those of the last window and its tail, or
+            a number set by a caller that used no window.
     """
 
     __slots__ = (
@@ -52,7 +51,7 @@ class Iovecs:
         self._fragments = fragments
         self._head = head
         self._head_end = address_of(head) + len(head) if head else 0
-        # The fragments of a window, the head and the tail.
+        # A window has rows for the fragments, the head and the tail.
         rows = min(fragments.addresses.size + 2, IOVECS_MAX)
         self._table = np.empty((rows, 2), np.uint64)
         # The same as `ctypes.data`, without its three Python calls.
@@ -61,18 +60,18 @@ class Iovecs:
         self.asked: int = 0
 
     def __len__(self) -> int:
-        """Return the bytes not moved yet, as ``len`` of a view does."""
+        """Return the number of bytes not moved yet, as ``len`` of a view does."""
         return self.rest
 
     def window(
         self, bytes_max: int, tail: tuple[int, int] | None = None
     ) -> tuple[int, int]:
-        """Lay out the next iovecs, at most ``IOVECS_MAX`` of them.
+        """Lay out the next iovecs, at most ``IOVECS_MAX``.
 
         Args:
             bytes_max: The most bytes of fragments to include, at least 1.
-            tail: Address and length of memory that follows the list; included only if
-                the window reaches the list's end.
+            tail: Address and length of memory to append; included only if the window
+                reaches the list's end.
 
         Returns:
             The table's address and its number of rows, valid until the next call.
@@ -81,8 +80,8 @@ class Iovecs:
         table = self._table
         begin = fragments.nbytes - self.rest
         row = 0
-        # Before: the last `rest` bytes of head and list are not moved; begin < 0 is in
-        # the head.
+        # Before: the last `rest` bytes of head and list have not been moved; a negative
+        # `begin` is inside the head.
         if begin < 0:
             table[0] = self._head_end + begin, -begin
             begin = 0
@@ -90,8 +89,8 @@ class Iovecs:
         end = min(begin + bytes_max, fragments.nbytes)
         starts = fragments.starts
         stop = fragments.addresses.size
-        # Here the window is the bytes begin to end of the list, which begin in fragment
-        # `first` and end in fragment `stop - 1`.
+        # Here the window covers the list's bytes from begin to end, which start in
+        # fragment `first` and end in fragment `stop - 1`.
         first = int(starts.searchsorted(np.uint64(begin), "right")) - 1 if begin else 0
         if end < fragments.nbytes:
             stop = int(starts.searchsorted(np.uint64(end), "left"))
@@ -101,8 +100,8 @@ class Iovecs:
         last = row + stop - first
         table[row:last, 0] = fragments.addresses[first:stop]
         table[row:last, 1] = fragments.lengths[first:stop]
-        # The rows are whole fragments. Cut the last at the window's end, then the first
-        # at its beginning; they may be the same row.
+        # The rows are whole fragments. Cut the last row at the window's end, then the
+        # first at its beginning; they may be the same row.
         if end < fragments.nbytes:
             table[last - 1, 1] -= starts[stop] - np.uint64(end)
         if begin:
@@ -117,12 +116,14 @@ class Iovecs:
         return self._table_address, last
 
     def fill(self, source: memoryview) -> None:
-        """Copy ``source`` into the next bytes (no head), and count them as moved."""
+        """Copy ``source`` to the next bytes of a list without head; count them as
+        moved.
+        """
         self.scatter(source)
         self.rest -= len(source)
 
     def scatter(self, source: memoryview) -> None:
-        """Copy ``source`` into the next bytes, without counting them as moved."""
+        """Copy ``source`` to the next bytes, without counting them as moved."""
         fragments = self._fragments
         copy(source, fragments.slice(fragments.nbytes - self.rest, len(source)))
 
@@ -130,7 +131,7 @@ class Iovecs:
         """Copy the next bytes, including the head, into ``target`` until it is full.
 
         Returns:
-            How many; they still count as not moved.
+            The number of bytes copied, which still count as not moved.
         """
         fragments = self._fragments
         begin = fragments.nbytes - self.rest
@@ -174,8 +175,8 @@ def writev(fd: int, window: tuple[int, int]) -> int:
 def simplest(payload: Payload) -> Payload:
     """Return the same bytes, as a view if they are one fragment of host memory.
 
-    Calls that take a view cost less than a window: with chunks of 1 MiB, 5 GB/s instead
-    of 4.2.
+    Calls with a view are faster than calls with a window: 5 GB/s instead of 4.2 with
+    chunks of 1 MiB.
     """
     if isinstance(payload, memoryview) or payload.addresses.size != 1:
         return payload

@@ -1,16 +1,17 @@
-"""Copies many pieces of memory in one call, given as columns of addresses and lengths.
+"""Copies many pieces of memory in one call, given as arrays of addresses and lengths.
 
 A *piece* is contiguous on both sides. If kvwire was installed with a C compiler, a loop
 in C copies them (``_copy.c``). Otherwise there are two ways, chosen by the measured
 crossover between them:
 
-* By NumPy: pieces of one length are items of an array of a void type of that length,
-  laid over the whole span of addresses. NumPy copies twice, which pays off for small
-  pieces only; it copies once if one side has them side by side. If all distances are
-  multiples of the length, as those of a cache's blocks are, items follow each other;
-  otherwise items have a stride of one byte, so that an index is a byte offset. In the
-  first case NumPy copies into existing memory, in the second into new memory.
-* By one ``memmove`` each, called from a loop in C over the three columns.
+* By NumPy: pieces of one length are items of an array that spans all the addresses; its
+  type is a void of that length. NumPy copies each piece twice, which pays off only for
+  small pieces; it copies once if the pieces are adjacent on one side. If all distances
+  are multiples of the length, as for a cache's blocks, the array's items are adjacent;
+  otherwise the items have a stride of one byte, so that an index is a byte offset. In
+  the first case NumPy can copy into existing memory, in the second only into new
+  memory.
+* By one ``memmove`` per piece, called from a loop in C over the three arrays.
 
 ``process_vm_readv`` on our own process would look up every page on both sides.
 """
@@ -44,18 +45,20 @@ HELD_BYTES: Final = 4 * MIB
 
 A call that releases the GIL may then wait for another thread's switch interval, 5 ms.
 """
-# From this mean length on, a call per piece is faster than gathering and scattering. In
-# seconds of processor time per GiB, NumPy against memmove: 0.38 against 0.82 at 1 KiB,
-# 0.38 against 0.52 at 2, 0.34 against 0.33 at 4, 0.28 against 0.24 at 8.
+# From this mean length on, one call per piece is faster than gathering and scattering.
+# In seconds of processor time per GiB, NumPy against memmove: 0.38 against 0.82 at 1
+# KiB, 0.38 against 0.52 at 2, 0.34 against 0.33 at 4, 0.28 against 0.24 at 8.
 _PIECE_BYTES: Final = 8 * KIB
-# If pieces are side by side on one side, NumPy has 6.3 GB/s against 3.0 at 4 KiB, and
-# 9.7 against 7.5 at 32.
+# If pieces are adjacent on one side, NumPy reaches 6.3 GB/s against 3.0 at 4 KiB, and
+# 9.7 against 7.5 at 32 KiB.
 _LINE_PIECE_BYTES: Final = 256 * KIB
-# NumPy is called once per length of piece; with more lengths that is work per fragment.
+# NumPy is called once per distinct length; with more lengths, this would amount to
+# Python code per fragment.
 _LENGTHS_MAX: Final = 64
-# With fewer pieces a loop is shorter than NumPy's preparations.
+# For fewer pieces, a loop takes less time than NumPy's preparations.
 _FEW_PIECES: Final = 8
-# Bytes gathered at once: still in the second-level cache when they are scattered.
+# The bytes gathered at once: few enough to be in the second-level cache when they are
+# scattered.
 _BATCH_BYTES: Final = 256 * KIB
 compiled: CompiledFunction | None = compiled_function(
     "kvwire_copy", *(ctypes.c_void_p,) * 3, ctypes.c_size_t, ctypes.c_uint64
@@ -67,7 +70,7 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
 
     Args:
         origin: The address of each piece.
-        target: Its destination; these overlap neither each other nor ``origin``.
+        target: Its destination; destinations overlap neither each other nor ``origin``.
         lengths: The bytes of each piece.
         total: The sum of ``lengths``.
     """
@@ -77,7 +80,8 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
         columns = (origin.tobytes(), target.tobytes(), lengths.tobytes())
         move(*columns, lengths.size, total)
         return
-    # Plan all turns at once: planning each would take as long as its copy.
+    # Plan all turns at once: planning each one separately would take as long as its
+    # copy.
     starts = lengths.cumsum() - lengths
     turns = np.arange(HELD_BYTES, total, HELD_BYTES, dtype=np.uint64)
     ends = starts.searchsorted(turns)
@@ -93,8 +97,8 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
 def copy_alike(pieces: Fragments, line: int, *, gather: bool) -> bool:
     """Copy pieces of one length to or from a contiguous range.
 
-    Returns False, having copied nothing, if the pieces differ in length or another way
-    is faster.
+    Returns False, without having copied anything, if the pieces differ in length or
+    another way is faster.
     """
     length = pieces.piece_bytes
     few = pieces.lengths.size <= _FEW_PIECES
@@ -155,7 +159,7 @@ def _move_items(
     count = (source if read is None else read).size
     batch = max(1, _BATCH_BYTES // length)
     if read is None or (written is None and source.flags.c_contiguous):
-        batch = count  # no copy in between is needed
+        batch = count  # one copy suffices, so no batches are needed
     for i in range(0, count, batch):
         part = slice(i, i + batch)
         if written is None and read is not None:
@@ -197,7 +201,7 @@ def _taken(source: Items, places: Places, length: int) -> Items:
     """
     nbytes = places.size * length
     if nbytes > _BATCH_BYTES:
-        return source[places]  # a single piece
+        return source[places]  # there is a single piece
     items = _batch.memory[:nbytes].view(source.dtype)
     _take(source, places, items)
     return items
@@ -206,7 +210,7 @@ def _taken(source: Items, places: Places, length: int) -> Items:
 def _take(source: Items, places: Places, items: Items) -> None:
     """Copy pieces contiguously into ``items``."""
     if source.flags.c_contiguous:
-        # In any other mode NumPy copies into memory of its own first.
+        # In any other mode NumPy copies into temporary memory first.
         source.take(places, out=items, mode="clip")
     else:
         items[:] = source[places]
@@ -223,10 +227,10 @@ _batch: Final = _Batch()
 
 
 class _ArrayView:
-    """Memory as an array, for NumPy's ``__array_interface__``.
+    """Memory at an address, as an array for NumPy's ``__array_interface__``.
 
-    An array type of ctypes would also do, but making one for each length takes longer
-    than gathering a chunk.
+    An array type of ctypes would also work, but creating one for each length takes
+    longer than gathering a chunk.
     """
 
     __slots__ = ("__array_interface__",)

@@ -93,7 +93,8 @@ _RECV = RequestKind.RECV
 _POSTED = FIRST_STATE[_RECV]
 
 EagerHeader = Callable[[int, int, int | None], bytes | None]
-"Takes a tag, a length and a checksum; returns the header of a small message, or None."
+"""Takes a tag, a length and a checksum; returns the header of a small message, or None.
+"""
 
 
 class ConnectionCore:

@@ -130,7 +130,7 @@ class HandshakeState(enum.Enum):
     OFFER = FrameType.OFFER
     CHOICE = FrameType.CHOICE
     DECISION = "decision"
-    "Waits for the front; no frame is due."
+    """Waits for the front; no frame is due."""
     DONE = "done"
     FAILED = "failed"
 

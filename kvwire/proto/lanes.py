@@ -81,14 +81,15 @@ class LaneStage(enum.Enum):
     """The stages of a lane, which determine the allowed frames."""
 
     ASKED = "asked"
-    "The client has sent LANE_OPEN; one side is creating its endpoint."
+    """The client has sent LANE_OPEN; one side is creating its endpoint."""
     ANSWERED = "answered"
-    "The server has sent LANE_OPEN: its endpoint receives, the client's does not yet."
+    """The server has sent LANE_OPEN: its endpoint receives, the client's does not yet.
+    """
     OPEN = "open"
     CLOSING = "closing"
-    "The peer's endpoint has ended; this side's ends next."
+    """The peer's endpoint has ended; this side's ends next."""
     CLOSED = "closed"
-    "This side's endpoint has ended, or never existed."
+    """This side's endpoint has ended, or never existed."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

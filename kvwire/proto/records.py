@@ -208,17 +208,17 @@ class ChunkPlace(enum.Enum):
     """The kinds of places for the body of a frame."""
 
     CONTROL = "control"
-    "The core, which needs the bytes in ``body_received``."
+    """The core, which needs the bytes in ``body_received``."""
     HOLD = "hold"
-    "New memory, for the buffer that the core has just named."
+    """New memory, for the buffer that the core has just named."""
     BUFFER = "buffer"
-    "``buffer``, from ``offset`` on."
+    """``buffer``, from ``offset`` on."""
     WHOLE = "whole"
-    "The core, which reports all of the bytes to the front."
+    """The core, which reports all of the bytes to the front."""
     MARKED = "marked"
-    "The result of ``ConnectionCore.marked_place``, once the events are handled."
+    """The result of ``ConnectionCore.marked_place``, once the events are handled."""
     NOWHERE = "nowhere"
-    "None: the bytes are dropped, because their request is over."
+    """None: the bytes are dropped, because their request is over."""
 
 
 class ChunkArrival(msgspec.Struct, eq=False):

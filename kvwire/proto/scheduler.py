@@ -28,7 +28,7 @@ from kvwire.proto.records import RequestRecord, SegmentRecord
 from kvwire.proto.state import RequestStage
 
 Mover = RequestRecord | SegmentRecord
-"The sender of chunks: a request as a whole, or a segment of a transfer."
+"""The sender of chunks: a request as a whole, or a segment of a transfer."""
 
 _MOVING: Final = RequestStage.MOVING
 

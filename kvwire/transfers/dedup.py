@@ -22,7 +22,7 @@ Hashes: TypeAlias = "Sequence[bytes] | Mapping[str, Sequence[bytes]] | None"
 """One hash for each block of the list, of each group of a grouped cache. A last block
 that is not full may go without: it has no name, and always moves."""
 Have: TypeAlias = "object | Callable[[bytes], bool] | None"
-"A collection of hashes, or a predicate that takes a hash."
+"""A collection of hashes, or a predicate that takes a hash."""
 
 
 def listed_hashes(hashes: Hashes, geometry: Geometry) -> dict[str, list[bytes]]:

@@ -397,9 +397,9 @@ _DECODERS: Final = {
 # msgspec raises Python's own errors for text that is not UTF-8 and for nesting deeper
 # than the stack, even in fields that this version does not know.
 DECODE_ERRORS: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"The exceptions of msgspec for bytes that it cannot decode."
+"""The exceptions of msgspec for bytes that it cannot decode."""
 encode_body: Final[Callable[[Body], bytes]] = msgspec.msgpack.Encoder().encode
-"Encodes a control body."
+"""Encodes a control body."""
 
 B = TypeVar("B", bound=Body)
 

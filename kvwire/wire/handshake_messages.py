@@ -27,14 +27,14 @@ from kvwire.limits import (
 from kvwire.types import Role, TrustMode
 
 MAGIC: Final = b"kvwire\r\n"
-"Ends in CR LF, so that a channel that rewrites line ends is detected at once."
+"""Ends in CR LF, so that a channel that rewrites line ends is detected at once."""
 
 MAC_BYTES: Final = 32
 NONCE_BYTES: Final = 32
 _KEY_ID_LABEL: Final = b"kvwire key id"
 
 VersionRange = tuple[int, int]
-"The lowest and the highest version that a side supports."
+"""The lowest and the highest version that a side supports."""
 
 
 def key_id(psk: bytes) -> bytes:

@@ -116,7 +116,7 @@ class Flag(enum.IntFlag):
     SEALED = 1
     """The last SEAL_BYTES of the body authenticate the frame."""
     CHECKED = 2
-    "``payload_check`` is the checksum of the bytes after the header."
+    """``payload_check`` is the checksum of the bytes after the header."""
 
 
 _SEALED: Final = int(Flag.SEALED)

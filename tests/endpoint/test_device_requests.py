@@ -409,7 +409,9 @@ async def test_queued_work_that_fails_ends_the_request(
     await turns(20)
     near.fail("an illegal memory access")
     gate.open.set()
-    with pytest.raises(BackendUnavailable, match=f"before the {verb}: an illegal mem"):
+    with pytest.raises(
+        BackendUnavailable, match=f"before the {verb} failed: an illegal"
+    ):
         await request
     await request.released()
     if verb == "send":

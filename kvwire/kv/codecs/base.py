@@ -107,7 +107,7 @@ class BlockCodec(ABC):
         """Encode an image.
 
         Returns:
-            How many bytes of ``into`` were written; 0 if the caller should keep the
+            The number of bytes written to ``into``; 0 if the caller should keep the
             image as it is.
         """
 

@@ -1,7 +1,7 @@
 """Quantised numbers: codes of 8 or 4 bits after division by a scale, in NumPy.
 
-An ``fp8`` code is a float8_e4m3fn number, an ``int8`` code one from -127 to 127. Codes
-of 4 bits are packed in pairs, the first in the lower half of the byte.
+An ``fp8`` code is a float8_e4m3fn number, an ``int8`` code an integer from -127 to 127.
+Codes of 4 bits are packed in pairs, the first in the lower half of the byte.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ LARGEST: Final = {"fp8": E4M3_MAX, "int8": 127.0}
 """The largest number of each 8-bit code."""
 INT4_MAX: Final = 15
 SCALE_MIN: Final = np.float32(2.0**-100)
-"""The least scale: dividing by a smaller one could overflow."""
+"""The smallest scale: dividing by a smaller one could overflow."""
 
 
 def scale_of(values: Floats, over: int | tuple[int, ...], code: str) -> Floats:
-    """Return the divisor that makes the values fit a code, one for each group.
+    """Return the divisor for each group that makes its values fit a code.
 
     A group is all elements along the axes ``over``.
     """

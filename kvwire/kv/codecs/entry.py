@@ -1,12 +1,13 @@
-"""Entries: encoded images as they are stored, with codec, form, length and checksum.
+"""Entries: images as a tier stores them, encoded, after a head that describes them.
 
-An entry is a head of 40 bytes, then the codec's payload. It is always shorter than the
-image: an image that does not shrink is stored as it is, without a head. So the length
-tells an entry from an image, and images stored before there were codecs stay valid.
+An entry is a head of 40 bytes, which has the codec, form, length and checksum, and then
+the codec's payload. It is always shorter than the image: an image that does not shrink
+is stored as it is, without a head. So the length distinguishes an entry from an image,
+and images that were stored before codecs existed stay valid.
 
-The checksum of a lossless codec covers the decoded image, so what comes out is what
-went in. The checksum of a lossy one covers the payload. Both cover the head too.
-Nothing is decoded unless the head matches the memory to be filled.
+A lossless codec's checksum covers the decoded image, so decoding is known to have
+restored it. A lossy codec's checksum covers the payload. Both checksums cover the head
+too. Nothing is decoded unless the head fits the memory to fill.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def decode_entry(entry: Bytes, form: ImageForm, into: Bytes, lossy: str = "") ->
         entry: The entry's bytes, with or without padding.
         form: The form of the image.
         into: The memory to fill.
-        lossy: The lossy codec that the caller accepts; "" for none.
+        lossy: The name of the lossy codec that the caller accepts; "" for none.
 
     Raises:
         IntegrityError: The entry is damaged, has another form or length, or its codec

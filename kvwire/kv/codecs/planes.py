@@ -1,14 +1,15 @@
 """Lossless codecs that compress byte planes: all first bytes, all second bytes, ...
 
-KV in floating point hardly repeats, so a general compressor finds nothing in it. But
-the exponents within a block are close together, and nearly all that can be saved
-without loss is there (ZipNN, https://arxiv.org/abs/2411.05239). So the codec brings the
-exponent bytes together. In bfloat16 and float32 a sign bit precedes eight bits of
-exponent; rotating elements left by one bit makes the top byte exactly the exponent. A
-plane that does not shrink is stored as it is.
+Floating-point KV hardly repeats, so a general compressor finds nothing in it. But the
+exponents within a block are close together, and account for nearly everything that can
+be saved without loss (ZipNN, https://arxiv.org/abs/2411.05239). So the codec groups the
+exponent bytes. In bfloat16 and float32 a sign bit precedes eight bits of exponent;
+after rotating elements left by one bit, the top byte is exactly the exponent. A plane
+that does not shrink is stored unchanged.
 
 The payload is one length per plane (32 bits, little-endian, highest plane first), then
-the planes. A plane as long as the element count is stored as it is.
+the planes. A length equal to the element count means that the plane is stored
+unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvwire.extras import needed_by
 from kvwire.kv.codecs.base import BlockCodec, Bytes, ImageForm
 
 _LENGTH: Final = np.dtype("<u4")
-# Types in which the sign bit would split the exponent over two bytes.
+# Types whose exponent would be split over two bytes because of the sign bit.
 _TURNED: Final[dict[str, tuple[np.dtype[Any], int]]] = {
     "bfloat16": (np.dtype(np.uint16), 15),
     "float32": (np.dtype(np.uint32), 31),
@@ -84,7 +85,7 @@ class PlanesCodec(BlockCodec):
 
 
 def _turned(image: Bytes, form: ImageForm) -> Bytes:
-    """Return the image; elements of some types are rotated left by a bit."""
+    """Return the image, with the elements of some types rotated left by one bit."""
     if form.dtype not in _TURNED:
         return image
     word, high = _TURNED[form.dtype]

@@ -1,11 +1,11 @@
 """Row codecs, for transfers: each head of each token is encoded to a fixed size.
 
-A transfer moves any part of a cache, in any order, to a cache with other block sizes or
-shards. So its codec works on *rows*, not blocks: a row is the elements of one head of
-one token. It is encoded to the same number of bytes whatever its values, with its own
-scales after the codes. Tiers use codecs of whole blocks
-(:mod:`kvwire.kv.codecs.scaled`), which scale larger groups and may leave a block as it
-is.
+A transfer moves any part of a cache, in any order, to a cache that may have other block
+sizes or shards. So its codec works on *rows*, not blocks: a row is the elements of one
+head of one token. It is encoded to the same number of bytes whatever its values are,
+with its own scales after the codes. Tiers use codecs for whole blocks
+(:mod:`kvwire.kv.codecs.scaled`), which scale larger groups and may leave a block
+unchanged.
 
 =========  ============================  ====================  ================
 codec      codes                         then                  128 x bfloat16
@@ -107,7 +107,7 @@ def row_codec(name: object) -> RowCodec:
 
 
 def _nibbles(rows: Floats) -> tuple[Bytes, Floats]:
-    """Return the packed codes of rows, and each row's least value and step."""
+    """Return the packed codes of rows, and each row's smallest value and step."""
     least = rows.min(1, keepdims=True)
     most = rows.max(1, keepdims=True)
     step = np.maximum((most - least) / np.float32(INT4_MAX), SCALE_MIN)

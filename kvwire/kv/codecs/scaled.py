@@ -3,15 +3,15 @@
 ``fp8`` and ``int8`` have one scale for each layer, component and head of a block: the
 group's largest magnitude becomes the largest number of the code.
 
-``int4`` has a least value and a step for each group; its 16 codes are evenly spaced
-between the least and the largest value. Keys have a few channels that are large for
+``int4`` has a smallest value and a step for each group; its 16 codes are evenly spaced
+between the smallest and the largest value. Keys have a few channels that are large for
 every token, so a group of keys is one channel over the block's tokens. Values have no
 such channels, so a group of values is one head of one token (KIVI,
 https://arxiv.org/abs/2402.02750, and KVQuant, https://arxiv.org/abs/2401.18079). MLA's
 latent is grouped like values.
 
-A block is left as it is if its elements are not bfloat16, float16 or float32, if a
-number is not finite, or if float16 cannot hold a group's least value and step.
+A block is left unchanged if its elements are not bfloat16, float16 or float32, if a
+number is not finite, or if float16 cannot hold a group's smallest value and step.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ _Part: TypeAlias = tuple[Any, ...]
 
 
 def _components(form: ImageForm) -> list[tuple[_Part, int]]:
-    """Return each component's part of an image, and the axis its groups run along."""
+    """Return each component's part of an image, and the axis that its groups follow."""
     (kv,) = form.places("kv")
     count = form.shape[kv]
     parts: list[tuple[_Part, int]] = []

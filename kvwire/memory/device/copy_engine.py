@@ -1,9 +1,9 @@
 """Moves one device's memory, for all connections of a communicator.
 
-It has two streams of its own, out of the device and into it, each with a completion
-thread and with device memory for gathered fragments. A stream does its work in order,
-so one such buffer is enough: the next gather waits for the copy before it. That costs a
-few microseconds per chunk, while its copy over PCIe takes many times as long.
+There is one stream out of the device and one into it, each with a completion thread and
+with device memory for gathered fragments. A stream works in order, so one such buffer
+is enough: the next gather waits for the copy before it. The wait costs a few
+microseconds per chunk, while the chunk's copy over PCIe takes many times as long.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger: logging.Logger = logging.getLogger("kvwire.devices")
 
 CallSoon = Callable[[Callable[[], None]], object]
 Done: TypeAlias = Callable[[Exception | None], None]
-"""Called on the loop with None when an event has fired, or with a device's error."""
+"""Called on the loop when an event has fired, with None, or with the device's error."""
 
-# Queueing one copy costs the host some microseconds, in which PCIe moves 100 KB. With
-# more copies than this in a chunk, one gather and one copy are cheaper.
+# Queueing one copy takes the host some microseconds, in which PCIe moves 100 KB. If a
+# chunk needs more copies than this, one gather and one copy are cheaper.
 RUNS_MAX: Final = 8
 
 # The most streams of callers whose events are waited for apart from each other, each
@@ -58,7 +58,7 @@ class CopyEngine:
 
     @property
     def landed(self) -> Event:
-        """Return an event that fires after everything landed so far."""
+        """Return an event that fires after all copies into the device queued so far."""
         return self.inbound.last or self.inbound.stream.record()
 
     def to_host(self, source: Fragments, slot: memoryview, done: Done) -> None:
@@ -216,11 +216,11 @@ class WatchedStream:
 
 
 class CompletionThread:
-    """Reports to the loop, without polling, the fired events of a stream, in order.
+    """Reports a stream's fired events to the loop, in order and without polling.
 
     One thread sleeps on the oldest event. Events that fire before the loop wakes are
-    reported together. A callable queued in the stream instead (``cudaLaunchHostFunc``)
-    would hold up the device until it got the GIL.
+    reported together. A callable queued in the stream (``cudaLaunchHostFunc``) would
+    instead hold up the device until it got the GIL.
 
     Args:
         name: The thread's name.
@@ -238,9 +238,9 @@ class CompletionThread:
         self._closed = False
 
     def watch(self, event: Event, done: Done) -> None:
-        """Call ``done`` on the loop when the event has fired. From any thread."""
+        """Call ``done`` on the loop when the event has fired. Thread-safe."""
         with self._lock:
-            assert not self._closed, "a closed completions was given an event"
+            assert not self._closed, "an event was given to a closed CompletionThread"
             if self._thread is None:
                 thread = threading.Thread(
                     target=self._run, name=self._name, daemon=True
@@ -263,7 +263,7 @@ class CompletionThread:
                 is_woken = bool(self._fired)
                 self._fired.append((done, error))
             if not is_woken:
-                # Nobody waits on a closed loop.
+                # No waiter is left on a closed loop.
                 with suppress(RuntimeError):
                     self._call_soon(self._deliver)
 
@@ -275,8 +275,8 @@ class CompletionThread:
             try:
                 done(error)
             except Exception:
-                # The others may belong to other connections, and would hold their
-                # memory for ever.
+                # The other events may belong to other connections, whose memory would
+                # be held for ever.
                 logger.exception("a bug of kvwire")
 
 

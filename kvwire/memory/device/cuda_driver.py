@@ -1,8 +1,8 @@
 """The functions of NVIDIA's driver for streams, events and copies, by ctypes.
 
-Every program that uses a GPU, with torch or CuPy too, has the driver's library loaded
-already: nothing needs to be installed, and no version must match. All functions used
-here exist in all drivers since CUDA 11.2.
+Every program that uses a GPU, also through torch or CuPy, has loaded the driver's
+library already: nothing needs to be installed, and no version has to match. All
+functions used here exist in all drivers since CUDA 11.2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvwire.memory.device.ops import HANDLE_BYTES
 
 _LIBRARY: Final = "libcuda.so.1"
 
-# CUresult in cuda.h.
+# The value of CUresult for success, in cuda.h.
 _SUCCESS: Final = 0
 _NOT_READY: Final = 600
 
@@ -30,7 +30,7 @@ class IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-# Functions that return at once, so the GIL is kept.
+# Functions that return at once, so they are called with the GIL held.
 _BRIEF: Final[dict[str, tuple[Any, ...]]] = {
     "cuInit": (c_uint,),
     "cuDeviceGetCount": (POINTER(c_int),),

@@ -1,13 +1,13 @@
-"""A GPU through NVIDIA's driver: streams, events, pinned memory, gathers by a kernel.
+"""A GPU's operations through NVIDIA's driver: streams, events, copies, and a kernel.
 
-Arrays may be of any library: only their addresses matter, and all libraries of a
-process share the GPU's *primary context*, in which everything here happens.
-docs/topics/gpu.md lists what has run on which GPU.
+Arrays may belong to any library: only their addresses matter, and all libraries of a
+process share the GPU's *primary context*, which this module uses. docs/topics/gpu.md
+lists the tests that ran on real GPUs.
 
-A calling thread may have another context or GPU current; it is restored afterwards.
-Nothing here waits for the whole device. So functions that free memory and wait for the
-device are not used: device memory is freed in the order of a stream, and pinned memory
-is kept for the next request of the same size.
+If the calling thread has another context or GPU current, that one is restored
+afterwards. Nothing here waits for the whole device. So this module avoids the functions
+that wait for the device when they free memory: device memory is freed in the order of a
+stream, and pinned memory is kept for the next request of the same size.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _STREAM_NON_BLOCKING: Final = 1  # no other stream waits for it
 _EVENT_BLOCKING_SYNC: Final = 1  # waiting for it sleeps
 _EVENT_DISABLE_TIMING: Final = 2
 _HOST_PORTABLE: Final = 1
-_IPC_LAZY_PEER_ACCESS: Final = 1  # memory of another GPU is read over NVLink or PCIe
+_IPC_LAZY_PEER_ACCESS: Final = 1  # another GPU's memory is read over NVLink or PCIe
 
 _KERNEL: Final = "pieces.ptx"
 # In one pass, a block of threads moves 4 KiB: 16 bytes per thread.
 _THREADS: Final = 256
 _PASS_BYTES: Final = 16 * _THREADS
-# With more pieces than this, a block of threads moves several.
+# If there are more pieces than this, each block of threads moves several.
 _GRID_MAX: Final = 4096
 # The size of a table: room for 2,000 pieces, more than most chunks of 4 MiB have.
 _TABLE_BYTES: Final = 32 * KIB
-# At most so many blocks of threads share a piece: a few long pieces also keep a GPU
-# busy.
+# The most blocks of threads that share a piece, so that a few long pieces also keep a
+# GPU busy.
 _SHARES_MAX: Final = 64
 
 
@@ -92,10 +92,10 @@ class CudaOps(DeviceOps):
             raise BackendUnavailable(f"cuda:{index}: {exc}") from None
         self._lock = threading.Lock()
         self._free: dict[int, list[mmap.mmap]] = {}
-        # Events to reuse. Any thread appends to these lists and pops from them.
+        # Events to reuse. Any thread may append to this list and pop from it.
         self.event_handles: list[int] = []
-        # Pinned memory from which kernels' tables are copied, about the oldest first;
-        # and tables whose copy cannot be known to be over.
+        # Pinned memory from which kernels' tables are copied, roughly the oldest first;
+        # and tables whose copies cannot be known to have ended.
         self.tables: deque[_StagedTable] = deque()
         self.lost_tables: deque[_StagedTable] = deque()
 
@@ -107,7 +107,7 @@ class CudaOps(DeviceOps):
             return CudaEvent(self, _current_stream(self.device.index))
 
     def event_handle(self) -> int:
-        """Return an unused event; the user puts it back into ``event_handles``."""
+        """Return an unused event; its user puts it back into ``event_handles``."""
         with contextlib.suppress(IndexError):
             return self.event_handles.pop()
         with self.context:
@@ -122,14 +122,15 @@ class CudaOps(DeviceOps):
         if pages is None:
             pages = self._registered(size, nbytes)
         shown = (ctypes.c_ubyte * nbytes).from_buffer(pages)
-        # It stays registered, since unregistering would wait for the whole device.
+        # The memory stays registered, since unregistering would wait for the whole
+        # device.
         weakref.finalize(shown, free.append, pages).atexit = False
         return memoryview(shown).cast("B")
 
     def table(self, nbytes: int) -> _StagedTable:
         """Return a table of at least ``nbytes``, reusing one whose copy has ended."""
         for _ in range(len(self.tables)):
-            with contextlib.suppress(IndexError):  # other threads take some too
+            with contextlib.suppress(IndexError):  # other threads take tables as well
                 table = self.tables.popleft()
                 if not table.is_over:
                     self.tables.append(table)
@@ -146,8 +147,7 @@ class CudaOps(DeviceOps):
         except CudaError as exc:
             raise BackendUnavailable(
                 f"{self.device}: the memory at {address:#x} has no IPC handle: {exc}; "
-                f"expandable_segments of torch and cuMemAllocAsync give memory that "
-                f"has none"
+                "memory from torch's expandable_segments or cuMemAllocAsync has none"
             ) from None
         return SharedAllocation(first, nbytes, bytes(handle))
 
@@ -163,8 +163,8 @@ class CudaOps(DeviceOps):
                     IpcHandle.from_buffer_copy(handle),
                     _IPC_LAZY_PEER_ACCESS,
                 )
-                # The peer's word for it does not count: a kernel that reads beyond
-                # ends this process's context.
+                # The size that the peer reported is not trusted: a kernel that reads
+                # beyond the allocation destroys this process's context.
                 first, nbytes = self._allocation(mapped.value)
                 nbytes -= mapped.value - first
         except CudaError as exc:
@@ -197,7 +197,7 @@ class CudaOps(DeviceOps):
         return first.value, nbytes.value
 
     def _registered(self, size: int, nbytes: int) -> mmap.mmap:
-        # Pages that this process allocates, unlike those of the driver: another process
+        # Pages allocated by this process, not by the driver, because another process
         # may be allowed to read them (backends/kvwire_local).
         pages = mmap.mmap(-1, size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
@@ -277,8 +277,8 @@ class CudaStream(Stream):
         self._owned = _OwnedStream(ops)
         self._handle = self._owned.handle
         self._owned.enter()
-        # The kernel's table on the device. A later kernel's table is written after this
-        # use.
+        # The kernel's table on the device. The table of the next kernel is written
+        # after this kernel has used its own.
         self._table = _DeviceMemory(self._owned, _TABLE_BYTES)
 
     @property
@@ -344,7 +344,7 @@ class CudaStream(Stream):
 
     def _move(self, pieces: Fragments, one: Fragments, *, gathers: bool) -> None:
         count = len(pieces)
-        # Several blocks of threads per piece, as long as there are few pieces.
+        # Several blocks of threads per piece, if there are few pieces.
         passes = -(-int(pieces.lengths.max()) // _PASS_BYTES)
         shares = max(min(passes, _GRID_MAX // count, _SHARES_MAX), 1)
         grid = (min(count, _GRID_MAX), shares, 1)
@@ -390,7 +390,7 @@ class CudaStream(Stream):
             staged.copied = self.record()
             tables = self.ops.tables
         finally:
-            tables.append(staged)  # whatever happens to the stream
+            tables.append(staged)  # kept even if the stream fails
 
 
 class _StagedTable:
@@ -409,7 +409,7 @@ class _StagedTable:
 
 
 class _OwnedStream:
-    """A driver stream that lives until all memory bound to it has been freed.
+    """A driver stream that lives until all memory allocated from it has been freed.
 
     The garbage collector may finalise the objects of a cycle in any order. So users are
     counted by ``enter`` and ``leave``, not by references.
@@ -430,7 +430,7 @@ class _OwnedStream:
         with self._lock:
             self._users -= 1
             is_last = not self._users
-        if is_last:  # its queued work is still done
+        if is_last:  # the driver still completes its queued work
             self.ops.context.free("cuStreamDestroy_v2", self.handle)
 
 
@@ -473,7 +473,7 @@ def _address(memory: memoryview) -> int:
 
 
 def _runs(fragments: Fragments) -> Iterator[tuple[int, int, int]]:
-    """Return (address, start, bytes) of each fragment; there are few."""
+    """Yield (address, start, bytes) of each fragment; only for few fragments."""
     return zip(
         fragments.addresses.tolist(),
         fragments.starts.tolist()[:-1],

@@ -6,8 +6,8 @@ A thread of the store queues one piece while the device moves the other::
     get: images --memcpy--> slot 0 or 1 --scatter--> cache
 
 The device may touch a cache until the event behind its last piece has fired; a copy
-returns only after that. A device that has failed proves nothing any more: it may still
-write into a cache that was being filled, for ever.
+returns only after that. After a device has failed, its events prove nothing: it may go
+on writing into a cache that was being filled, for ever.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device
 
 _SLOTS: Final = 2
-# Of a device's cache through one pinned slot: over PCIe it takes a fifth of a
-# millisecond, many times as long as to queue it. Each store pins four of them.
+# The part of a device's cache that one pinned slot takes at a time: its copy over PCIe
+# takes a fifth of a millisecond, many times as long as queueing it. Each store has four
+# pinned slots.
 PIECE_BYTES: Final = 4 * MIB
 
 
@@ -107,7 +108,7 @@ class DeviceCopies:
                 direction; None for no event.
 
         Raises:
-            DeviceFailed: The device has failed, now or before.
+            DeviceFailed: The device has failed, now or earlier.
         """
         device = source.device or destination.device
         assert device is not None
@@ -129,10 +130,11 @@ class _DeviceCopier:
             memory[begin : begin + PIECE_BYTES]
             for begin in range(0, len(memory), PIECE_BYTES)
         ]
-        # A stream takes the copies of one thread at a time.
+        # Each stream makes the copies of one thread at a time.
         self._outbound = threading.Lock(), views[:_SLOTS]
         self._inbound = threading.Lock(), views[_SLOTS:]
-        # Events are reported on the engine's own threads, and only passed on there.
+        # The engine's own threads report events, and here only pass them on to the
+        # waiting thread.
         self._engine = CopyEngine(ops, lambda report: report(), PIECE_BYTES)
         self.waiters = StreamWaiters(ops, lambda report: report())
 
@@ -164,7 +166,7 @@ class _DeviceCopier:
         moving: deque[tuple[memoryview, Fragments]] = deque()  # bounded: _SLOTS
 
         def end_oldest() -> None:
-            if (error := fired.get()) is not None:  # sleeps until then
+            if (error := fired.get()) is not None:  # sleeps until the event has fired
                 raise error
             slot, target = moving.popleft()
             if out:

@@ -1,8 +1,8 @@
 """Copies pieces of a device's memory to other pieces, on its own stream.
 
-The kernel gathers many pieces into one, or scatters one into many. So pieces that are
-many on both sides pass through a buffer on the device, 16 MiB at a time. The stream
-does its work in order, so one buffer is enough.
+The kernel gathers many pieces into one contiguous range, or scatters one range into
+many pieces. So if both sides consist of many pieces, the bytes pass through a buffer on
+the device, 16 MiB at a time. The stream works in order, so one buffer is enough.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from kvwire.limits import MIB
 from kvwire.memory.device.copy_engine import CallSoon, Done, WatchedStream
 from kvwire.memory.device.ops import DeviceOps
 
-# Queueing a gather and a scatter takes some 50 us of the host, in which a GPU moves
-# more than this.
+# Queueing a gather and a scatter takes the host some 50 us, in which a GPU moves more
+# than this.
 PASSING_BYTES: Final = 16 * MIB
 
 

@@ -3,7 +3,7 @@
 NVIDIA's driver provides them (:mod:`kvwire.memory.device.cuda_ops`). Tests register
 another device, whose streams are threads.
 
-The rules are CUDA's. A stream does its work in order, concurrently with the host; every
+The rules are those of CUDA. A stream works in order, concurrently with the host; every
 method of a stream only queues work. The caller keeps the memory that queued work
 touches alive and unchanged until an event recorded behind it has fired. Nothing waits
 for the whole device.
@@ -25,7 +25,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.types import Device
 
 HANDLE_BYTES: Final = 64
-"""The bytes of a handle by which another process finds an allocation."""
+"""The bytes of a handle with which another process opens an allocation."""
 
 
 class SharedAllocation(NamedTuple):
@@ -34,7 +34,7 @@ class SharedAllocation(NamedTuple):
     Attributes:
         address: Its first byte, in this process.
         nbytes: Its size.
-        handle: HANDLE_BYTES by which another process of this host opens it.
+        handle: HANDLE_BYTES with which another process of this host opens it.
     """
 
     address: int
@@ -48,8 +48,8 @@ class OpenedAllocation(NamedTuple):
     Attributes:
         address: Its first byte, in this process.
         nbytes: Its size, as this process's driver reports it.
-        close: Ends the access to it. It never raises, and may wait for the device. No
-            work that touches the memory may be queued any more.
+        close: Ends the access. It never raises, and may wait for the device. No queued
+            work may still touch the memory.
     """
 
     address: int
@@ -58,7 +58,7 @@ class OpenedAllocation(NamedTuple):
 
 
 class Event(ABC):
-    """A point in a stream's work."""
+    """A point in a stream's work, which has fired once all work before it is done."""
 
     @property
     @abstractmethod
@@ -67,11 +67,11 @@ class Event(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Return whether everything before it is done. Never blocks."""
+        """Return whether all work before it is done. Never blocks."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything before it is done, asleep and without the GIL."""
+        """Sleep, without the GIL, until all work before it is done."""
 
 
 class Stream(ABC):
@@ -126,10 +126,10 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def record_current(self) -> Event:
-        """Record an event after the calling thread's queued work.
+        """Record an event behind the work that the calling thread has queued.
 
-        That is the work on the stream that the thread's library has as its current one.
-        So call it between the kernels of an application, on the same thread.
+        It is recorded on the current stream of the library that the thread uses. So
+        call it on the same thread as the application's kernels, after them.
         """
 
     @abstractmethod
@@ -138,7 +138,7 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def share(self, address: int) -> SharedAllocation:
-        """Return the allocation that contains an address, for other processes.
+        """Describe the allocation that contains an address, for other processes.
 
         Raises:
             BackendUnavailable: It cannot be shared; the text has the reason.
@@ -149,7 +149,7 @@ class DeviceOps(ABC):
         """Open an allocation of another process. May wait for the device.
 
         Args:
-            handle: From ``share``; not to be trusted.
+            handle: From ``share`` in the other process; not to be trusted.
 
         Raises:
             BackendUnavailable: It cannot be opened on this device.
@@ -163,8 +163,8 @@ class DeviceOps(ABC):
 def library_event_index(event: object) -> int | None:
     """Return the GPU of an event of torch or CuPy.
 
-    -1 if the event does not have one, since any stream may wait for it; None for an
-    object that is not an event.
+    The result is -1 if the event has no GPU because any stream may wait for it, and
+    None if the object is not an event.
     """
     if type(event).__module__.partition(".")[0] not in ("torch", "cupy"):
         return None
@@ -178,7 +178,7 @@ def library_event_index(event: object) -> int | None:
 class device_errors:  # noqa: N801 - a statement's word, as in contextlib
     """A context that raises a library's errors as BackendUnavailable.
 
-    It is not a generator of ``contextlib``, for the reason at
+    It is not a ``contextlib`` generator, for the reason given at
     :class:`kvwire.extras.needed_by`.
     """
 
@@ -207,7 +207,7 @@ def contiguous(address: int, nbytes: int, owner: object, device: Device) -> Frag
 class DeviceArray:
     """Device memory at an address, for array libraries to use without a copy.
 
-    The user of it keeps the memory's owner alive and orders the streams.
+    The user keeps the memory's owner alive and orders the streams.
     """
 
     def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:

@@ -1,14 +1,14 @@
 """The progress of a captured CUDA graph: a word of host memory that the graph writes.
 
 Python hooks do not run while a graph is replayed, so nothing could call ``ready`` for a
-layer. Instead the graph itself writes one word of pinned memory after each layer. The
-word has a generation in it, since the same graph is replayed for every pass::
+layer. Instead, the graph itself writes one word of pinned memory after each layer. The
+word contains a generation, because the same graph is replayed for every pass::
 
     word = generation * 2**16 + layers that are done
 
-The generation comes from device memory that the host sets before each replay, so a word
-left over from another pass is never mistaken for one of this pass. With torch, captured
-once::
+The generation comes from device memory that the host sets before each replay, so a
+value left over from another pass is never mistaken for one of this pass. With torch,
+captured once::
 
     base = torch.zeros(1, dtype=torch.int64, device="cuda")
     host = torch.frombuffer(counter.word, dtype=torch.int64)
@@ -24,9 +24,10 @@ and for each pass::
     base.fill_(run.base)
     graph.replay()
 
-A write by the device wakes nobody. So a thread polls the word at a bounded rate, but
-only while something waits for a pass. Replay the passes in the order of their
-``begin``, each once: a later generation means that the earlier ones are done.
+A write by the device does not wake any thread. So a thread polls the word at a bounded
+rate, but only while a future waits for a pass. Replay the passes in the order in which
+they were begun, each one once: a later generation means that all earlier passes are
+done.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from kvwire.limits import KV_LAYERS_MAX
 
 WORD_BYTES: Final = 8
 _LAYER_BITS: Final = 16
-# Time between two polls. A layer of a large model takes about as long, so one poll
-# finds one layer; each costs a microsecond.
+# Time between two polls. A layer of a large model takes about this long, so each poll
+# finds about one layer; a poll takes a microsecond.
 LOOK_S: Final = 0.0005
 
 assert KV_LAYERS_MAX < 1 << _LAYER_BITS
@@ -80,7 +81,7 @@ class LayerCounter:
         self._value[0] = 0
         self._generations = itertools.count(1)
         self._lock = threading.Condition()
-        # Futures, each with the largest value of the word at which it is not done yet.
+        # Futures, each with the largest value of the word at which it is still pending.
         self._waiting: list[tuple[int, Future[None]]] = []
         self._looking = False
 
@@ -105,7 +106,7 @@ class LayerCounter:
             done.set_result(None)
             return done
         with self._lock:
-            # As many as the passes in progress have layers.
+            # As many as the layers of all passes in progress.
             self._waiting.append((value, done))  # bounded: SEGMENTS_MAX
             if not self._looking:
                 self._looking = True
