@@ -116,7 +116,7 @@ class Lane(ABC):
     """A data path for payload beside a control link. Used on its loop only."""
 
     bytes_min: int = 1
-    """The smallest payload for this lane; the control link moves smaller ones faster."""
+    """The smallest payload for this lane; smaller ones go over the control link."""
     intact: bool = False
     """Whether payload passes through memory only: no cable, switch or socket."""
     span_bytes: int = 0

@@ -116,9 +116,7 @@ class Iovecs:
         return self._table_address, last
 
     def fill(self, source: memoryview) -> None:
-        """Copy ``source`` to the next bytes of a list without head; count them as
-        moved.
-        """
+        """Copy ``source`` to the next bytes, and count them; only without a head."""
         self.scatter(source)
         self.rest -= len(source)
 

@@ -81,7 +81,8 @@ async def loopback(
         kvwire.open(config, **{"name": "a", **arguments}) as a,
         kvwire.open(config, **{"name": "b", **arguments}) as b,
     ):
-        # Backends are made by the first listen and connect; the plan is theirs then.
+        # Backends are created by the first listen and connect, and take the plan at
+        # that moment.
         with injected(faults) if faults is not None else nullcontext():
             where = await b.listen(address)
             ab = await a.connect(where, transport=backend)

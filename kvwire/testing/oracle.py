@@ -26,7 +26,7 @@ _PLACE_BITS: Final = 32
 _HALF: Final = np.uint64(_PLACE_BITS)
 _PLACES: Final = np.uint64((1 << _PLACE_BITS) - 1)
 _LIVES: Final = np.uint64((1 << _LIFE_BITS) - 1)
-# An odd number has an inverse modulo 2**64, so that a word can be read back.
+# An odd number has an inverse modulo 2**64, so a word can be decoded.
 _MIX: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
 _UNMIX: Final = np.uint64(pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64))
 
@@ -55,7 +55,7 @@ def content(nbytes: int, life: int = 1, writer: int = 1) -> bytes:
 
 
 def origin(word: int) -> Origin:
-    """Return a word's origin; meaningless if :func:`stamp` did not make the word."""
+    """Return a word's origin; meaningless unless :func:`stamp` made the word."""
     (name,) = _mixed(np.array([word], np.uint64), _UNMIX).tolist()
     writer_and_life, place = divmod(name, 1 << _PLACE_BITS)
     writer, life = divmod(writer_and_life, 1 << _LIFE_BITS)
@@ -82,21 +82,21 @@ class Wrong(AssertionError):
 
 
 RULES: Final = {
-    "late-write": "Memory is not written once the operation on it is over.",
-    "late-read": "A put that has failed sends nothing that its source held later.",
-    "stale": "A reference that has ended is not answered with the next contents.",
-    "torn": "What has landed is of one life, and not of two.",
-    "hole": "What has landed has no bytes that were never written.",
-    "misplaced": "What has landed has each byte in its place.",
-    "foreign": "What has landed has no bytes of other memory, and no changed ones.",
-    "lost": "What was acknowledged is there.",
-    "failed": "An operation works where nothing is wrong.",
-    "hang": "Everything ends.",
-    "crash": "No process dies by itself.",
-    "busy-idle": "A process that has nothing to do uses no CPU.",
-    "leak-memory": "Connections that are closed leave no memory behind.",
-    "leak-descriptor": "Connections that are closed leave no descriptors behind.",
-    "leak-thread": "Connections that are closed leave no threads behind.",
+    "late-write": "Memory is not written after the operation on it has ended.",
+    "late-read": "A failed put never sends bytes written to its source afterwards.",
+    "stale": "An ended reference never returns the memory's next content.",
+    "torn": "Landed bytes all come from the same life of the memory.",
+    "hole": "Landed memory has no gaps that were never written.",
+    "misplaced": "Every landed byte is in its place.",
+    "foreign": "Landed bytes are unchanged, and do not come from other memory.",
+    "lost": "Acknowledged bytes have arrived.",
+    "failed": "An operation succeeds if nothing goes wrong.",
+    "hang": "Every call ends in time.",
+    "crash": "No process crashes.",
+    "busy-idle": "An idle process uses no CPU time.",
+    "leak-memory": "Closed connections leave no memory behind.",
+    "leak-descriptor": "Closed connections leave no descriptors behind.",
+    "leak-thread": "Closed connections leave no threads behind.",
 }
 
 
@@ -114,7 +114,8 @@ class WatchedMemory:
         self.life = 0
         self.words = words.reshape(slots, -1)
         self._places = np.arange(words.size, dtype=np.uint64).reshape(slots, -1)
-        # One array for each thing that may be in a slot's words; none while it is lent.
+        # One array for each content that a slot may have; no array while the slot is
+        # lent.
         self._allowed: list[list[Words]] = [[] for _ in range(slots)]
         self._since = ["it was made"] * slots
         for slot in range(slots):
@@ -165,7 +166,7 @@ class WatchedMemory:
         return self.words[list(slots)].reshape(-1)
 
     def wrote(self, words: Words, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Return which of these words it has written to these slots in any life."""
+        """Return for each word whether it was written to these slots in any life."""
         names = _mixed(words, _UNMIX)
         lives = (names >> _HALF) - np.uint64(self.writer << _LIFE_BITS)
         clean = names & _PLACES == self._places[list(slots)].reshape(-1)
@@ -179,7 +180,7 @@ class WatchedMemory:
                 continue
             if len(allowed) == 1:
                 bad = self.words[slot] != allowed[0]
-            else:  # what ends half-way may end within a word
+            else:  # a transfer that ended half-way may have ended within a word
                 found = self.words[slot].view(np.uint8)
                 bytes_of = [words.view(np.uint8) for words in allowed]
                 wrong = np.logical_and.reduce([found != each for each in bytes_of])

@@ -32,7 +32,7 @@ def kvwire_backend(request: pytest.FixtureRequest) -> str:
     Override it, or parametrise it indirectly, to run tests over another backend.
     """
     backend = getattr(request, "param", "inproc")
-    assert isinstance(backend, str), f"kvwire_backend: {backend!r} is no name"
+    assert isinstance(backend, str), f"kvwire_backend: {backend!r} is not a name"
     return backend
 
 
@@ -40,7 +40,8 @@ def _async_fixture(function: Callable[..., Any]) -> Any:
     try:
         from pytest_asyncio import fixture  # noqa: PLC0415 - it may not be there
     except ImportError:
-        # Whatever else runs async tests, runs async fixtures of pytest too.
+        # A plug-in that runs async tests also runs async fixtures that plain pytest
+        # defines.
         return pytest.fixture(function)
     return fixture(function)
 

@@ -51,11 +51,11 @@ OpenTier: TypeAlias = Callable[[], Awaitable[Tier]]
 Away: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
 Damage: TypeAlias = Callable[[bytes, bytes], None]
 
-# What a tier does at once on a quiet machine gets this long on a loaded one.
+# The time limit of operations that a tier on a quiet machine completes at once.
 TIMEOUT_S: Final = 10.0
 # The largest block that a check writes.
 _LARGE_BYTES: Final = 16 << 20
-# After how many turns of the loop a call is cancelled.
+# The numbers of loop turns after which a call is cancelled.
 _TURNS: Final = (0, 1, 2, 3, 5, 8, 13, 40)
 # How long memory is watched in which nothing may change.
 _QUIET_S: Final = 0.05
@@ -89,7 +89,7 @@ class TierRig:
         self._namespaces: list[Namespace] = []
 
     async def open(self) -> None:
-        """Do nothing: a check opens its tiers.
+        """Do nothing, because a check opens its tiers itself.
 
         Cancel safety: safe, but the check cannot continue.
         """
@@ -143,7 +143,7 @@ class Blocks:
 
     Attributes:
         namespace: The namespace of the blocks.
-        keys: The blocks' keys: a chain's, from the head on.
+        keys: The blocks' keys, which form a chain from its head on.
         bytes: The blocks' bytes, one row per block.
     """
 
@@ -178,12 +178,12 @@ class Blocks:
         results = await tier.write(self.namespace, self.batch()[0])
         require(
             not landed or bool((results == BlockResult.LANDED).all()),
-            f"a write gave {_names(results)}, {tier.error!r}",
+            f"write returned {_names(results)}, {tier.error!r}",
         )
         return results
 
     async def taken(self, tier: Tier, timeout_s: float) -> None:
-        """Write all blocks repeatedly until they land, after a recovery.
+        """Write all blocks repeatedly until they land, after the service has recovered.
 
         Cancel safety: safe, but the check cannot continue.
         """
@@ -227,7 +227,8 @@ class Blocks:
         for at in here:
             require(
                 orders[at] in (self._orders[at], UNKNOWN),
-                f"find gives order {orders[at]} for a block of {self._orders[at]}",
+                f"find returned order {orders[at]} for a block with order "
+                f"{self._orders[at]}",
             )
         return here
 
@@ -239,7 +240,7 @@ class Blocks:
         wanted = list(there)
         for name, call in (("find", self.found), ("read", self.read)):
             seen = await call(tier)
-            require(seen == wanted, f"{name} has {seen}, and there are {wanted}")
+            require(seen == wanted, f"{name} returned {seen}, and {wanted} are stored")
 
 
 ALL: Final = list(range(_COUNT))
@@ -267,7 +268,7 @@ def _check(name: str, promise: str, needs: str = "") -> Callable[[Any], Any]:
 # --- 1. found -------------------------------------------------------------------------
 
 
-@_check("found.landed", "find has what write has landed, and nothing else")
+@_check("found.landed", "find returns blocks that landed, and no others")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -277,10 +278,12 @@ async def _(rig: TierRig) -> None:
     require(await blocks.found(tier) == ALL, "find lacks a block that has landed")
     held = await tier.holds(blocks.keys)
     require(bool(held.all()), "holds lacks a block that has landed")
-    require(await others.found(tier) == [], "find has a block that nobody has written")
+    require(
+        await others.found(tier) == [], "find returned a block that was never written"
+    )
 
 
-@_check("found.none", "calls about no blocks are answered")
+@_check("found.none", "calls without blocks return")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     none = as_keys(())
@@ -289,7 +292,7 @@ async def _(rig: TierRig) -> None:
     await tier.delete(none)
 
 
-@_check("found.touched", "touch changes nothing but who goes first")
+@_check("found.touched", "touch changes only the order of eviction")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -303,15 +306,15 @@ async def _(rig: TierRig) -> None:
 # --- 2. exact -------------------------------------------------------------------------
 
 
-@_check("exact.bytes", "read gives the bytes and the order of write")
+@_check("exact.bytes", "read returns the bytes and the order that were written")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
     await blocks.write(tier)
-    require(await blocks.read(tier) == ALL, f"not all is read: {tier.error!r}")
+    require(await blocks.read(tier) == ALL, f"not all blocks were read: {tier.error!r}")
 
 
-@_check("exact.many", "so it does with many blocks in one call")
+@_check("exact.many", "read is exact for many blocks in one call")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig, 100)
@@ -319,7 +322,7 @@ async def _(rig: TierRig) -> None:
     await blocks.expect(tier, range(100))
 
 
-@_check("exact.twice", "a block that is written again is still there, once")
+@_check("exact.twice", "a block that is written twice is stored once")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -339,11 +342,14 @@ async def _(rig: TierRig) -> None:
     await tier.flush()
     await rig.close(tier)
     tier = await rig.tier()
-    require(await blocks.found(tier) == ALL, "not all is found by another process")
+    require(await blocks.found(tier) == ALL, "another process does not find all blocks")
     rig.damage(blocks.keys[0], blocks.bytes[0].tobytes())
     landed = await blocks.read(tier)
-    require(landed == ALL[1:], f"block 0 was damaged, and {landed} have landed")
-    require(not (await tier.holds(blocks.keys))[0], "holds has a damaged block")
+    require(landed == ALL[1:], f"block 0 was damaged, but {landed} have landed")
+    require(
+        not (await tier.holds(blocks.keys))[0],
+        "holds returned True for a damaged block",
+    )
     await blocks.write(tier)
     await blocks.expect(tier, ALL)
 
@@ -351,7 +357,7 @@ async def _(rig: TierRig) -> None:
 # --- 3. each for itself ---------------------------------------------------------------
 
 
-@_check("each.missing", "a block that is missing costs no other")
+@_check("each.missing", "a missing block does not affect the others")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -363,13 +369,16 @@ async def _(rig: TierRig) -> None:
     room, _ = blocks.room()
     results = await tier.read(blocks.namespace, room)
     rest = set(np.delete(results, some).tolist())
-    require(rest == {BlockResult.MISSING}, f"what was not written is {_names(rest)}")
+    require(
+        rest == {BlockResult.MISSING},
+        f"blocks that were never written are {_names(rest)}",
+    )
 
 
 # --- 4. done --------------------------------------------------------------------------
 
 
-@_check("done.write", "when a write has returned its images may change")
+@_check("done.write", "after write has returned, its images may be changed")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -381,7 +390,7 @@ async def _(rig: TierRig) -> None:
     await blocks.expect(tier, ALL)
 
 
-@_check("done.read", "when a read has returned nothing is written to its images")
+@_check("done.read", "after read has returned, nothing writes to its images")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -395,7 +404,7 @@ async def _(rig: TierRig) -> None:
 # --- 5. cancelled ---------------------------------------------------------------------
 
 
-@_check("cancelled.write", "a cancelled write is finished first, or copied before")
+@_check("cancelled.write", "a cancelled write ends or copies its images first")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     for turns in _TURNS:
@@ -403,7 +412,7 @@ async def _(rig: TierRig) -> None:
         batch, memory = blocks.batch()
         await _cancelled(tier.write(blocks.namespace, batch), turns)
         memory[:] = 0xAA
-        landed = await blocks.read(tier)  # exact, whatever landed
+        landed = await blocks.read(tier)  # each block that landed is compared
         require(
             set(landed) <= set(await blocks.found(tier)),
             "find lacks a block that can be read",
@@ -412,7 +421,7 @@ async def _(rig: TierRig) -> None:
         await blocks.expect(tier, ALL)
 
 
-@_check("cancelled.read", "nothing is written to the images of a cancelled read")
+@_check("cancelled.read", "after a cancelled read, nothing writes to its images")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -425,7 +434,7 @@ async def _(rig: TierRig) -> None:
         await blocks.expect(tier, ALL)
 
 
-@_check("cancelled.look", "a cancelled find or delete may be called again")
+@_check("cancelled.look", "a cancelled find or delete may be repeated")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -443,7 +452,7 @@ async def _(rig: TierRig) -> None:
 # --- 6. side by side ------------------------------------------------------------------
 
 
-@_check("overlap.same", "calls for the same blocks overlap")
+@_check("overlap.same", "calls for the same blocks may overlap")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -454,7 +463,7 @@ async def _(rig: TierRig) -> None:
     await blocks.expect(tier, ALL)
 
 
-@_check("overlap.deletes", "after writes and deletes at once find and read agree")
+@_check("overlap.deletes", "after concurrent writes and deletes, find and read agree")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     for _ in range(8):
@@ -469,12 +478,12 @@ async def _(rig: TierRig) -> None:
         )
         landed = await blocks.read(tier)
         orders = await tier.find(blocks.keys)
-        # Where nobody has read the head, what is there may be no whole block.
+        # A head that was not read may belong to an incomplete block.
         sure = np.flatnonzero((orders != ABSENT) & (orders != UNKNOWN)).tolist()
         here = np.flatnonzero(orders != ABSENT).tolist()
         require(
             set(sure) <= set(landed) <= set(here),
-            f"find has {here}, and read {landed}",
+            f"find returned {here}, and read {landed}",
         )
         await tier.delete(blocks.keys)
         await blocks.expect(tier, [])
@@ -483,13 +492,13 @@ async def _(rig: TierRig) -> None:
 # --- 7. deleted -----------------------------------------------------------------------
 
 
-@_check("deleted.blocks", "what is deleted is not found, and what is not is")
+@_check("deleted.blocks", "deleted blocks are not found, and all others are")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
     await blocks.write(tier)
     await blocks.expect(tier, ALL)
-    for _ in range(2):  # what is gone may be deleted again
+    for _ in range(2):  # deleting a missing block is allowed
         await tier.delete(blocks.keys[:3])
         await blocks.expect(tier, ALL[3:])
     await blocks.expect(await rig.tier() if _shared(tier) else tier, ALL[3:])
@@ -497,7 +506,7 @@ async def _(rig: TierRig) -> None:
     await blocks.expect(tier, ALL)
 
 
-@_check("deleted.namespace", "with a namespace go its blocks, and no others")
+@_check("deleted.namespace", "deleting a namespace deletes its blocks and no others")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -516,7 +525,7 @@ async def _(rig: TierRig) -> None:
 # --- 8. kept --------------------------------------------------------------------------
 
 
-@_check("kept.closed", "a durable tier has after a restart what it had before")
+@_check("kept.closed", "after a restart, a durable tier still has all its blocks")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -533,7 +542,11 @@ async def _(rig: TierRig) -> None:
 # --- 9. no exception ------------------------------------------------------------------
 
 
-@_check("away.answered", "while it is away all is answered, with the reason", "away")
+@_check(
+    "away.answered",
+    "while the service is unreachable, calls return with the reason",
+    "away",
+)
 async def _(rig: TierRig) -> None:
     assert rig.away is not None
     tier = await rig.tier()
@@ -544,13 +557,15 @@ async def _(rig: TierRig) -> None:
         require(not (results == BlockResult.LANDED).any(), "a write has landed")
         require(await blocks.read(tier) == [], "a block was read")
         await blocks.found(tier)
-        require(bool(tier.error), "error does not say why nothing is taken")
+        require(bool(tier.error), "error does not give the reason for the refusal")
         try:
             await tier.delete(blocks.keys)
         except OSError:
             pass
         else:
-            require(False, "a delete has returned, and it cannot have deleted")
+            require(
+                False, "a delete returned without an error, but cannot have deleted"
+            )
         began = time.monotonic()
         for _ in range(100):
             await blocks.found(tier)
@@ -558,10 +573,16 @@ async def _(rig: TierRig) -> None:
         require(took_s < rig.timeout_s, f"100 finds took {took_s:.1f} s")
     await blocks.taken(tier, rig.timeout_s)
     await blocks.expect(tier, ALL)
-    require(not tier.reason, f"it is back, and its reason is still {tier.reason!r}")
+    require(
+        not tier.reason, f"the service is back, but the reason is still {tier.reason!r}"
+    )
 
 
-@_check("away.opened", "what is away when the tier is opened comes later", "away")
+@_check(
+    "away.opened",
+    "a tier opens without its service, and works once that is back",
+    "away",
+)
 async def _(rig: TierRig) -> None:
     assert rig.away is not None
     async with rig.away():
@@ -569,7 +590,7 @@ async def _(rig: TierRig) -> None:
         blocks = Blocks(rig)
         results = await blocks.write(tier, landed=False)
         require(not (results == BlockResult.LANDED).any(), "a write has landed")
-        require(bool(tier.error), "error does not say why nothing is taken")
+        require(bool(tier.error), "error does not give the reason for the refusal")
     await blocks.taken(tier, rig.timeout_s)
     await blocks.expect(tier, ALL)
 
@@ -577,7 +598,7 @@ async def _(rig: TierRig) -> None:
 # --- 10. room -------------------------------------------------------------------------
 
 
-@_check("room.large", "a block has room, or is refused with a reason")
+@_check("room.large", "a block either fits or is refused with a reason")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     nbytes = 4096
@@ -586,12 +607,12 @@ async def _(rig: TierRig) -> None:
         why = tier.too_large(blocks.namespace)
         results = await blocks.write(tier, landed=False)
         landed = bool(results[0] == BlockResult.LANDED)
-        # A codec may make a block fit, or not: then only the write knows.
+        # A codec may or may not make the block fit, so only the write can decide.
         refused = bool(results[0] == BlockResult.REFUSED) and bool(tier.error)
         require(
             refused or (landed and not why),
-            f"a block of {nbytes} bytes is {_names(results)}; too_large says {why!r}, "
-            f"error {tier.error!r}",
+            f"a block of {nbytes} bytes is {_names(results)}; too_large returned "
+            f"{why!r}, error is {tier.error!r}",
         )
         await blocks.expect(tier, [0] if landed else [])
         nbytes *= 8
@@ -600,7 +621,7 @@ async def _(rig: TierRig) -> None:
     await small.expect(tier, ALL)
 
 
-@_check("room.counted", "stats count what has landed")
+@_check("room.counted", "stats count the blocks that landed")
 async def _(rig: TierRig) -> None:
     tier = await rig.tier()
     blocks = Blocks(rig)
@@ -632,8 +653,8 @@ async def check_tier(
         away: Returns a context within which the tier's service is unreachable. Without
             it, promise 9 is not checked.
         damage: Changes the stored bytes of a block, given the block's key and bytes.
-            Without it, that part of promise 2 is not checked.
-        timeout_s: The time limit of each operation that a tier promises.
+            Without it, the part of promise 2 about damage is not checked.
+        timeout_s: The time limit of each operation.
         **options: See :class:`~kvwire.testing.conformance.runner.CheckOptions`.
 
     Raises:
@@ -673,7 +694,7 @@ def _shared(tier: Tier) -> bool:
 
 
 async def _try_delete(tier: Tier, keys: Keys) -> None:
-    with suppress(OSError):  # what is being written may be there still
+    with suppress(OSError):  # a file that is being written may still exist
         await tier.delete(keys)
 
 
@@ -702,7 +723,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Check the tier at an address and print the results; return 0 if all passed."""
     parser = argparse.ArgumentParser(
         prog="python -m kvwire.testing.tiers",
-        description="Hold a tier of a block store against its ten promises.",
+        description="Check a tier of a block store against its ten promises.",
     )
     parser.add_argument("tier", help="an address, such as disk:/tmp/blocks?size=64MiB")
     chosen = parser.parse_args(arguments)

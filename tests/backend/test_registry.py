@@ -199,7 +199,7 @@ def test_two_owners_of_a_name_are_refused(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("old", f"speaks contract 0, this kvwire {API_VERSION}"),
+        ("old", f"implements contract 0, this kvwire {API_VERSION}"),
         ("alias", "FakeBackend.scheme must be that name too"),
         ("function", "is not a kvwire.backend.Backend"),
         ("gone", "cannot be imported: ModuleNotFoundError"),

@@ -521,7 +521,9 @@ async def test_a_device_that_lets_nobody_wait(
     gate = Gate(stream)
     monkeypatch.setattr(SimulatedStream, "wait", wait)
     request, other = begin(pair, near, verb, SMALL)
-    with pytest.raises(BackendUnavailable, match=f"before the {verb}: out of memory"):
+    with pytest.raises(
+        BackendUnavailable, match=f"before the {verb} failed: out of mem"
+    ):
         await request
     await request.released()
     if other is not None:

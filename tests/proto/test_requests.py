@@ -65,7 +65,7 @@ def test_a_number_that_never_was() -> None:
         side = Side()
         side.request(RequestKind.PUT)
         side.served(2)
-        with pytest.raises(UnexpectedFrame, match="never was") as caught:
+        with pytest.raises(UnexpectedFrame, match="never started") as caught:
             side.requests.find(wire_id)
         assert caught.value.rule == "KVW-RQ-04"
 

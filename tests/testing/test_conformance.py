@@ -118,7 +118,9 @@ async def test_a_rank_that_is_no_number_is_found(
         (check_lanes, "join.available"),
     ):
         report = await kit(InprocBackend, only=[check], raising=False)
-        assert report.failed[0].reason == "its rank is 'high', no whole number"
+        assert (
+            report.failed[0].reason == "its rank is 'high', which is not a whole number"
+        )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_what_failed_is_repeated_at_the_end(
     assert "FAILED  address.class" in every
     lines = failed.splitlines()
     assert lines[0] == "address.class: its capabilities are a Odd"
-    assert lines[1] == "address.available: it says it cannot run here: planted"
+    assert lines[1] == "address.available: it reports that it cannot run here: planted"
     assert lines[-1].startswith("backend 'inproc': ")
 
 

@@ -180,7 +180,9 @@ async def test_a_mark_whose_future_does_not_come_true(how: str) -> None:
     assert woken
     assert marks.log == []
     assert not marks.all_in
-    assert marks.failed.startswith("what layers 3 to 3 x blocks 1 to 2 of group 'kv'")
+    assert marks.failed.startswith(
+        "the condition of layers 3 to 3 x blocks 1 to 2 of group 'kv'"
+    )
 
 
 async def test_marks_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """kvwire certify: tests the memory safety of any transport.
 
-Write an adapter, a subclass of :class:`End` with about a dozen lines, and run
-``kvwire certify file.py:Class`` or call :func:`certify`. Schedules are made from seeds.
-They cancel, time out, kill, reconnect and withdraw while bytes are under way, and one
-oracle judges every byte of both memories: :mod:`kvwire.testing.oracle`.
+Write an adapter, a subclass of :class:`End` of about a dozen lines, and run ``kvwire
+certify file.py:Class`` or call :func:`certify`. Schedules are generated from seeds.
+They cancel, time out, kill, reconnect and withdraw while bytes are in flight, and an
+oracle checks every byte of both memories: :mod:`kvwire.testing.oracle`.
 """
 
 from kvwire.testing.certify.runner import Breach, Certificate, certify

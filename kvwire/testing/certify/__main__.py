@@ -22,7 +22,8 @@ ENDS: Final[dict[str, Callable[..., Coroutine[Any, Any, None]]]] = {
 def main() -> None:
     """Run one end, according to the command line.
 
-    Nothing is tidied at the end: a transport may have left threads that never end.
+    The process exits without cleaning up, because a transport may have left threads
+    that never end.
     """
     role, descriptor, *arguments = sys.argv[1:]
 

@@ -30,27 +30,27 @@ from kvwire.testing.oracle import WatchedMemory, Words, Wrong, landed
 
 T = TypeVar("T")
 
-# How long memory is watched behind the last step, for writes that come late.
+# How long memory is watched after the last step, to detect late writes.
 _SETTLE_S: Final = 0.02
-# Polling takes a whole core, or wakes all the time. On a machine with other work it
-# gets only a part of what it wants, and each wake waits.
+# A process that polls runs for the whole time or wakes constantly. On a busy machine it
+# gets only part of the CPU time that it asks for, and each wake-up is delayed.
 _RAN: Final = 0.05
 _WANTED: Final = 0.7
 _SLEEPS_HZ: Final = 100
 _ROUNDS: Final = 3
 OPENING: Final = 3
-"""How many times as long as anything else opening and connecting may take."""
+"""The factor by which opening and connecting may take longer than any other call."""
 _LEAK_BYTES: Final = 1 << 20
 
 
 class Played(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of a schedule, or the number of the step that begins.
+    """The result of a schedule, or a report of the step that begins.
 
     Attributes:
-        step: The step under way; -1 at the end.
-        rule: The broken promise, a key of ``RULES``; "" if all was kept.
+        step: The number of the running step; -1 at the end.
+        rule: The broken promise, a key of ``RULES``; "" if all promises were kept.
         text: A description of the failure.
-        operations: How many gets and puts have landed.
+        operations: The number of gets and puts that landed.
     """
 
     step: int
@@ -64,12 +64,14 @@ class Reference:
     """A reference to memory of the right end.
 
     Attributes:
-        data: What the transport calls it.
+        data: The transport's reference.
         slots: The right end's slots.
-        content: What the slots held when it was made, or at its end; None if unknown.
-        live: Whether it was not withdrawn, and its process and connection live.
-        users: How many operations use it now.
-        puts: How many of them write.
+        content: The slots' content when the reference was made, or when it ended; None
+            if unknown.
+        live: Whether it has not been withdrawn, and its process and connection are
+            alive.
+        users: The number of operations that use it now.
+        puts: The number of these that write.
     """
 
     data: bytes
@@ -85,13 +87,13 @@ class StartedStep:
     """A running get or put.
 
     Attributes:
-        step: Which one.
-        reference: What it uses.
+        step: The step that started it.
+        reference: The reference that it uses.
         own: The left end's slots.
-        expected: What a get has to bring, or a put has to leave.
-        blank: What the destination held before.
-        trouble: How often something had happened to the peer when it began.
-        task: Ends with what the transport returns.
+        expected: The bytes that a get has to return, or that a put has to leave.
+        blank: The destination's previous content.
+        trouble: How often the peer had been disturbed when it began.
+        task: The task of the transport's call.
     """
 
     step: Step
@@ -104,14 +106,14 @@ class StartedStep:
 
 
 class Player:
-    """Plays one schedule.
+    """Runs one schedule.
 
     Args:
         target: The target to certify.
-        right: The process of the right end, which runs.
-        path: The file with both memories.
-        limit_s: How long anything may take.
-        channel: Where the beginning of each step is reported.
+        right: The running process of the right end.
+        path: The file that contains both memories.
+        limit_s: The time limit of each call.
+        channel: The channel on which the start of each step is reported.
         without: Rules that the target need not keep.
     """
 
@@ -132,9 +134,9 @@ class Player:
         self._channel = channel
 
     async def play(self, schedule: Schedule) -> Played:
-        """Play a schedule.
+        """Run a schedule.
 
-        Cancel safety: is not cancelled.
+        Cancel safety: never cancelled.
         """
         self._schedule = schedule
         self._views = {name: part(m, schedule) for name, m in self._memories.items()}
@@ -345,7 +347,9 @@ class Player:
             if calm and reference.live:
                 text = f"{step}: "
                 if error is None:
-                    self._broken("lost", f"{text}what is offered was not there")
+                    self._broken(
+                        "lost", f"{text}the offered memory was reported as missing"
+                    )
                 else:
                     self._broken("failed", f"{text}{type(error).__name__}: {error}")
         if step.way == "timeout":
@@ -373,13 +377,13 @@ class Player:
             )
             self._right.set(reference.slots, found)
             if wrong is not None and (found == operation.blank).all():
-                wrong = Wrong("lost", "a put was acknowledged, and nothing was written")
+                wrong = Wrong("lost", "a put was acknowledged, but nothing was written")
         elif operation.trouble == self._trouble and operation.step.way != "behind":
             wrong = Wrong(
-                "stale", "a put by a reference that had ended was acknowledged"
+                "stale", "a put by a reference that had already ended was acknowledged"
             )
         else:
-            wrong = None  # it may have been in time
+            wrong = None  # it may have been before the end
         if wrong is not None:
             self._broken(wrong.rule, f"{operation.step}: {wrong.text}")
 
@@ -401,7 +405,7 @@ class Player:
                 raise wrong
 
     async def _settle(self) -> None:
-        """Watch the memory for a while, after the peer has continued."""
+        """Watch the memory for a while, after letting a stopped peer continue."""
         await self._going.wait()
         await asyncio.sleep(_SETTLE_S)
         self._watch()
@@ -433,7 +437,7 @@ class Player:
                 self._broken("busy-idle", text)
 
     async def _cycle(self, step: int, count: int) -> None:
-        """Connect many times, and check that the rounds leak nothing."""
+        """Connect and close many times, and check that no resource leaks."""
         seen: list[dict[str, Usage]] = []
         for _ in range(_ROUNDS):
             for number in range(count):
@@ -444,7 +448,8 @@ class Player:
                 await self._offer(one)
                 await self._operate(Step("get", one.reference, 0))
                 await self._operate(Step("put", one.reference, 1))
-                self._references.clear()  # what is left is the transport's
+                # from here on, only the transport holds resources
+                self._references.clear()
             seen.append(await self._usages(tidy=True))
         for name in ("left", "right"):
             for what, least in (
@@ -463,8 +468,8 @@ class Player:
     # --- time -------------------------------------------------------------------------
 
     async def _within(self, work: Awaitable[T], what: str) -> T:
-        """Wait for a call that must end in time without an error."""
-        # What is opened for the first time loads libraries.
+        """Wait for a call that has to end in time and without an error."""
+        # Opening something for the first time may load libraries.
         limit_s = self._limit_s * (OPENING if what in {"open", "connect"} else 1)
         task = asyncio.ensure_future(work)
         done, _ = await asyncio.wait([task], timeout=limit_s)
@@ -488,7 +493,7 @@ async def left_end(
 ) -> None:
     """Run schedules one after the other, until one fails or all have run.
 
-    Cancel safety: is not cancelled.
+    Cancel safety: never cancelled.
     """
     load(target)
     right = Process("right", target, path)

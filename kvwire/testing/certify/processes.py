@@ -1,8 +1,9 @@
 """The processes of a run: the right end, which may be stopped or killed, and messages.
 
-Both ends map one file. The left process writes and judges the memory of both, and the
-right one only hands its part to the transport. So a dead process's memory can be looked
-at, and nothing that a broken transport does can change what is expected.
+Both ends map one file with both memories. The left process writes and checks both
+memories, and the right process only passes its part to the transport. So a dead
+process's memory can still be examined, and a broken transport cannot change the
+expected content.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvwire.testing.certify.transport import load
 
 MEMORY_BYTES: Final = 16 << 20
 _LINE_BYTES_MAX: Final = 1 << 20
-# Libraries of hundreds of MB are imported from a cold disk.
+# Libraries of hundreds of MB may have to be imported from a cold disk.
 _START_S: Final = 120.0
 READY: Final = "ready"
 
@@ -37,12 +38,12 @@ class Usage(msgspec.Struct, frozen=True):
     """The system resources that a process uses.
 
     Attributes:
-        memory: Bytes of its own.
-        descriptor: How many are open.
-        thread: How many there are.
-        ran_s: How long its threads ran.
-        wanted_s: How long they ran, or waited for a core.
-        sleeps: How often they waited for something else.
+        memory: The bytes of private memory.
+        descriptor: The number of open descriptors.
+        thread: The number of threads.
+        ran_s: The seconds that its threads ran.
+        wanted_s: The seconds that they ran or waited for a core.
+        sleeps: How often they waited for anything else.
     """
 
     memory: int
@@ -54,7 +55,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A call for the right end: a method and its arguments."""
+    """A call of a method of the right end, with its arguments."""
 
     verb: str
     schedule: Schedule | None = None
@@ -85,7 +86,7 @@ def usage(*, tidy: bool) -> Usage:
     wanted_s = 0.0
     sleeps = 0
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             ran, waited, _ = (thread / "schedstat").read_text().split()
             ran_s += int(ran) / 1e9
             wanted_s += (int(ran) + int(waited)) / 1e9
@@ -102,7 +103,7 @@ def usage(*, tidy: bool) -> Usage:
 
 
 def memories(path: str) -> dict[str, npt.NDArray[np.uint64]]:
-    """Map the memories of both ends."""
+    """Map the file with both memories; return them by end."""
     with Path(path).open("r+b") as file:
         whole = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint64)
     left, right = np.split(whole, 2)
@@ -125,7 +126,7 @@ class MessageSocket:
     async def send(self, message: object) -> None:
         """Send a message.
 
-        Cancel safety: safe, it is sent.
+        Cancel safety: safe, the message is sent.
         """
         await self._streams()
         assert self._writer is not None
@@ -135,7 +136,7 @@ class MessageSocket:
     async def receive(self) -> bytes:
         """Return the next message, or None once the other process has ended.
 
-        Cancel safety: a message that has come in part is lost.
+        Cancel safety: a partly received message is lost.
         """
         await self._streams()
         assert self._reader is not None
@@ -146,7 +147,7 @@ class MessageSocket:
         return line if line.endswith(b"\n") else b""
 
     def close(self) -> None:
-        """End it."""
+        """Close the socket."""
         if self._writer is not None:
             self._writer.close()
         else:
@@ -160,23 +161,24 @@ class MessageSocket:
 
 
 class Gone(Exception):
-    """Reports that the process has ended by itself."""
+    """The other process has ended by itself."""
 
 
 class Process:
     """A child process at the other end of a channel.
 
     Args:
-        role: Which end it is.
-        arguments: What that end gets.
-        log: The descriptor for its output; None for this process's.
+        role: The end that it runs.
+        arguments: The arguments of that end.
+        log: The descriptor for its output; None for the output of this process.
     """
 
     def __init__(self, role: str, *arguments: str, log: int | None = None) -> None:
         self._command = (sys.executable, "-m", "kvwire.testing.certify", role)
         self._arguments = arguments
         self._log = log
-        # The right end is a child of the left one, and may be stopped when that ends.
+        # The right end is a child of the left one, and may be in a stopped state when
+        # the left one ends.
         self._leads = role == "left"
         self._process: asyncio.subprocess.Process | None = None
         self.channel: MessageSocket | None = None
@@ -191,9 +193,9 @@ class Process:
         """Start it, and wait until its imports are done.
 
         Raises:
-            Gone: It has ended instead.
+            Gone: It ended instead.
 
-        Cancel safety: not safe, it may stay.
+        Cancel safety: not safe, the process may keep running.
         """
         mine, its = socket.socketpair()
         with its:
@@ -217,9 +219,9 @@ class Process:
 
         Raises:
             Gone: It has ended.
-            RuntimeError: It has failed.
+            RuntimeError: The call failed there.
 
-        Cancel safety: not safe, the answer comes to whatever is asked next.
+        Cancel safety: not safe, the next call would get this reply.
         """
         assert self.channel is not None
         line = b""
@@ -230,7 +232,7 @@ class Process:
             raise Gone(f"the right process has ended: {await self.ended()}")
         answer = msgspec.json.decode(line, type=Reply)
         if answer.failed:
-            raise RuntimeError(f"the process on the right side: {answer.failed}")
+            raise RuntimeError(f"the right process: {answer.failed}")
         return answer
 
     def signal(self, number: signal.Signals) -> None:
@@ -266,7 +268,7 @@ class Process:
 async def right_end(channel: MessageSocket, target: str, path: str) -> None:
     """Run the right end until the left process has ended.
 
-    Cancel safety: is not cancelled.
+    Cancel safety: never cancelled.
     """
     memory = memories(path)["right"]
     end = load(target)

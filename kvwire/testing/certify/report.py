@@ -18,13 +18,13 @@ _COLUMNS: Final = 100
 
 
 def file_name(breach: Breach) -> str:
-    """Name the file of a breach."""
+    """Return the file name for a breach."""
     target = "".join(c if c.isalnum() else "-" for c in breach.target).strip("-")
     return f"certify-{target}-{breach.rule}-{breach.schedule.seed}.json"
 
 
 def page(certificate: Certificate) -> RenderableType:
-    """Write the page for people: each promise, and each breach with its steps."""
+    """Return the page for people: each promise, and each breach with its steps."""
     version = f" {certificate.version}" if certificate.version else ""
     head = Text(
         f"{certificate.target}{version}: {certificate.schedules} schedules, "
@@ -45,7 +45,9 @@ def _shown(breach: Breach) -> RenderableType:
     text = Text(f"\n{breach.rule}: {RULES[breach.rule]}\n", "bold")
     text.append(f"{breach.text}\n", "not bold")
     text.append(
-        f"seeds {seeds}{more}; again in {breach.again} of {breach.times}\n", "dim"
+        f"seeds {seeds}{more}; reproduced in {breach.again} of {breach.times} "
+        "replays\n",
+        "dim",
     )
     schedule = breach.schedule
     steps = [f"memory of {schedule.slots} slots of {schedule.slot_bytes >> 10} KiB"]
@@ -54,14 +56,14 @@ def _shown(breach: Breach) -> RenderableType:
 
 
 def html(certificate: Certificate) -> str:
-    """Write the page as HTML."""
+    """Return the page as HTML."""
     console = Console(record=True, width=_COLUMNS, file=io.StringIO(), highlight=False)
     console.print(page(certificate))
     return console.export_html()
 
 
 def junit(certificate: Certificate) -> bytes:
-    """Write one JUnit test case for each promise."""
+    """Return JUnit XML with one test case for each promise."""
     failed: dict[str, list[Breach]] = {}
     for breach in certificate.breaches:
         failed.setdefault(breach.rule, []).append(breach)

@@ -20,13 +20,15 @@ from kvwire.testing.certify.transport import load
 from kvwire.testing.oracle import RULES
 
 LIMIT_S: Final = 10.0
-"""How long anything may take, by default."""
-# A loop that is blocked cannot report that it is; then its process is ended.
+"""The default time limit of each call."""
+# A blocked event loop cannot report anything, so after this time its process is killed.
 _BLOCKED_S: Final = 5.0
 _LOG_LINES: Final = 5
-# A schedule that depends on time is played this often before a step of it is needed.
+# How often a schedule is tried before a step counts as needed for the failure, since
+# some failures depend on timing.
 _TRIES: Final = 2
-# What a machine with too much other work breaks as well: only what comes again counts.
+# An overloaded machine breaks these promises too, so a failure counts only if it can be
+# reproduced.
 _OF_TIME: Final = frozenset({"hang", "busy-idle"})
 _SHRINK_S: Final = 60.0
 
@@ -35,15 +37,15 @@ class Breach(msgspec.Struct, frozen=True):
     """A broken promise, with a schedule that reproduces it.
 
     Attributes:
-        target: What broke it.
-        version: The version of that.
+        target: The target that broke it.
+        version: The target's version.
         rule: The promise, a key of ``kvwire.testing.oracle.RULES``.
         text: A description of the failure.
-        seeds: Seeds whose schedules broke it.
-        schedule: The smallest that was found.
-        without: Rules that were left out.
-        again: How often it broke the promise when it was played again.
-        times: How often it was played again.
+        seeds: The seeds whose schedules broke it.
+        schedule: The smallest schedule found that breaks it.
+        without: The rules that were left out.
+        again: In how many replays the promise was broken again.
+        times: The number of replays.
     """
 
     target: str
@@ -61,12 +63,12 @@ class Certificate(msgspec.Struct, frozen=True):
     """The result of a run.
 
     Attributes:
-        target: What was run.
-        version: The version of that.
-        schedules: How many were played.
-        operations: How many gets and puts have landed in them.
-        seconds: How long it took.
-        breaches: One for each promise that was broken.
+        target: The target that was tested.
+        version: Its version.
+        schedules: The number of schedules that ran.
+        operations: The number of gets and puts in them that landed.
+        seconds: The duration of the run.
+        breaches: One breach for each broken promise.
     """
 
     target: str
@@ -78,11 +80,11 @@ class Certificate(msgspec.Struct, frozen=True):
 
 
 class Stage:
-    """Runs schedules on one target; each breach is followed by new processes.
+    """Runs schedules on one target, and starts new processes after each breach.
 
     Args:
         target: The target to certify.
-        limit_s: How long anything may take.
+        limit_s: The time limit of each call.
         without: Rules that the target need not keep.
     """
 
@@ -97,7 +99,7 @@ class Stage:
         self._log: IO[bytes] | None = None
 
     async def __aenter__(self) -> Self:
-        """Make the memory of both ends.
+        """Create the memory of both ends.
 
         Cancel safety: safe.
         """
@@ -124,7 +126,7 @@ class Stage:
     async def play(self, schedule: Schedule) -> Played:
         """Run a schedule, and also check how its processes end.
 
-        Cancel safety: safe, its processes are ended with the stage.
+        Cancel safety: safe, its processes end with the stage.
         """
         assert self._memory is not None
         assert self._log is not None
@@ -167,7 +169,7 @@ class Stage:
         return str(schedule.steps[step]) if step >= 0 else "open"
 
     def _last_words(self) -> str:
-        """Return the last lines of the processes' output."""
+        """Return the last lines that the processes printed."""
         assert self._log is not None
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
@@ -193,13 +195,13 @@ async def certify(
 
     Args:
         target: The target; see :func:`~kvwire.testing.certify.transport.load`.
-        seeds: Of the schedules.
-        seconds: After how long to play no more of them; None for all.
-        limit_s: How long anything may take before it is a hang.
-        times: How often the smallest schedule of each breach is played again.
-        without: Rules that it need not keep. Without ``stale`` no reference is used
-            once it has ended.
-        progress: Called with each seed, and what has come of it.
+        seeds: The seeds of the schedules.
+        seconds: The time after which no further schedule starts; None for no limit.
+        limit_s: The time after which a call counts as hanging.
+        times: How often the smallest schedule of each breach is replayed.
+        without: Rules that the target need not keep. Without ``stale``, no reference is
+            used after its end.
+        progress: Called with each seed and its result.
 
     Raises:
         UsageError: There is no such target or rule.
@@ -253,7 +255,7 @@ def kind(failure: Played | Breach) -> str:
 async def _breach(
     stage: Stage, version: str, shown: list[tuple[Schedule, Played]], times: int
 ) -> Breach:
-    """Shorten the first of some failures, and replay it."""
+    """Shrink the first of some failures, and replay it."""
     schedule, played = shown[0]
     wanted = kind(played)
     smaller = shrink(schedule.steps)
@@ -282,7 +284,7 @@ async def _breach(
 
 
 async def _failed(stage: Stage, schedule: Schedule, wanted: str) -> Played | None:
-    """Run a schedule, a few times at most, until it fails in one way."""
+    """Run a schedule, a few times at most, until it fails in the wanted way."""
     for _ in range(_TRIES):
         played = await stage.play(schedule)
         if played.rule and kind(played) == wanted:
@@ -293,11 +295,11 @@ async def _failed(stage: Stage, schedule: Schedule, wanted: str) -> Played | Non
 async def play_again(
     breach: Breach, *, times: int = 3, limit_s: float = LIMIT_S
 ) -> Certificate:
-    """Play the schedule of a breach several times.
+    """Replay the schedule of a breach several times.
 
     Returns:
-        The breach again, with how often its promise was broken now; no breach if it
-        never was.
+        The breach, with the number of replays that broke the promise; no breach if none
+        did.
 
     Raises:
         UsageError: There is no such target.
@@ -316,7 +318,7 @@ async def play_again(
 
 
 async def _repeated(stage: Stage, schedule: Schedule, wanted: str, times: int) -> int:
-    """Play a schedule several times; return how often it failed in one way."""
+    """Run a schedule several times; return how often it failed in the wanted way."""
     count = 0
     for _ in range(times):
         played = await stage.play(schedule)

@@ -1,8 +1,8 @@
-"""Schedules: the steps for a transport, as plain data from a seed.
+"""Schedules: the steps of a test, as plain data made from a seed.
 
-A schedule is a list of steps. A step that makes no sense where it stands, such as the
-withdrawal of a reference that was never made, is passed over. So any part of a failing
-schedule is a schedule too, and :func:`shrink` finds a small one that still fails.
+A schedule is a list of steps. A step that is impossible at its position, such as
+withdrawing a reference that was never made, is skipped. So every part of a failing
+schedule is itself a schedule, and :func:`shrink` finds a small one that still fails.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Way = Literal["wait", "cancel", "timeout", "behind"]
 
 WRITERS: Final = {"left": 1, "right": 2}
 IDLE_S: Final = 0.3
-# Slots and their size: small messages, those of one frame, and those that fill buffers
-# of sockets, so that an operation can be met in the middle.
+# The number and size of the slots: small messages, messages of one frame, and messages
+# large enough to fill socket buffers, so that operations can be interrupted half-way.
 _SHAPES: Final = (
     (8, 4 << 10),
     (8, 64 << 10),
@@ -43,23 +43,26 @@ _SHAPES: Final = (
 )
 _PAUSES_S: Final = (0.0, 0.0, 0.0002, 0.001, 0.005)
 _STOPS_S: Final = (0.003, 0.01, 0.03)
-# Time for what goes on behind a cancel, before its memory is used again.
+# The time that a transport gets after a cancel, before its memory is used again.
 _LATE_S: Final = 0.05
 
 
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step.
+    """One step of a schedule.
 
     Attributes:
-        verb: ``offer`` and ``withdraw`` are the right end's, ``get`` and ``put`` the
-            left one's. ``stop`` stops the right process for a while, and ``kill`` kills
+        verb: The right end runs ``offer`` and ``withdraw``, the left end ``get`` and
+            ``put``. ``stop`` stops the right process for a while, and ``kill`` kills
             it. ``reconnect`` closes both ends and opens new ones. ``idle`` does nothing
-            and looks at the CPU, ``cycle`` connects many times and looks at what stays.
+            and measures the CPU time, ``cycle`` connects many times and checks for
+            leaks.
         reference: The number of the reference that it makes or uses.
-        slot: The first of its slots: the right end's of an offer, else the left one's.
-        count: How many slots an offer has.
-        way: How an operation ends: by itself, or it goes on behind the next steps.
-        after_s: When it is cancelled or timed out, or how long a stop or pause lasts.
+        slot: The first of its slots: in the right end for an offer, else in the left
+            one.
+        count: The number of slots in an offer.
+        way: How an operation ends: by itself, or in the background of the next steps.
+        after_s: The time until it is cancelled or timed out, or the length of a stop or
+            pause.
     """
 
     verb: Verb
@@ -70,7 +73,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     after_s: float = 0.0
 
     def __str__(self) -> str:
-        """Return it as text for people."""
+        """Return the step as text for people."""
         seconds = f" after {self.after_s * 1e3:g} ms" if self.after_s else ""
         way = "" if self.way == "wait" else f", {self.way}{seconds}"
         match self.verb:
@@ -90,13 +93,13 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """Steps, and the memory of both ends.
+    """Steps, and the division of both ends' memory.
 
     Attributes:
-        seed: What it was made from.
-        slots: Into how many slots each memory is cut.
-        slot_bytes: The size of each.
-        steps: In their order.
+        seed: The seed that it was made from.
+        slots: The number of slots in each memory.
+        slot_bytes: The size of each slot.
+        steps: The steps, in order.
     """
 
     seed: int
@@ -121,7 +124,7 @@ def make(seed: int) -> Schedule:
 
 
 def _mixed(draw: random.Random, lists: list[list[Step]]) -> list[Step]:
-    """Merge lists, each in its own order."""
+    """Interleave lists of steps; each list keeps its order."""
     turns = list(chain.from_iterable([n] * len(some) for n, some in enumerate(lists)))
     draw.shuffle(turns)
     each = [iter(some) for some in lists]
@@ -141,7 +144,7 @@ def _stop(draw: random.Random) -> list[Step]:
 
 
 def _again(draw: random.Random, offer: Step, own: int) -> list[Step]:
-    """Reuse the memory and its reference."""
+    """Use the same memory and its reference again."""
     number = offer.reference
     fresh = msgspec.structs.replace(offer, reference=number + 1)
     return [
@@ -232,15 +235,16 @@ _THEMES: Final = (
 
 
 def shrink(steps: tuple[T, ...]) -> Generator[tuple[T, ...], bool, None]:
-    """Leave steps out as long as the rest fails in the same way.
+    """Remove steps as long as the rest fails in the same way.
 
-    First half of them at once, then fewer, down to one (delta debugging, Zeller 1999).
+    It first removes half of the steps at once, then fewer, down to single steps (delta
+    debugging, Zeller 1999).
 
     Args:
-        steps: Those of a schedule that fails.
+        steps: The steps of a schedule that fails.
 
     Yields:
-        Fewer of them, and wants to be sent whether these fail in the same way.
+        Shorter lists of steps; send back whether each fails in the same way.
     """
     size = max(1, len(steps) // 2)
     while size:

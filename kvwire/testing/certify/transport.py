@@ -1,8 +1,8 @@
 """The contract of a transport under test: one end of it, in one process.
 
-An adapter is a subclass of :class:`End` with about a dozen lines. Each end is made in a
-process of its own, which may be stopped or killed. They are called *left*, which begins
-operations, and *right*, whose memory these read and write.
+An adapter is a subclass of :class:`End` with about a dozen lines. Each end runs in a
+separate process, which may be stopped or killed. The *left* end starts operations; they
+read and write the memory of the *right* end.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ TARGETS: Final = {
     "vllm": "pip install vllm nixl",
     "vllm_tier": "pip install vllm",
 }
-"""Targets that come with kvwire, modules of ``kvwire.testing.certify.targets``, and how
-to install what each needs."""
+"""The targets that come with kvwire (modules of ``kvwire.testing.certify.targets``),
+with the command that installs what each needs.
+"""
 
 
 class End:
     """One end of the transport. Subclass it.
 
-    :meth:`get` or :meth:`put` may be left out. What raises has failed, and whatever has
-    failed, was cancelled or has returned False must not touch the memory any more.
+    A subclass may leave out :meth:`get` or :meth:`put`. A call that raises has failed.
+    An operation that has failed, was cancelled or has returned False must not touch the
+    memory any more.
 
     Attributes:
-        variant: What stands behind the colon of a target, as in ``kvwire:tcp``.
-        version: The version of what is certified, for reports.
+        variant: The part of a target's name after the colon, as in ``kvwire:tcp``.
+        version: The version of the transport, for reports.
     """
 
     variant: str = ""
@@ -52,32 +54,33 @@ class End:
         """Start; return the data that the other end needs to connect.
 
         Args:
-            memory: This end's memory. What is offered, read and written lies in it.
+            memory: This end's memory. All memory that is offered, read and written is
+                part of it.
 
-        Cancel safety: is not cancelled.
+        Cancel safety: never cancelled.
         """
         raise NotImplementedError
 
     async def connect(self, peer: bytes) -> None:
-        """Connect to the other end, which is open; both ends are called.
+        """Connect to the other end, which is open; called on both ends.
 
         Args:
-            peer: What the other end's :meth:`open` has returned.
+            peer: The result of the other end's :meth:`open`.
 
-        Cancel safety: is not cancelled.
+        Cancel safety: never cancelled.
         """
 
     async def offer(self, data: memoryview) -> bytes:
         """Let the other end read and write some memory; return a reference to it.
 
-        Cancel safety: is not cancelled.
+        Cancel safety: never cancelled.
         """
         raise NotImplementedError
 
     async def withdraw(self, reference: bytes) -> None:
-        """End a reference; once this returns, its memory is reused.
+        """End a reference; its memory is reused as soon as this returns.
 
-        Cancel safety: is not cancelled.
+        Cancel safety: never cancelled.
         """
         raise NotImplementedError
 
@@ -87,14 +90,14 @@ class End:
         """Read memory that the other end has offered.
 
         Args:
-            reference: From the other end's :meth:`offer`; it may have ended.
-            into: Where it goes, in this end's memory.
-            timeout_s: After how long to raise TimeoutError; None for no limit.
+            reference: The result of the other end's :meth:`offer`; it may have ended.
+            into: The destination, in this end's memory.
+            timeout_s: The time after which to raise TimeoutError; None for no limit.
 
         Returns:
             Whether all bytes have landed.
 
-        Cancel safety: when a cancelled call ends, ``into`` is not written any more.
+        Cancel safety: once a cancelled call has ended, nothing writes to ``into``.
         """
         raise NotImplementedError
 
@@ -104,21 +107,21 @@ class End:
         """Write to memory that the other end has offered.
 
         Args:
-            reference: From the other end's :meth:`offer`; it may have ended.
-            data: Memory of this end.
-            timeout_s: After how long to raise TimeoutError; None for no limit.
+            reference: The result of the other end's :meth:`offer`; it may have ended.
+            data: The source, in this end's memory.
+            timeout_s: The time after which to raise TimeoutError; None for no limit.
 
         Returns:
             Whether all bytes are in the other end's memory.
 
-        Cancel safety: when a cancelled call ends, ``data`` is not read any more.
+        Cancel safety: once a cancelled call has ended, nothing reads ``data``.
         """
         raise NotImplementedError
 
     async def close(self) -> None:
-        """End, and leave nothing behind; running operations fail.
+        """Close this end completely; running operations fail.
 
-        Cancel safety: is not cancelled.
+        Cancel safety: never cancelled.
         """
 
     @classmethod
@@ -131,11 +134,11 @@ def load(target: str) -> End:
     """Make one end of a target.
 
     Args:
-        target: One of :data:`TARGETS`, ``module:Class`` or ``file.py:Class``. What
-            stands behind a further colon is its variant.
+        target: One of :data:`TARGETS`, ``module:Class`` or ``file.py:Class``. The part
+            after a further colon is its variant.
 
     Raises:
-        UsageError: There is no such target, or it is no End.
+        UsageError: There is no such target, or it is not an End.
         ImportError: The library that it needs is not installed.
     """
     name, _, rest = target.partition(":")

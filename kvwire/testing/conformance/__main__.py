@@ -1,7 +1,7 @@
 """``python -m kvwire.testing.conformance tcp``: all checks of one backend.
 
-It prints a line for each check as it ends, and repeats the failures at the end. With
-``--lanes`` it checks the backend's lanes instead of its links.
+It prints one line for each check as the check ends, and repeats the failures at the
+end. With ``--lanes`` it checks the backend's lanes instead of its links.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _pair(text: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kvwire.testing.conformance",
-        description="Hold a backend against the contract of kvwire.backend.",
+        description="Check a backend against the contract of kvwire.backend.",
     )
     add = parser.add_argument
     add("backend", help="the scheme of an installed backend")
@@ -102,7 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--loop", choices=_LOOPS, default="asyncio")
     add("--only", default="*", help="a pattern, such as 'close.*'")
-    add("--timeout", type=float, default=TIMEOUT_S, help="seconds for each promise")
+    add(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        help="time limit of each promise, in seconds",
+    )
     add(
         "-x",
         "--first-only",

@@ -13,7 +13,7 @@ Cases = Mapping[str, Any] | None
 
 
 class CheckFailed(AssertionError):
-    """Report a broken promise; the message describes what happened."""
+    """A broken promise; the message describes what happened."""
 
 
 class Planted(Exception):
@@ -28,7 +28,7 @@ def raise_planted(*_: object) -> None:
 def require(condition: bool, otherwise: str) -> None:
     """Raise CheckFailed with `otherwise` unless the condition holds.
 
-    It is no ``assert`` statement, which ``python -O`` would remove.
+    It is a function because ``python -O`` would remove an ``assert`` statement.
     """
     if not condition:
         raise CheckFailed(otherwise)
@@ -53,8 +53,9 @@ class Group:
     """Checks about one subject, in the order they are written.
 
     A check gets a rig. A check with two more parameters also gets a connected pair; if
-    ``held``, its right side receives nothing yet. With ``cases`` there is one check per
-    case: the case replaces ``{}`` in the promise, and its value is the last argument.
+    ``held``, the pair's right side receives nothing at first. With ``cases`` there is
+    one check per case: the case's name replaces ``{}`` in the promise, and its value is
+    the last argument.
     """
 
     def __init__(self, name: str) -> None:
@@ -121,7 +122,7 @@ class Result:
 
     Attributes:
         check: The check.
-        seconds: How long it took.
+        seconds: Its duration.
         reason: Why it failed; "" if it passed.
     """
 
@@ -145,8 +146,8 @@ class Report:
     """The results of all checks of one backend or tier.
 
     Attributes:
-        backend: Its scheme, or the tier's name.
-        results: In the order they ran.
+        backend: The backend's scheme, or the tier's name.
+        results: The results, in the order in which the checks ran.
         what: ``"backend"`` or ``"tier"``.
     """
 

@@ -1,9 +1,9 @@
 """The content that the checks send, and the memory of senders and receivers.
 
-A header has its frame's number and length, and a digest of both. A payload is what
-:mod:`kvwire.testing.oracle` writes in the life of that number. So a receiver detects
-from the frame alone whether it was lost, doubled, moved, mixed with another, cut or
-changed.
+A header contains its frame's number and length, and a digest of both. A payload has the
+content that :mod:`kvwire.testing.oracle` writes in the life with that number. So a
+receiver detects from the frame alone whether it was lost, duplicated, moved, mixed with
+another, truncated or changed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvwire.testing.oracle import content
 Bytes = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.int64]
 Cut = Callable[[int], list[int]]
-"""Total bytes to the lengths of fragments."""
+"""Divides a total number of bytes into the lengths of fragments."""
 
 _HEADER: Final = struct.Struct("<QQ16s")
 assert _HEADER.size == HEADER_BYTES
 # Fills the gaps around and between the pieces of a payload, and must stay intact.
 _CANARY: Final = 0x5A
 _GAP_BYTES: Final = 3
-# Overwrites memory that its owner has back.
+# Overwrites memory that was given back to its owner.
 _POISON: Final = 0xEE
 # Slicing costs about as much time as indexing this many bytes.
 _SLICE_BYTES: Final = 256
@@ -53,7 +53,7 @@ class Head:
 
     @classmethod
     def decode(cls, header: memoryview) -> Head | None:
-        """Parse a header; None if :meth:`encode` did not make it."""
+        """Decode a header; None if :meth:`encode` did not make it."""
         if header.nbytes != HEADER_BYTES:
             return None
         number, length, digest = _HEADER.unpack(header)
@@ -102,17 +102,17 @@ CUTS: Final[dict[str, Cut | None]] = {
     "thousands": even(61),
     "uneven": _uneven,
 }
-"""The kinds of payload memory; None is a view."""
+"""The ways to divide a payload's memory; None is a view."""
 
 
 class Memory:
-    """The memory of one payload: a view, or pieces back to front with gaps between."""
+    """The memory of one payload: a view, or pieces in reverse order with gaps."""
 
     def __init__(self, nbytes: int, cut: Cut | None = None) -> None:
         self.nbytes = nbytes
         lengths = np.array(cut(nbytes) if cut else [nbytes], np.int64)
-        # Back to front: the last piece of the payload is the first in memory. Gaps lie
-        # before that one and behind each.
+        # In reverse order: the last piece of the payload is the first in memory. There
+        # are gaps before that piece and after each piece.
         ends = np.cumsum(lengths[::-1] + _GAP_BYTES)[::-1]
         self._offsets = ends - lengths
         self._lengths = lengths
@@ -126,7 +126,7 @@ class Memory:
             self.payload = self._fragments(self._offsets, lengths)
 
     def _fragments(self, offsets: Places, lengths: Places) -> Fragments:
-        # Only `owner` keeps the arena alive.
+        # Nothing but `owner` keeps the arena alive.
         return Fragments(
             (self._arena.ctypes.data + offsets).astype(np.uint64),
             lengths.astype(np.uint64),
@@ -163,7 +163,7 @@ class Memory:
         return bool((self._arena == _POISON).all())
 
     def differs_at(self, data: Bytes) -> int | None:
-        """Return where the payload first differs from `data`; None if it does not."""
+        """Return the first position where the payload and `data` differ, or None."""
         if self._short_pieces:
             different = self._arena[self._index] != data
             return int(different.argmax()) if different.any() else None
@@ -211,6 +211,6 @@ class Owned(Protocol):
 
 
 def poison(owned: Owned) -> None:
-    """Overwrite memory after its return to the owner, like a reused KV block."""
+    """Overwrite memory that its owner has got back, as if a KV block were reused."""
     if owned.memory is not None:
         owned.memory.poison()

@@ -1,8 +1,8 @@
 """The setup of a check: a watched loop, two backends, and their links or lanes.
 
 A rig lives for one check. At its end it aborts every link or lane, closes every
-listener, and looks for leftovers: descriptors, tasks, errors that only the loop saw.
-Any leftover fails the check, so every check also checks for leaks.
+listener, and looks for leftovers: descriptors, tasks, and errors that only the loop has
+seen. Any leftover fails the check, so every check also checks for leaks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvwire.types import Address, Role
 T = TypeVar("T")
 S = TypeVar("S", bound=Side)
 
-# How often a condition without a callback, such as a counter, is polled.
+# The interval at which a condition without a callback, such as a counter, is polled.
 _POLL_S: Final = 0.002
-# After this many turns of the loop a transport has made all due callbacks.
+# The number of loop turns after which a transport has made all due callbacks.
 _TURNS: Final = 20
 
 
@@ -40,7 +40,7 @@ class Rig(Generic[S]):
     """Two backends, and the sides of their links or lanes, on a watched loop."""
 
     moves: ClassVar[str]
-    """What is sent: "frame" or "payload"."""
+    """The unit that is sent: "frame" or "payload"."""
 
     def __init__(
         self, make: Callable[[], Backend], timeout_s: float, *, alone: bool = True
@@ -52,7 +52,8 @@ class Rig(Generic[S]):
         self.verdicts.changed = self.announce
         self._thread = threading.get_ident()
         self._errors_expected = False
-        # No other rig is running, so any descriptors left over are this one's.
+        # Whether no other rig is running, so that leftover descriptors belong to this
+        # one.
         self._alone = alone
         self._handler_before = self.loop.get_exception_handler()
         self.loop.set_exception_handler(self._note_error)
@@ -84,7 +85,7 @@ class Rig(Generic[S]):
 
     @abstractmethod
     async def held_pair(self) -> tuple[S, S]:
-        """Return two sides; the right one receives nothing before its ``release``."""
+        """Return two sides; the right one receives nothing until its ``release``."""
 
     @abstractmethod
     def ended_by(self, closer: S, other: S) -> tuple[S, ...]:
@@ -153,7 +154,7 @@ class Rig(Generic[S]):
         self.raise_verdict()
 
     async def arrives(self, side: S, count: int) -> None:
-        """Wait until ``count`` frames or payloads in all have arrived completely."""
+        """Wait until ``count`` frames or payloads in total have arrived completely."""
         await self._reaches(side.arrived, count, f"{self.moves}s at {side.name}")
 
     async def given_back(self, side: S) -> None:
@@ -163,15 +164,15 @@ class Rig(Generic[S]):
         await self._reaches(side.sent, count, f"{what} for {side.name}")
 
     async def moved(self, sender: S, receiver: S, count: int) -> None:
-        """Wait until ``count`` in all have arrived, and every token is given back."""
+        """Wait until ``count`` in total have arrived, and no token is lent."""
         await self.arrives(receiver, count)
         await self.given_back(sender)
 
     async def closes(self, *sides: S) -> None:
         """Wait until each side has had its closing callback."""
         for side in sides:
-            # The closure must not hold the side, since a kept error would keep it
-            # alive.
+            # The closure must not refer to the side, since a stored error would keep
+            # the side alive.
             closed = side.closed
             what = f"{side.kind}_closed for {side.name}"
             await self.until(closed.__len__, what)
@@ -208,7 +209,7 @@ class Rig(Generic[S]):
         if not self._errors_expected:
             error = context.get("exception")
             said = f"{context['message']} {error!r}" if error else context["message"]
-            self.verdicts.add(f"the loop was told of an error: {said}")
+            self.verdicts.add(f"an error was reported to the loop: {said}")
 
     async def _nothing_left(self) -> None:
         """Wait until tasks and descriptors of the check are gone."""
@@ -356,7 +357,7 @@ class LinkRig(Rig[LinkSide]):
         self._links = [link for link in self._links if id(link) not in gone]
 
 
-# The address of an imaginary control link; the kit relays descriptors itself.
+# The address of an imaginary control link; the kit passes descriptors on by itself.
 _CONTROL_ADDRESS = Address("tcp", "127.0.0.1", 9)
 
 
@@ -383,7 +384,7 @@ class LaneRig(Rig[LaneSide]):
             self.address = (await self.listen_on(self.address, _end_link)).address
 
     async def pair(self) -> tuple[LaneSide, LaneSide]:
-        """Make a lane that is up: the client's side (left) and the server's (right)."""
+        """Make an open lane: the client's side (left) and the server's (right)."""
         left, right = await self.half_joined()
         await self.within(left.join(right.lane.bootstrap), "the client's join")
         return left, right
@@ -394,13 +395,13 @@ class LaneRig(Rig[LaneSide]):
         return left, right
 
     async def half_joined(self) -> tuple[LaneSide, LaneSide]:
-        """Make both sides of a lane; only the server's has joined, as it does first."""
+        """Make both sides of a lane; only the server's has joined, which is normal."""
         left, right = self.prepare()
         await self.within(right.join(left.lane.bootstrap), "the server's join")
         return left, right
 
     def prepare(self) -> tuple[LaneSide, LaneSide]:
-        """Make both sides of a lane, not joined."""
+        """Make both sides of a lane, before they join."""
         self._opened += 1
         secret = secrets.token_bytes(32)
         left = self._side("left", self.near, Role.CLIENT, secret)
@@ -448,13 +449,13 @@ def open_descriptors() -> dict[int, str]:
     folder = Path("/proc/self/fd" if linux else "/dev/fd")
     found = {}
     for entry in folder.iterdir() if folder.is_dir() else ():
-        with suppress(FileNotFoundError):  # the descriptor of this listing
+        with suppress(FileNotFoundError):  # the descriptor of this very listing
             found[int(entry.name)] = str(entry.readlink()) if linux else ""
     return found
 
 
 def require_collected(seen: Sequence[weakref.ref[T]], what: str) -> None:
-    """Require that nothing keeps these objects alive."""
+    """Require that nothing keeps these objects alive any more."""
     gc.collect()
     held = sum(alive() is not None for alive in seen)
     require(not held, f"{held} of {len(seen)} {what} are kept alive")

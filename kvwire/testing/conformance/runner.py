@@ -1,4 +1,4 @@
-"""Run the checks of links, of lanes, or of anything else that has a rig."""
+"""Runs the checks of links, of lanes, or of anything else that has a rig."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from kvwire.testing.conformance.groups import (
 from kvwire.testing.conformance.rig import LaneRig, LinkRig
 from kvwire.types import Address
 
-# What a backend may raise where a check expects nothing of the kind; it ends no kit.
+# Exceptions that a backend may raise unexpectedly; they fail the check, but do not end
+# the kit.
 _RAISED: Final = (Exception, asyncio.CancelledError, SystemExit)
-# What a backend does at once on a quiet machine gets this long on a loaded one.
+# The time limit of operations that a backend on a quiet machine completes at once.
 TIMEOUT_S: Final = 5.0
 
 _GROUPS: Final = (
@@ -47,9 +48,9 @@ _GROUPS: Final = (
     pressure.threads,
 )
 CHECKS: tuple[Check, ...] = tuple(c for group in _GROUPS for c in group.of_links)
-"""Every check of links, in the order they run."""
+"""Every check of links, in the order in which they run."""
 LANE_CHECKS: tuple[Check, ...] = tuple(c for group in _GROUPS for c in group.of_lanes)
-"""Every check of lanes, in the order they run."""
+"""Every check of lanes, in the order in which they run."""
 
 
 class CheckOptions(TypedDict, total=False):
@@ -57,8 +58,8 @@ class CheckOptions(TypedDict, total=False):
 
     Attributes:
         only: Ids of the checks to run; by default all.
-        raising: Whether a failed check raises in the end, as it does by default.
-        first_only: Stop at the first check that fails.
+        raising: Whether failed checks raise at the end, as they do by default.
+        first_only: Whether to stop at the first check that fails.
         progress: Called with each result as it comes.
     """
 
@@ -80,17 +81,18 @@ async def check_backend(
     It needs no test framework, and runs on the running loop.
 
     Args:
-        backend: A class, which is made twice for each check, once for each side; or the
-            scheme of an installed one; or an instance, which then plays both sides.
-        address: An address to listen on, as often as a check wants: any free port or
-            name. By default port 0 of the loopback address, or a free name for a
+        backend: A class, which is instantiated twice for each check, once for each
+            side; or the scheme of an installed backend; or an instance, which then
+            plays both sides.
+        address: An address on which checks listen, any number of times: any free port
+            or name. By default port 0 of the loopback address, or a free name for a
             backend within one process.
         timeout_s: The time limit for everything that a backend promises.
         **options: See :class:`CheckOptions`.
 
     Raises:
         BackendUnavailable: No installed backend has that scheme.
-        UsageError: The backend has no links, or a check is not known.
+        UsageError: The backend has no links, or a check is unknown.
         CheckFailed: A check failed.
 
     Cancel safety: safe, links of the running check may stay open.
@@ -125,9 +127,9 @@ async def check_lanes(
     """Check a backend's lanes against the contract of :mod:`kvwire.backend.lane`.
 
     Args:
-        backend: A class, which is made twice for each check, once for each side; or the
-            scheme of an installed one.
-        settings: The user's settings for it, such as which of its modes to use.
+        backend: A class, which is instantiated twice for each check, once for each
+            side; or the scheme of an installed backend.
+        settings: The user's settings for it, for example to choose one of its modes.
         address: The address on which the backend listens, for lanes that dial the
             address of the control link: any free port or name. By default port 0 of the
             loopback address, for a backend that has links to other processes.
@@ -136,7 +138,7 @@ async def check_lanes(
 
     Raises:
         BackendUnavailable: No installed backend has that scheme.
-        UsageError: The backend has no lanes, or a check is not known.
+        UsageError: The backend has no lanes, or a check is unknown.
         CheckFailed: A check failed.
 
     Cancel safety: safe, lanes of the running check may stay open.
@@ -156,7 +158,7 @@ async def check_lanes(
 
 
 def _capabilities(backend: object) -> Capabilities:
-    """Return a backend's capabilities; refuse an object that is no backend."""
+    """Return a backend's capabilities, after checking that it is a backend."""
     kind = backend if isinstance(backend, type) else type(backend)
     if not issubclass(kind, Backend):
         raise wrong_type("conformance", backend, "a kvwire.backend.Backend")
@@ -193,7 +195,7 @@ async def run_all(
 ) -> Report:
     """Run checks one after the other, each on a new rig.
 
-    Cancel safety: safe, what the check under way has made may stay.
+    Cancel safety: safe, but objects that the running check has created may remain.
     """
     only = options.get("only")
     if only is not None:
@@ -217,7 +219,7 @@ async def run_all(
 async def run_one(make_rig: Callable[[], Any], check: Check) -> Result:
     """Run one check on a new rig, and look for leftovers.
 
-    Cancel safety: safe, what the check has made may stay.
+    Cancel safety: safe, but objects that the check has created may remain.
     """
     began = time.perf_counter()
     reason = ""
@@ -226,13 +228,13 @@ async def run_one(make_rig: Callable[[], Any], check: Check) -> Result:
         try:
             await rig.open()
             await check.run(rig)
-        except _RAISED as exc:  # whatever it is, the check failed
+        except _RAISED as exc:  # whatever was raised, the check has failed
             reason = _reason_of(exc)
         try:
             await rig.aclose()
         except _RAISED as exc:
             reason = reason or f"afterwards: {_reason_of(exc)}"
-    except _RAISED as exc:  # the backend cannot even be made
+    except _RAISED as exc:  # the backend cannot even be created
         reason = _reason_of(exc)
     return Result(check=check, seconds=time.perf_counter() - began, reason=reason)
 

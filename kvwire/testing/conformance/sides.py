@@ -1,10 +1,10 @@
-"""The sides of a link or lane under test; each judges its subject and calls it.
+"""The sides of a link or lane under test: they call it and check its callbacks.
 
-A side checks every callback against what both contracts share: on the loop's thread;
-not from inside a call unless that call may call back; never before the beginning;
-nothing after the end; each token given back once; no byte wrong, and none written
-beside its destination. Frames of a link come in the order they were sent, each once.
-Violations go to :attr:`Verdicts.found` and fail the running check.
+A side checks every callback against the rules that both contracts share: on the loop's
+thread; not from inside a call unless that call may call back; never before the start;
+nothing after the end; each token given back once; no wrong byte, and no byte written
+beside its destination. A link's frames arrive in the order in which they were sent,
+each once. Violations go to :attr:`Verdicts.found` and fail the running check.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvwire.testing.conformance.content import Cut, Head, Memory, pattern, poiso
 
 
 class Verdicts:
-    """Broken promises found outside the check's own coroutine, with a wake-up for it.
+    """Broken promises found outside of the check's own coroutine; wakes the check.
 
     Attributes:
         found: The violations, oldest first.
         inside: The running calls and callbacks of all sides on this loop, the innermost
-            last; a call from one link into another counts as nested as well.
+            last; a call from one link into another counts as nested too.
         changed: Called after every callback.
     """
 
@@ -96,15 +96,16 @@ class Side:
         closed: The error, or None, of each closing callback.
         holding: For a lane: the other side's payloads wait for :meth:`release`.
         land: Returns the memory for an incoming payload; None drops it.
-        trusting: Whether arrivals are compared with what an honest peer sends.
+        trusting: Whether arrivals are compared with the content that an honest peer
+            sends.
     """
 
     kind: ClassVar[str]
     """What is under test: "link" or "lane"."""
     begins_with: ClassVar[str]
-    """The call before which there are no callbacks."""
+    """The call before which no callback may come."""
     within_flush: ClassVar[frozenset[str]]
-    """The callbacks that may come from inside a flush of the same side."""
+    """The callbacks that may run inside a flush of the same side."""
 
     def __init__(self, name: str, subject: Any, verdicts: Verdicts) -> None:
         self.name = name
@@ -166,10 +167,10 @@ class Side:
 
         Args:
             length: The number of bytes.
-            cut: How their memory is cut; a view by default.
-            number: Chooses the bytes; by default one more than the last.
-            memory: Memory that holds them already.
-            token: Whether the sender waits for its memory to be free.
+            cut: How their memory is divided; a view by default.
+            number: Selects the bytes; by default one more than the last number.
+            memory: Memory that already contains the bytes.
+            token: Whether the sender waits for its memory to be released.
         """
         number = self._next_number if number is None else number
         self._next_number = number + 1
@@ -221,7 +222,7 @@ class Side:
             self._subject.abort()
 
     def keep_landings(self, cut: Cut | None = None) -> list[Memory]:
-        """Let payloads land in fresh memory; return the list that collects it."""
+        """Let payloads land in new memory; return the list that collects it."""
         landed: list[Memory] = []
 
         def land(item: Head | Parcel) -> Memory:
@@ -251,7 +252,7 @@ class Side:
 
     @contextmanager
     def _told(self, what: str, subject: object) -> Iterator[None]:
-        """Judge a callback of the subject."""
+        """Check a callback of the subject."""
         inside = self._verdicts.inside
         allowed = what in self.within_flush and inside[-1:] == [(self, "flush")]
         if inside and not allowed:
@@ -275,7 +276,7 @@ class Side:
         with self._told(what, subject):
             index = next((i for i, t in enumerate(self._lent) if t is token), None)
             if index is None or not isinstance(token, Token):
-                self.wrong(f"{what} for {token!r}, which is not lent (any more)")
+                self.wrong(f"{what} for {token!r}, which is not lent, or not any more")
                 return
             del self._lent[index]
             self.sent.append(token)
@@ -283,7 +284,7 @@ class Side:
             token.memory = None
 
     def _arrive(self, what: str, landing: KitLanding) -> None:
-        """Judge a payload that arrived whole, within the named callback."""
+        """Check a payload that has arrived completely, within the named callback."""
         if self._aborted:
             self.wrong(f"{what} after abort")
         number = landing.number
@@ -334,7 +335,8 @@ class LinkSide(Side, LinkHandler):
         self.on_header: Callable[[Head], None] = _nothing
         self.due: deque[int] = deque()
         self._landing: KitLanding | None = None
-        # The next frame is sent in one call; then, whether the link took it whole.
+        # Whether the next frame is sent in one call; after it, whether the link took
+        # all of it.
         self._now = False
 
     def start(self) -> None:
@@ -347,7 +349,7 @@ class LinkSide(Side, LinkHandler):
         self.start()
 
     def send_now(self, length: int = 0, cut: Cut | None = None) -> None:
-        """Send a payload in this call, and overwrite it if the link took it whole."""
+        """Send a payload in this call, and overwrite it if the link took all of it."""
         self._now = True
         made = self.queue(length, cut)
         if self._now:
@@ -372,12 +374,12 @@ class LinkSide(Side, LinkHandler):
     def header_received(self, link: Link, header: memoryview) -> Landing:
         with self._told("header_received", link):
             if self._landing is not None:
-                self.wrong("header_received before the body of the frame before")
+                self.wrong("header_received before the body of the previous frame")
             if self._aborted:
                 self.wrong("header_received after abort")
             head = Head.decode(header)
             if head is None:
-                self.wrong(f"a header that nobody sent: {bytes(header)!r}")
+                self.wrong(f"a header that was never sent: {bytes(header)!r}")
                 head = Head(0, 0)
             self._judge_order(head.number)
             self._landing = KitLanding(head, self.land(head))
@@ -389,7 +391,10 @@ class LinkSide(Side, LinkHandler):
             expected = self._landing
             self._landing = None
             if landing is not expected or expected is None:
-                self.wrong(f"body_received for {landing!r}, not for the landing asked")
+                self.wrong(
+                    f"body_received for {landing!r}, not for the landing that was "
+                    "returned"
+                )
                 return
             self._arrive("body_received", expected)
 
@@ -407,7 +412,7 @@ class LinkSide(Side, LinkHandler):
             return
         due = self.due.popleft() if self.due else None
         if number != due:
-            self.wrong(f"frame {number} came, where {due} was due")
+            self.wrong(f"frame {number} arrived, but {due} was due")
 
 
 class LaneSide(Side, LaneHandler):
@@ -438,8 +443,8 @@ class LaneSide(Side, LaneHandler):
         self.begun = True
 
     def _send(self, token: Token, length: int, *, lent: bool) -> None:
-        assert token.memory is not None, "a payload of a lane is not empty"
-        assert lent, "a payload of a lane has a token"
+        assert token.memory is not None, "a payload on a lane is not empty"
+        assert lent, "a payload on a lane has a token"
         descriptor = self.lane.send(token.memory.payload, token)
         if len(descriptor) > DESCRIPTOR_BYTES_MAX:
             self.wrong(f"send returned a descriptor of {len(descriptor)} bytes")
@@ -499,7 +504,7 @@ class LaneSide(Side, LaneHandler):
     def payload_received(self, lane: Lane, landing: Landing) -> None:
         with self._told("payload_received", lane):
             if not isinstance(landing, KitLanding) or landing not in self._landings:
-                self.wrong(f"payload_received for {landing!r}, which is not awaited")
+                self.wrong(f"payload_received for {landing!r}, which is not expected")
                 return
             self._landings.remove(landing)
             self._arrive("payload_received", landing)

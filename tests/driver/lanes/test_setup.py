@@ -80,7 +80,7 @@ class _Buggy(InprocLane):
     [
         (_Refusing, "the device has gone"),
         (_Buggy, "ZeroDivisionError"),
-        (_Hanging, "did not come up in 0.05 s"),
+        (_Hanging, "did not open within 0.05 s"),
     ],
 )
 async def test_what_fails_at_first_use_falls_to_the_next(
@@ -100,7 +100,7 @@ async def test_what_fails_at_first_use_falls_to_the_next(
         near = reasons(pair.left.transport_report)["inproc"]
         far = reasons(pair.right.transport_report)["inproc"]
         assert why in near
-        assert why in far or "did not come up" in far or "did not come up" in near
+        assert why in far or "did not open" in far or "did not open" in near
     said = [r for r in caplog.records if "cannot carry the data" in r.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING]
     assert "inproc" in said[0].getMessage()

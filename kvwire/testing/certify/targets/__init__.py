@@ -1,1 +1,1 @@
-"""Adapters of transports that come with kvwire; each imports its library by itself."""
+"""Adapters for transports that come with kvwire; each imports its own library."""

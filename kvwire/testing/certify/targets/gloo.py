@@ -1,7 +1,7 @@
 """torch's gloo: ``send`` and ``recv`` of a process group of two.
 
-Gloo cannot cancel a message, so a cancelled call waits for its end, on a thread. A call
-with a time-out is ``Work.wait`` with it.
+Gloo cannot cancel a message, so a cancelled call waits for the message's end, on a
+thread. A call with a timeout uses the timeout of ``Work.wait``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import distributed as dist
 
 from kvwire.testing.certify.targets.messages import MessageEnd
 
-# Longer than the kit waits for anything.
+# Longer than any wait of the kit.
 _FOREVER: Final = dt.timedelta(minutes=5)
-# Gloo would look for the address of this host's name.
+# Otherwise Gloo would resolve this host's name.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 class GlooEnd(MessageEnd):
-    """A process group, whose store is that of the end with the smaller port."""
+    """A process group; the end with the smaller port hosts its store."""
 
     version = f"torch {torch.__version__}"
 

@@ -17,7 +17,8 @@ from kvwire.testing.certify.transport import End
 T = TypeVar("T")
 
 _BLOCK_BYTES: Final = 4096
-# Both ends are on one host, whose other devices may come and go. The environment wins.
+# Both ends are on one host, whose other devices may come and go. The environment takes
+# precedence.
 _BACKENDS: Final = {"ucx": {"NET_DEVICES": "lo"}}
 
 

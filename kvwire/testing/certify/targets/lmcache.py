@@ -1,8 +1,8 @@
-"""LMCache's L2 adapters: an object for each offer.
+"""LMCache's L2 adapters: one object for each offer.
 
-The variant is an adapter's config as LMCache reads it, such as
-``lmcache:{"type": "resp", "host": "127.0.0.1", "port": 6379}``; by default ``fs`` in a
-temporary folder. An adapter cannot cancel a task: a cancelled call waits for its end.
+The variant is an adapter's config as LMCache reads it, such as ``lmcache:{"type":
+"resp", "host": "127.0.0.1", "port": 6379}``; by default ``fs`` in a temporary folder.
+An adapter cannot cancel a task, so a cancelled call waits for the task's end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lmcache.v1.platform.event_notifier import consume_fd
 from kvwire.memory.copy import address_of
 from kvwire.testing.certify.transport import End
 
-# What an adapter imports with its first use takes seconds.
+# The imports of an adapter's first use take seconds, so they are made here.
 get_l2_adapter_config_class("fs")
 
 _MODEL: Final = "certify"
@@ -96,7 +96,7 @@ class LmcacheEnd(End):
         return bool(found.test(0))
 
     def ended(self, number: int) -> asyncio.Future[Any]:
-        """Return what a task has brought, once it has."""
+        """Return a future for the result of a task."""
         self.waiting[number] = self.loop.create_future()
         return self.waiting[number]
 

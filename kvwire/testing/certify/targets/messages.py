@@ -1,7 +1,8 @@
-"""What transports have in common that only have messages.
+"""The base of transports that only have messages.
 
-The left end asks for each operation by TCP, and the right one answers with a message of
-the transport. To withdraw is to answer no more, and to wait for answers under way.
+The left end requests each operation over TCP, and the right end answers with a message
+of the transport. Withdrawing means that no further request is answered, and that
+running answers have ended.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Final
 
 from kvwire.testing.certify.transport import End
 
-# Whether to put, the reference, and the tag of the message.
+# Whether to put, the reference, and the message's tag.
 _REQUEST: Final = struct.Struct("<?16sI")
 _TAG_BITS: Final = 31
 
 
 class MessageEnd(End):
-    """A server for requests; make a subclass of it."""
+    """A server for requests; the base class of message transports."""
 
     async def message(
         self, sends: bool, memory: memoryview, tag: int, timeout_s: float | None
@@ -74,7 +75,7 @@ class MessageEnd(End):
     async def asked(
         self, puts: bool, reference: bytes
     ) -> AsyncIterator[tuple[asyncio.StreamReader, int] | None]:
-        """Ask for an operation; None if there is no such memory, else its tag."""
+        """Request an operation; yield its stream and tag, or None without memory."""
         tag = secrets.randbits(_TAG_BITS)
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         self.writers.add(writer)
@@ -110,7 +111,7 @@ class MessageEnd(End):
     async def answer(
         self, reader: asyncio.StreamReader, puts: bool, view: memoryview, tag: int
     ) -> None:
-        """Do its part of an operation, once the other end has begun with its own."""
+        """Do this end's part of an operation, once the other end has begun its own."""
         await reader.readexactly(1)
         await self.message(not puts, view, tag, None)
 

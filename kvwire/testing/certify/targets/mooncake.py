@@ -1,7 +1,7 @@
 """Mooncake's transfer engine over TCP; its blocking calls run on a thread.
 
-An offer registers its memory, and to withdraw unregisters it. The engine cannot cancel
-a transfer: a cancelled call waits for its end, on the thread.
+An offer registers its memory, and withdrawing unregisters it. The engine cannot cancel
+a transfer, so a cancelled call waits for the transfer's end, on the thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _version() -> str:
 
 
 class MooncakeEnd(End):
-    """An engine, which finds the other one by its address."""
+    """An engine, which finds the other end's engine by its address."""
 
     version = _version()
 

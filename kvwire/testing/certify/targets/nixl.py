@@ -1,9 +1,9 @@
 """NIXL's agent with the UCX plug-in of its wheel.
 
-An offer registers its memory and describes it, and to withdraw deregisters it. NIXL has
-no call that waits, so a transfer is polled here each half millisecond. One that is
-cancelled is released, which NIXL says ends it. Only the compiled module is used: the
-Python code above it needs torch.
+An offer registers and describes its memory, and withdrawing deregisters it. NIXL has no
+call that waits, so the adapter polls a transfer every half millisecond. A cancelled
+transfer is released; by NIXL's documentation this ends it. Only the compiled module is
+used: the Python code above it needs torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from kvwire.testing.certify.transport import End
 _WHEEL: Final = "nixl-cu12"
 _REFERENCE: Final = struct.Struct("<QQ")
 _POLL_S: Final = 0.0005
-# The wheel has copies of these, and the process crashes if the system's come second.
+# The wheel contains copies of these libraries, and the process crashes if the system's
+# are loaded second.
 for _name in ("libnl-3.so.200", "libnl-route-3.so.200"):
     try:
         ctypes.CDLL(_name)
@@ -38,7 +39,7 @@ def _rows(address: int, nbytes: int) -> Any:
 
 
 class NixlEnd(End):
-    """An agent."""
+    """A NIXL agent."""
 
     version = metadata.version(_WHEEL)
 

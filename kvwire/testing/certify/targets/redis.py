@@ -1,4 +1,4 @@
-"""Redis as a KV store, by redis-py's asyncio client: a key for each offer.
+"""Redis as a KV store, by redis-py's asyncio client: one key for each offer.
 
 The variant is the server's address, ``redis:127.0.0.1:6379`` by default.
 """

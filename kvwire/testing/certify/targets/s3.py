@@ -1,7 +1,7 @@
-"""S3 as a KV store, by obstore: an object for each offer.
+"""S3 as a KV store, by obstore: one object for each offer.
 
-The variant is a bucket's address, such as ``s3:http://127.0.0.1:5000/bucket``; keys
-come from the environment, as for every client of S3.
+The variant is a bucket's address, such as ``s3:http://127.0.0.1:5000/bucket``; the
+access keys come from the environment, as for every client of S3.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A correct transport in 60 lines, and the example of an adapter.
 
-Each operation has a TCP connection of its own. Both ends copy in one turn of their
-loop, after a look at whether the memory is still theirs to touch.
+Each operation uses a separate TCP connection. Both ends copy within one turn of their
+loop, right after checking that they may still touch the memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Toy(End):
         writer.close()
 
     async def close(self) -> None:
-        self.offered.clear()  # a request that has come already finds nothing
+        self.offered.clear()  # a request that has already arrived finds nothing
         self.server.close()
         for writer in self.writers:
             writer.transport.abort()

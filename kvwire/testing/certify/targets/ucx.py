@@ -1,10 +1,10 @@
 """Plain UCX by ctypes: ``ucp_get`` and ``ucp_put`` on an event loop.
 
-As libraries over UCX do it, a process has one worker for all of its life, and closing
-is an endpoint that is closed by force. UCX cannot cancel a get or a put: a cancelled
-call waits for its end. To withdraw is to unregister the memory; in the variant
-``ucx:force`` the endpoint is closed by force before that. The environment says which
-transports are used, such as ``UCX_TLS=tcp``.
+As in libraries built on UCX, a process has one worker for its whole life, and closes an
+endpoint by force. UCX cannot cancel a get or a put, so a cancelled call waits for its
+end. Withdrawing unregisters the memory; in the variant ``ucx:force`` the endpoint is
+closed by force before that. The environment chooses the transports, for example by
+``UCX_TLS=tcp``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvwire_ucx import binding, library
 
 _REFERENCE: Final = struct.Struct("<QQ")
 _Post = Callable[..., "int | None"]
-# Steps of progress in one turn of the loop, which has other things to do as well.
+# The steps of progress in one turn of the loop, which has other tasks to run as well.
 _STEPS: Final = 16
 _LOADED: Final = library.load()
 _UCP: Final = _LOADED.ucp
-# For the life of the process: by number, what is called at the end of a request.
+# For the life of the process: the functions to call when requests end, by number.
 _DONE: Final[dict[int, Callable[[int], None]]] = {}
 
 
@@ -49,7 +49,7 @@ def _check(status: int, what: str) -> None:
 
 
 def _made(function: Any, *arguments: Any) -> ctypes.c_void_p:
-    """Call a function that fills in a handle."""
+    """Call a function that stores a handle at its first argument; return the handle."""
     handle = ctypes.c_void_p()
     _check(function(*arguments, ctypes.byref(handle)), str(function))
     return handle
@@ -94,7 +94,7 @@ class _Worker:
             self.loop.call_soon(self.progress)
 
     async def ended(self, post: _Post, flags: int = 0) -> int:
-        """Start an operation, and wait for its status, even if cancelled."""
+        """Start an operation, and wait for its status, even if cancelled meanwhile."""
         self.number += 1
         done: asyncio.Future[int] = self.loop.create_future()
         _DONE[self.number] = functools.partial(_resolve, done)
@@ -125,7 +125,7 @@ def _resolve(done: asyncio.Future[int], status: int) -> None:
         done.set_result(status)
 
 
-# Made at the first use; then UCX has it for the life of the process.
+# Created at the first use, because UCX then refers to it for the life of the process.
 _the_worker = functools.cache(_Worker)
 
 
@@ -149,7 +149,7 @@ class UcxEnd(End):
             err_mode=binding.ERR_MODE_PEER,
             err_callback=ctypes.cast(_FAILED, ctypes.c_void_p),
         )
-        # The address has zeros in it, and ctypes keeps only a pointer to it.
+        # The address contains zeros, and ctypes keeps only a pointer to it.
         self.peer = ctypes.create_string_buffer(peer, len(peer))
         ctypes.memmove(
             ctypes.addressof(params) + binding.EndpointParams.address.offset,
@@ -201,7 +201,7 @@ class UcxEnd(End):
         memory: memoryview,
         timeout_s: float | None,
     ) -> bool:
-        """Get or put, then flush: only then a put has reached the other memory."""
+        """Get or put, then flush: only after that have the bytes of a put arrived."""
         theirs, _ = _REFERENCE.unpack_from(reference)
         mine = address_of(memory)
         endpoint = self.endpoint
@@ -219,7 +219,7 @@ class UcxEnd(End):
                 flush = functools.partial(_UCP.ep_flush_nbx, endpoint)
                 _check(await self.worker.ended(flush), "flush")
         finally:
-            if not self.closed:  # a key does not outlive its endpoint
+            if not self.closed:  # a key must not outlive its endpoint
                 _UCP.rkey_destroy(key)
         return True
 

@@ -1,7 +1,7 @@
 """ucxx's asyncio client: ``send`` and ``recv`` of an endpoint, with tags.
 
-Its Python has no reads and writes of remote memory. A cancelled call is a cancelled
-await. Each end sends on the endpoint that it has made, and receives on the other's.
+Its Python API has no reads and writes of remote memory. Cancelling a call cancels its
+await. Each end sends on the endpoint that it has created, and receives on the other's.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import ucxx
 
 from kvwire.testing.certify.targets.messages import MessageEnd
 
-# Five by default, and a machine may have other work.
+# The default is 5 seconds, which is too short on a busy machine.
 _CONNECTS_S: Final = 20.0
 
 
 class UcxxEnd(MessageEnd):
-    """A listener, and an endpoint each way."""
+    """A listener, and one endpoint in each direction."""
 
     version = ucxx.__version__
 

@@ -1,15 +1,14 @@
-"""vLLM's connectors between two engines, without a model: NixlConnector and its kin.
+"""vLLM's KV connectors, such as NixlConnector, between two engines without a model.
 
 The variant is a connector's name, ``vllm:NixlConnector`` by default. Each end has both
-sides of a connector, scheduler and worker, with a cache of one layer over its memory,
+parts of a connector, scheduler and worker, with a cache of one layer over its memory,
 and makes the calls that an engine makes. An offer is a prompt that prefill has
-computed, and its reference what prefill answers. To withdraw is to wait until the
-connector gives the blocks back: decode has fetched them, or the lease is over. A call
-that is cancelled is a request that is aborted, and ends when the connector gives its
-blocks back.
+computed; its reference is prefill's answer. Withdrawing waits until the connector gives
+the blocks back, because decode has fetched them or the lease has ended. A cancelled
+call aborts its request, and ends when the connector gives the request's blocks back.
 
-An engine's reference is used once, so an offer is a few prompts with the same blocks,
-as prompts have that begin alike.
+An engine's reference can be used only once, so an offer consists of a few prompts that
+share their blocks, like prompts with a common prefix.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-# vLLM reads them when it is imported.
+# vLLM reads these when it is imported.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
@@ -57,8 +56,8 @@ from kvwire.aio import start_task
 from kvwire.memory.copy import address_of
 from kvwire.testing.certify.transport import End
 
-# A block of 4 KiB, the smallest slot of a schedule: keys and values of 32 tokens, in a
-# head of 16 numbers.
+# A block of 4 KiB, the smallest slot of a schedule: keys and values of 32 tokens, with
+# one head of 16 numbers.
 _BLOCK_BYTES: Final = 4096
 _BLOCK_TOKENS: Final = 32
 _HEADS: Final = 1
@@ -77,14 +76,14 @@ _MODEL: Final = {
 }
 _USES: Final = 6
 _LEASE_S: Final = 2
-# Between two steps of an engine, and of one that only waits for others.
+# The time between two steps of an engine, and of an engine that only waits for others.
 _STEP_S: Final = 0.002
 _IDLE_STEP_S: Final = 0.02
 
 
 @functools.cache
 def _engine_config() -> Any:
-    """Make the config of an engine whose model is never loaded."""
+    """Return the config of an engine whose model is never loaded."""
     with tempfile.TemporaryDirectory(prefix="kvwire-certify-") as folder:
         Path(folder, "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
         config = EngineArgs(
@@ -95,7 +94,7 @@ def _engine_config() -> Any:
             enforce_eager=True,
             block_size=_BLOCK_TOKENS,
         ).create_engine_config()
-    config.model_config.model = "certify"  # both ends have the same
+    config.model_config.model = "certify"  # the same on both ends
     config.cache_config.kv_cache_layout = "LBHNC"
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(
@@ -148,7 +147,7 @@ class VllmEnd(End):
             self.scheduler: Any = make(KVConnectorRole.SCHEDULER, caches)
             self.worker: Any = make(KVConnectorRole.WORKER, caches)
             self.worker.register_kv_caches({_LAYER: cache})
-        os.sched_setaffinity(0, cores)  # an engine keeps one for its transfers
+        os.sched_setaffinity(0, cores)  # an engine reserves a core for its transfers
         handshake = self.worker.get_handshake_metadata()
         if handshake is not None:
             self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
@@ -194,12 +193,12 @@ class VllmEnd(End):
     # --- an engine --------------------------------------------------------------------
 
     def blocks(self, data: memoryview) -> list[int]:
-        """Return the numbers of the blocks that some memory is."""
+        """Return the numbers of the blocks that some memory consists of."""
         first = (address_of(data) - self.start) // _BLOCK_BYTES
         return [*range(first, first + len(data) // _BLOCK_BYTES)]
 
     def added(self, blocks: list[int], params: dict[str, Any]) -> Request:
-        """Add a request with blocks of its own; decode fetches what is in them."""
+        """Add a request with the given blocks; decode fetches their content."""
         sampling = SamplingParams(max_tokens=1)
         sampling.extra_args = {"kv_transfer_params": params}
         tokens = [0] * (len(blocks) * _BLOCK_TOKENS)
@@ -211,7 +210,7 @@ class VllmEnd(End):
         return request
 
     def prefilled(self, blocks: list[int]) -> Any:
-        """Compute a prompt, and return what is answered."""
+        """Run prefill for a prompt, and return prefill's answer."""
         request = self.added(blocks, {"do_remote_decode": True})
         self.step(NewRequestData.from_request(request, (blocks,)))
         request.num_computed_tokens = request.num_prompt_tokens
@@ -225,7 +224,7 @@ class VllmEnd(End):
     def finish(
         self, request: Request, status: RequestStatus, blocks: list[int]
     ) -> tuple[bool, Any]:
-        """End a request; whether its blocks are held, and what is answered."""
+        """End a request; return whether its blocks are still held, and its answer."""
         request.status = status
         if isinstance(self.scheduler, SupportsHMA):
             ended = self.scheduler.request_finished_all_groups(request, (blocks,))
@@ -235,7 +234,7 @@ class VllmEnd(End):
         return held, answer
 
     async def run(self) -> None:
-        """Step until it is closed, as an engine does."""
+        """Step like an engine until it is closed."""
         try:
             while True:
                 await asyncio.sleep(_STEP_S if self.fetching else _IDLE_STEP_S)
@@ -246,7 +245,7 @@ class VllmEnd(End):
             raise
 
     def step(self, *new: NewRequestData) -> None:
-        """Run a step, and take note of what has arrived and what was sent."""
+        """Run one step, and record the requests whose KV has arrived or was sent."""
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs = [*new]
         for one in new:

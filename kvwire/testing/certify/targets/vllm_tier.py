@@ -1,9 +1,9 @@
-"""vLLM's secondary tiers of its offloading: a chunk for each 4 KiB of an offer.
+"""vLLM's secondary offloading tiers: one chunk for each 4 KiB of an offer.
 
 The variant is a tier's config as vLLM reads it, by default ``fs`` in a temporary
-folder. An end's memory is the primary tier, as each engine has its own. A tier can
-neither drop chunks nor cancel a job: what was withdrawn stays, and a cancelled call
-waits for its end.
+folder. Each end's memory is its primary tier, since each engine has its own. A tier can
+neither drop chunks nor cancel a job: withdrawn chunks stay, and a cancelled call waits
+for its job's end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from types import SimpleNamespace
 from typing import Any, Final
 
-# vLLM reads them when it is imported.
+# vLLM reads these when it is imported.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
@@ -38,7 +38,8 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from kvwire.memory.copy import address_of
 from kvwire.testing.certify.transport import End
 
-# All tiers need most of what this one imports, which takes seconds.
+# Most of the modules that this tier imports are needed by all tiers, and importing them
+# takes seconds.
 SecondaryTierFactory.get_tier_class({"type": "fs"})
 
 _CHUNK_BYTES: Final = 4096
@@ -56,7 +57,7 @@ _CONFIG: Final = OffloadingConfig(
 
 
 class VllmTierEnd(End):
-    """A tier of its own, over what both ends share."""
+    """One end's tier, over storage that both ends share."""
 
     version = vllm.__version__
 
@@ -87,7 +88,7 @@ class VllmTierEnd(End):
         return reference
 
     async def withdraw(self, reference: bytes) -> None:
-        """Do nothing: chunks are named by their contents, and do not end."""
+        """Do nothing: chunks are named by their content, and do not end."""
 
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
@@ -113,7 +114,7 @@ class VllmTierEnd(End):
         return TransferJob(number, keys, chunks, loads, ReqContext(str(number)))
 
     async def ended(self, number: int) -> bool:
-        """Look for the end of a job as often as an engine steps."""
+        """Poll for the end of a job as often as an engine steps."""
         while number not in self.results:
             if self.closed:
                 raise ConnectionError("the tier was closed")

@@ -1,4 +1,4 @@
-"""How links and lanes come up: addresses, joining, and cancellation at every await."""
+"""How links and lanes open: addresses, joining, and cancellation at every await."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 # --- address --------------------------------------------------------------------------
 
 
-@address.links("class", "The class says its scheme, contract version and capabilities")
+@address.links("class", "The class has a scheme, a contract version and capabilities")
 async def _(rig: LinkRig) -> None:
     backend = type(rig.near)
     require(backend.scheme == rig.address.scheme, f"its scheme is {backend.scheme!r}")
@@ -39,22 +39,26 @@ async def _(rig: LinkRig) -> None:
 
 @join.lanes(
     "available",
-    "availability() says in one line why it can be used here; its rank is a number",
+    "availability() gives a one-line reason why it can be used here; its rank is a "
+    "number",
 )
 @address.links(
     "available",
-    "availability() says in one line why it can run here; its rank is a number",
+    "availability() gives a one-line reason why it can run here; its rank is a number",
 )
 async def _(rig: AnyRig) -> None:
     said = type(rig.near).availability()
     require(isinstance(said, Availability), f"it returned {said!r}")
-    require(said.available, f"it says it cannot run here: {said.reason}")
+    require(said.available, f"it reports that it cannot run here: {said.reason}")
     require(len(said.reason.splitlines()) == 1, f"not one line: {said.reason!r}")
     rank: object = type(rig.near).rank()
-    require(isinstance(rank, int), f"its rank is {rank!r}, no whole number")
+    require(isinstance(rank, int), f"its rank is {rank!r}, which is not a whole number")
 
 
-@address.links("bound", "A listener's address leads to it, also written and read again")
+@address.links(
+    "bound",
+    "A listener's address connects to it, even after conversion to text and back",
+)
 async def _(rig: LinkRig) -> None:
     address = (await rig.listen()).address
     require(address.scheme == rig.near.scheme, f"the address is {address!r}")
@@ -71,17 +75,21 @@ async def _(rig: LinkRig) -> None:
     require(first.address != second.address, f"both are {first.address}")
 
 
-@address.links("conflict", "Listening on a taken address is an OSError, and harmless")
+@address.links(
+    "conflict", "Listening on a taken address raises OSError and does no other harm"
+)
 async def _(rig: LinkRig) -> None:
     taken = (await rig.listen()).address
     with contextlib.suppress(OSError):
         await rig.listen(taken)
-        raise CheckFailed(f"listen on {taken} succeeded twice at once")
+        raise CheckFailed(f"listening on {taken} succeeded twice at the same time")
     await rig.connect(taken)
     await rig.accept()
 
 
-@address.links("again", "An address can be listened on again, while old links live on")
+@address.links(
+    "again", "An address can be used again while links of its first listener live on"
+)
 async def _(rig: LinkRig) -> None:
     first = await rig.listen()
     left, right = await rig.pair(first)
@@ -97,19 +105,21 @@ async def _(rig: LinkRig) -> None:
     await rig.arrives(left, 1)
 
 
-@address.links("refused", "Connecting where nobody listens is an OSError, and harmless")
+@address.links(
+    "refused", "Connecting without a listener raises OSError and does no other harm"
+)
 async def _(rig: LinkRig) -> None:
     gone = await rig.listen()
     await rig.unlisten(gone)
     with contextlib.suppress(OSError):
         await rig.connect(gone.address)
-        raise CheckFailed(f"connect to {gone.address} succeeded, where nobody listens")
+        raise CheckFailed(f"connect to {gone.address} succeeded without a listener")
     left, right = await rig.pair(await rig.listen())
     left.send(10)
     await rig.arrives(right, 1)
 
 
-@address.links("accept-together", "Sixteen connects at once are sixteen links")
+@address.links("accept-together", "Sixteen concurrent connects make sixteen links")
 async def _(rig: LinkRig) -> None:
     listener = await rig.listen()
     await rig.within(
@@ -118,10 +128,12 @@ async def _(rig: LinkRig) -> None:
     for _ in range(16):
         await rig.accept()
     await rig.settle()
-    require(not rig.unaccepted, f"{rig.unaccepted} more links came in")
+    require(not rig.unaccepted, f"{rig.unaccepted} more links were accepted")
 
 
-@address.links("accept-raises", "An error in accept costs that link, not the listener")
+@address.links(
+    "accept-raises", "An error in accept ends that link, but not the listener"
+)
 async def _(rig: LinkRig) -> None:
     calls: list[Link] = []
 
@@ -132,7 +144,7 @@ async def _(rig: LinkRig) -> None:
 
     listener = await rig.listen(accept=accept)
     with rig.expecting_errors():
-        # The link may be aborted before the connect that made it returns.
+        # The link may be aborted before the connect that created it returns.
         with contextlib.suppress(OSError):
             await rig.connect(listener.address)
         await rig.until(lambda: len(calls) == 1, "accept is called")
@@ -140,7 +152,9 @@ async def _(rig: LinkRig) -> None:
     await rig.until(lambda: len(calls) == 2, "accept is called again")
 
 
-@address.links("remote", "remote_address is where a link connected to, or came from")
+@address.links(
+    "remote", "remote_address is the address that a link connected to or came from"
+)
 async def _(rig: LinkRig) -> None:
     where = (await rig.listen()).address
     remote = (await rig.connect(where)).remote_address
@@ -149,7 +163,7 @@ async def _(rig: LinkRig) -> None:
     require(remote is None or isinstance(remote, Address), f"it is {remote!r}")
 
 
-@address.links("listeners", "Links of two listeners come to the right one")
+@address.links("listeners", "Links to two listeners reach the right one")
 async def _(rig: LinkRig) -> None:
     seen: dict[str, list[Link]] = {"first": [], "second": []}
     first = await rig.listen(accept=seen["first"].append)
@@ -162,7 +176,7 @@ async def _(rig: LinkRig) -> None:
     require(len(seen["first"]) == 1, f"the first has {len(seen['first'])}")
 
 
-@address.links("reversed", "Each backend can listen and connect at once")
+@address.links("reversed", "Each backend can listen and connect at the same time")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     links: list[Link] = []
     listening = rig.near.listen(rig.address, links.append)
@@ -181,7 +195,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     await rig.unlisten(listener)
 
 
-@address.links("aclose", "A backend without links can be closed, and twice")
+@address.links("aclose", "A backend without links can be closed, even twice")
 async def _(rig: LinkRig) -> None:
     backend = rig.make()
     await rig.within(backend.aclose(), "aclose")
@@ -191,7 +205,7 @@ async def _(rig: LinkRig) -> None:
 # --- join -----------------------------------------------------------------------------
 
 
-@join.lanes("idle", "A lane that came up says what it is, and counts and calls nothing")
+@join.lanes("idle", "An open lane describes itself, counts nothing and calls nothing")
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for side in (left, right):
         lane = side.lane
@@ -204,17 +218,17 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
         await rig.settle()
         require(lane.bootstrap == bootstrap, f"{name}: the bootstrap changed")
         require(text.strip() != "", f"{name}: the description is empty")
-        require(text.isprintable(), f"{name}: no line: {text!r}")
+        require(text.isprintable(), f"{name}: not a printable line: {text!r}")
         require(lane.queued_bytes == 0, f"{name}: {lane.queued_bytes} queued")
         require(lane.received_bytes == 0, f"{name}: {lane.received_bytes} came")
         require(not side.closed, f"{name} closed by itself")
 
 
 def _require_facts(side: LaneSide) -> None:
-    """Require a lane's properties to have values that data can be planned with."""
+    """Require a lane's properties to have values with which data can be scheduled."""
     lane = side.lane
     name = side.name
-    # With a window of 0 no payload would ever be sent.
+    # With a window of 0, no payload would ever be sent.
     for fact, least in (("bytes_min", 1), ("span_bytes", 0), ("window_bytes", 1)):
         value: object = getattr(lane, fact)
         sound = isinstance(value, int) and value >= least
@@ -241,7 +255,7 @@ async def _(rig: LaneRig) -> None:
     await rig.arrives(left, 1)
 
 
-@join.lanes("server-early", "A server that has joined may be told of arrivals")
+@join.lanes("server-early", "A server that has joined may receive arrivals")
 async def _(rig: LaneRig) -> None:
     left, right = await rig.half_joined()
     right.flush()
@@ -269,16 +283,22 @@ async def _(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
 
 async def _refuses(rig: LaneRig, side: LaneSide, bootstrap: bytes) -> None:
     try:
-        await rig.within(side.join(bootstrap), "join refuses what it cannot read")
+        await rig.within(
+            side.join(bootstrap), "join refuses a bootstrap that it cannot read"
+        )
     except BackendUnavailable as exc:
-        require(str(exc) != "", "it does not say why")
+        require(str(exc) != "", "the error gives no reason")
     else:
-        raise CheckFailed(f"{side.name}: join took {bootstrap[:20]!r} for a bootstrap")
+        raise CheckFailed(
+            f"{side.name}: join accepted {bootstrap[:20]!r} as a bootstrap"
+        )
     await rig.settle()
     require(not side.closed, "lane_closed was called, although join raised")
 
 
-@join.lanes("peer-gone", "A client whose server has gone is refused, or is told")
+@join.lanes(
+    "peer-gone", "A client whose server is gone gets an error from join or lane_closed"
+)
 async def _(rig: LaneRig) -> None:
     left, right = await rig.half_joined()
     bootstrap = right.lane.bootstrap
@@ -287,11 +307,11 @@ async def _(rig: LaneRig) -> None:
     with contextlib.suppress(BackendUnavailable):
         await rig.within(left.join(bootstrap), "join of a lane that has ended")
         left.send(300_000)
-        require(not right.arrived, "a payload arrived at a lane that was aborted")
+        require(not right.arrived, "a payload arrived on a lane that was aborted")
 
 
-# Turns of the loop before a coroutine is disturbed: first every possible step, then
-# ever more, so that a coroutine that waits for its peer also finishes once.
+# The numbers of loop turns before a coroutine is disturbed: first every possible step,
+# then ever more, so that a coroutine that waits for its peer also gets to finish.
 _TURNS: Final = (*range(16), *(2**n for n in range(4, 13)))
 
 
@@ -333,7 +353,8 @@ async def _cancelled(
 ) -> AsyncIterator[T | None]:
     """Cancel a coroutine after its first step, another after its second, and so on.
 
-    Yield each one's result, if it had one in spite of it; end when one finished first.
+    Yield each one's result, if it had one all the same; end after a coroutine that
+    finished first.
     """
     for turns in _TURNS[1:]:
         task = asyncio.ensure_future(begin())
@@ -347,7 +368,7 @@ async def _cancelled(
             return
 
 
-@cancel.links("connect", "A connect cancelled wherever it waits ends at both sides")
+@cancel.links("connect", "A connect that is cancelled at any await ends on both sides")
 async def _(rig: LinkRig) -> None:
     listener = await rig.listen()
     async for link in _cancelled(rig, lambda: rig.near.connect(listener.address)):
@@ -369,10 +390,10 @@ async def _(rig: LinkRig) -> None:
     await rig.unlisten(listener)
     with contextlib.suppress(OSError):
         async for link in _cancelled(rig, lambda: rig.near.connect(listener.address)):
-            require(link is None, "it succeeded, where nobody listens")
+            require(link is None, "it succeeded without a listener")
 
 
-@cancel.links("listen", "listen cancelled wherever it waits leaves nothing bound")
+@cancel.links("listen", "A listen that is cancelled at any await leaves nothing bound")
 async def _(rig: LinkRig) -> None:
     first = await rig.listen()
     address = first.address
@@ -386,7 +407,7 @@ async def _(rig: LinkRig) -> None:
     require(again.address == address, f"it got {again.address}")
 
 
-@cancel.links("listener-close", "A cancelled Listener.close closes all the same")
+@cancel.links("listener-close", "A cancelled Listener.close still closes")
 async def _(rig: LinkRig) -> None:
     listeners = [await rig.listen()]
     address = listeners[0].address

@@ -1,4 +1,4 @@
-"""A handler's calls: their time and place, their limits, and the effect of its errors.
+"""A handler's calls: their time and thread, their limits, the effect of errors.
 
 Every check already requires that callbacks come on the loop's thread, one at a time and
 never from inside a call. These checks create the situations in which that goes wrong.
@@ -25,7 +25,9 @@ _AT_RECEIVER: Final = {"on_arrival", "on_header"}
 # --- callback -------------------------------------------------------------------------
 
 
-@callback.both("once", "However often flushed, each token and arrival is told once")
+@callback.both(
+    "once", "However often flush is called, each token and arrival is reported once"
+)
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     for size in (1, 5000, 200_000, 3 * MIB) * 4:
         left.queue(size)
@@ -53,7 +55,9 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.moved(right, left, 30)
 
 
-@callback.lanes("unflushed", "send and receive call nothing, however much is there")
+@callback.lanes(
+    "unflushed", "send and receive make no callback, however much has arrived"
+)
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.holding = True
     left.send_many(10, 100_000)
@@ -64,9 +68,9 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.arrives(right, 10)
 
 
-@callback.both("abort-in", "After abort in on_{} comes nothing but the end", _HOOKS)
+@callback.both("abort-in", "After abort in on_{}, the only callback is the end", _HOOKS)
 @callback.links(
-    "abort-in", "After abort in on_{} comes nothing but the end", _LINK_HOOKS
+    "abort-in", "After abort in on_{}, the only callback is the end", _LINK_HOOKS
 )
 async def _(rig: AnyRig, left: Any, right: Any, hook: str) -> None:
     aborting, other = (right, left) if hook in _AT_RECEIVER else (left, right)
@@ -80,13 +84,13 @@ async def _(rig: AnyRig, left: Any, right: Any, hook: str) -> None:
     left.send_many(32, MIB)
     await rig.closes(aborting)
     await rig.rests(other)
-    # Tokens may still be given back: their memory is free.
+    # Tokens may still be given back, because their memory is free.
     require(
         len(calls) == 1 or hook == "on_sent", f"{hook} was called {len(calls)} times"
     )
 
 
-@callback.both("close-in-arrival", "close at an arrival lets the answer through")
+@callback.both("close-in-arrival", "close at an arrival still delivers the answer")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
     def answer_and_close(_: object) -> None:
@@ -108,7 +112,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     await rig.closes(left, right)
 
 
-@callback.links("flush-in-each", "flush from within every callback is harmless")
+@callback.links("flush-in-each", "flush inside every callback is harmless")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     for side in (left, right):
         _flush_always(side)
@@ -124,7 +128,7 @@ def _flush_always(side: LinkSide) -> None:
     side.on_header = side.on_arrival = side.on_sent = side.on_writable = flush
 
 
-@callback.both("in-closed", "Every call at the end is harmless")
+@callback.both("in-closed", "Every call after the end is harmless")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
     def call_all() -> None:
@@ -144,7 +148,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
 # --- isolation ------------------------------------------------------------------------
 
 
-@isolation.both("sixteen", "Sixteen between two backends do not mix")
+@isolation.both("sixteen", "Sixteen links or lanes between two backends do not mix")
 async def _(rig: AnyRig) -> None:
     pairs = [await rig.pair() for _ in range(16)]
     for round_ in range(4):
@@ -162,10 +166,12 @@ async def _(rig: AnyRig) -> None:
 
 
 @isolation.both(
-    "raises", "A handler that raises in on_{} loses what is its own, alone", _HOOKS
+    "raises", "A handler that raises in on_{} ends only its own link or lane", _HOOKS
 )
 @isolation.links(
-    "raises", "A handler that raises in on_{} loses what is its own, alone", _LINK_HOOKS
+    "raises",
+    "A handler that raises in on_{} ends only its own link or lane",
+    _LINK_HOOKS,
 )
 async def _(rig: AnyRig, victim: Any, peer: Any, hook: str) -> None:
     left, right = await rig.pair()
@@ -176,12 +182,14 @@ async def _(rig: AnyRig, victim: Any, peer: Any, hook: str) -> None:
         await rig.closes(victim)
         await rig.rests(peer)
     error = victim.closed[0]
-    require(isinstance(error, Planted), f"at the end it was told {error!r}")
+    require(isinstance(error, Planted), f"the end reported {error!r}")
     left.send(MIB)
     await rig.arrives(right, 1)
 
 
-@callback.both("raises-closed", "A handler that raises at the end harms nobody")
+@callback.both(
+    "raises-closed", "A handler that raises at the end does no harm to others"
+)
 async def _(rig: AnyRig, victim: Any, peer: Any) -> None:
     left, right = await rig.pair()
     victim.on_closed = raise_planted
@@ -198,7 +206,7 @@ _MISFITS = {"shorter": -1, "longer": 1}
 
 
 @isolation.links(
-    "misfit", "A destination {} than its payload is not written beyond", _MISFITS
+    "misfit", "A destination {} than its payload is not exceeded", _MISFITS
 )
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide, difference: int) -> None:
     memory = Memory(100_000 + difference)
@@ -206,6 +214,6 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide, difference: int) -> N
     with rig.expecting_errors():
         left.send(100_000)
         await rig.closes(right, left)
-    require(not right.arrived, "body_received came for it")
+    require(not right.arrived, "body_received was called for it")
     require(right.closed[0] is not None, "the end was clean")
     require(memory.gaps_are_whole(), "memory beside the destination was written")

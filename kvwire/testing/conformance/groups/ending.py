@@ -1,4 +1,4 @@
-"""How links and lanes end: close delivers everything queued, abort is immediate."""
+"""How links and lanes end: close delivers the queue, and abort acts at once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _QUEUES: Final[dict[str, list[int]]] = {
 _EMPTY = {"empty": [0]}
 
 
-@close.both("queued", "What was not flushed before close arrives: {}", _QUEUES)
-@close.links("queued", "What was not flushed before close arrives: {}", _EMPTY)
+@close.both("queued", "close delivers payload that was not flushed: {}", _QUEUES)
+@close.links("queued", "close delivers payload that was not flushed: {}", _EMPTY)
 async def _(rig: AnyRig, left: Any, right: Any, sizes: list[int]) -> None:
     for size in sizes:
         left.queue(size, CUTS["pages"])
@@ -36,8 +36,8 @@ async def _(rig: AnyRig, left: Any, right: Any, sizes: list[int]) -> None:
     await _all_arrive(rig, left, right, len(sizes))
 
 
-@close.both("flushed", "What was flushed before close arrives: {}", _QUEUES)
-@close.links("flushed", "What was flushed before close arrives: {}", _EMPTY)
+@close.both("flushed", "close delivers payload that was flushed: {}", _QUEUES)
+@close.links("flushed", "close delivers payload that was flushed: {}", _EMPTY)
 async def _(rig: AnyRig, left: Any, right: Any, sizes: list[int]) -> None:
     for size in sizes:
         left.send(size)
@@ -45,17 +45,19 @@ async def _(rig: AnyRig, left: Any, right: Any, sizes: list[int]) -> None:
     await _all_arrive(rig, left, right, len(sizes))
 
 
-@close.both("unread", "What nobody receives yet is not lost by a close", held=True)
+@close.both(
+    "unread", "close keeps payload that the peer has not received yet", held=True
+)
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.send_many(24, MIB)
     left.close()
     await rig.settle()
-    require(not left.closed or not left.lent, "it ended with payloads under way")
+    require(not left.closed or not left.lent, "it ended with payloads in flight")
     right.release()
     await _all_arrive(rig, left, right, 24)
 
 
-@close.both("twice", "close a second time does no harm, nor do calls after the end")
+@close.both("twice", "A second close, and calls after the end, do no harm")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.send(MIB)
     left.close()
@@ -72,7 +74,7 @@ async def _all_arrive(rig: AnyRig, left: Any, right: Any, count: int) -> None:
     require(not left.lent, f"{left.lent} tokens were not given back before the end")
 
 
-@close.links("against-bulk", "What is queued arrives although the peer sends bulk")
+@close.links("against-bulk", "Queued frames arrive even if the peer is sending bulk")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     # Closing a socket with unread data resets the connection, and a reset can overtake
     # and destroy data that was sent before it.
@@ -83,7 +85,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     require(len(right.arrived) == 10, f"{len(right.arrived)} of 10 frames arrived")
 
 
-@close.both("both", "Both sides close at once, with much under way both ways")
+@close.both("both", "Both sides close at the same time, with much in flight both ways")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     for side in (left, right):
         side.send_many(6, MIB)
@@ -127,7 +129,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     await rig.closes_cleanly(left, right)
 
 
-@close.both("then-abort", "abort cuts a close short", held=True)
+@close.both("then-abort", "abort ends a running close", held=True)
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.send_many(32, MIB)
     left.close()
@@ -137,12 +139,12 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
         right.release()
         await rig.closes(right)
         require(len(right.arrived) < 32, "abort did not drop the queue")
-        require(right.closed[0] is not None, "the peer was told of a clean end")
+        require(right.closed[0] is not None, "the peer saw a clean end")
     else:
-        require(left.closed == [None], f"lane_closed was told {left.closed[0]!r}")
+        require(left.closed == [None], f"lane_closed reported {left.closed[0]!r}")
 
 
-@close.lanes("receiving", "close lets arrivals that were queued come in")
+@close.lanes("receiving", "close completes arrivals that were queued")
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.send_many(12, MIB)
     right.close()
@@ -218,17 +220,17 @@ _STAGES: Final[dict[str, Stage]] = {
     "closed-upon": _closed_upon,
     "aborted-upon": _aborted_upon,
 }
-"""What a pair is brought to before it is aborted."""
+"""The states in which a pair is aborted."""
 _LANE_STAGES: Final[dict[str, Stage]] = {"awaiting": _awaiting}
 
 
-@abort.both("own", "abort ends what is: {}", _STAGES)
-@abort.lanes("own", "abort ends what is: {}", _LANE_STAGES)
+@abort.both("own", "abort ends links and lanes: {}", _STAGES)
+@abort.lanes("own", "abort ends lanes: {}", _LANE_STAGES)
 async def _(rig: AnyRig, left: Any, right: Any, stage: Stage) -> None:
     await stage(rig, left, right)
     left.abort()
     await rig.closes(*rig.ended_by(left, right))
-    require(left.queued_bytes == 0, f"{left.queued_bytes} bytes stay queued")
+    require(left.queued_bytes == 0, f"{left.queued_bytes} bytes are still queued")
     await rig.settle()
 
 
@@ -242,7 +244,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide, stage: Stage) -> None
     await rig.closes(left)
 
 
-@abort.both("others-live", "Aborting one leaves the others alone")
+@abort.both("others-live", "Aborting one link or lane does not affect others")
 async def _(rig: AnyRig, victim: Any, peer: Any) -> None:
     left, right = await rig.pair()
     victim.send(16 * MIB)
@@ -263,7 +265,7 @@ async def _(rig: LinkRig) -> None:
     await rig.closes(right)
 
 
-@abort.both("send-after", "Calls after abort do nothing, another abort among them")
+@abort.both("send-after", "Calls after abort, even another abort, do nothing")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.holding = True
     right.send(100_000)
@@ -276,22 +278,27 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.closes(left)
     left.abort()
     await rig.settle()
-    require(not right.arrived, "what was sent after abort arrived")
+    require(not right.arrived, "payload that was sent after abort arrived")
 
 
-@abort.links("cut-frame-told", "A peer left with part of a frame sees an error")
+@abort.links(
+    "cut-frame-told", "A peer that was left with part of a frame gets an error"
+)
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     left.send(16 * MIB)
     await rig.until(lambda: right.received_bytes > MIB, "payload arrives")
     left.abort()
     await rig.closes(right)
     whole = len(right.arrived) == 1
-    require(whole or right.closed[0] is not None, "half a frame was a clean end")
+    require(
+        whole or right.closed[0] is not None,
+        "an incomplete frame was reported as a clean end",
+    )
 
 
-@abort.links("bulk-told", "A sender whose peer aborts is told, and need not wait")
+@abort.links("bulk-told", "A sender whose peer aborts gets an error, and need not wait")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     left.send_many(32, MIB)
     right.abort()
     await rig.closes(left)
-    require(left.closed[0] is not None, "the end was clean, and frames were lost")
+    require(left.closed[0] is not None, "the end was clean although frames were lost")

@@ -1,9 +1,9 @@
-"""The owner of memory at each moment, and leaks.
+"""The ownership of memory at each moment, and leaks.
 
-Every check looks for descriptors, tasks and errors that it left. The checks of leaks
+Every check looks for descriptors, tasks and errors that it left behind. The leak checks
 repeat operations that might leave a little each time, and compare counts.
 
-A descriptor that names other memory of the peer than it should cannot be told from a
+A descriptor that names the wrong memory of the peer cannot be distinguished from a
 right one, since the peer chooses what it sends. The requirement is that this side
 raises only ProtocolError and writes only to the landing.
 """
@@ -57,7 +57,7 @@ async def _(rig: AnyRig, left: Any, right: Any, cut: Cut | None) -> None:
     await rig.moved(left, right, 10)
 
 
-@memory.both("source-late", "The same when the receiver takes its time", held=True)
+@memory.both("source-late", "The same if the receiver is slow", held=True)
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.on_sent = poison
     for number in range(32):
@@ -76,7 +76,7 @@ async def _(rig: AnyRig, left: Any, right: Any, cut: Cut | None) -> None:
     await _require_untouched(rig, landed, "it was filled")
 
 
-@memory.both("abort-midway", "After abort and the end the receiver writes nothing")
+@memory.both("abort-midway", "After abort and the end, the receiver writes nothing")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     landed = right.keep_landings()
     left.send_many(6, 4 * MIB)
@@ -86,7 +86,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await _require_untouched(rig, landed, "the end")
 
 
-@memory.links("abort-receiver", "After abort, no frame is written that was asked for")
+@memory.links("abort-receiver", "After abort, no frame that was requested is written")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     landed = right.keep_landings()
     right.on_header = lambda head: right.abort()
@@ -95,7 +95,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     await _require_untouched(rig, landed, "link_closed")
 
 
-@memory.lanes("abort-receiver", "After abort, no payload is written that was awaited")
+@memory.lanes("abort-receiver", "After abort, no payload that was expected is written")
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     landed = right.keep_landings()
     left.queue_many(6, 4 * MIB)
@@ -108,7 +108,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await _require_untouched(rig, landed, "lane_closed")
 
 
-@memory.both("peer-abort", "When the peer aborts, memory of both is free at the end")
+@memory.both("peer-abort", "If the peer aborts, both sides' memory is free at the end")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     landed = right.keep_landings()
     tokens = left.send_many(6, 4 * MIB, CUTS["pages"])
@@ -145,7 +145,7 @@ async def _require_untouched(rig: AnyRig, landed: list[Memory], since: str) -> N
 
 
 @memory.both(
-    "kept-source", "Lent memory stays alive although its sender drops it", held=True
+    "kept-source", "Lent memory stays alive even if its sender drops it", held=True
 )
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     _send_and_drop(left, 8)
@@ -154,7 +154,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.arrives(right, 8)
 
 
-@memory.both("released-idle", "What is idle keeps no payload memory alive")
+@memory.both("released-idle", "An idle link or lane keeps no payload memory alive")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     seen: list[weakref.ref[Bytes]] = []
 
@@ -173,7 +173,9 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
 
 @memory.both(
-    "released-aborted", "What was aborted keeps no queued memory alive", held=True
+    "released-aborted",
+    "An aborted link or lane keeps no queued memory alive",
+    held=True,
 )
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     seen = _send_and_drop(left, 16)
@@ -187,7 +189,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
 
 def _send_and_drop(left: Any, count: int) -> list[weakref.ref[Bytes]]:
-    """Send payloads and drop all references; return weak ones, to see what is kept."""
+    """Send payloads and drop all references; return weak references to detect leaks."""
     seen = []
     for number in range(count):
         memory = Memory(4 * MIB, CUTS["pages"] if number % 2 else None)
@@ -210,7 +212,9 @@ async def _exchange_and_close(rig: AnyRig) -> None:
     await rig.closes(left, right)
 
 
-@leak.both("collected", "What has ended is collected, and so is its handler")
+@leak.both(
+    "collected", "An ended link or lane can be garbage-collected, with its handler"
+)
 async def _(rig: AnyRig) -> None:
     await rig.pair()
     await _exchange_and_close(rig)
@@ -253,7 +257,7 @@ async def _refused_link(rig: LinkRig) -> None:
 
 async def _unaccepted(rig: LinkRig) -> None:
     listener = await rig.listen(accept=lambda link: link.abort())
-    # The link may be aborted before the connect that made it returns.
+    # The link may be aborted before the connect that created it returns.
     with contextlib.suppress(OSError):
         await rig.connect(listener.address)
     await rig.settle()
@@ -286,9 +290,9 @@ _LINK_WAYS: dict[str, Cycle] = {
 _LANE_WAYS: dict[str, Cycle] = {"unjoined": _never_join, "refused": _refused_lane}
 
 
-@leak.both("cycles", "20 that end so leave nothing: {}", _WAYS)
-@leak.links("cycles", "20 that end so leave nothing: {}", _LINK_WAYS)
-@leak.lanes("cycles", "20 that end so leave nothing: {}", _LANE_WAYS)
+@leak.both("cycles", "20 links or lanes that end this way leave nothing: {}", _WAYS)
+@leak.links("cycles", "20 links that end this way leave nothing: {}", _LINK_WAYS)
+@leak.lanes("cycles", "20 lanes that end this way leave nothing: {}", _LANE_WAYS)
 async def _(rig: AnyRig, cycle: Cycle) -> None:
 
     async def run() -> None:
@@ -307,7 +311,7 @@ async def _(rig: AnyRig, cycle: Cycle) -> None:
     gc.collect()
     for what, now in _counts().items():
         was = before[what]
-        require(now <= was + 3, f"{was} {what} have become {now}")
+        require(now <= was + 3, f"{was} {what} have grown to {now}")
 
 
 def _counts() -> dict[str, int]:
@@ -346,11 +350,11 @@ async def _(
     try:
         right.receive(dataclasses.replace(parcel, descriptor=wrong))
     except ProtocolError as exc:
-        require(str(exc) != "", "it does not say why")
+        require(str(exc) != "", "the error gives no reason")
     else:
-        raise CheckFailed(f"receive took a descriptor of {len(wrong)} bytes")
+        raise CheckFailed(f"receive accepted a descriptor of {len(wrong)} bytes")
     await rig.settle()
-    require(not right.arrived, "a payload arrived that was refused")
+    require(not right.arrived, "a payload arrived whose descriptor was refused")
 
 
 @descriptor.lanes("truncated", "Truncated descriptors of {} do no harm", _KINDS)
@@ -360,7 +364,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide, cut: Cut | None) -> N
         await _harmless(rig, cut, operator.itemgetter(slice(end)))
 
 
-@descriptor.lanes("flipped", "Descriptors of {} with wrong bits do no harm", _KINDS)
+@descriptor.lanes("flipped", "Descriptors of {} with flipped bits do no harm", _KINDS)
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide, cut: Cut | None) -> None:
     length = await _harmless(rig, cut, lambda descriptor: descriptor)
     chance = random.Random(0)  # noqa: S311 - the same bits in every run
@@ -381,7 +385,7 @@ def _flip(place: int, bit: int, descriptor: bytes) -> bytes:
 async def _harmless(
     rig: LaneRig, cut: Cut | None, change: Callable[[bytes], bytes]
 ) -> int:
-    """Give a fresh lane one changed descriptor; return the length of the right one."""
+    """Give a new lane one changed descriptor; return the length of the right one."""
     left, right = await rig.pair()
     left.queue(_NBYTES, cut)
     left.flush()

@@ -1,6 +1,6 @@
-"""Frames and payloads arrive whole, once and, over links, in order.
+"""Frames and payloads arrive complete, once and, over links, in order.
 
-They have every size, lie in memory of every kind, and are queued in every way.
+The checks cover every size, every kind of memory, and every way of queueing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ _SIZES: Final = {
 _LANE_SIZES: Final = {name: size for name, size in _SIZES.items() if size}
 
 
-@frame.links("size", "A frame of {} bytes of payload arrives, either way", _SIZES)
-@payload.lanes("size", "A payload of {} bytes arrives, either way", _LANE_SIZES)
+@frame.links(
+    "size", "A frame with {} bytes of payload arrives, in either direction", _SIZES
+)
+@payload.lanes(
+    "size", "A payload of {} bytes arrives, in either direction", _LANE_SIZES
+)
 async def _(rig: AnyRig, left: Any, right: Any, size: int) -> None:
     left.send(size)
     await rig.moved(left, right, 1)
@@ -58,7 +62,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide, size: int) -> None:
 
 @frame.links(
     "untokened-full",
-    "The same of {} bytes when the transport is full",
+    "The same with {} bytes when the transport is full",
     _SMALL,
     held=True,
 )
@@ -72,7 +76,9 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide, size: int) -> None:
 _NOW: Final = {**_SMALL, "1MiB": MIB}
 
 
-@frame.links("now", "A frame of {} bytes sent in one call comes in its turn", _NOW)
+@frame.links(
+    "now", "A frame of {} bytes that is sent in one call keeps its place", _NOW
+)
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide, size: int) -> None:
     for cut in (None, CUTS["odd-pages"]) * 4:
         left.send_now(size, cut)
@@ -100,7 +106,7 @@ def _send_and_reuse(left: LinkSide, size: int) -> None:
 
 @frame.links(
     "untokened-batch",
-    "Memory without a token is free after {}, for all queued",
+    "Memory without a token is free after {}, for all that is queued",
     {"flush": LinkSide.flush, "close": LinkSide.close},
 )
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide, sent_by: Any) -> None:
@@ -112,7 +118,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide, sent_by: Any) -> None
     await rig.arrives(right, 40)
 
 
-@frame.links("empty", "An empty view as payload, or as landing, is no payload")
+@frame.links("empty", "An empty view counts as no payload, also as a landing")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     right.keep_landings()
     left.queue(0, memory=Memory(0))
@@ -140,8 +146,8 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     await rig.moved(left, right, 3)
 
 
-@frame.links("shared", "One memory can be sent in two frames at once")
-@payload.lanes("shared", "One memory can be sent in two payloads at once")
+@frame.links("shared", "The same memory can be sent in two frames at the same time")
+@payload.lanes("shared", "The same memory can be sent in two payloads at the same time")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     memory = Memory(MIB)
     memory.fill(pattern(9, MIB))
@@ -158,13 +164,13 @@ _KINDS: Final = {
 }
 
 
-@frame.links("kinds", "Payload goes from {}", _KINDS)
-@payload.lanes("kinds", "Memory may be cut differently at the two ends: {}", _KINDS)
+@frame.links("kinds", "Payload moves from {}", _KINDS)
+@payload.lanes("kinds", "The two ends may divide memory differently: {}", _KINDS)
 async def _(
     rig: AnyRig, left: Any, right: Any, cuts: tuple[Cut | None, Cut | None]
 ) -> None:
     right.keep_landings(cuts[1])
-    # Several, since leftovers of one payload must not disturb the next.
+    # Several, because leftovers of one payload must not disturb the next.
     for size in (200_001, 1, 100, 1_000_000):
         left.send(size, cuts[0])
     await rig.moved(left, right, 4)
@@ -176,8 +182,8 @@ _MANY: Final = {
 }
 
 
-@frame.links("fragments", "Fragments go into others: {}", _MANY)
-@payload.lanes("fragments", "Fragments go into others: {}", _MANY)
+@frame.links("fragments", "Fragments are sent into other fragments: {}", _MANY)
+@payload.lanes("fragments", "Fragments are sent into other fragments: {}", _MANY)
 async def _(rig: AnyRig, left: Any, right: Any, case: tuple[int, Cut, Cut]) -> None:
     size, source, destination = case
     right.keep_landings(destination)
@@ -185,8 +191,8 @@ async def _(rig: AnyRig, left: Any, right: Any, case: tuple[int, Cut, Cut]) -> N
     await rig.moved(left, right, 1)
 
 
-@frame.links("touching", "Fragments that touch in memory are still one after another")
-@payload.lanes("touching", "Fragments that touch are still one after another")
+@frame.links("touching", "Fragments that are adjacent in memory keep their order")
+@payload.lanes("touching", "Fragments that are adjacent keep their order")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     memory = Memory(90_000)
     memory.fill(pattern(0, 90_000))
@@ -197,8 +203,10 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.moved(left, right, 1)
 
 
-@frame.links("dropped", "A payload from {} that lands nowhere is dropped whole", CUTS)
-@payload.lanes("dropped", "A payload from {} that lands nowhere is dropped", CUTS)
+@frame.links(
+    "dropped", "A payload from {} without a destination is dropped completely", CUTS
+)
+@payload.lanes("dropped", "A payload from {} without a destination is dropped", CUTS)
 async def _(rig: AnyRig, left: Any, right: Any, cut: Cut | None) -> None:
     landed = right.keep_landings()
     right.on_arrival = poison
@@ -207,13 +215,13 @@ async def _(rig: AnyRig, left: Any, right: Any, cut: Cut | None) -> None:
     left.send_many(6, 150_000, cut)
     await rig.moved(left, right, 6)
     kept = all(memory.untouched for memory in landed)
-    require(kept, "the memory of a payload before was written")
+    require(kept, "the memory of an earlier payload was written")
 
 
 # --- payload --------------------------------------------------------------------------
 
 
-@payload.lanes("many", "As many payloads as a lane may have arrive, each once")
+@payload.lanes("many", "The most payloads that a lane may have all arrive, each once")
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for number in range(LANE_PAYLOADS_MAX):
         left.queue(1 + number * 191, CUTS["pages"] if number % 3 else None)
@@ -222,7 +230,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.moved(left, right, LANE_PAYLOADS_MAX)
     require(
         sorted(right.arrived) == list(range(LANE_PAYLOADS_MAX)),
-        "some payloads arrived twice, and some did not",
+        "some payloads arrived twice, and some not at all",
     )
 
 
@@ -248,7 +256,7 @@ _MIXES: Final[dict[str, list[int]]] = {
 }
 
 
-@order.links("sizes", "Frames queued together and one by one come in order: {}", _MIXES)
+@order.links("sizes", "Frames queued together and singly arrive in order: {}", _MIXES)
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide, sizes: list[int]) -> None:
     for size in sizes:
         left.queue(size)
@@ -258,7 +266,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide, sizes: list[int]) -> 
     await rig.moved(left, right, 2 * len(sizes))
 
 
-@order.links("kinds", "Views, fragments and frames without token come in order")
+@order.links("kinds", "Views, fragments and frames without token arrive in order")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     cuts = list(CUTS.values())
     right.land = lambda head: Memory(head.length, cuts[head.number * 5 % len(cuts)])
@@ -268,7 +276,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     await rig.moved(left, right, 120)
 
 
-@order.both("both-ways", "Bulk in both directions at once does not lock up")
+@order.both("both-ways", "Bulk in both directions at once does not deadlock")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     right.keep_landings(CUTS["uneven"])
     for side in (left, right):
@@ -281,7 +289,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.moved(right, left, 8)
 
 
-@order.links("echo", "Frames sent from within body_received come in order")
+@order.links("echo", "Frames sent inside body_received arrive in order")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
 
     def echo(landing: KitLanding) -> None:
@@ -293,9 +301,9 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     await rig.moved(right, left, 20)
 
 
-@order.both("ping-pong", "100 go to and fro, each after the one before")
+@order.both("ping-pong", "100 messages go back and forth, each after the previous one")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    # Later, since over a lane `send` makes the other side receive as well.
+    # Later, because `send` on a lane also makes the other side receive.
     right.on_arrival = lambda _: rig.loop.call_soon(right.send, 20_000)
     for count in range(1, 101):
         left.send(count * 50, CUTS["pages"])

@@ -27,7 +27,7 @@ threads: Group = Group("threads")
 
 # --- pressure -------------------------------------------------------------------------
 
-# More than the buffers between two processes of one host can hold.
+# More than the buffers between two processes on one host can hold.
 _FRAMES: Final = 32
 
 
@@ -46,24 +46,30 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
 
 
 @pressure.links(
-    "unread", "What nobody reads stays queued; once it went, one is told", held=True
+    "unread",
+    "Unread data stays queued; once it is sent, link_writable is called once",
+    held=True,
 )
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     left.send_many(_FRAMES, MIB)
     await rig.settle()
     before = left.queued_bytes
-    require(before > 0, "the transport took 32 MiB that nobody reads")
+    require(before > 0, "the transport accepted 32 MiB that the peer does not read")
     for _ in range(100):
         left.flush()
     await rig.settle()
-    require(left.queued_bytes == before, "the queue moved, and nobody reads")
-    require(not left.writable, "link_writable came, and nobody reads")
+    require(
+        left.queued_bytes == before, "the queue moved although the peer does not read"
+    )
+    require(
+        not left.writable, "link_writable was called although the peer does not read"
+    )
     right.start()
     await rig.arrives(right, _FRAMES)
     await rig.until(lambda: left.writable, "link_writable is called")
     await rig.settle()
-    require(left.queued_bytes == 0, f"{left.queued_bytes} bytes stay queued")
-    require(left.writable == 1, f"link_writable came {left.writable} times")
+    require(left.queued_bytes == 0, f"{left.queued_bytes} bytes are still queued")
+    require(left.writable == 1, f"link_writable was called {left.writable} times")
 
 
 @pressure.both(
@@ -83,12 +89,14 @@ async def _(rig: AnyRig, left: Any, right: Any, dropped: bool) -> None:
     if isinstance(rig, LinkRig):
         total += len(sizes) * HEADER_BYTES
         require(received == total, f"{received} received, not {total}")
-        require(left.received_bytes == 0, "the sender received something")
+        require(left.received_bytes == 0, "the sender received data")
     require(received >= total, f"{received} received, not {total}")
 
 
 @pressure.lanes(
-    "writable", "A lane that kept bytes at a flush says when they have gone", held=True
+    "writable",
+    "A lane that kept bytes at a flush calls lane_writable when they are gone",
+    held=True,
 )
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.send_many(48, MIB)
@@ -103,7 +111,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     require(left.queued_bytes == 0, f"{left.queued_bytes} stay queued")
 
 
-@pressure.both("refill", "A handler can send more whenever memory or room comes back")
+@pressure.both("refill", "A handler can send more whenever memory or room is freed")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
     def refill(*_: object) -> None:
@@ -117,20 +125,24 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.moved(left, right, 64)
 
 
-@pressure.links("fair-loop", "While a link moves much, others have their turns")
+@pressure.links(
+    "fair-loop", "While a link moves much data, other tasks get their turns"
+)
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     left.send_many(2, 32 * MIB)
     await _arrive_in_turns(rig, right, 2)
 
 
-@pressure.lanes("fair-loop", "While a lane moves much, others have their turns")
+@pressure.lanes(
+    "fair-loop", "While a lane moves much data, other tasks get their turns"
+)
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.send_many(64, MIB)
     await _arrive_in_turns(rig, right, 64)
 
 
 async def _arrive_in_turns(rig: AnyRig, side: Any, count: int) -> None:
-    """Require that only a few wake-ups' bytes arrive between two turns of the loop."""
+    """Require that between two turns of the loop only a few wake-ups' bytes arrive."""
     most = side.received_bytes
     before = side.received_bytes
 
@@ -147,20 +159,24 @@ async def _arrive_in_turns(rig: AnyRig, side: Any, count: int) -> None:
         most = max(most, now - before)
         before = now
     await rig.arrives(side, count)
-    # The first flush may have moved a wake-up's share before the first turn.
+    # The first flush may have moved one wake-up's bytes before the first turn.
     require(
         most <= 3 * LANE_WAKEUP_BYTES,
         f"{most} bytes arrived in one turn; LANE_WAKEUP_BYTES is {LANE_WAKEUP_BYTES}",
     )
 
 
-@pressure.both("fair-other", "Who has little to move is not behind who has 64 MiB")
+@pressure.both(
+    "fair-other", "A little data does not wait behind 64 MiB of another link or lane"
+)
 async def _(rig: AnyRig, busy: Any, sink: Any) -> None:
     left, right = await rig.pair()
     busy.send_many(64, MIB)
     left.send(1000)
     await rig.arrives(right, 1)
-    require(len(sink.arrived) < 64, "the short one had to wait for all of the bulk")
+    require(
+        len(sink.arrived) < 64, "the short transfer had to wait for all of the bulk"
+    )
     await rig.arrives(sink, 64)
 
 
@@ -191,14 +207,14 @@ def _send_all(side: LinkSide) -> None:
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     if await _paused(rig, left, right):
         right.link.resume()
-        right.link.pause()  # before it has resumed
+        right.link.pause()  # before the link was resumed
         await rig.settle()
         require(not right.arrived, "something arrived")
         right.link.resume()
         await rig.moved(left, right, len(_SIZES))
 
 
-@pause.links("each", "Paused with a header, a link ends that frame and begins no other")
+@pause.links("each", "A link paused at a header ends that frame and begins no other")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     if not right.link.pausable:
         return
@@ -218,13 +234,13 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     await rig.given_back(left)
 
 
-@pause.links("end", "A paused link can be aborted, and resumed after that")
+@pause.links("end", "A paused link can be aborted, and resumed afterwards")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     if await _paused(rig, left, right):
         right.abort()
         right.link.resume()
         await rig.closes(right)
-        require(not right.arrived, "something arrived after abort")
+        require(not right.arrived, "data arrived after abort")
         left.abort()
 
 
@@ -237,7 +253,7 @@ Far = Callable[[LinkRig, LinkSide], Awaitable[None]]
 async def _connected(rig: LinkRig, far: Far) -> AsyncIterator[LinkSide]:
     """Yield one started side of a link whose other side lives on another thread.
 
-    That side has a loop of its own, and runs `far`.
+    That side has its own loop, and runs `far`.
     """
     listening: Future[Address] = Future()
     connected: Future[None] = Future()
@@ -293,14 +309,14 @@ async def _abort_in_body(rig: LinkRig, right: LinkSide) -> None:
     await rig.closes(right)
 
 
-@threads.links("echo", "Frames go to and fro between two threads")
+@threads.links("echo", "Frames go back and forth between two threads")
 async def _(rig: LinkRig) -> None:
     async with _connected(rig, _echo_until_closed) as left:
         left.on_sent = poison
         for size in (0, 1, 5000, 300_000, 2 * MIB) * 8:
             left.send(size, CUTS["odd-pages"])
         await rig.moved(left, left, 40)
-        require(left.arrived == list(range(40)), f"they came as {left.arrived}")
+        require(left.arrived == list(range(40)), f"they arrived as {left.arrived}")
         left.close()
         await rig.closes(left)
 

@@ -1,8 +1,8 @@
 """Blocks of a window: offered blocks land, and all others are missing.
 
-A lane that reads the peer's memory does so here. Over links and other lanes the owner
-sends the blocks, and compares their generations before and behind them; that is right
-only if it gets its memory back when nothing reads it any more.
+A lane that reads the peer's memory in place does so here. Over links and other lanes,
+the owner sends the blocks, and compares their generations before and after; this is
+correct only if the owner gets its memory back when nothing reads it any more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ windows: Group = Group("windows")
 _BLOCKS: Final = 16
 _BLOCK_BYTES: Final = 256 * KIB
 _WORDS: Final = _BLOCK_BYTES // 8
-# Gets beside an owner that changes blocks: a wrong one lands within a few of them.
+# The number of gets while an owner changes blocks: a faulty lane lets a wrong block
+# land within a few of them.
 _GETS: Final = 60
 _NUMBERS: Final = np.arange(_WORDS, dtype=np.uint64)
 
@@ -126,7 +127,7 @@ class _Window:
         if isinstance(found, asyncio.Future):
             found = await self._rig.within(found, "a read of blocks ends")
         size = batch.entries.size
-        require(found.shape == (size,), f"{found.shape} answers for {size} blocks")
+        require(found.shape == (size,), f"{found.shape} results for {size} blocks")
         return found
 
     async def _send(self, ids: Ids) -> None:
@@ -159,7 +160,7 @@ class _Window:
             require(
                 not wrong,
                 f"block {block} has landed with {8 * wrong} of {_BLOCK_BYTES} bytes "
-                f"that were not offered",
+                "that were not offered",
             )
 
 
@@ -174,7 +175,7 @@ async def _opened(rig: AnyRig, left: Any, right: Any) -> AsyncIterator[_Window]:
         window.generations.close()
 
 
-@windows.both("offered", "Blocks that are offered land, and nothing else is written")
+@windows.both("offered", "Offered blocks land, and nothing else is written")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     async with _opened(rig, left, right) as window:
         ids = np.array([3, 4, 11, 0], np.int64)
@@ -194,13 +195,13 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
         window.withdraw(ids[2:4])
         for _ in range(2):
             landed = await window.get(ids, tickets)
-            require(not landed[2:4].any(), "a block landed that had been withdrawn")
-            require(int(landed.sum()) == 6, "a block is missing that is offered")
+            require(not landed[2:4].any(), "a withdrawn block has landed")
+            require(int(landed.sum()) == 6, "an offered block is missing")
             window.require_right(ids, tickets, landed)
-            window.offer(ids[2:4])  # under other generations
+            window.offer(ids[2:4])  # with new generations
 
 
-@windows.both("changing", "Beside an owner that changes blocks, none lands torn or old")
+@windows.both("changing", "While the owner changes blocks, no torn or old block lands")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     async with _opened(rig, left, right) as window:
         over = threading.Event()
@@ -248,12 +249,14 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
             batch.offsets_from[1] = offset
             batch.offsets_to[1] = 3 * _BLOCK_BYTES
             landed = await window.read(batch)
-            require(not landed[1], f"{offset} bytes behind the first block was read")
+            require(
+                not landed[1], f"a block {offset} bytes behind the first one was read"
+            )
         same = bool((window.mine[3:] == before[3:]).all())
         require(same, "memory from beyond the window was copied")
 
 
-@windows.lanes("closed", "A closed reader reads no more, and writes nothing")
+@windows.lanes("closed", "A closed reader stops reading, and writes nothing")
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     async with _opened(rig, left, right) as window:
         reader = window.reader
@@ -274,12 +277,12 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
         except ConnectionLost:
             pass
         else:
-            require(False, "a closed reader reads")
+            require(False, "a closed reader still reads")
         await rig.settle()
         require(not window.mine.any(), "memory was written after the end")
 
 
-@windows.lanes("ended", "A read whose lane ends is right, or fails with ConnectionLost")
+@windows.lanes("ended", "If its lane ends, a read is right or raises ConnectionLost")
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     async with _opened(rig, left, right) as window:
         reader = window.reader
@@ -295,7 +298,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
             except ConnectionLost:
                 continue
             window.require_right(ids, tickets, landed)
-            require(bool(landed.all()), "a block is missing that is offered")
+            require(bool(landed.all()), "an offered block is missing")
         await rig.closes(left, right)
 
 
