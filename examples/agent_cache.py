@@ -18,19 +18,19 @@ from kvwire.kv.hashing import HashScheme
 from toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
 
 NEW = 24
-PLACES = 1024  # that the model has
+PLACES = 1024  # the most that the model supports
 model = ToyModel()
 scheme = HashScheme(SPEC.block_tokens)
 
 
 async def answer(store: kvwire.BlockStore, prompt: list[int]) -> tuple[list[int], int]:
-    """Generate, and return for how many tokens the store had the KV as well."""
+    """Generate; also return the number of tokens whose KV came from the store."""
     pool = Pool(PLACES // SPEC.block_tokens)
     blocks = blocks_for(len(prompt) + NEW)
     # The last token is computed in any case: the answer begins with its output.
     hashes = scheme.block_hashes(prompt[:-1])
     known = 0
-    if hashes:  # one for each whole block
+    if hashes:  # there is one for each whole block
         outcome = await store.get(hashes, pool.cache, blocks[: len(hashes)])
         known = outcome.usable_tokens
     new = await asyncio.to_thread(model.answer, prompt, pool, blocks, NEW, known)
@@ -63,7 +63,7 @@ def keep(folder: Path, said: str) -> None:
 
 
 def main(folder: Path) -> None:
-    """Go on with the conversation of a folder, or begin one."""
+    """Continue the conversation in a folder, or begin one."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "conversation.txt"
     asyncio.run(converse(folder, file.read_text() if file.exists() else ""))

@@ -1,8 +1,9 @@
-"""An agent whose prompt grows with each tool call, with a store and without.
+"""An agent whose prompt grows with each tool call, with and without a store.
 
-Each call of the model has the whole conversation as its prompt. The engine here keeps
-nothing between two calls, as if each went to another one; halfway it is a new process.
-With a store it computes what no call before has computed, without one everything.
+Each call of the model has the whole conversation as its prompt. This engine keeps
+nothing between two calls, as if each call went to another engine; half-way it is a new
+process. With a store it computes only the tokens that no earlier call has computed;
+without one it computes all of them.
 
     python agent_loop.py --turns 8 --tool-tokens 250 --plot agent.svg
 
@@ -34,7 +35,7 @@ VOCABULARY = 512
 
 
 def load() -> Any:
-    """A Llama of 4 layers with random weights; equal in every process."""
+    """A Llama of 4 layers with random weights, which are the same in every process."""
     torch.manual_seed(7)
     torch.set_num_threads(1)
     config = LlamaConfig(
@@ -53,7 +54,7 @@ def load() -> Any:
 
 
 def tool(turn: int, tokens: int) -> list[int]:
-    """What the tool says in some turn."""
+    """The tool's output in a turn."""
     chance = torch.Generator().manual_seed(turn)
     said: list[int] = torch.randint(VOCABULARY, (tokens,), generator=chance).tolist()
     return said
@@ -62,10 +63,10 @@ def tool(turn: int, tokens: int) -> list[int]:
 async def call(
     model: Any, pool: TensorPool, tokens: list[int], store: kvwire.BlockStore | None
 ) -> tuple[list[int], dict[str, float]]:
-    """Call the model once: its answer, and what that has cost."""
+    """Call the model once; return its answer, and the cost of the call."""
     began = time.perf_counter()
     blocks = list(range(-(-(len(tokens) + ANSWER_TOKENS) // BLOCK_TOKENS)))
-    # The last token is computed in any case: the answer begins with what it gives.
+    # The last token is computed in any case: the answer begins with its output.
     hashes = HashScheme(BLOCK_TOKENS).block_hashes(tokens[:-1])
     known = 0
     if store is not None and (found := await store.match(hashes, pool.cache)):
@@ -89,7 +90,7 @@ async def call(
 
 
 async def child(folder: Path, turns: range, tool_tokens: int, stored: bool) -> None:
-    """Go on with a conversation in this process, and write down where it has come."""
+    """Continue a conversation in this process, and write its state to a file."""
     file = folder / ("with" if stored else "without")
     said = json.loads(file.read_text()) if file.exists() else {"tokens": [], "rows": []}
     model = load()
@@ -109,7 +110,7 @@ async def child(folder: Path, turns: range, tool_tokens: int, stored: bool) -> N
 
 
 def plot(file: str, rows: dict[str, list[dict[str, float]]]) -> None:
-    """Draw the time to the first token over the length of the prompt."""
+    """Plot the time to the first token over the length of the prompt."""
     from matplotlib import pyplot as plt  # noqa: PLC0415 - only for a picture
 
     for name, row in rows.items():
@@ -123,7 +124,7 @@ def plot(file: str, rows: dict[str, list[dict[str, float]]]) -> None:
 
 
 def main() -> None:
-    """Run the loop twice, each in two processes, and compare."""
+    """Run the loop twice, each time in two processes, and compare."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tool-tokens", type=int, default=250)
@@ -156,7 +157,7 @@ def main() -> None:
             f"{plain['ttft_s'] * 1000:4.0f} ms  {kept['computed']:14} "
             f"{kept['ttft_s'] * 1000:4.0f} ms{'   a new process' * (turn == half)}"
         )
-    print(f"{len(conversations[0])} tokens, equal with a store and without")
+    print(f"{len(conversations[0])} tokens, the same with and without a store")
     if options.plot:
         plot(options.plot, rows)
 

@@ -1,9 +1,9 @@
-"""Chunked prefill: blocks flow chunk by chunk, and what fails is all that is lost.
+"""Chunked prefill: blocks are sent by chunks, and a failure loses only its part.
 
     python examples/chunked_prefill.py
 
 A chunk may end within a block; LayerMarks marks the block with the chunk that fills it.
-In the second run prefill breaks off after two of four chunks. Decode keeps what
+In the second run, prefill stops after two of four chunks. Decode keeps the blocks that
 arrived, and computes the rest: exactly the tokens that the plan names.
 """
 
@@ -34,7 +34,7 @@ async def prefill(
     for start in range(0, min(len(tokens), chunks * CHUNK), CHUNK):
         chunk = tokens[start : start + CHUNK]
         await asyncio.to_thread(model.forward, chunk, pool, blocks, start, marks)
-    # What was marked is sent, also where a part was not.
+    # The marked parts are sent, even though others were never marked.
     out.finish(partial=True)
     await out
     await out.drained()
@@ -52,7 +52,7 @@ async def decode(conn: kvwire.Connection, model: ToyModel, name: str) -> list[in
         id=name, num_tokens=tokens, blocks=filled, block_tokens=SPEC.block_tokens
     )
     plan = kvwire.plan_prefill([request], {name: outcome})
-    await inc.drained()  # from here the blocks may also be written to
+    await inc.drained()  # from here on, the blocks may also be written to
     for start, stop in plan.prefill.get(name, ()):
         print(f"{name}: decode computes tokens {start} to {stop - 1}")
         missing = PROMPT[start:stop]
@@ -70,7 +70,9 @@ async def main() -> None:
                 prefill(p, model, name, chunks), decode(conn, model, name)
             )
             assert new == alone
-            print(f"{name}: decode says {text_of(new)!r}, as one process alone does")
+            print(
+                f"{name}: decode writes {text_of(new)!r}, the same as one process alone"
+            )
 
 
 if __name__ == "__main__":

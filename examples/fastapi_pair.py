@@ -1,4 +1,4 @@
-"""Two FastAPI servers: one computes the KV of prompts, the other one answers with it.
+"""Two FastAPI servers: one computes the KV of prompts, the other uses it to answer.
 
     pip install fastapi uvicorn httpx
     python examples/fastapi_pair.py prefill 8001
@@ -41,7 +41,7 @@ class Order(BaseModel):
 
 @contextlib.asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Open one communicator for each process, on the loop of uvicorn."""
+    """Open one communicator per process, on uvicorn's loop."""
     async with kvwire.open(name=app.title) as comm, httpx.AsyncClient() as http:
         app.state.comm = comm
         app.state.http = http
@@ -55,7 +55,7 @@ decode = FastAPI(title="decode", lifespan=lifespan)
 
 @prefill.post("/prefill")
 async def compute(order: Order, tasks: BackgroundTasks) -> dict[str, str]:
-    """Reply at once, and compute after that; each layer leaves when it is computed."""
+    """Reply at once, then compute; each layer is sent as soon as it is computed."""
     count = len(order.tokens)
     blocks = blocks_for(count)
     pool = Pool(len(blocks))
@@ -78,7 +78,7 @@ async def compute(order: Order, tasks: BackgroundTasks) -> dict[str, str]:
 async def answer(
     prompt: Annotated[str, Query(min_length=2, max_length=PROMPT_MAX)],
 ) -> dict[str, str | int]:
-    """Answer a prompt with KV from prefill, and compute what does not arrive."""
+    """Answer a prompt with KV from prefill; compute what does not arrive."""
     tokens = tokens_of(prompt)
     blocks = blocks_for(len(tokens) + NEW)
     pool = Pool(len(blocks))
@@ -88,7 +88,7 @@ async def answer(
 
 
 async def fetch(tokens: list[int], pool: Pool, blocks: list[int]) -> int:
-    """Return for how many of the tokens prefill has sent the KV."""
+    """Return the number of tokens whose KV prefill has sent."""
     order = Order(id=uuid.uuid4().hex, tokens=tokens)
     try:
         reply = await decode.state.http.post(

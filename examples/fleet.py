@@ -1,12 +1,12 @@
-"""A fleet that meets in Redis: workers compute KV, join, leave and are killed.
+"""A fleet whose members find each other in Redis: workers join, leave and are killed.
 
     pip install redis
     redis-server --port 6400
     python examples/fleet.py worker redis://127.0.0.1:6400    # as many as you like
     python examples/fleet.py client redis://127.0.0.1:6400
 
-Type prompts into the client. Each goes to the worker with the most room; the client
-computes what a killed worker has not sent. Other directories than Redis do as well.
+Type prompts into the client. Each prompt goes to the least busy worker; if a worker is
+killed, the client computes the missing part. Other directories than Redis work as well.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import msgspec
 import kvwire
 from toy_model import Pool, ToyModel, blocks_for, text_of, tokens_of
 
-ORDERS = 1  # the tag of messages with orders
-SLOTS = 4  # prompts that keep a worker busy
+ORDERS = 1  # the tag of messages that contain orders
+SLOTS = 4  # the number of prompts that keep a worker busy
 NEW = 24
 model = ToyModel()
-sent = collections.Counter[str]()  # orders that are not done, by worker
+sent = collections.Counter[str]()  # unfinished orders, by worker
 
 
 class Order(msgspec.Struct):
@@ -39,7 +39,7 @@ class Order(msgspec.Struct):
 
 
 async def work(comm: kvwire.Communicator, order: Order) -> None:
-    """Compute one prompt; each layer leaves when it is computed."""
+    """Compute one prompt; each layer is sent as soon as it is computed."""
     tokens = tokens_of(order.text)
     blocks = blocks_for(len(tokens))
     pool = Pool(len(blocks))
@@ -56,7 +56,7 @@ async def work(comm: kvwire.Communicator, order: Order) -> None:
 
 
 async def take(comm: kvwire.Communicator, connection: kvwire.Connection) -> None:
-    """Do what one client orders, until it leaves."""
+    """Carry out one client's orders, until the client leaves."""
     async with asyncio.TaskGroup() as tasks:
         with contextlib.suppress(kvwire.ConnectionClosed):
             while True:
@@ -66,7 +66,7 @@ async def take(comm: kvwire.Communicator, connection: kvwire.Connection) -> None
 
 
 async def worker(directory: str) -> None:
-    """Enter the directory, and serve each client that connects."""
+    """Announce this worker in the directory, and serve each client that connects."""
     name = f"worker-{os.getpid()}"
     async with kvwire.open(name=name, directory=directory) as comm:
         await comm.listen("127.0.0.1:0")
@@ -78,7 +78,7 @@ async def worker(directory: str) -> None:
 
 
 async def answer(comm: kvwire.Communicator, text: str) -> None:
-    """Print what follows a prompt; a worker computes all of it but the last letter."""
+    """Print a prompt's continuation; a worker computes the KV of all but one letter."""
     prompt = tokens_of(text)
     blocks = blocks_for(len(text) + NEW)
     pool = Pool(len(blocks))
@@ -86,7 +86,8 @@ async def answer(comm: kvwire.Communicator, text: str) -> None:
     known = 0
     name = "nobody"
     if members := await comm.members("role=prefill"):
-        # A load is as old as its record, so our own orders are counted too.
+        # A worker's load is as old as its record, so this client's own orders count
+        # too.
         member = min(members, key=lambda one: max(one.load, sent[one.key] / SLOTS))
         sent[member.key] += 1
         peer = comm.peer(member)
@@ -98,7 +99,8 @@ async def answer(comm: kvwire.Communicator, text: str) -> None:
             with contextlib.suppress(kvwire.KVWireError):  # the outcome has the reason
                 await peer.send(ORDERS, msgspec.json.encode(order))
             outcome = await incoming
-        sent[member.key] -= outcome.complete  # after a failure others come first
+        # after a failure, other workers are preferred
+        sent[member.key] -= outcome.complete
         known = outcome.usable_tokens
         name = member.name
     new = await asyncio.to_thread(model.answer, prompt, pool, blocks, NEW, known)
@@ -106,7 +108,7 @@ async def answer(comm: kvwire.Communicator, text: str) -> None:
 
 
 async def client(directory: str) -> None:
-    """Answer each line of the standard input; the next one need not wait for it."""
+    """Answer each line of standard input; lines are answered concurrently."""
     async with kvwire.open(directory=directory) as comm, asyncio.TaskGroup() as tasks:
         while line := await asyncio.to_thread(sys.stdin.readline):
             tasks.create_task(answer(comm, line.strip()))

@@ -1,7 +1,7 @@
-"""Two processes: decode lends memory, prefill writes into it and says so.
+"""Two processes: decode lends memory, prefill writes into it and reports that.
 
-python examples/hello.py decode
-python examples/hello.py prefill 127.0.0.1:7400    # what decode has printed
+python examples/hello.py decode python examples/hello.py prefill 127.0.0.1:7400    # the
+address that decode printed
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 import kvwire
 
-# Tags are yours to choose; both sides have to mean the same by them.
+# You choose the tags; both sides must use the same ones.
 GRANT: Final = 1
 DONE: Final = 2
 
@@ -24,7 +24,7 @@ BLOCKS: Final = 16
 
 
 async def decode() -> None:
-    """Lend a cache to whoever connects first, and wait for its block 3."""
+    """Lend a cache to the first peer that connects, and wait for its block 3."""
     async with kvwire.open(name="decode-0") as comm:
         print(await comm.listen("127.0.0.1:0"), flush=True)
         conn = await anext(comm.connections())
@@ -34,14 +34,14 @@ async def decode() -> None:
         await conn.send(GRANT, region.grant(conn).to_bytes())
 
         message = await conn.recv(DONE)
-        await region.close()  # returns when nothing can write to the cache any more
+        await region.close()  # returns once nothing can write to the cache any more
         print(f"{conn.peer.name} over {conn.transport}: {message.decode()}")
         print("block 3 is", "there" if (cache[3] == 42).all() else "not there")
         print("its neighbours are", "whole" if not cache[[2, 4]].any() else "hit")
 
 
 async def prefill(address: str) -> None:
-    """Write one block where decode wants it."""
+    """Write one block into the memory that decode has granted."""
     async with kvwire.open(name="prefill-0") as comm:
         conn = await comm.connect(address)
         grant = kvwire.Grant.from_bytes(await conn.recv(GRANT))
@@ -49,7 +49,8 @@ async def prefill(address: str) -> None:
         block = np.full(BLOCK_BYTES, 42, dtype=np.uint8)
         start = 3 * BLOCK_BYTES
         await conn.put(block, grant[start : start + BLOCK_BYTES])
-        # The put is over, so every byte is where it belongs: this cannot be too early.
+        # The put has ended, so every byte is in place: this message cannot be too
+        # early.
         await conn.send(DONE, b"block 3 is written")
 
 

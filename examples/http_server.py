@@ -6,8 +6,8 @@
     curl -N -d '{"prompt": "who are you, said the caterpillar", "new": 40}' \
         http://127.0.0.1:8000/generate
 
-docs/howto/http-server.md walks through it: time limits, a client that goes, a prefill
-that restarts, 429 when memory is short, and health.
+docs/howto/http-server.md explains it: time limits, clients that disconnect, a prefill
+process that restarts, status 429 when memory is short, and health.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from kvwire.integrations.marks import LayerMarks
 from toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
 
 ORDERS: Final = 1
-"""The tag of messages with orders for prefill."""
+"""The tag of messages that contain orders for prefill."""
 
-# What the toy model has places for, less some for the answer.
+# The toy model's context, less some room for the answer.
 PROMPT_MAX: Final = 900
 NEW_MAX: Final = 100
 BODY_BYTES_MAX: Final = 16_384
-# A request that takes longer is ended.
+# Longer requests are ended.
 REQUEST_S: Final = 60.0
-# Prompts that prefill computes at once; each has memory of its own here.
+# The prompts that prefill computes at a time; each has its own memory.
 PREFILLS_MAX: Final = 4
 
 logger = logging.getLogger("http_server")
@@ -70,11 +70,11 @@ class Ask(msgspec.Struct):
 
 
 class ConsumerGone(Exception):
-    """Nobody wants the KV that is being computed."""
+    """No consumer is left for the KV that is being computed."""
 
 
 class Prefill:
-    """Computes prompts for whoever connects."""
+    """Computes prompts for every peer that connects."""
 
     def __init__(self, comm: kvwire.Communicator) -> None:
         self._comm = comm
@@ -84,7 +84,7 @@ class Prefill:
     async def take_orders(
         self, conn: kvwire.Connection, tasks: asyncio.TaskGroup
     ) -> None:
-        """Prefill what one peer asks for, until it goes."""
+        """Prefill the prompts that one peer orders, until it disconnects."""
         with contextlib.suppress(kvwire.KVWireError):
             while True:
                 raw = await conn.recv(ORDERS)
@@ -96,16 +96,16 @@ class Prefill:
                     tasks.create_task(self._prefill(order))
 
     async def _prefill(self, order: Order) -> None:
-        """Compute one prompt; its layers flow meanwhile."""
+        """Compute one prompt; its layers are sent meanwhile."""
         try:
             async with asyncio.timeout(order.patience_s):
                 await self._free.acquire()
         except TimeoutError:
-            return  # decode computes it by now
+            return  # decode computes the prompt itself by now
         try:
             await self._publish(order)
         except ConsumerGone:
-            logger.info("%s: nobody waits for it any more", order.id)
+            logger.info("%s: no consumer waits for it any more", order.id)
         except kvwire.UsageError as exc:
             logger.warning("%s: %s", order.id, exc)
         finally:
@@ -125,7 +125,7 @@ class Prefill:
         marks = LayerMarks(out, len(tokens), SPEC.block_tokens)
 
         def on_written(layer: int, start: int, stop: int) -> None:
-            if out.done():  # before it is finished: the other side has ended it
+            if out.done():  # before finish(): the other side has ended it
                 raise ConsumerGone
             marks(layer, start, stop)
 
@@ -138,7 +138,7 @@ class Prefill:
 
 
 async def serve_prefill(listen: str) -> None:
-    """Take orders from whoever connects."""
+    """Take orders from every peer that connects."""
     async with kvwire.open(name="prefill") as comm, asyncio.TaskGroup() as tasks:
         prefill = Prefill(comm)
         print(f"prefill listens on {await comm.listen(listen)}", flush=True)
@@ -150,7 +150,7 @@ async def serve_prefill(listen: str) -> None:
 
 
 class Job:
-    """One request: what it has of memory, and what its client has not read yet."""
+    """One request: its blocks, and the events that its client has not read yet."""
 
     def __init__(self, ask: Ask, blocks: list[int]) -> None:
         self.prompt = tokens_of(ask.prompt)
@@ -162,7 +162,7 @@ class Job:
 
 
 class Decoder:
-    """Generates text, with KV from a prefill process where there is one."""
+    """Generates text, with KV from a prefill process if there is one."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Decoder:
         self._running: set[asyncio.Task[None]] = set()
 
     def health(self) -> dict[str, Any]:
-        """What ``/health`` says."""
+        """Return the answer of ``/health``."""
         return {
             "prefill": "connected" if self._peer.connection else "gone",
             "running": len(self._running),
@@ -190,7 +190,7 @@ class Decoder:
         }
 
     async def stay_connected(self) -> None:
-        """Dial prefill whenever it is not connected."""
+        """Dial prefill again whenever the connection is lost."""
         while True:
             try:
                 conn = await self._peer.connect()
@@ -203,10 +203,10 @@ class Decoder:
             print("prefill is gone", flush=True)
 
     def start(self, ask: Ask) -> tuple[Job, asyncio.Task[None]]:
-        """Begin to generate, if there is memory for it.
+        """Start to generate, if there is memory for it.
 
         Raises:
-            HTTPException: 429: other requests have the blocks.
+            HTTPException: 429: other requests use the blocks.
         """
         count = self._blocks.blocks_for(len(ask.prompt) + ask.new)
         if count > self._blocks.free_blocks:
@@ -229,8 +229,9 @@ class Decoder:
             raise
         finally:
             if job.incoming is not None:
-                job.incoming.abort(ended)  # nothing, if it has landed
-                await job.incoming.drained()  # only then may the blocks be others'
+                job.incoming.abort(ended)  # has no effect if everything has landed
+                # only then may other requests use the blocks
+                await job.incoming.drained()
             self._blocks.free(job.blocks)
             print(f"{ended}; {self._blocks.free_blocks} blocks are free", flush=True)
             job.events.put_nowait(None)
@@ -248,7 +249,7 @@ class Decoder:
         job.events.put_nowait({"received": tokens - computed, "computed": computed})
 
     async def _fetch(self, job: Job) -> list[tuple[int, int]]:
-        """Have a prompt prefilled, pull its KV; the token ranges that are missing."""
+        """Have a prompt prefilled and pull its KV; return the missing token ranges."""
         tokens = job.prompt[:-1]
         conn = self._peer.connection
         if conn is None:
@@ -262,10 +263,10 @@ class Decoder:
             tokens=len(tokens),
             deadline=self._patience_s,
         )
-        with contextlib.suppress(kvwire.KVWireError):  # the outcome says it as well
+        with contextlib.suppress(kvwire.KVWireError):  # the outcome has the reason too
             await conn.send(ORDERS, msgspec.json.encode(order))
         outcome = await job.incoming
-        await job.incoming.drained()  # from here the blocks may also be written to
+        await job.incoming.drained()  # from here on, the blocks may also be written to
         if not outcome.complete:
             logger.warning("%s: %r", order.id, outcome)
         request = kvwire.PrefillRequest(
@@ -278,7 +279,7 @@ class Decoder:
         return [(r.start, r.stop) for r in plan.prefill.get(order.id, ())]
 
     async def _forward(self, job: Job, tokens: list[int], start: int) -> int:
-        """Run the model on a thread. Cancelled, it waits: the thread writes blocks."""
+        """Run the model on a thread; if cancelled, wait, since it writes to blocks."""
         step = asyncio.create_task(
             asyncio.to_thread(
                 self._model.forward, tokens, self._pool, job.blocks, start
@@ -294,7 +295,7 @@ class Decoder:
 
 
 class TokenStream(StreamingResponse):
-    """Streams what a job generates; the job ends with it, whoever ended it."""
+    """Streams the events of a job, and ends the job when the response ends."""
 
     def __init__(self, job: Job, task: asyncio.Task[None]) -> None:
         super().__init__(self._events(job), media_type="text/event-stream")
@@ -326,12 +327,12 @@ async def generate(request: Request) -> TokenStream:
 
 
 async def health(request: Request) -> JSONResponse:
-    """``GET /health``. Without prefill it is slower, and still well."""
+    """``GET /health``. Without prefill the server is slower, but still healthy."""
     return JSONResponse(request.state.decoder.health())
 
 
 def serve_decode(options: argparse.Namespace) -> None:
-    """Answer HTTP requests until a signal comes; then finish those that are open."""
+    """Answer HTTP requests until a signal arrives; then finish the open ones."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Decoder]]:
@@ -367,7 +368,7 @@ def main() -> None:
     decode = roles.add_parser("decode")
     decode.add_argument("--prefill", default="127.0.0.1:7400")
     decode.add_argument("--http", default="127.0.0.1:8000")
-    decode.add_argument("--blocks", type=int, default=1024, help="of KV, for all")
+    decode.add_argument("--blocks", type=int, default=1024, help="KV blocks in total")
     # Waiting longer than this costs more than computing the prompt here.
     decode.add_argument("--patience", type=float, default=2.0, help="seconds for KV")
     options = parser.parse_args()

@@ -1,12 +1,13 @@
-"""Live migration: requests go from engine to engine while they run.
+"""Live migration: running requests move from engine to engine.
 
     python migrate.py                       # three engines, every request moves
     python migrate.py --kill                # and engines are killed meanwhile
     python migrate.py --torch --prompt 4000 # a Llama of transformers
 
-Each engine is a process, which runs its requests token by token. This process is the
-frontend: it holds the streams, numbers their tokens, and asks another engine for the
-rest where one has died. Whatever happens, each stream is what one process alone says.
+Each engine is a process that runs its requests token by token. This process is the
+frontend: it holds the streams, numbers their tokens, and after an engine's death asks
+another engine for the rest. Whatever happens, each stream has the same tokens as if one
+process had computed it alone.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ import kvwire
 from kvwire.integrations.migration import Arrival, MigrationTarget, Written, migrate
 from toy_model import SPEC, Pool, ToyModel, tokens_of
 
-# tags: what the frontend asks, what engines say
+# Tags: orders from the frontend, and events from engines.
 ORDERS = 1
 EVENTS = 2
 
-# No more requests follow then, even if what they are to show has not happened.
+# After this time no more requests begin, even if not everything has been shown.
 SHOW_S = 60.0
 
 
 class Follow(msgspec.Struct, tag=True):
-    """Say over this connection what happens."""
+    """Order: send the engine's events over this connection."""
 
 
 class Submit(msgspec.Struct, tag=True):
-    """Go on behind these tokens, until there are ``total``."""
+    """Order: continue after these tokens, until there are ``total``."""
 
     request: str
     tokens: list[int]
@@ -48,14 +49,14 @@ class Submit(msgspec.Struct, tag=True):
 
 
 class Move(msgspec.Struct, tag=True):
-    """Give a request to the engine at an address."""
+    """Order: move a request to the engine at an address."""
 
     request: str
     address: str
 
 
 class Token(msgspec.Struct, tag=True):
-    """The token at some place of a request."""
+    """Event: the token at one position of a request."""
 
     request: str
     place: int
@@ -63,7 +64,7 @@ class Token(msgspec.Struct, tag=True):
 
 
 class Moved(msgspec.Struct, tag=True):
-    """How a move has ended."""
+    """Event: the end of a move."""
 
     request: str
     result: str
@@ -72,16 +73,16 @@ class Moved(msgspec.Struct, tag=True):
 
 
 class Model(Protocol):
-    """What an engine runs."""
+    """A model that an engine can run."""
 
     cache: kvwire.PagedCache
 
     def forward(self, tokens: list[int], blocks: list[int], start: int) -> int:
-        """Write the KV of tokens from place ``start``, and return the next token."""
+        """Write the KV of tokens from position ``start`` on; return the next token."""
 
 
 class Toy:
-    """The model of the other examples."""
+    """Runs the model of the other examples."""
 
     def __init__(self) -> None:
         self._model = ToyModel()
@@ -94,7 +95,7 @@ class Toy:
 
 
 class Llama:
-    """A Llama of transformers with random weights."""
+    """Runs a Llama of transformers with random weights."""
 
     def __init__(self) -> None:
         from agent_loop import load  # noqa: PLC0415 - needs torch
@@ -126,9 +127,9 @@ class Llama:
 
 @dataclass(eq=False)
 class Running:
-    """A request of an engine; what :func:`kvwire.integrations.migration.migrate` takes.
+    """A request that an engine runs, in the form that ``migrate`` expects.
 
-    All but the last token have their KV in the blocks after a step.
+    After a step, the KV of all tokens but the last is in the blocks.
     """
 
     engine: Engine
@@ -136,7 +137,7 @@ class Running:
     tokens: list[int]
     total: int
     blocks: list[int] = field(default_factory=list)
-    done: int = 0  # tokens whose KV is written
+    done: int = 0  # the number of tokens whose KV is written
     paused: bool = False
     moving: bool = False
     stepping: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -169,7 +170,7 @@ class Running:
 
 
 class Engine:
-    """Steps its requests in turn, in a thread; all else is on the loop."""
+    """Computes its requests in turn, on a thread; everything else runs on the loop."""
 
     def __init__(self, comm: kvwire.Communicator, model: Model) -> None:
         self.comm = comm
@@ -187,7 +188,7 @@ class Engine:
         )
 
     async def run(self) -> None:
-        """Compute one token of each request, and again."""
+        """Compute one token of each request, and repeat."""
         while True:
             ready = [one for one in self._running.values() if self._runs(one)]
             if not ready:
@@ -217,12 +218,12 @@ class Engine:
             self.forget(one)
 
     def forget(self, one: Running) -> None:
-        """Give its blocks back."""
+        """Free the request's blocks."""
         del self._running[one.name]
         self._free += one.blocks
 
     async def serve(self, connection: kvwire.Connection) -> None:
-        """The frontend and the other engines; each of them may say anything."""
+        """Handle the orders and moves from the frontend or another engine."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._target.serve(connection))
             try:
@@ -247,7 +248,7 @@ class Engine:
             )
             self.wake.set()
             return
-        # It has come from an engine that died before its last words were heard.
+        # It came from an engine that died before its last events were received.
         for place in range(len(order.tokens), len(here.tokens)):
             self._say(Token(here.name, place, here.tokens[place]))
 
@@ -256,7 +257,7 @@ class Engine:
             arrival.state, type=tuple[list[int], int]
         )
         if arrival.name in self._running:
-            raise ValueError("it runs here already")
+            raise ValueError("it already runs here")
         self._running[arrival.name] = Running(
             self,
             arrival.name,
@@ -298,7 +299,7 @@ class Engine:
 
 
 async def engine(name: str, library: str) -> None:
-    """The process of an engine; it says its address and runs until it is killed."""
+    """Run an engine's process, which prints its address and runs until it is killed."""
     model = Llama() if library == "torch" else Toy()
     async with kvwire.open(name=name) as comm, asyncio.TaskGroup() as tasks:
         print(await comm.listen("127.0.0.1:0"), flush=True)
@@ -313,7 +314,7 @@ async def engine(name: str, library: str) -> None:
 
 @dataclass(eq=False)
 class Member:
-    """An engine's process, and the connection with it."""
+    """An engine's process, and the connection to it."""
 
     name: str
     process: asyncio.subprocess.Process
@@ -327,7 +328,7 @@ class Member:
 
 @dataclass(eq=False)
 class Stream:
-    """What a client sees of its request."""
+    """A request as its client sees it."""
 
     name: str
     tokens: list[int]
@@ -366,7 +367,7 @@ class Frontend:
             self.library,
             stdout=asyncio.subprocess.PIPE,
         )
-        self._processes.append(process)  # before it is a member: see __aexit__
+        self._processes.append(process)  # before it becomes a member: see __aexit__
         assert process.stdout is not None
         address = (await process.stdout.readline()).decode().strip()
         connection = await self.comm.connect(address)
@@ -376,13 +377,13 @@ class Frontend:
         self._tasks.create_task(self._listen(member))
 
     async def submit(self, name: str, prompt: list[int], new: int) -> None:
-        """Begin a stream at the engine that has the fewest."""
+        """Start a stream at the engine that has the fewest."""
         total = len(prompt) + new
         self.streams[name] = Stream(name, list(prompt), total, self._idlest())
         self._ask(self.streams[name])
 
     def move(self, stream: Stream) -> None:
-        """Ask its engine to give it to another one."""
+        """Ask the stream's engine to move it to another engine."""
         others = [one for one in self.members if one.alive and one is not stream.owner]
         if others and stream.moving_to is None and not stream.over.is_set():
             stream.moving_to = min(others, key=self._load)
@@ -390,12 +391,12 @@ class Frontend:
             stream.owner.connection.send(ORDERS, msgspec.msgpack.encode(move))
 
     async def kill(self) -> None:
-        """Kill the busiest engine, and start another one in its place."""
+        """Kill the busiest engine, and start another one to replace it."""
         max((one for one in self.members if one.alive), key=self._load).process.kill()
         await self.start()
 
     async def _listen(self, member: Member) -> None:
-        """Follow one engine; when it has died, others go on with what it had."""
+        """Follow one engine's events; when it dies, others continue its requests."""
         try:
             while True:
                 raw = await member.connection.recv(EVENTS)
@@ -413,8 +414,8 @@ class Frontend:
                     self._again(stream)
 
     def _token(self, stream: Stream, event: Token) -> None:
-        # Behind a move, tokens of the new engine may overtake those of the old one; and
-        # where two engines had the request, both have said the same.
+        # After a move, tokens of the new engine may overtake those of the old one; and
+        # if two engines had the request, both have sent the same tokens.
         if event.place >= len(stream.tokens):
             stream.ahead[event.place] = event.token
         while (token := stream.ahead.pop(len(stream.tokens), None)) is not None:
@@ -462,20 +463,20 @@ class Frontend:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # One that was still starting when its start was cancelled would outlive us.
+        # A process whose start was cancelled would otherwise outlive this one.
         for process in self._processes:
             if process.returncode is None:
                 process.kill()
         await self._tasks.__aexit__(kind, error, trace)
-        # A loop that ends before its child processes complains.
+        # The loop warns if it is closed before its child processes have ended.
         for process in self._processes:
             await process.wait()
 
 
 async def run(options: argparse.Namespace) -> Frontend:
-    """Run requests; move each now and then, and kill engines if so asked.
+    """Run requests; move each from time to time, and kill engines if requested.
 
-    More requests follow until one has moved and, with ``--kill``, one has lost its
+    More requests begin until one has moved and, with ``--kill``, one has lost its
     engine.
     """
     async with (
@@ -502,7 +503,7 @@ async def run(options: argparse.Namespace) -> Frontend:
 
 
 async def disturb(frontend: Frontend, options: argparse.Namespace) -> None:
-    """Move the requests, and again; at each fifth time kill an engine."""
+    """Move requests repeatedly; every fifth time, kill an engine."""
     for turn in itertools.count(1):
         await asyncio.sleep(options.every)
         for stream in frontend.streams.values():
@@ -513,13 +514,13 @@ async def disturb(frontend: Frontend, options: argparse.Namespace) -> None:
 
 
 def prompt_of(number: int, length: int) -> list[int]:
-    """Some prompt; each number has another one."""
+    """Return a prompt that is different for each number."""
     text = tokens_of(f"story {number} of the engine that went away and came back. ")
     return (text * (length // len(text) + 1))[:length]
 
 
 def alone(prompt: list[int], new: int, library: str) -> list[int]:
-    """What one process says that is never disturbed."""
+    """Return the tokens that one undisturbed process computes."""
     model: Model = Llama() if library == "torch" else Toy()
     size = SPEC.block_tokens
     blocks = list(range(-(-(len(prompt) + new) // size)))
@@ -533,15 +534,19 @@ def alone(prompt: list[int], new: int, library: str) -> list[int]:
 
 
 def main() -> None:
-    """Run it, compare, and say what the clients saw."""
+    """Run the demo, compare the streams, and print the clients' view."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=300, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=200, help="tokens of an answer")
-    parser.add_argument("--every", type=float, default=0.2, help="seconds to a move")
+    parser.add_argument(
+        "--every", type=float, default=0.2, help="seconds between moves"
+    )
     parser.add_argument("--kill", action="store_true", help="kill engines as well")
-    parser.add_argument("--torch", action="store_true", help="a model of transformers")
+    parser.add_argument(
+        "--torch", action="store_true", help="use a model of transformers"
+    )
     parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
     parser.add_argument("--library", default="toy", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -552,7 +557,7 @@ def main() -> None:
     for number, stream in enumerate(frontend.streams.values()):
         prompt = prompt_of(number, options.prompt)
         expected = alone(prompt, options.new, frontend.library)
-        assert stream.tokens == expected, f"{stream.name} says something else"
+        assert stream.tokens == expected, f"{stream.name} has other tokens"
     gaps = [
         later - earlier
         for stream in frontend.streams.values()
@@ -560,7 +565,10 @@ def main() -> None:
     ]
     pauses = [one for each in frontend.streams.values() for one in each.pauses_s if one]
     counts = ", ".join(f"{count} {what}" for what, count in frontend.counts.items())
-    print(f"{len(frontend.streams)} streams, each as one process alone says; {counts}")
+    print(
+        f"{len(frontend.streams)} streams, each with the tokens of one process alone; "
+        f"{counts}"
+    )
     step_ms = statistics.median(gaps) * 1e3
     if pauses:
         pause_ms = statistics.median(pauses) * 1e3

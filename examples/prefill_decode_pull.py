@@ -1,8 +1,8 @@
-"""Pull: decode asks for the KV of a prompt, and gets each layer as it is computed.
+"""Pull: decode requests the KV of a prompt, and gets each layer as it is computed.
 
     python examples/prefill_decode_pull.py
 
-Both roles run in this one process; in two, or on two hosts, they are the same.
+Both roles run in this one process; the code is the same for two processes or two hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEW = 40
 
 
 async def prefill(comm: kvwire.Communicator, model: ToyModel) -> None:
-    # Decode computes the last token of the prompt, because it needs what follows it.
+    # Decode computes the prompt's last token, because it needs that token's output.
     tokens = PROMPT[:-1]
     pool = Pool()
     blocks = blocks_for(len(tokens), first=20)
@@ -32,7 +32,7 @@ async def prefill(comm: kvwire.Communicator, model: ToyModel) -> None:
             on_written=lambda layer, start, stop: out.ready(layers=layer),
         )
     await out
-    await out.drained()  # from here the blocks are free
+    await out.drained()  # from here on, the blocks are free
 
 
 async def decode(conn: kvwire.Connection, model: ToyModel) -> list[int]:
@@ -43,10 +43,10 @@ async def decode(conn: kvwire.Connection, model: ToyModel) -> list[int]:
     inc = conn.pull("r1", pool.cache, filled, tokens=tokens)
     for layer in SPEC.layer_indices:
         await inc.layer(layer)
-        print(f"layer {layer} is here")
+        print(f"layer {layer} has landed")
     outcome = await inc
     assert outcome.complete
-    await inc.drained()  # from here the blocks may also be written to
+    await inc.drained()  # from here on, the blocks may also be written to
     return await asyncio.to_thread(model.decode, PROMPT, pool, blocks, NEW)
 
 
@@ -56,7 +56,7 @@ async def main() -> None:
         conn = await d.connect(await p.listen("127.0.0.1:0"))
         _, new = await asyncio.gather(prefill(p, model), decode(conn, model))
     assert new == model.alone(PROMPT, NEW)
-    print(f"decode says {text_of(new)!r}, as one process alone does")
+    print(f"decode writes {text_of(new)!r}, the same as one process alone")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python examples/prefill_decode_push.py
 
-Here decode listens and prefill connects. Decode says which blocks it has for a request
-by expecting it; whichever side comes first waits for the other.
+Here decode listens and prefill connects. Decode names the blocks for a request by
+expecting it; the side that comes first waits for the other.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ async def prefill(conn: kvwire.Connection, model: ToyModel) -> None:
             on_written=lambda layer, start, stop: out.ready(layers=layer),
         )
     outcome = await out
-    print(f"prefill: {outcome.nbytes} bytes are at the other side")
-    await out.drained()  # from here the blocks are free
+    print(f"prefill: {outcome.nbytes} bytes have landed at decode")
+    await out.drained()  # from here on, the blocks are free
 
 
 async def decode(comm: kvwire.Communicator, model: ToyModel) -> list[int]:
@@ -44,7 +44,7 @@ async def decode(comm: kvwire.Communicator, model: ToyModel) -> list[int]:
     inc = comm.expect("r1", pool.cache, filled, tokens=tokens)
     outcome = await inc
     assert outcome.complete
-    await inc.drained()  # from here the blocks may also be written to
+    await inc.drained()  # from here on, the blocks may also be written to
     return await asyncio.to_thread(model.decode, PROMPT, pool, blocks, NEW)
 
 
@@ -54,7 +54,7 @@ async def main() -> None:
         conn = await p.connect(await d.listen("127.0.0.1:0"))
         _, new = await asyncio.gather(prefill(conn, model), decode(d, model))
     assert new == model.alone(PROMPT, NEW)
-    print(f"decode says {text_of(new)!r}, as one process alone does")
+    print(f"decode writes {text_of(new)!r}, the same as one process alone")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Prefill and decode as deployments of Ray Serve, each scaled by itself.
+"""Prefill and decode as deployments of Ray Serve, which scale independently.
 
     pip install '.[ray]' 'ray[serve]'     # in a clone of kvwire
     python examples/ray_serve.py          # a load that comes and goes
     python examples/ray_serve.py --kill   # and replicas of prefill are killed
 
-Serve picks a prefill replica for each request, counts those that are under way, and so
-knows when to start one more; the KV goes straight from replica to replica. Of a prefill
-that dies decode keeps what has arrived, and computes the rest. On a Ray that runs:
-``serve run ray_serve:app``. docs/howto/ray.md says more.
+Serve picks a prefill replica for each request, and counts running requests to decide
+when to start another replica; the KV goes directly from replica to replica. If a
+prefill replica dies, decode keeps the blocks that have arrived, and computes the rest.
+On a running Ray cluster: ``serve run ray_serve:app``. See docs/howto/ray.md.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from demo.llama import BLOCK_TOKENS, CONTEXT, Llama, load
 from kvwire.integrations.marks import LayerMarks
 from kvwire.integrations.ray import listen_address
 
-# Requests that a replica works on at once. Each may fill the model's context; one whose
-# client has gone holds its blocks a little longer.
+# The requests that a replica works on at a time. Each may fill the model's context; a
+# request whose client has disconnected holds its blocks a little longer.
 REQUESTS: Final = 8
 NUM_BLOCKS: Final = 2 * REQUESTS * CONTEXT // BLOCK_TOKENS
-# Other requests have their turn between two chunks.
+# Other requests get a turn between two chunks.
 CHUNK: Final = 64
-# So long decode waits for KV; then it computes what has not come.
+# Decode waits this long for KV; then it computes the missing part.
 PATIENCE_S: Final = 60.0
-# The show's load ends by then, even if what it is to show has not happened.
+# The demo's load ends by then, even if not everything has been shown.
 SHOW_S: Final = 120.0
 
 
 def scaled(most: int) -> dict[str, Any]:
-    """Options of a deployment with one to ``most`` replicas.
+    """Return the options of a deployment with one to ``most`` replicas.
 
-    The times are short for a show. See Serve's autoscaling for those of a real load.
+    The times are short, for the demo. See Serve's autoscaling for realistic ones.
     """
     return {
         "max_ongoing_requests": REQUESTS,
@@ -69,20 +69,20 @@ def scaled(most: int) -> dict[str, Any]:
 
 
 class Replica:
-    """What both sides have: a model, the blocks of its KV, and a communicator."""
+    """The parts of both sides: a model, the blocks of its KV, and a communicator."""
 
     async def __init__(self, library: str = "numpy") -> None:  # type: ignore[misc]
         self.llama: Llama = load(library, NUM_BLOCKS)
         self.llama.warm_up()
         self.blocks = kvwire.BlockPool(NUM_BLOCKS, BLOCK_TOKENS)
-        self.thread = ThreadPoolExecutor(1)  # one step after the other
+        self.thread = ThreadPoolExecutor(1)  # one step at a time
         name = serve.get_replica_context().replica_id.unique_id
         self.comm = await kvwire.open(name=name)
         self.address = str(await self.comm.listen(listen_address()))
         self.background: set[asyncio.Task[None]] = set()
 
     async def __del__(self) -> None:
-        """Serve calls it when nothing is under way any more."""
+        """Close the communicator; Serve calls this once no request is running."""
         await self.comm.close()
 
     async def forward(self, tokens: list[int], sequence: Any) -> int:
@@ -91,7 +91,7 @@ class Replica:
         return (await loop.run_in_executor(self.thread, step, tokens, sequence)).token
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Go on with something, also where Serve cancels the request."""
+        """Run a coroutine in the background, even if Serve cancels the request."""
         task = asyncio.create_task(work)
         self.background.add(task)
         task.add_done_callback(self.background.discard)
@@ -99,8 +99,8 @@ class Replica:
     async def release(
         self, transfer: kvwire.Incoming | kvwire.Outgoing, blocks: list[int]
     ) -> None:
-        """Free blocks when neither a transfer nor the thread can touch them."""
-        transfer.abort("the request was cancelled")  # nothing, where it has ended
+        """Free blocks once neither the transfer nor the thread can touch them."""
+        transfer.abort("the request was cancelled")  # has no effect if it has ended
         await transfer.drained()
         await asyncio.get_running_loop().run_in_executor(self.thread, int)
         self.blocks.free(blocks)
@@ -113,9 +113,10 @@ class Prefill(Replica):
     dying = False
 
     async def run(self, address: str, name: str, tokens: list[int]) -> None:
-        """Compute a prompt; for Serve that is one request, until decode has it all."""
+        """Compute a prompt; the request lasts until decode has all of the KV."""
         blocks = self.blocks.allocate(self.blocks.blocks_for(len(tokens)))
-        # A layer of this small model is below the size at which layers travel alone.
+        # A layer of this small model is smaller than the size at which layers are sent
+        # alone.
         out = self.comm.peer(address).push(
             name, self.llama.cache, blocks, tokens=len(tokens), group_bytes=1
         )
@@ -124,7 +125,7 @@ class Prefill(Replica):
             sequence = self.llama.sequence(blocks, on_written=marks)
             async with out:
                 for start in range(0, len(tokens), CHUNK):
-                    if out.done():  # before its end: nobody wants it any more
+                    if out.done():  # ended early: no consumer is left
                         break
                     if start and self.dying:
                         os.kill(os.getpid(), signal.SIGKILL)
@@ -134,7 +135,7 @@ class Prefill(Replica):
             self.spawn(self.release(out, blocks))
 
     async def die(self) -> None:
-        """For the show: this process is killed in the middle of a prompt.
+        """For the demo: kill this process in the middle of a prompt.
 
         The caller's call then fails with ``RayActorError``; it never returns.
         """
@@ -142,7 +143,7 @@ class Prefill(Replica):
         try:
             await asyncio.Event().wait()
         finally:
-            self.dying = False  # the caller has cancelled it
+            self.dying = False  # the caller has cancelled the call
 
 
 @serve.deployment(**scaled(2))
@@ -177,7 +178,7 @@ class Decode(Replica):
         )
         try:
             received = await self.fetch(incoming, name, tokens)
-            # What did not come is computed with the prompt's last token.
+            # The tokens that did not arrive are computed with the prompt's last token.
             sequence = self.llama.sequence(blocks, length=received)
             said = [await self.forward(prompt[received:], sequence)]
             while len(said) < new:
@@ -200,13 +201,14 @@ class Decode(Replica):
             try:
                 await response
             except Exception as exc:  # noqa: BLE001 - of Serve, or of the replica
-                incoming.abort(f"no prefill: {exc!r}")  # what has come is kept
+                # the blocks that have arrived are kept
+                incoming.abort(f"no prefill: {exc!r}")
 
         self.spawn(watch())
         received = 0
         try:
             received = (await incoming).usable_tokens
-            await incoming.drained()  # from here the blocks may also be written to
+            await incoming.drained()  # from here on, the blocks may also be written to
         finally:
             if received < len(tokens):
                 response.cancel()
@@ -219,13 +221,13 @@ app = Decode.bind(Prefill.bind())  # type: ignore[attr-defined]
 
 
 def count_prefills() -> int:
-    """Count the actors that Serve has started for prefill."""
+    """Return the number of prefill actors that Serve has started."""
     named = ray.util.list_named_actors(all_namespaces=True)
     return sum("#Prefill#" in one["name"] for one in named)
 
 
 async def follow_replicas(counts: list[int], idle: asyncio.Event) -> None:
-    """Print and keep each new count, until there is one replica and no load."""
+    """Print and record each new count, until there is one replica and no load."""
     while not (idle.is_set() and counts[-1] == 1):
         count = count_prefills()
         if count != counts[-1]:
@@ -235,7 +237,7 @@ async def follow_replicas(counts: list[int], idle: asyncio.Event) -> None:
 
 
 async def kill_replicas(every_s: float, killed: asyncio.Event) -> None:
-    """Have replicas killed, each with prompts in progress; Serve gets no notice."""
+    """Have replicas killed, each with prompts in progress; Serve is not notified."""
     prefill = serve.get_deployment_handle("Prefill", "default")
     while True:
         await asyncio.sleep(every_s)
@@ -257,10 +259,10 @@ def post(url: str, prompt: str, new: int) -> dict[str, Any]:
 
 
 async def show(options: argparse.Namespace) -> None:
-    """Send all requests at once, and compare each text with one process alone.
+    """Send all requests at once, and compare each text with that of one process alone.
 
-    Again and again, until prefill has scaled up and, with ``--kill``, a prompt has lost
-    its replica.
+    Repeat until prefill has scaled up and, with ``--kill``, a prompt has lost its
+    replica.
     """
     tokenizer = Tokenizer()
     alone = load("numpy", 2)
@@ -298,9 +300,9 @@ async def show(options: argparse.Namespace) -> None:
         sum(answer[key] for answer in answers) for key in ("received", "computed")
     )
     parts = sum(min(answer["received"], answer["computed"]) > 0 for answer in answers)
-    print(f"{len(answers)} texts, each as one process alone says")
+    print(f"{len(answers)} texts, each the same as from one process alone")
     print(f"{received} tokens received, {computed} computed by decode")
-    print(f"{parts} prompts came in part", flush=True)
+    print(f"{parts} prompts arrived in part", flush=True)
     idle.set()
     await following
 

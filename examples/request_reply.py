@@ -1,9 +1,10 @@
-"""Requests and replies over two-sided messages, with cancel.
+"""Requests and replies as two-sided messages, with cancellation.
 
     python examples/request_reply.py
 
-Each request names the tag of its reply, so that many are under way at once and replies
-come in any order. A client that gives up says so, and drops a reply that comes anyway.
+Each request names the tag of its reply, so many can run at the same time, and replies
+arrive in any order. A client that gives up notifies the server, and drops a reply that
+still arrives.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ FIRST_REPLY: Final = 1000
 
 
 class Ask(msgspec.Struct):
-    """Answer on the tag ``reply``."""
+    """A request whose reply is expected on the tag ``reply``."""
 
     reply: int
     text: str
 
 
 class Client:
-    """Asks one server; many asks may be under way."""
+    """Sends requests to one server; many may run at the same time."""
 
     def __init__(self, connection: kvwire.Connection) -> None:
         self._connection = connection
         self._tags = itertools.count(FIRST_REPLY)
 
     async def ask(self, text: str) -> str:
-        """Ask, and return the reply.
+        """Send a request, and return the reply.
 
-        Cancel safety: the server is told, and a reply that comes anyway is dropped.
+        Cancel safety: the server is notified, and a reply that still arrives is
+        dropped.
         """
         reply = next(self._tags)
         await self._connection.send(REQUESTS, msgspec.msgpack.encode(Ask(reply, text)))
@@ -56,10 +58,10 @@ async def serve(connection: kvwire.Connection) -> None:
 
     async def answer(ask: Ask) -> None:
         try:
-            await asyncio.sleep(len(ask.text) / 1000)  # here the work would be
+            await asyncio.sleep(len(ask.text) / 1000)  # stands for the work
             await connection.send(ask.reply, ask.text.upper().encode())
         except kvwire.PeerCancelled:
-            pass  # the client has given up, and discards it
+            pass  # the client has given up, and discards the reply
         finally:
             del working[ask.reply]
 
@@ -82,7 +84,7 @@ async def serve(connection: kvwire.Connection) -> None:
 
 
 async def main() -> None:
-    """Ask twice, and give up once."""
+    """Send two requests, and give up a third."""
     async with kvwire.open(name="client") as near, kvwire.open(name="server") as far:
         connection = await near.connect(await far.listen("127.0.0.1:0"))
         serving = asyncio.create_task(serve(await far.accept()))

@@ -1,10 +1,10 @@
-"""Threads and no event loop: a prefill and a decode process, a thread for each prompt.
+"""Prefill and decode without an event loop, with one thread for each prompt.
 
-    python examples/threads.py prefill
-    python examples/threads.py decode 127.0.0.1:7400    # what prefill has printed
+    python examples/threads.py prefill python examples/threads.py decode 127.0.0.1:7400
+    # the address that prefill printed
 
 Prefill computes three prompts for each process that connects. Kill prefill and start
-decode again: it computes what does not arrive.
+decode again: it computes the KV that does not arrive.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def prefill() -> None:
             out = engine.publish(id, pool.cache, blocks, tokens=len(tokens))
 
             def on_written(layer: int, start: int, stop: int) -> None:
-                out.ready(layers=layer)  # never waits; the layer leaves now
+                out.ready(layers=layer)  # never waits; the layer is sent now
 
             model.forward(tokens, pool, blocks, 0, on_written)
             out.finish()
             out.wait()
-            out.wait_drained()  # from here the blocks are free
+            out.wait_drained()  # from here on, the blocks are free
 
         print(f"prefill listens on {engine.listen('127.0.0.1:0')}", flush=True)
         while True:
@@ -71,7 +71,7 @@ def decode(address: str) -> None:
                     f"{me}/{name}", pool.cache, filled, tokens=wanted, deadline=30.0
                 )
                 known = inc.wait().usable_tokens
-                inc.wait_drained()  # from here the blocks may be written to
+                inc.wait_drained()  # from here on, the blocks may be written to
             text = text_of(model.answer(prompt, pool, blocks, NEW, known))
             return f"{text!r}: {known} of {wanted} tokens from prefill"
 

@@ -1,7 +1,7 @@
 """A transformer in NumPy with random weights, for examples that run anywhere.
 
-It says nothing sensible, and still every token depends on every key and value before
-it, so wrong KV makes it say something else. Its KV lies in blocks, as an engine's does.
+Its text makes no sense, but every token depends on every key and value before it, so
+wrong KV leads to other text. Its KV is stored in blocks, as in an engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OnWritten = Callable[[int, int, int], Any]
 
 
 class Pool:
-    """Blocks of KV: one array a layer, and kvwire's view of them."""
+    """Blocks of KV: one array per layer, and kvwire's view of them."""
 
     def __init__(self, num_blocks: int = 64) -> None:
         shape = (num_blocks, 2, SPEC.block_tokens, SPEC.kv_heads, SPEC.head_dim)
@@ -33,7 +33,7 @@ class Pool:
 
 
 class ToyModel:
-    """Six layers of attention over letters. Two of them are equal, weight by weight."""
+    """Six layers of attention over letters; two instances have equal weights."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(20)
@@ -57,11 +57,11 @@ class ToyModel:
 
         Args:
             tokens: Letters, by index.
-            pool: Where the KV of the tokens before lies, and theirs goes.
-            blocks: The sequence's, in token order.
-            start: Place of the first token in the sequence.
-            on_written: Called with layer, first token and token behind the last, as
-                soon as their KV is in the blocks.
+            pool: Has the KV of the preceding tokens, and receives the new KV.
+            blocks: The sequence's blocks, in token order.
+            start: The position of the first token in the sequence.
+            on_written: Called with a layer, the first token and the token after the
+                last, as soon as their KV is in the blocks.
 
         Returns:
             The most likely next token.
@@ -97,23 +97,23 @@ class ToyModel:
         return self.decode(prompt, pool, blocks, new)
 
     def alone(self, prompt: list[int], new: int) -> list[int]:
-        """The same in one process, to compare with."""
+        """Generate in one process, for comparison."""
         return self.answer(prompt, Pool(), blocks_for(len(prompt) + new), new)
 
 
 def blocks_for(tokens: int, first: int = 0) -> list[int]:
-    """Blocks for so many tokens, back to front: their order is up to the caller."""
+    """Return enough blocks for these tokens, in reverse order, as any order works."""
     count = -(-tokens // SPEC.block_tokens)
     return list(range(first + count - 1, first - 1, -1))
 
 
 def tokens_of(text: str) -> list[int]:
-    """Letters to tokens; what is no letter becomes a blank."""
+    """Convert letters to tokens; any other character becomes a blank."""
     return [max(LETTERS.find(letter), 0) for letter in text.lower()]
 
 
 def text_of(tokens: list[int]) -> str:
-    """And back."""
+    """Convert tokens to text."""
     return "".join(LETTERS[token] for token in tokens)
 
 
@@ -127,7 +127,7 @@ def _heads(x: Floats) -> Floats:
 
 
 def _attention(q: Floats, kv: Floats, at: npt.NDArray[np.int64]) -> Floats:
-    """Softmax attention of tokens at ``at`` over all that are not behind them."""
+    """Return the softmax attention of tokens at ``at`` over all tokens up to each."""
     k, v = np.moveaxis(kv, 1, 0).reshape(2, -1, SPEC.kv_heads, SPEC.head_dim)
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(SPEC.head_dim)
     scores = np.where(np.arange(len(k)) > at[:, None], -np.inf, scores)

@@ -3,10 +3,10 @@
     make .venv-torch/.installed
     .venv-torch/bin/python examples/train_demo.py
 
-The weights of `make demo` were made by it, on one CPU thread, in about 25 minutes.
-Two million parameters and 140 kB of text are enough to learn the book and no more than
-that, which is what the demo wants: a passage of the book goes in, the next sentences
-come out, and a single wrong block of the cache shows as broken English.
+It made the weights of `make demo`, on one CPU thread, in about 25 minutes. Two million
+parameters and 140 kB of text are enough to learn the book and no more than that, which
+is what the demo wants: a passage of the book goes in, the next sentences come out, and
+a single wrong block of the cache shows as broken English.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--into", type=Path, default=CHECKPOINT)
     options = parser.parse_args()
-    # One thread, because a sum over several would come out in another order.
+    # One thread, because sums over several threads are rounded differently.
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     text = TEXT.read_text(encoding="ascii")
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def train_tokenizer(text: str) -> Tokenizer:
-    """Byte-level pairs, merged as often as the vocabulary allows."""
+    """Train byte-level pairs, merged as often as the vocabulary allows."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def train_tokenizer(text: str) -> Tokenizer:
 
 
 def architecture() -> LlamaConfig:
-    """Eight narrow layers rather than few wide ones: the demo streams layers."""
+    """Return eight narrow layers, not few wide ones: the demo streams layers."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=160,
@@ -82,7 +82,7 @@ def architecture() -> LlamaConfig:
 
 
 def train(model: LlamaForCausalLM, tokens: torch.Tensor, steps: int) -> None:
-    """AdamW over random windows of the text; warm-up, then half a cosine."""
+    """Train with AdamW on random windows of the text; warm-up, then half a cosine."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01
     )
@@ -112,7 +112,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, into: Path) -> None:
-    """Weights as safetensors in bfloat16, half the size and as good."""
+    """Save the weights as safetensors in bfloat16: half the size, and as good."""
     model.to(torch.bfloat16).save_pretrained(into)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(into)
     size = (into / "model.safetensors").stat().st_size

@@ -6,11 +6,12 @@ from pathlib import Path
 
 
 def run() -> None:
-    """Run what the command line names, and end the process with its exit status."""
+    """Run the part that the command line names, and exit with its status."""
     # Ctrl-C while modules are imported, or at the end, ends the process and shows no
-    # traceback. In a role it always does: there it is for the process that started it.
+    # traceback. In a role process it always does: there Ctrl-C is meant for the process
+    # that started it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Python has put this folder there; the package lies in the one above.
+    # Python has put this folder there, but the package is found in the folder above.
     sys.path[0] = str(Path(__file__).parents[1])
     if sys.argv[1:2] == ["role"]:
         from demo.roles import play  # noqa: PLC0415 - after that

@@ -1,6 +1,6 @@
 """The book that the model knows by heart: its tokens, and the passages to continue.
 
-Each passage begins where its anchor is found in the text that the model was trained on.
+Each passage begins where its anchor is found in the training text.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ ANCHORS: Final = {
 }
 """Requests by name."""
 
-# GPT-2's words, of ASCII: a contraction's end, or letters, digits or signs with the
-# blank before them, or blanks.
+# GPT-2's word pattern for ASCII: the end of a contraction; or letters, digits or signs
+# with the preceding blank; or blanks.
 _WORDS: Final = re.compile(
     r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?\d+| ?[^\sA-Za-z\d]+|\s+(?!\S)|\s+"
 )
-# Byte-level vocabularies write a byte that is no visible letter as one from here on.
+# Byte-level vocabularies represent a byte that is not a visible letter by a character
+# from this range on.
 _VISIBLE: Final = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS: Final = [byte for byte in range(256) if byte not in _VISIBLE]
 _LETTERS: Final = {byte: chr(byte) for byte in _VISIBLE} | {
@@ -39,7 +40,7 @@ _BYTES: Final = {letter: byte for byte, letter in _LETTERS.items()}
 
 
 class Tokenizer:
-    """Byte pairs, as the checkpoint's ``tokenizer.json`` says; for ASCII."""
+    """Byte pairs for ASCII, read from the checkpoint's ``tokenizer.json``."""
 
     def __init__(self) -> None:
         model = json.loads((CHECKPOINT / "tokenizer.json").read_text())["model"]
@@ -48,7 +49,7 @@ class Tokenizer:
         self._ranks = {tuple(pair): rank for rank, pair in enumerate(model["merges"])}
 
     def encode(self, text: str) -> list[int]:
-        """Text to tokens."""
+        """Convert text to tokens."""
         return [
             self._ids[piece]
             for word in _WORDS.findall(text)
@@ -56,12 +57,12 @@ class Tokenizer:
         ]
 
     def decode(self, tokens: list[int]) -> str:
-        """Tokens to text."""
+        """Convert tokens to text."""
         letters = "".join(self._pieces[token] for token in tokens)
         return bytes(_BYTES[letter] for letter in letters).decode(errors="replace")
 
     def _merged(self, pieces: list[str]) -> list[str]:
-        """Join the neighbours of the lowest rank until no two have one."""
+        """Join the neighbours with the lowest rank until no two have a rank."""
         while True:
             ranked = [
                 (self._ranks[pair], index)
@@ -75,7 +76,7 @@ class Tokenizer:
 
 
 def passages(count: int) -> dict[str, str]:
-    """Cut out the text behind the first ``count`` anchors, more than is needed."""
+    """Return the text behind the first ``count`` anchors, more of it than is needed."""
     book = (CHECKPOINT / "alice.txt").read_text(encoding="ascii")
     chosen = list(ANCHORS.items())[:count]
     return {name: book[book.index(anchor) :][:4000] for name, anchor in chosen}

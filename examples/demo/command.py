@@ -1,4 +1,4 @@
-"""The command line of the demo, and its bars meanwhile."""
+"""The command line of the demo, and its progress bars."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UP = {
     "prefill": "prefill has loaded the model and listens on {address}",
     "decode": "decode has loaded the model and is connected; requests start",
 }
-# Which request loses blocks: with one only, that one.
+# The request that loses blocks; if there is only one, it is that one.
 _UNLUCKY = 1
 
 Requests = Annotated[int, Parameter(validator=Number(gte=1, lte=len(ANCHORS)))]
@@ -59,25 +59,25 @@ def command(
 ) -> int:
     """Prefill in one process, decode in another, KV layer by layer between them.
 
-    One process computes the KV of prompts with a small Llama; another one pulls it
-    while it is computed, and writes the continuation. One request loses blocks on
-    purpose, and decode computes what it cannot use. At the end every token is compared
-    with what a third process says that does it all alone; the exit status is 1 if any
+    One process computes the KV of prompts with a small Llama; another process pulls it
+    meanwhile, and writes the continuation. One request loses blocks on purpose, and
+    decode computes the tokens that it cannot use. At the end every token is compared
+    with the output of a third process that works alone; the exit status is 1 if any
     differs.
 
     Args:
-        requests: Requests at once.
-        prompt: Tokens of a prompt.
-        new: Tokens to generate.
+        requests: The number of concurrent requests.
+        prompt: The tokens of a prompt.
+        new: The number of tokens to generate.
         torch: Compute with torch and transformers instead of NumPy.
-        wire_gbit: As over a wire of so many gigabits a second.
-        json: Print figures as JSON.
-        plot: Draw when each layer was computed and moved into this file.
+        wire_gbit: Simulate a wire of this many gigabits per second.
+        json: Print the figures as JSON.
+        plot: A file for a plot that shows when each layer was computed and moved.
     """
     if prompt + new > CONTEXT:
         raise UsageError(
-            f"--prompt {prompt} --new {new}: both together are at most {CONTEXT} "
-            "tokens; the model has never seen more"
+            f"--prompt {prompt} --new {new}: together they may be at most {CONTEXT} "
+            "tokens, the context that the model was trained on"
         )
     if torch and not (find_spec("torch") and find_spec("transformers")):
         raise UsageError(
@@ -109,7 +109,7 @@ def _requests(tokenizer: Tokenizer, count: int, prompt: int, new: int) -> list[P
     requests = []
     for index, (name, text) in enumerate(passages(count).items()):
         tokens = tokenizer.encode(text)[:prompt]
-        # A third in the middle.
+        # A third of the blocks, from the middle.
         third = blocks_for(prompt - 1) // 3
         unlucky = index == min(_UNLUCKY, count - 1)
         lose = (third, 2 * third) if unlucky else (0, 0)
@@ -118,7 +118,7 @@ def _requests(tokenizer: Tokenizer, count: int, prompt: int, new: int) -> list[P
 
 
 class Bars(Progress):
-    """Shows events as they come; a context manager."""
+    """Shows events as they arrive; a context manager."""
 
     def __init__(self, console: Console, requests: list[Prompt], library: str) -> None:
         super().__init__(
@@ -127,7 +127,7 @@ class Bars(Progress):
             "{task.completed}/{task.total} {task.fields[unit]}",
             "{task.fields[note]}",
             console=console,
-            # In a file, the report says the same.
+            # When the output goes to a file, the report contains the same.
             disable=not console.is_terminal,
         )
         self._began = time.monotonic()
@@ -148,7 +148,7 @@ class Bars(Progress):
         self._step("starting three processes: prefill, decode, and one to compare with")
 
     def note(self, event: Event) -> None:
-        """Show an event, where it shows."""
+        """Show an event, if it is a visible one."""
         match event:
             case Up(role=role, address=address) if role in _UP:
                 self._step(_UP[role].format(address=address))

@@ -1,11 +1,11 @@
-"""What the demo's processes tell each other: one JSON object a line.
+"""The messages between the demo's processes: one JSON object per line.
 
-The demo's own process starts the others, gives them requests on their standard input
-and reads from their standard output what happened and when. No KV passes here; that
-goes from process to process through kvwire.
+The demo's main process starts the others, writes requests to their standard input, and
+reads from their standard output what happened and when. KV is not sent this way; it
+goes directly from process to process through kvwire.
 
-Times are seconds of the system's monotonic clock, which is one for all processes of a
-machine.
+Times are seconds on the system's monotonic clock, which all processes of a machine
+share.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Final
 
 import msgspec
 
-# Both sides compute while they connect, and a busy machine has other things to do.
+# Both sides compute while they connect, and the machine may be busy otherwise.
 PATIENCE_S: Final = 60.0
 
 
 class Connect(msgspec.Struct, tag=True):
-    """Order, the first that decode gets: where prefill listens."""
+    """Order, the first one for decode: the address on which prefill listens."""
 
     address: str
 
 
 class Prompt(msgspec.Struct, tag=True):
-    """Order: compute the KV of a prompt and publish it, or fetch it and go on.
+    """Order: compute the KV of a prompt and publish it; or fetch it and generate.
 
-    Its name is for people, and the id of its transfer.
+    Its name is shown to people, and is the id of the transfer.
     """
 
     name: str
     tokens: list[int]
-    # How many tokens decode generates.
+    # The number of tokens that decode generates.
     new: int
-    # Block positions, first to before last, that prefill keeps back.
+    # The block positions that prefill withholds, first to before last.
     lose: tuple[int, int] = (0, 0)
 
 
@@ -45,14 +45,14 @@ Order = Connect | Prompt
 
 
 class Up(msgspec.Struct, tag=True):
-    """Says that the model is loaded, and where prefill listens."""
+    """Event: the model is loaded, and prefill listens at this address."""
 
     role: str
     address: str = ""
 
 
 class LayerSpan(msgspec.Struct, array_like=True):
-    """Says when a layer of a forward pass was computed, over ``tokens`` tokens."""
+    """Event: a layer of a forward pass over ``tokens`` tokens was computed."""
 
     layer: int
     tokens: int
@@ -61,7 +61,7 @@ class LayerSpan(msgspec.Struct, array_like=True):
 
 
 class Prefilled(msgspec.Struct, tag=True):
-    """Says that prefill is done with a prompt, and when it marked each layer."""
+    """Event: prefill has finished a prompt, and marked the layers at these times."""
 
     request: str
     spans: list[LayerSpan]
@@ -69,7 +69,7 @@ class Prefilled(msgspec.Struct, tag=True):
 
 
 class LayerLanded(msgspec.Struct, tag=True):
-    """Says that a layer of every block is in the decode process."""
+    """Event: a layer of every block has landed in the decode process."""
 
     request: str
     layer: int
@@ -77,20 +77,21 @@ class LayerLanded(msgspec.Struct, tag=True):
 
 
 class Arrived(msgspec.Struct, tag=True):
-    """Says that the transfer of so many blocks and tokens has ended."""
+    """Event: the transfer of this many blocks and tokens has ended."""
 
     request: str
     at: float
     blocks: int
     tokens: int
-    # Positions of the blocks that it did not bring, and why not the first of them.
+    # The positions of blocks that did not arrive, and the reason for the first of them.
     missing: list[int]
     why: str
-    # Leading tokens that need not be computed again, and ranges that this process will.
+    # The leading tokens that need not be computed again, and the token ranges that this
+    # process computes.
     usable_tokens: int
     to_prefill: list[tuple[int, int]]
     nbytes: int
-    # From the first to the last byte, and from that one to the end.
+    # The time from the first to the last byte, and from there to the end.
     wire_s: float
     commit_s: float
     layers_grouped: int
@@ -98,21 +99,21 @@ class Arrived(msgspec.Struct, tag=True):
 
 
 class Recomputed(msgspec.Struct, tag=True):
-    """Says that decode has prefilled what did not arrive."""
+    """Event: decode has computed the tokens that did not arrive."""
 
     request: str
     spans: list[LayerSpan]
 
 
 class NewToken(msgspec.Struct, tag=True):
-    """Brings one more token of the continuation."""
+    """Event: one more token of the continuation."""
 
     request: str
     token: int
 
 
 class Single(msgspec.Struct, tag=True):
-    """Brings what one process alone generates, without kvwire."""
+    """Event: the tokens that one process alone generates, without kvwire."""
 
     request: str
     tokens: list[int]
@@ -122,12 +123,12 @@ Event = Up | Prefilled | LayerLanded | Arrived | Recomputed | NewToken | Single
 
 
 def encode(said: Order | Event) -> bytes:
-    """Write a line."""
+    """Encode a message as a line."""
     return msgspec.json.encode(said) + b"\n"
 
 
 def say(event: Event) -> None:
-    """Write one line to standard output."""
+    """Write an event as a line to standard output."""
     sys.stdout.buffer.write(encode(event))
     sys.stdout.buffer.flush()
 
@@ -143,7 +144,7 @@ async def orders() -> AsyncIterator[Order]:
 
 
 async def events(reader: asyncio.StreamReader) -> AsyncIterator[Event]:
-    """Read what a process says until it ends."""
+    """Yield a process's events until it ends."""
     async for line in reader:
         yield _EVENTS.decode(line)
 

@@ -1,4 +1,4 @@
-"""What the demo needs of a model, and the files of the one that it has."""
+"""The model interface of the demo, and the files of the one checkpoint that it has."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import kvwire
 from demo.lines import LayerSpan
 
 CHECKPOINT: Final = Path(__file__).parent / "model"
-"""A checkpoint as ``save_pretrained`` of transformers writes it; see its README.md."""
+"""A checkpoint as transformers' ``save_pretrained`` writes it; see its README.md."""
 
 CONTEXT: Final = 512
-"""Tokens of a sequence that the model was trained on."""
+"""The length of the sequences that the model was trained on, in tokens."""
 
 BLOCK_TOKENS: Final = 16
-"""Tokens of a block, the field's usual size."""
+"""The tokens per block, with the field's usual value."""
 
 OnWritten = Callable[[int, int, int], None]
-"""Called with layer, first token and token behind the last, once they are written."""
+"""Called with a layer, the first and the end of its tokens, once they are written."""
 
 
 def blocks_for(tokens: int) -> int:
-    """Count how many blocks hold so many tokens."""
+    """Return the number of blocks that these tokens need."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 class Forward(NamedTuple):
-    """Holds the most likely next token, and when each layer was computed."""
+    """The most likely next token, and the time in which each layer was computed."""
 
     token: int
     spans: list[LayerSpan]
@@ -51,27 +51,27 @@ class Llama(ABC):
         length: int = 0,
         on_written: OnWritten | None = None,
     ) -> Any:
-        """Make a sequence whose KV lies in these blocks, of ``length`` tokens already.
+        """Return a sequence whose KV is in these blocks, with ``length`` tokens so far.
 
-        ``on_written`` is called from within the forward pass after each layer's write,
-        so before the layer's attention.
+        The forward pass calls ``on_written`` after each layer's write, before the
+        layer's attention.
         """
 
     @abstractmethod
     def forward(self, tokens: list[int], sequence: Any) -> Forward:
-        """Compute the KV of the tokens behind a sequence, and what would follow."""
+        """Compute the KV of tokens that continue a sequence, and the next token."""
 
     @abstractmethod
     def generate(self, tokens: list[int], new: int) -> list[int]:
-        """Return what the model says by itself, with no block and nothing of kvwire."""
+        """Return the tokens that the model generates alone, without blocks."""
 
     def warm_up(self) -> None:
-        """Pay for the first forward pass before anything is timed."""
+        """Run one forward pass, so that its start-up cost is not measured later."""
         self.forward([0] * 20, self.sequence([0, 1]))
 
 
 def load(library: str, num_blocks: int) -> Llama:
-    """Load the model in ``numpy`` or ``torch``, with a pool of so many blocks."""
+    """Load the model in ``numpy`` or ``torch``, with a pool of this many blocks."""
     if library == "torch":
         from demo.torch_llama import TorchLlama  # noqa: PLC0415 - heavy
 
@@ -82,9 +82,9 @@ def load(library: str, num_blocks: int) -> Llama:
 
 
 def scattered(num_blocks: int, seed: int) -> list[int]:
-    """Return the free blocks of a pool, as they are in an engine after an hour.
+    """Return the free blocks of a pool in the order they have in a long-running engine.
 
-    The blocks of a request lie apart, and elsewhere on the other side.
+    A request's blocks are scattered, and differently on the other side.
     """
     order: list[int] = np.random.default_rng(seed).permutation(num_blocks).tolist()
     return order

@@ -1,7 +1,7 @@
-"""The forward pass of a Llama in NumPy, on keys and values that lie in blocks.
+"""The forward pass of a Llama in NumPy, with keys and values in blocks.
 
-It reads the checkpoint that transformers reads, and computes what transformers does:
-RMS norm, rotary positions, attention with grouped queries, and a gated MLP.
+It reads the same checkpoint as transformers and computes the same: RMS norm, rotary
+positions, attention with grouped queries, and a gated MLP.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class NumpyLlama(Llama):
-    """Computes by NumPy alone."""
+    """Computes with NumPy alone."""
 
     def __init__(self, num_blocks: int) -> None:
         self._config = json.loads((CHECKPOINT / "config.json").read_text())
@@ -65,11 +65,11 @@ class NumpyLlama(Llama):
         length: int = 0,
         on_written: OnWritten | None = None,
     ) -> BlockSequence:
-        """Make one whose attention reads its blocks."""
+        """Return a sequence whose attention reads its blocks."""
         return BlockSequence(self._pool, blocks, length, on_written)
 
     def forward(self, tokens: list[int], sequence: BlockSequence | Plain) -> Forward:
-        """Compute as :class:`Llama` says."""
+        """See :class:`Llama`."""
         start = sequence.length
         count = len(tokens)
         at = np.arange(start, start + count)
@@ -87,7 +87,7 @@ class NumpyLlama(Llama):
         return Forward(int(np.argmax(scores)), spans)
 
     def generate(self, tokens: list[int], new: int) -> list[int]:
-        """Continue a prompt with KV in arrays that grow."""
+        """Generate with KV in growing arrays."""
         sequence = Plain(len(self._layers))
         said = [self.forward(tokens, sequence).token]
         while len(said) < new:
@@ -142,7 +142,7 @@ class NumpyLlama(Llama):
         return normal.astype(np.float32, copy=False)
 
     def _angles(self, at: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Cosine and sine of the rotary positions, shape (token, 1, half a head)."""
+        """Return the rotary positions' cosine and sine, shape (token, 1, head / 2)."""
         width = self._config["head_dim"]
         parameters = self._config["rope_parameters"]
         frequencies = parameters["rope_theta"] ** -(np.arange(0, width, 2) / width)
@@ -151,9 +151,10 @@ class NumpyLlama(Llama):
 
 
 class BlockSequence:
-    """Holds the KV of one sequence in blocks of a pool, where attention reads it.
+    """The KV of one sequence in blocks of a pool, which attention reads in place.
 
-    The pool has an array a layer, of (block, key or value, token, head, element).
+    The pool has one array per layer, of shape (block, key or value, token, head,
+    element).
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class BlockSequence:
         self._on_written = on_written
 
     def update(self, layer: int, keys: Floats, values: Floats) -> tuple[Any, Any]:
-        """Write the KV of new tokens into the blocks, and read all of it there."""
+        """Write the KV of new tokens into the blocks; return all KV from there."""
         stop = self.length + len(keys)
         at = np.arange(self.length, stop)
         kv = self._pool[layer]
@@ -184,14 +185,14 @@ class BlockSequence:
 
 
 class Plain:
-    """Holds the KV of one sequence in arrays that grow, for a single process."""
+    """The KV of one sequence in growing arrays, for a single process."""
 
     def __init__(self, layers: int) -> None:
         self.length = 0
         self.kv: list[tuple[Floats, Floats] | None] = [None] * layers
 
     def update(self, layer: int, keys: Floats, values: Floats) -> tuple[Any, Any]:
-        """Append the KV of new tokens; all of it."""
+        """Append the KV of new tokens; return all of it."""
         before = self.kv[layer]
         if before is not None:
             keys = np.concatenate((before[0], keys))
@@ -203,8 +204,8 @@ class Plain:
 def read_safetensors(path: Path) -> dict[str, Floats]:
     """Read the tensors of a checkpoint in bfloat16, as float32.
 
-    The format: 8 bytes with the length of a header in JSON, which says where in the
-    rest of the file each tensor is.
+    The format: 8 bytes with the length of a JSON header, which gives each tensor's
+    place in the rest of the file.
     """
     data = path.read_bytes()
     (size,) = struct.unpack_from("<Q", data)

@@ -1,4 +1,4 @@
-"""A picture of a run, drawn by matplotlib, which is imported when one is asked for."""
+"""A plot of a run, by matplotlib, which is imported only if one is requested."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SUFFIXES: Final = (".svg", ".png", ".pdf")
 _NOTE: Final = (
     "KV leaves as soon as it is written, before its layer's attention and MLP"
 )
-# Colour and meaning of each kind of bar that is drawn.
+# The colour and meaning of each kind of bar.
 _LOOKS: Final = {
     "prefill": ("#4c78a8", "computed by prefill"),
     "transfer": ("#f58518", "on its way to decode"),
@@ -30,21 +30,21 @@ _LOOKS: Final = {
 
 
 def _can_be_written(_type: object, path: Path | None) -> None:
-    """Refuse what would fail after the measurement, before it.
+    """Refuse a file that could not be written after the measurement.
 
     Raises:
-        ValueError: matplotlib is missing, or the name says no known format.
+        ValueError: matplotlib is missing, or the name's suffix is not a known format.
     """
     if path is None:
         return
     if find_spec("matplotlib") is None:
-        raise ValueError(f"a picture needs matplotlib: {install_command('plot')}")
+        raise ValueError(f"a plot needs matplotlib: {install_command('plot')}")
     if path.suffix not in _SUFFIXES:
-        raise ValueError(f"the name of a picture ends in {', '.join(_SUFFIXES)}")
+        raise ValueError(f"the file name of a plot must end in {', '.join(_SUFFIXES)}")
 
 
 Plot = Annotated[Path | None, Parameter(validator=_can_be_written)]
-"""An option that names the file of a picture."""
+"""An option that names the file of a plot."""
 
 
 def draw(records: Sequence[RequestTimes]) -> Figure:
@@ -56,7 +56,7 @@ def draw(records: Sequence[RequestTimes]) -> Figure:
         rows = record.rows
         for bar in record.bars():
             top = rows.index(bar.row) - (0 if bar.kind == "transfer" else 0.4)
-            # Thinner than a quarter of a millisecond is not seen.
+            # A bar shorter than a quarter of a millisecond would be invisible.
             length_ms = max(0.25, (bar.stop - bar.start) * 1e3)
             span_ms = ((bar.start - record.began) * 1e3, length_ms)
             axes.broken_barh([span_ms], (top, 0.4), facecolors=_LOOKS[bar.kind][0])
@@ -70,7 +70,7 @@ def draw(records: Sequence[RequestTimes]) -> Figure:
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """Make an empty figure whose parts make room for each other."""
+    """Return an empty figure whose parts make room for each other."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - it may be missing
 
     return Figure(figsize=(width_in, height_in), layout="constrained")
@@ -89,7 +89,7 @@ def add_legend(figure: Figure, shades: Mapping[str, str]) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format that the file's name says.
+    """Write a figure in the format of the file's suffix.
 
     Raises:
         UsageError: The file cannot be written.
@@ -98,7 +98,7 @@ def save(figure: Figure, path: Path) -> None:
 
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
-        # Text stays text, and the same figures are the same file.
+        # Text stays text, and the same figure gives the same file.
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvwire"}):
             figure.savefig(path, metadata=metadata, dpi=150)
     except OSError as exc:

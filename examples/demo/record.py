@@ -1,4 +1,4 @@
-"""What happened to each request, gathered from what the processes say."""
+"""The record of each request, collected from the processes' events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from demo.lines import (
 
 
 class Bar(NamedTuple):
-    """Describes what is drawn, and from when to when."""
+    """One bar of a plot, with its start and end."""
 
     # The layer, or "sent" for layers that moved together.
     row: str
@@ -32,29 +32,31 @@ class Bar(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Records the times of one request."""
+    """The times of one request."""
 
     request: str
-    # Compute in the prefill process, and when each layer was marked ready.
+    # The computations in the prefill process, and the time when each layer was marked
+    # ready.
     spans: list[LayerSpan] = field(default_factory=list)
     marked: list[float] = field(default_factory=list)
-    # When each layer was in the decode process; empty if blocks were lost.
+    # The time when each layer had landed in the decode process; empty if blocks were
+    # lost.
     landed: dict[int, float] = field(default_factory=dict)
-    # Compute of what did not arrive, in the decode process.
+    # The computations in the decode process of tokens that did not arrive.
     recomputed: list[LayerSpan] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    # What one process alone generates.
+    # The tokens that one process alone generates.
     single: list[int] = field(default_factory=list)
     _arrived: Arrived | None = None
 
     @property
     def arrived(self) -> Arrived:
-        """Return how the transfer ended."""
+        """The end of the transfer."""
         assert self._arrived is not None, f"{self.request}: not over yet"
         return self._arrived
 
     def note(self, event: Event) -> None:
-        """Take in what a process said about this request."""
+        """Record an event of this request."""
         match event:
             case Prefilled(spans=spans, marked=marked):
                 self.spans = spans
@@ -74,26 +76,26 @@ class RequestTimes:
 
     @property
     def began(self) -> float:
-        """Return when prefill began."""
+        """The time when prefill began."""
         return self.spans[0].start
 
     @property
     def ended(self) -> float:
-        """Return when the KV of the whole prompt was in the decode process."""
+        """The time when the KV of the whole prompt was in the decode process."""
         computed = [span.stop for span in (*self.spans, *self.recomputed)]
         return max(self.arrived.at, *computed)
 
     @property
     def rows(self) -> list[str]:
-        """Return the rows of its picture, from above."""
+        """The rows of its plot, from the top."""
         layers = [f"layer {layer}" for layer in range(len(self.marked))]
         return [*layers, "sent"] if self.arrived.missing else layers
 
     def bars(self) -> Iterator[Bar]:
-        """Yield what its drawings show.
+        """Yield the bars of its plot.
 
-        A layer of which blocks are missing never lands as a whole. There what moved is
-        one bar for all layers, from the first to the last byte.
+        A layer with missing blocks never lands as a whole. In that case one bar for all
+        layers shows the transfer, from the first to the last byte.
         """
         for s in self.spans:
             yield Bar(f"layer {s.layer}", "prefill", s.start, s.stop)
@@ -107,27 +109,27 @@ class RequestTimes:
 
     @property
     def exposed_s(self) -> float:
-        """Return the time from the last layer's mark until decode knew the outcome."""
+        """The time from the last layer's mark until decode knew the outcome."""
         return max(0.0, self.arrived.at - self.marked[-1])
 
     @property
     def overlap_efficiency(self) -> float:
-        """Prefill up to the last mark, over the same plus what was exposed after it."""
+        """The time of prefill up to the last mark, over that plus the exposed time."""
         compute_s = self.marked[-1] - self.began
         return compute_s / (compute_s + self.exposed_s)
 
     @property
     def equal(self) -> bool:
-        """Tell whether decode said what one process alone says."""
+        """Whether decode has generated the same tokens as one process alone."""
         return self.tokens == self.single
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens that the decode process prefilled."""
+        """The number of tokens that the decode process prefilled."""
         return sum(span.tokens for span in self.recomputed if span.layer == 0)
 
     def faults(self) -> Iterable[str]:
-        """Yield what is not as it has to be; nothing, usually."""
+        """Yield the errors of this request; usually there are none."""
         if not self.equal:
             yield f"{self.request}: the tokens differ from those of a single process"
         lacked = self.arrived.tokens - self.arrived.usable_tokens

@@ -1,9 +1,9 @@
-"""What the three processes of the demo do.
+"""The work of the demo's three processes.
 
-``prefill`` computes prompts and publishes their KV while it computes: the library's
-side of it is :func:`publish`. ``decode`` pulls KV, computes what did not arrive, and
-generates: see :meth:`DecodeRole.fetch`. ``single`` does it all alone, with nothing of
-kvwire. Each takes orders on its standard input until that is closed.
+``prefill`` computes prompts and publishes their KV meanwhile; :func:`publish` shows how
+to use the library. ``decode`` pulls KV, computes the tokens that did not arrive, and
+generates: see :meth:`DecodeRole.fetch`. ``single`` computes everything alone, without
+kvwire. Each process takes orders from its standard input until that is closed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from demo.llama import (
 from kvwire import PrefillRequest, plan_prefill
 from kvwire.integrations.marks import LayerMarks
 
-# Of the pools; 8 requests need 256, and decode generates into some more.
+# The size of the pools: 8 requests need 256 blocks, and decode generates into some
+# more.
 NUM_BLOCKS = 320
 
 
 def play(name: str, library: str) -> int:
-    """Play one of the roles; the exit status is 1 where nobody listens any more."""
+    """Play one of the roles; return 1 if the reader of its output has gone."""
     role = {"prefill": prefill, "decode": decode, "single": single}[name]
     unheard = False
     try:
@@ -68,7 +69,7 @@ async def prefill(library: str) -> None:
     llama = load(library, NUM_BLOCKS)
     llama.warm_up()
     free = scattered(NUM_BLOCKS, seed=1)
-    # One prompt at a time: two at once on one core would only make both late.
+    # One prompt at a time: two at once on one core would only delay both.
     with ThreadPoolExecutor(1) as compute:
         async with (
             kvwire.open(name="prefill", handshake_timeout_s=PATIENCE_S) as comm,
@@ -87,14 +88,15 @@ async def publish(
     free: list[int],
     compute: ThreadPoolExecutor,
 ) -> None:
-    """Publish the blocks of a prompt, fill them, commit, and wait until they are free.
+    """Publish a prompt's blocks, fill them, commit, and wait until they are free.
 
     Prefill runs in a thread and marks each layer as soon as it is written.
     """
-    # The last token of a prompt is the first that decode computes.
+    # Decode computes the last token of a prompt.
     tokens = order.tokens[:-1]
     blocks = [free.pop() for _ in range(blocks_for(len(tokens)))]
-    # A layer of this small model is below the size at which layers travel alone.
+    # A layer of this small model is smaller than the size at which layers are sent
+    # alone.
     out = comm.publish(
         order.name, llama.cache, blocks, tokens=len(tokens), group_bytes=1
     )
@@ -115,7 +117,7 @@ async def publish(
 
 
 class TimedMarks:
-    """Passes marks on, notes when, and keeps some blocks back on purpose."""
+    """Passes marks on, records their times, and withholds some blocks on purpose."""
 
     def __init__(self, out: kvwire.Outgoing, lose: tuple[int, int]) -> None:
         self._out = out
@@ -123,8 +125,9 @@ class TimedMarks:
         self.at: list[float] = []
 
     def ready(self, *, layers: int, blocks: slice) -> None:
-        """Mark as Outgoing.ready does, but for the blocks that are to be lost."""
-        # Before the mark: the layer may land before this thread goes on.
+        """Mark like Outgoing.ready, except for the blocks that are to be lost."""
+        # Recorded before the mark, because the layer may land before this thread
+        # continues.
         self.at.append(time.monotonic())
         lose = self._lose
         for part in (
@@ -135,7 +138,7 @@ class TimedMarks:
                 self._out.ready(layers=layers, blocks=part)
 
     def finish(self) -> None:
-        """Finish as Outgoing.finish does, with gaps where blocks are to be lost."""
+        """Finish like Outgoing.finish, with gaps for the blocks that are to be lost."""
         self._out.finish(partial=len(self._lose) > 0)
 
 
@@ -157,7 +160,7 @@ async def decode(library: str) -> None:
 
 
 class DecodeRole:
-    """Serves requests at once; their forward passes take turns in one thread."""
+    """Serves concurrent requests; their forward passes take turns on one thread."""
 
     def __init__(
         self, conn: kvwire.Connection, llama: Llama, compute: ThreadPoolExecutor
@@ -186,7 +189,7 @@ class DecodeRole:
     async def fetch(
         self, request: str, tokens: int, blocks: list[int]
     ) -> tuple[kvwire.Outcome, list[tuple[int, int]]]:
-        """Pull the KV of a prompt; its outcome, and token ranges left to compute."""
+        """Pull a prompt's KV; return the outcome, and the token ranges to compute."""
         pulled = blocks[: blocks_for(tokens)]
         inc = self._conn.pull(request, self._llama.cache, pulled, tokens=tokens)
         watching = asyncio.create_task(watch(inc, request, self._llama.cache))
@@ -216,8 +219,8 @@ class DecodeRole:
                 transport=self._conn.transport,
             )
         )
-        # What landed may be read from here on. Decode also writes: to the blocks that
-        # did not land, and behind the prompt in the last one.
+        # The landed blocks may be read already. Decode also writes: to the blocks that
+        # did not land, and to the last block, after the prompt.
         await inc.drained()
         return outcome, ranges
 
@@ -229,7 +232,7 @@ class DecodeRole:
 
 
 async def watch(inc: kvwire.Incoming, request: str, cache: kvwire.PagedCache) -> None:
-    """Say when each layer has landed, until one does not."""
+    """Report when each layer has landed, until one does not."""
     for layer in cache.spec.layer_indices:
         try:
             await inc.layer(layer)

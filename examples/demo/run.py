@@ -1,4 +1,4 @@
-"""Start the three processes, hand out the requests, and gather what happens."""
+"""Starts the three processes, sends the requests, and collects the events."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ from demo.record import RequestTimes
 from kvwire.limits import KIB
 
 Said = TypeVar("Said", Up, Prefilled, NewToken, Single)
-# A process that has lost its standard input ends by itself; this is for one that hangs.
+# A process that has lost its standard input ends by itself; this limit is for one that
+# hangs.
 _END_S: Final = 10.0
-# A few seconds on a quiet machine.
+# On a quiet machine a run takes a few seconds.
 _RUN_S: Final = 300.0
 _READ_BYTES: Final = 64 * KIB
 _ROLE: Final = (sys.executable, str(Path(__file__).parent), "role")
-# Two processes that compute at once share what is often two cores.
+# Two processes that compute at the same time often share two cores.
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class RoleFailed(kvwire.KVWireError):
-    """Reports a process that ended too early; its own words are on standard error."""
+    """A process has ended too early; its own message is on standard error."""
 
 
 async def run(
@@ -53,14 +54,14 @@ async def run(
 ) -> list[RequestTimes]:
     """Prefill in one process, decode in another, and compare with a third.
 
-    Everything that the processes say is passed to ``on_event`` as it happens. Between
-    the two is a wire of so many gigabits a second, or the loopback as it is.
+    Every event of the processes is passed to ``on_event`` as it arrives. The two are
+    connected by a wire of this many gigabits per second, or by the plain loopback.
     """
     try:
         async with asyncio.timeout(_RUN_S):
             return await _run(requests, on_event, library, wire_gbit)
     except TimeoutError:
-        raise RoleFailed(f"no end after {_RUN_S:g} s") from None
+        raise RoleFailed(f"the run has not ended after {_RUN_S:g} s") from None
 
 
 async def _run(
@@ -93,10 +94,11 @@ async def _run(
                         prefilled = prefill.until(Prefilled, len(requests), note)
                         group.create_task(prefilled)
                         group.create_task(decode.until(NewToken, tokens, note))
-                # Not `except*`: what is raised there is in a group again on 3.11.2.
+                # Not `except*`, because on 3.11.2 an exception raised there is put into
+                # a group again.
                 except ExceptionGroup as failed:
                     raise failed.exceptions[0] from None
-        # Alone on the machine, after everything that is timed.
+        # It runs alone on the machine, after everything that is measured.
         await single.until(Up, 1, note)
         single.give(requests)
         await single.until(Single, len(requests), note)
@@ -105,7 +107,7 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def wire(address: str, gbit: float | None) -> AsyncIterator[str]:
-    """Return where to connect to, to reach an address over a wire that is so fast."""
+    """Yield an address that leads to the given one over a wire of this speed."""
     if gbit is None:
         yield address
         return
@@ -115,7 +117,7 @@ async def wire(address: str, gbit: float | None) -> AsyncIterator[str]:
     async def carry(near: StreamReader, to_near: StreamWriter) -> None:
         with contextlib.suppress(OSError), contextlib.closing(to_near):
             far, to_far = await asyncio.open_connection(there.host, there.port)
-            # Decode connects, so KV goes to the side that did.
+            # Decode connects, so KV flows to the side that connected.
             ways = _pass_on(near, to_far), _pass_on(far, to_near, gbit)
             carriers.append(asyncio.gather(*ways))
             await carriers[-1]
@@ -132,7 +134,7 @@ async def wire(address: str, gbit: float | None) -> AsyncIterator[str]:
 async def _pass_on(
     source: StreamReader, sink: StreamWriter, gbit: float | None = None
 ) -> None:
-    """Pass bytes on to the end of their stream, no more than so many a second."""
+    """Forward bytes until their stream ends, at a limited rate."""
     with contextlib.closing(sink):
         while data := await source.read(_READ_BYTES):
             sink.write(data)
@@ -142,7 +144,7 @@ async def _pass_on(
 
 
 class RoleProcess:
-    """Runs one of the processes."""
+    """A process that plays a role."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[bytes], said: StreamReader
@@ -154,15 +156,15 @@ class RoleProcess:
         self._events = events(said)
 
     def give(self, orders: Iterable[Order]) -> None:
-        """Send it orders; all that a run has for it fit into the pipe."""
-        # One that has ended is noticed when it says no more.
+        """Send orders to the process; all orders of a run fit into the pipe."""
+        # A process that has ended is detected when its events end.
         with contextlib.suppress(BrokenPipeError):
             self._orders.write(b"".join(map(encode, orders)))
 
     async def until(
         self, kind: type[Said], count: int, note: Callable[[Event], None]
     ) -> Said:
-        """Note what it says until it has said ``count`` of a kind; the last of them."""
+        """Pass on its events until ``count`` of a kind have come; return the last."""
         async for event in self._events:
             note(event)
             if isinstance(event, kind):
@@ -173,7 +175,7 @@ class RoleProcess:
         raise RoleFailed(f"the {self._name} process ended with exit status {status}")
 
     async def end(self) -> None:
-        """Let it end by itself, for as long as that may take."""
+        """Wait until the process ends by itself, within a limit."""
         self._orders.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
@@ -183,15 +185,16 @@ class RoleProcess:
 
 @contextlib.asynccontextmanager
 async def role(name: str, library: str) -> AsyncIterator[RoleProcess]:
-    """Run a process in a role for as long as the context is open."""
-    # asyncio's way to do it logs a warning if the process ends while it is started.
+    """Run a process in a role while the context is open."""
+    # asyncio's own function logs a warning if the process ends while it is being
+    # started.
     process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own program; a millisecond
         (*_ROLE, name, library),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
         env=_ONE_THREAD | os.environ,
-        # Ctrl-C is for this process, which then ends the others.
+        # Ctrl-C is meant for this process, which then ends the others.
         process_group=0,
     )
     with process:

@@ -1,4 +1,4 @@
-"""What the demo shows of a run in a terminal: its texts, a table and timelines."""
+"""The terminal output of a run: its texts, a table and timelines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEGEND: Final = (
     "lower half: on its way to decode; a layer leaves as soon as its keys and values",
     "are written, before its attention and MLP are computed",
 )
-# As much of a prompt as shows where the continuation begins.
+# The part of a prompt that is shown before its continuation.
 _TAIL_CHARS: Final = 160
 
 
@@ -35,7 +35,7 @@ def print_report(
     prompts: dict[str, list[int]],
     to_text: Callable[[list[int]], str],
 ) -> None:
-    """Print everything a person wants to see."""
+    """Print the complete report for people."""
     whole = [record for record in records if not record.arrived.missing]
     broken = [record for record in records if record.arrived.missing]
     for record in (*whole[:1], *broken):
@@ -51,7 +51,7 @@ def print_report(
 
 
 def summary(records: Sequence[RequestTimes]) -> list[dict[str, Any]]:
-    """Return the table as plain data, times in seconds."""
+    """Return the table as plain data, with times in seconds."""
     return [
         {
             "request": record.request,
@@ -100,18 +100,18 @@ def _table(records: Sequence[RequestTimes]) -> Table:
 
 
 def _shown(records: Sequence[RequestTimes]) -> Iterator[str]:
-    """Say what a reader should take home, in sentences."""
+    """Yield the most important results, as sentences."""
     equal = sum(record.equal for record in records)
     new = len(records[0].tokens)
     yield (
-        f"Tokens: {equal} of {len(records)} requests have the same {new} new tokens as "
-        "in one process alone."
+        f"Tokens: in {equal} of {len(records)} requests the {new} new tokens are the "
+        "same as in one process alone."
     )
     prefill_ms = median((r.marked[-1] - r.began) * 1e3 for r in records)
     exposed_ms = median(r.exposed_s * 1e3 for r in records)
     yield (
-        f"Overlap: KV moved while prefill computed, {prefill_ms:.0f} ms up to the last "
-        f"layer's KV; {exposed_ms:.1f} ms after that, decode had all of it (medians)."
+        f"Overlap: KV moved while prefill computed, {prefill_ms:.0f} ms up to the "
+        f"last layer's KV; {exposed_ms:.1f} ms later, decode had all of it (medians)."
     )
     for record in records:
         arrived = record.arrived
@@ -138,9 +138,10 @@ def _continuation(request: str, prompt: str, new: str) -> Panel:
 
 
 def timeline(record: RequestTimes, console: Console) -> Text:
-    """Draw a request in letters: a row for each layer, compute above transfer.
+    """Draw a request in characters: one row per layer, with computation above transfer.
 
-    It is as wide as the console, and without Unicode or colours where that has none.
+    The drawing is as wide as the console, and uses Unicode and colours only if the
+    console supports them.
     """
     cells = console.width - _LABEL
     cell_s = (record.ended - record.began) / cells
@@ -160,7 +161,7 @@ def timeline(record: RequestTimes, console: Console) -> Text:
 
 
 def _letter(kinds: Collection[str], console: Console) -> tuple[str, str]:
-    """Compute is the upper half of a letter, a transfer the lower one."""
+    """Return a character: upper half for computation, lower half for a transfer."""
     upper, lower, both = "▀▄█" if console.encoding.startswith("utf") else "=~#"
     moving = _COLORS["transfer"]
     computing = [_COLORS[kind] for kind in kinds if kind != "transfer"]
@@ -174,7 +175,7 @@ def _letter(kinds: Collection[str], console: Console) -> tuple[str, str]:
 
 
 def title(record: RequestTimes) -> str:
-    """Write the line above the drawing of a request."""
+    """Return the line above a request's drawing."""
     arrived = record.arrived
     text = f"{record.request}: prompt of {arrived.tokens + 1} tokens"
     if arrived.missing:

@@ -1,4 +1,4 @@
-"""The same model in transformers: its forward pass and its loop, on kvwire's blocks."""
+"""The same model in transformers, with KV in kvwire's blocks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvwire.integrations.transformers import PagedSequence, TensorPool, kv_spec
 
 
 class TorchLlama(Llama):
-    """Computes by transformers, with its KV in blocks of a pool."""
+    """Computes with transformers, with its KV in blocks of a pool."""
 
     def __init__(self, num_blocks: int) -> None:
-        # Two processes that compute at once share what is often two cores.
+        # Two processes that compute at the same time often share two cores.
         torch.set_num_threads(1)
         logging.disable_progress_bar()
         self._model = LlamaForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
@@ -47,18 +47,18 @@ class TorchLlama(Llama):
         length: int = 0,
         on_written: OnWritten | None = None,
     ) -> PagedSequence:
-        """Make one whose attention reads its blocks."""
+        """Return a sequence whose attention reads its blocks."""
         return PagedSequence(self._pool, blocks, length=length, on_written=on_written)
 
     def forward(self, tokens: list[int], sequence: PagedSequence) -> Forward:
-        """Compute as :class:`Llama` says."""
+        """See :class:`Llama`."""
         ids = torch.tensor([tokens])
         with torch.inference_mode():
             logits = self._model(ids, cache=sequence, logits_to_keep=1).logits
         return Forward(int(logits[0, -1].argmax()), self._clock.take())
 
     def generate(self, tokens: list[int], new: int) -> list[int]:
-        """Continue a prompt with transformers' own cache and loop."""
+        """Generate with transformers' own cache and loop."""
         ids = torch.tensor([tokens])
         options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
         mask = torch.ones_like(ids)
@@ -71,7 +71,7 @@ class TorchLlama(Llama):
 
 
 class LayerClock:
-    """Notes when each decoder layer of a forward pass began and ended."""
+    """Records when each decoder layer of a forward pass began and ended."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self._spans: list[LayerSpan] = []
@@ -81,7 +81,7 @@ class LayerClock:
             layer.register_forward_hook(self._end_of(index))
 
     def take(self) -> list[LayerSpan]:
-        """Return the spans since the last time."""
+        """Return the spans recorded since the last call."""
         spans = self._spans
         self._spans = []
         return spans

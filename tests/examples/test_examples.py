@@ -33,7 +33,9 @@ def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 50)
 )
 def test_decode_says_what_one_process_says(name: str, tmp_path: Path) -> None:
     """The example asserts it too; here the words are seen to be no blanks."""
-    said = re.search(r"decode says '([^']*)', as one", run_example(name, tmp_path))
+    said = re.search(
+        r"decode writes '([^']*)', the same as one", run_example(name, tmp_path)
+    )
     assert said
     assert len(set(said[1])) > 5
 
@@ -47,7 +49,7 @@ def test_chunks_that_were_never_computed_are_what_decode_computes(
     # Two chunks of 50 tokens fill 6 blocks of 16; the prompt has 194 without its last.
     assert "broken: 6 of 13 blocks arrived" in lines
     assert "broken: decode computes tokens 96 to 193" in lines
-    assert sum("as one process alone does" in line for line in lines) == 2
+    assert sum("the same as one process alone" in line for line in lines) == 2
 
 
 def test_a_client_gives_up_and_goes_on(tmp_path: Path) -> None:

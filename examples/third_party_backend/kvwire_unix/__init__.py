@@ -1,8 +1,9 @@
-"""kvwire over Unix-domain sockets: a whole transport, written to be read.
+"""kvwire over Unix-domain sockets: a complete transport, as an example to read.
 
-On the stream each frame is one kind byte, the header, and the payload. A link that ends
-cleanly sends a goodbye instead of a kind-and-header, because the end of a stream does
-not say whether it was meant: a killed process ends its streams just as neatly.
+On the stream, each frame is one byte for its kind, the header, and the payload. A link
+that ends cleanly sends a goodbye instead of a kind and a header, because the end of a
+stream does not show whether it was intended: a killed process ends its streams just as
+cleanly.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from kvwire.memory.buffers import slice_payload
 from kvwire.memory.copy import copy
 from kvwire.types import Address
 
-# Moved at once, before others on the loop get their turn.
+# The bytes moved at once, before other tasks on the loop get a turn.
 PIECE_BYTES = 256 * KIB
 _FRAME = b"F"
 _GOODBYE = b"G" + bytes(HEADER_BYTES)
@@ -53,9 +54,9 @@ class UnixBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Wherever the system has Unix sockets."""
+        """Available wherever the system has Unix sockets."""
         if hasattr(socket, "AF_UNIX"):
-            return Availability(available=True, reason="sockets of the system")
+            return Availability(available=True, reason="Unix sockets of the system")
         return Availability(available=False, reason="this system has no Unix sockets")
 
     async def listen(
@@ -74,7 +75,7 @@ class UnixBackend(Backend):
         """Connect to a path.
 
         Raises:
-            OSError: Nobody listens there, or too many wait to be accepted.
+            OSError: Nothing listens there, or too many links wait to be accepted.
 
         Cancel safety: safe, it never waits: such sockets connect at once or not at all.
         """
@@ -91,8 +92,8 @@ class UnixListener(Listener):
     """A bound path.
 
     Args:
-        sock: Bound.
-        accept: Gets each link.
+        sock: The bound socket.
+        accept: Called with each link.
     """
 
     def __init__(self, sock: socket.socket, accept: Callable[[Link], None]) -> None:
@@ -105,14 +106,15 @@ class UnixListener(Listener):
 
     @property
     def address(self) -> Address:
-        """The path, with the chosen name."""
+        """The path, including a chosen name."""
         return Address(UnixBackend.scheme, self._path)
 
     def _take(self) -> None:
         try:
             sock, _ = self._sock.accept()
         except OSError:
-            return  # it went away again, or descriptors are short: the next may succeed
+            # the peer has gone, or descriptors are short: the next accept may succeed
+            return
         sock.setblocking(False)
         link = UnixLink(sock, None)
         try:
@@ -122,7 +124,7 @@ class UnixListener(Listener):
             link.abort()
 
     async def close(self) -> None:
-        """Stop accepting; links already accepted live on.
+        """Stop accepting; links that were accepted stay open.
 
         Cancel safety: safe, it never waits.
         """
@@ -144,12 +146,12 @@ class _Frame:
 class UnixLink(Link):
     """A link over a connected socket.
 
-    One task receives, another sends. The first is the parent: the link has ended when
-    it has, and :meth:`abort` cancels it.
+    One task receives, and another one sends. The receiving task is the parent: the link
+    has ended when this task has, and :meth:`abort` cancels it.
 
     Args:
         sock: Connected and non-blocking.
-        remote: Where the peer listens, on the side that connected.
+        remote: The peer's address, on the side that connected.
     """
 
     _handler: LinkHandler
@@ -169,7 +171,8 @@ class UnixLink(Link):
         """See :class:`~kvwire.backend.Link`."""
         self._handler = handler
         self._task = self._loop.create_task(self._run())
-        # Not a `finally` in the task: a task that is cancelled at once never runs.
+        # Not a `finally` in the task, because a task that is cancelled at once never
+        # runs.
         self._task.add_done_callback(self._ended)
 
     def send(
@@ -199,7 +202,7 @@ class UnixLink(Link):
         self.flush()
         self._closing = True
         if self._task is None:
-            with contextlib.suppress(OSError):  # the peer has gone before us
+            with contextlib.suppress(OSError):  # the peer has already gone
                 self._sock.send(_GOODBYE)
             self._sock.close()
 
@@ -230,7 +233,7 @@ class UnixLink(Link):
     # --- the two tasks ----------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Both directions, each until its goodbye; an error in one ends the other."""
+        """Run both directions until their goodbyes; an error in one ends the other."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send_all())
             await self._receive_all()
@@ -238,7 +241,7 @@ class UnixLink(Link):
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._aborted = True
         self._forget()
-        # Both tasks have ended, so nothing waits for this descriptor any more.
+        # Both tasks have ended, so nothing uses this descriptor any more.
         self._sock.close()
         self._handler.link_closed(self, _error_of(task))
 
@@ -253,9 +256,11 @@ class UnixLink(Link):
             await self._receive_body(head[1:].toreadonly())
 
     async def _receive_body(self, header: memoryview) -> None:
-        # A function of its own, so that an idle link holds no landing in a variable.
+        # In a separate function, so that an idle link does not keep a landing in a
+        # variable.
         landing = self._handler.header_received(self, header)
-        # A cancelled task goes on until it waits, and what follows may not wait.
+        # A cancelled task continues until its next await, and the following code may
+        # not await.
         if not self._aborted:
             await self._receive_payload(landing)
             self._handler.body_received(self, landing)
@@ -284,7 +289,7 @@ class UnixLink(Link):
             view = view[count:]
 
     def _answer_goodbye(self) -> None:
-        """End our direction too; what nobody asked to be flushed is dropped."""
+        """End this side's direction too; frames that were not flushed are dropped."""
         if not self._closing:
             self._closing = True
             self._forget()
@@ -296,7 +301,7 @@ class UnixLink(Link):
             while self._flushed:
                 await self._send_frame(self._flushed.popleft())
             if self._closing:
-                # If the peer has gone already, the other task knows how.
+                # If the peer has gone already, the other task has the error.
                 with contextlib.suppress(OSError):
                     await self._loop.sock_sendall(self._sock, _GOODBYE)
                 return
@@ -315,8 +320,8 @@ class UnixLink(Link):
             assert payload is not None
             piece = slice_payload(payload, offset, min(PIECE_BYTES, length - offset))
             data = piece if isinstance(piece, memoryview) else _copied(piece)
-            # Returns when the kernel has a copy: from here on the memory is not read.
-            # `StreamWriter.write` and `drain` would not tell.
+            # Returns when the kernel has a copy: from here on, the memory is not read.
+            # `StreamWriter.write` and `drain` would not show this.
             await self._loop.sock_sendall(self._sock, data)
             self._taken(data.nbytes)
             await _let_others_run(data.nbytes)
@@ -324,7 +329,7 @@ class UnixLink(Link):
             self._handler.frame_sent(self, frame.token)
 
     def _taken(self, count: int) -> None:
-        # What an abort or a goodbye has dropped is no longer counted.
+        # Bytes dropped by an abort or a goodbye are no longer counted.
         self._queued_bytes = max(0, self._queued_bytes - count)
 
     def _forget(self) -> None:
@@ -334,7 +339,7 @@ class UnixLink(Link):
 
 
 async def _let_others_run(moved: int) -> None:
-    """After a whole piece: a fast peer would otherwise keep this task from waiting."""
+    """Let other tasks run after a whole piece, even if the peer is fast."""
     if moved == PIECE_BYTES:
         await asyncio.sleep(0)
 
@@ -346,7 +351,7 @@ def _copied(payload: Payload) -> memoryview:
 
 
 def _error_of(task: asyncio.Task[None]) -> Exception | None:
-    """Why a link ended: None if both sides said goodbye."""
+    """Return why a link ended: None if both sides said goodbye."""
     if task.cancelled():
         return ConnectionLost("the link was aborted on this side")
     error = task.exception()
@@ -367,7 +372,7 @@ def _new_socket() -> socket.socket:
 
 
 def _bound(path: str) -> socket.socket:
-    """A socket bound to ``path``, or to a free name in it if it ends in "/".
+    """Return a socket bound to ``path``, or to a free name in it if it ends in "/".
 
     Raises:
         OSError: It cannot be bound.

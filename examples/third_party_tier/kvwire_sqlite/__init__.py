@@ -1,7 +1,7 @@
 """Blocks in one SQLite file: ``sqlite:/path/blocks.db``, for any number of processes.
 
-A tier of another distribution. What it says here is how values are moved; heads,
-checksums, codecs, and coming back after a failure are those of ``KeyValueTier``.
+It is an example of a tier in another distribution. This module only moves values;
+heads, checksums, codecs, and recovery after a failure come from ``KeyValueTier``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SqliteTier(KeyValueTier):
         return not self.reason
 
     async def connect(self) -> None:
-        """Make the table; the file is opened anew for each call."""
+        """Create the table; the file is opened again for each call."""
 
         def make(rows: sqlite3.Connection) -> None:
             rows.execute("pragma journal_mode = wal")
@@ -99,7 +99,7 @@ class SqliteTier(KeyValueTier):
         return list(map(self.value_name, keys.tolist()))
 
     async def _rows_of(self, keys: Keys, what: str) -> list[bytes | None] | None:
-        """Return one value for each key; None if the file cannot be read."""
+        """Return one value per key; None if the file cannot be read."""
 
         def look(kv: sqlite3.Connection) -> list[bytes | None]:
             select = f"select {what} from kv where name = ?"  # noqa: S608 - of this file
@@ -109,7 +109,7 @@ class SqliteTier(KeyValueTier):
         return await self._ask(look)
 
     async def _ask(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
-        """Do something with the rows, on a thread; None if that fails."""
+        """Run a function on the database, on a thread; None if that fails."""
         if self.reason:
             return None
         try:

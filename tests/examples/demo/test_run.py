@@ -85,9 +85,9 @@ def test_without_torch_it_says_what_to_install(
 @pytest.mark.parametrize(
     ("name", "found", "said"),
     [
-        ("found.svg", None, "a picture needs matplotlib: pip install"),
-        ("found.gif", object(), "ends in .svg, .png, .pdf"),
-        ("found", object(), "ends in .svg, .png, .pdf"),
+        ("found.svg", None, "a plot needs matplotlib: pip install"),
+        ("found.gif", object(), "must end in .svg, .png, .pdf"),
+        ("found", object(), "must end in .svg, .png, .pdf"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_anything_runs(
