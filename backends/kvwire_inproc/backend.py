@@ -41,12 +41,12 @@ class InprocBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """Return the first rank: an inproc address is always in this process."""
+        """Return the first rank, since an inproc address is always in this process."""
         return 0
 
     @classmethod
     def availability(cls) -> Availability:
-        """Return that it is available, which is always true."""
+        """Return an availability that is always true."""
         return Availability(available=True, reason="part of kvwire, no dependencies")
 
     async def listen(
@@ -162,7 +162,7 @@ class _Names:
                 del self._listeners[listener.name]
 
     def _free(self, name: str) -> bool:
-        """Return whether the name is unused, or its listener's loop was closed."""
+        """Return whether the name is unused, or the loop of its listener was closed."""
         listener = self._listeners.get(name)
         return listener is None or listener.loop.is_closed()
 

@@ -154,9 +154,9 @@ class FaultyPipe(InprocPipe):
         super().__init__(lock)
         self._schedule = schedule(plan, direction)
         self._delay_s = plan.delay_s
-        # Frames that others are overtaking.
+        # Frames that are being overtaken by others.
         self._overtaken: list[PipeFrame] = []
-        # The first frame is delayed, and everything behind it too.
+        # Whether the first frame, and so everything behind it, is delayed.
         self._delaying = False
         self._stalled = False
         self._timers: set[asyncio.TimerHandle] = set()
@@ -173,7 +173,7 @@ class FaultyPipe(InprocPipe):
             return None
 
     def outcome(self) -> PipeEnd | None:
-        """Return how the sender ended; a stalled pipe does not report it."""
+        """Return how the sender ended; a stalled pipe does not report that."""
         return None if self._stalled else super().outcome()
 
     @property

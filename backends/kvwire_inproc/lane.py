@@ -1,8 +1,8 @@
 """Lanes between event loops of one process: a link whose frames are the payloads.
 
-A frame's header is the descriptor of its payload. Its destination comes by the control
-link; while no payload is expected the link is paused, and payloads wait in their
-sender's memory.
+A frame's header is its payload's descriptor. The payload's destination arrives by the
+control link; while no payload is expected the link is paused, and payloads wait in
+their sender's memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class InprocLane(Lane, LinkHandler):
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._bootstrap = _PREFIX + next(_numbers).to_bytes(_NUMBER_BYTES, "little")
-        # Whichever side joins first makes both ends; the other side's `join` takes its
-        # own.
+        # The side that joins first makes both ends of the link; the other side's `join`
+        # takes its end from here.
         self.made: InprocLink | None = None
         self._link: InprocLink | None = None
         self._sent = self._given_back = self._received_bytes = 0
-        # Descriptors with their landings, in order; the first may be arriving now.
+        # Descriptors with their landings, in order; the first payload may be arriving
+        # now.
         self._awaited: deque[tuple[bytes, Landing]] = deque()
         self._is_coming = False
         self._closing = False

@@ -50,7 +50,8 @@ class InprocLink(Link):
         self._handler: LinkHandler | None = None
         self._unflushed: list[PipeFrame] = []
         self._unflushed_bytes = 0
-        # A flush left bytes: the handler is to be notified when none are left.
+        # Whether a flush left bytes, so that the handler has to be notified when they
+        # are gone.
         self._waiting = False
         self._closing = False
         # Set at once when this side decides to end; the next turn notifies the handler.
@@ -154,7 +155,7 @@ class InprocLink(Link):
         """Schedule a turn of the peer; if its loop is closed, end this side."""
         try:
             self._peer.wake()
-        except RuntimeError:  # its loop is closed, so nobody is there any more
+        except RuntimeError:  # its loop is closed, so the peer is gone
             self._into.end(ConnectionLost("the peer's event loop is closed"))
             self.wake()
 
@@ -195,7 +196,7 @@ class InprocLink(Link):
             if self._landing is None:
                 self._received_bytes += HEADER_BYTES
                 budget -= HEADER_BYTES
-                # Released at once, so that a handler that keeps the view notices.
+                # Released at once, so that a handler that keeps the view gets an error.
                 with memoryview(frame.header) as header:
                     self._landing = handler.header_received(self, header)
                 if self._ending is None:
@@ -210,7 +211,7 @@ class InprocLink(Link):
                 handler.body_received(self, landing)
 
     def _receive_payload(self, frame: PipeFrame, landing: Landing) -> int:
-        # In pieces, since the sender may be waiting for the lock.
+        # In pieces, because the sender may be waiting for the lock.
         moved = self._into.move(frame, landing.payload, CHUNK_BYTES)
         self._received_bytes += moved
         return moved
@@ -257,8 +258,8 @@ def join(
 def _check_landing(landing: Landing, frame: PipeFrame) -> None:
     """Refuse a landing that does not fit the frame.
 
-    On a stream the first mistake could not be noticed, since only the header has the
-    length.
+    On a stream, the first such mistake could not be detected, because only the header
+    has the length.
     """
     if landing.length != frame.payload_bytes:
         raise UsageError(

@@ -2,8 +2,8 @@
 
 Two links share a pipe, and may live on loops in two threads. Its fields are read and
 written under one lock for both pipes of a pair, and payload is copied under it too. So
-a link ends at once: when :meth:`InprocPipe.end` has returned, nobody reads the sender's
-memory any more.
+a link ends at once: after :meth:`InprocPipe.end` has returned, nothing reads the
+sender's memory any more.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class InprocPipe:
             self._finishing = True
 
     def end(self, error: Exception | None) -> None:
-        """Drop the queue; from here on the sender's memory is not touched."""
+        """Drop the queue; afterwards nothing touches the sender's memory."""
         with self._lock:
             self._clear()
             if self._end is None:
@@ -101,7 +101,8 @@ class InprocPipe:
         """Deliver more of the first frame's payload, to the same offset in ``landing``.
 
         Returns:
-            Bytes moved; 0 once the sender has ended, since its memory is its own again.
+            The number of bytes moved; 0 once the sender has ended, since its memory is
+            then its own again.
         """
         with self._lock:
             if self._end is not None or frame.payload is None:

@@ -41,7 +41,7 @@ class LocalBackend(Backend):
             return Availability(
                 available=False,
                 reason=f"needs Linux (this is {sys.platform}): no other system lets "
-                f"processes read each other's memory lists at once",
+                "processes read lists of each other's memory in one call",
                 remedy="use tcp",
             )
         return Availability(available=True, reason="process_vm_readv and memfd_create")
@@ -59,7 +59,7 @@ class LocalBackend(Backend):
 # --- for `kvwire doctor` --------------------------------------------------------------
 
 _REMEDY = "use arenas: docs/howto/same-host.md"
-# The meaning of `kernel.yama.ptrace_scope` for a peer of the same user.
+# By `kernel.yama.ptrace_scope`: the permissions of a peer process of the same user.
 _OPEN = {
     0: "peers of this user may read this process",
     1: "one peer process at a time may read this one; others use arenas",
@@ -78,10 +78,10 @@ def findings() -> tuple[Finding, ...]:
 def _scope() -> Finding:
     scope = tracers().scope
     if scope is None:
-        return _ok("ptrace scope", "not restricted: Yama is not at work")
+        return _ok("ptrace scope", "not restricted: Yama is not active")
     if scope in _OPEN:
         return _ok("ptrace scope", f"{scope}: {_OPEN[scope]}")
-    text = _CLOSED.get(scope, "not known to this version")
+    text = _CLOSED.get(scope, "a value that this version does not know")
     return _slower("ptrace scope", f"{scope}: {text}")
 
 
@@ -92,7 +92,7 @@ def _reads() -> Finding:
     except (OSError, AttributeError) as exc:
         reason = cma.reason(exc) if isinstance(exc, OSError) else str(exc)
         return _slower("process_vm_readv", reason)
-    assert same, "the kernel has read other bytes than those that are there"
+    assert same, "the kernel has read bytes that differ from those in memory"
     return _ok("process_vm_readv", "permitted within this process")
 
 

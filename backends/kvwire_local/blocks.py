@@ -1,30 +1,31 @@
 """Reads the blocks of a window, from mapped memory or from another process.
 
-Both ways copy the bytes of a batch, and then look at the generations of its blocks.
-:mod:`kvwire.memory.generations` shows why that suffices, provided that the look comes
-after the bytes in the order that other processors see. It does:
+Both ways copy the bytes of a batch, and then read the generations of its blocks.
+:mod:`kvwire.memory.generations` shows why that suffices, provided that the generations
+are read after the bytes in the order that other processors see. This order holds:
 
 * **Mapped.** The compiled function executes a full fence between the bytes and the
-  generations. An acquire fence would do, as both are loads; but copying functions use
-  string instructions, whose loads the manuals do not order as plainly. Stores past the
-  caches need a fence of their own, for whoever reads the destination next. The argument
-  does not depend on it.
-* **Of another process.** One system call reads the bytes, then the generations, then a
-  cookie. The kernel handles the pieces in this order, and takes the lock of the
-  process's address space for each. On x86-64 loads are executed in order, and the lock
-  is a full fence besides. Elsewhere the generations are read by another call, behind a
-  fence. A batch that needs several calls reads its generations with the last.
-* **Without the compiled functions** both ways exist on x86-64 only, where loads are
-  executed in order. A lock that is taken between the bytes and the generations is a
-  full fence there.
+  generations. An acquire fence would suffice, as both are loads; but copying functions
+  use string instructions, and the manuals do not state the order of their loads as
+  clearly. Stores that bypass the caches need a separate fence, for the next reader of
+  the destination. The argument does not depend on that fence.
+* **From another process.** One system call reads the bytes, then the generations, then
+  a cookie. The kernel handles the pieces in this order, and takes the lock of the
+  process's address space for each. x86-64 executes loads in order, and there the lock
+  is a full fence as well. On other processors, a second call reads the generations,
+  behind a fence. If a batch needs several calls, the last one reads its generations.
+* **Without the compiled functions**, both ways exist on x86-64 only, where loads are
+  executed in order. A lock acquired between the bytes and the generations is a full
+  fence there.
 
-**Which process is read.** Only the process that the lane has met has the cookie, at its
-address, and a process that has ended does not come back. So if the cookie, which comes
-last, is right, then all calls of the batch have read that process.
+**Which process is read.** Only the process that the lane has met has the cookie at that
+address, and a process that has ended does not come back. So if the cookie, which is
+read last, is right, all calls of the batch have read that process.
 
-**Which memory is read.** Mapped, each address lies in a tensor of the window, and the
-tensor in a mapping whose size is sealed (:mod:`kvwire_local.templates`). Addresses of
-another process are resolved in that process only; a wrong one gives EFAULT.
+**Which memory is read.** If the window is mapped, each address lies in one of its
+tensors, and the tensor lies in a mapping whose size is sealed
+(:mod:`kvwire_local.templates`). Another process's addresses are resolved in that
+process only; a wrong one gives EFAULT.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ from kvwire_local.templates import (
     checked_table,
 )
 
-# Whoever keeps the GIL for so many bytes takes some 50 us from other threads. Releasing
-# it may take the switch interval of another thread from this one, 5 ms.
+# Copying this many bytes with the GIL held takes some 50 us from other threads.
+# Releasing it may cost this thread another thread's switch interval, 5 ms.
 HELD_BYTES: Final = 512 * KIB
-# `kvwire_process` of _copy.c.
+# The struct `kvwire_process` of _copy.c.
 _PROCESS: Final = struct.Struct("=2Q16s")
 
-# The window, the offsets, the tickets, and what has landed.
+# Arguments: the window, the offsets, the tickets, and the result.
 _KINDS: Final = (
     *(ctypes.c_void_p,) * 3,
     *(ctypes.c_uint64,) * 2,
@@ -90,29 +91,29 @@ process_compiled: CompiledFunction | None = compiled_function(
     "kvwire_read_process", *_KINDS, ctypes.c_void_p, result=ctypes.c_int
 )
 MappedArena = tuple[int, SharedMapping]
-"""The address of an arena at its owner, and its mapping here."""
+"""An arena's address at its owner, and its mapping here."""
 
 
 class WindowBlocks(ABC):
     """Reads the blocks of a window."""
 
     way: str
-    """The name of the way in reports."""
+    """The name of this way of reading, for reports."""
     turn_bytes: int
-    """The most bytes that take about 2 ms."""
+    """The most bytes that take no more than about 2 ms."""
     immediate: bool = True
-    """Whether ``read`` returns bits, and not a future."""
+    """Whether ``read`` returns bits instead of a future."""
     memory_kind: MemoryKind = MemoryKind.HOST
-    """The kind of memory of the window, and of the memory that it is read into."""
+    """The kind of memory of the window, and of the destinations."""
     quiet: asyncio.Future[None] | None = None
-    """After ``close``: done once all of it is released; None if it is."""
+    """After ``close``: done once everything is released; None if that is so already."""
 
     @abstractmethod
     def read(self, batch: BlockRead) -> Bits | asyncio.Future[Bits]:
         """Read blocks, and return which have landed.
 
         Raises:
-            ConnectionLost: The owner has gone.
+            ConnectionLost: The owner is gone.
         """
 
     @property
@@ -134,12 +135,12 @@ class MappedBlocks(WindowBlocks):
 
     Args:
         memory: The window.
-        arenas: The arenas that it may lie in.
+        arenas: The arenas that may contain it.
         pid: The owner's process; 0 if it is not visible from here.
 
     Raises:
-        BackendUnavailable: A tensor or the table lies in none of the arenas.
-        ProtocolError: The owner would not have such tensors or such a table.
+        BackendUnavailable: A tensor or the table is in none of the arenas.
+        ProtocolError: A correct owner would not have such tensors or such a table.
     """
 
     way = "mapped"
@@ -160,7 +161,7 @@ class MappedBlocks(WindowBlocks):
             memoryview((ctypes.c_char * (end - first)).from_address(table)), np.uint64
         )
         self._spans = spans
-        # They stay mapped as long as this is referenced, by a running read too.
+        # They stay mapped as long as they are referenced, also by a running read.
         self._arenas = arenas
         self._process = _process_descriptor(pid)
 
@@ -218,7 +219,7 @@ class MappedBlocks(WindowBlocks):
 
 
 class ProcessBlocks(WindowBlocks):
-    """A window in the ordinary memory of its owner.
+    """A window in its owner's ordinary memory.
 
     Args:
         memory: The window.
@@ -226,7 +227,7 @@ class ProcessBlocks(WindowBlocks):
 
     Raises:
         BackendUnavailable: This process may not read that one.
-        ProtocolError: The owner would not have such tensors or such a table.
+        ProtocolError: A correct owner would not have such tensors or such a table.
     """
 
     way = "process_vm_readv"
@@ -263,7 +264,7 @@ class ProcessBlocks(WindowBlocks):
         landed = template.inside(batch)
         if self._read_chosen(template, batch, landed):
             return landed
-        # Some of the memory is not there. Read each block by itself.
+        # Some of the memory does not exist. Read each block separately.
         for block in np.flatnonzero(landed).tolist():
             alone = np.zeros_like(landed)
             alone[block] = True
@@ -278,7 +279,7 @@ class ProcessBlocks(WindowBlocks):
     ) -> bool:
         """Read the chosen blocks; those that have landed remain chosen.
 
-        Returns False if some of the memory is not there.
+        Returns False if some of the memory does not exist.
         """
         origin, target = template.addresses(batch, chosen)
         entries = batch.entries[chosen] * np.uint64(ENTRY_BYTES)
@@ -314,7 +315,7 @@ class ProcessBlocks(WindowBlocks):
         return True
 
     def _look_again(self, batch: BlockRead, chosen: Bits, found: Array) -> None:
-        """Keep the blocks whose generation, when read, equals the ticket's."""
+        """Keep the blocks whose generation, as it was read, equals the ticket's."""
         chosen[chosen] = found == batch.generations[chosen]
 
 
@@ -322,7 +323,7 @@ _fence: Final = threading.Lock()
 
 
 def _shift(span: Span, arenas: Sequence[MappedArena]) -> int:
-    """Return the offset from the owner's addresses of a span to local ones.
+    """Return the offset that converts the owner's addresses of a span to local ones.
 
     Raises:
         BackendUnavailable: No arena contains it.
@@ -348,7 +349,7 @@ def _arena_of(span: Span, arenas: Sequence[MappedArena]) -> MappedArena:
 
 
 def _process_descriptor(pid: int) -> int:
-    """Return a descriptor that is readable once a process has ended; -1 for none."""
+    """Return a descriptor that becomes readable when a process ends, or -1."""
     try:
         return os.pidfd_open(pid) if pid > 0 else -1
     except OSError:

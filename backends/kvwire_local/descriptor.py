@@ -1,10 +1,10 @@
 """Descriptors: a payload's place in memory, in at most ``DESCRIPTOR_BYTES_MAX`` bytes.
 
-The fragments of a KV cache's payload nearly all have one length: only the first and the
-last are cut shorter by the chunk's borders. So a descriptor is a head of 32 bytes and a
-table with 4 bytes for each fragment: its distance from the lowest one, in units of the
-largest power of two that divides all distances. Fragments of various lengths take 4
-more bytes each. A payload of 1 MiB in fragments of 512 bytes takes 8 KiB.
+In a payload of a KV cache nearly all fragments have the same length: only the first and
+the last are shortened by the chunk's borders. So a descriptor is a head of 32 bytes and
+a table with 4 bytes per fragment: its distance from the lowest fragment, in units of
+the largest power of two that divides all distances. If the lengths vary, each fragment
+takes 4 more bytes. A payload of 1 MiB in fragments of 512 bytes takes 8 KiB.
 
 ========= ===== ======================================================================
 kind      u8    LATER (nothing follows), MEMORY (of the sender), ARENA (shared by it)
@@ -43,7 +43,7 @@ _TABLE: Final = np.dtype("<u4")
 
 
 class PlaceKind(enum.IntEnum):
-    """The kinds of memory for a payload."""
+    """The kinds of memory that can contain a payload."""
 
     LATER = 0
     MEMORY = 1
@@ -56,7 +56,7 @@ class DescribedPlace:
 
     Attributes:
         kind: The kind of memory.
-        arena: For ARENA, the number of the sender's arena.
+        arena: For ARENA, the sender's number of the arena.
         fragments: The payload's pieces: addresses of the sender, or offsets in the
             arena. None for LATER: another descriptor follows on the socket.
     """
@@ -108,7 +108,7 @@ def decode(descriptor: bytes, nbytes: int) -> DescribedPlace:
     """Decode a peer's descriptor of a payload of ``nbytes`` bytes.
 
     Raises:
-        ProtocolError: The peer's lane would not make such a descriptor.
+        ProtocolError: A correct lane would not make such a descriptor.
     """
     if descriptor == LATER:
         return DescribedPlace(PlaceKind.LATER)
@@ -146,7 +146,7 @@ def _piece(descriptor: bytes, nbytes: int) -> Fragments:
     """Decode a descriptor of one fragment; NumPy would take longer than the copy."""
     _, form, _, _, base, _, first, middle, last = _HEAD.unpack_from(descriptor)
     if form or descriptor[_HEAD.size :] != bytes(4) or not first == middle == last:
-        raise _refused("one fragment that is not told as one")
+        raise _refused("a single fragment in the form for several")
     if first != nbytes:
         raise _refused(f"fragments of {first} bytes, not of {nbytes}")
     if base + nbytes >= _ADDRESS_MAX:

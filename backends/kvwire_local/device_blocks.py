@@ -1,32 +1,34 @@
 """Reads the blocks of a window in a device's memory, from one process to another.
 
-The owner names the allocations in which the window lies, by a handle for each (CUDA
-IPC). The reader opens them on the device of its own cache, copies pieces from device to
-device, and looks at the generations, which are in host memory::
+The owner describes the allocations that contain the window, with a handle for each
+(CUDA IPC). The reader opens them on the device of its own cache, copies pieces from
+device to device, and then reads the generations, which are in host memory::
 
     pieces copied, on a stream of ours      the device
     its event has fired                     a thread has slept on it
     generations, then the cookie            one process_vm_readv
 
-**Why no torn block is reported.** The event fires when every load of the copy is over.
-Only then are the generations read. The owner withdraws with a store and a full fence,
-before it queues a kernel that writes. So if a load has seen a byte of such a kernel,
-then the new generation was visible when that load was over, and the look finds it. A
-kernel does not see bytes from before its start in a cache of its own: caches of
-processors are emptied when it starts, and others are coherent. Bytes that are offered
-must have been written by kernels that are over, which ``Window.offer`` demands.
+**Why no torn block is reported.** The event fires when every load of the copy has
+completed. Only then are the generations read. The owner withdraws with a store and a
+full fence, before it queues a kernel that writes. So if a load has seen a byte that
+such a kernel wrote, the new generation was visible when that load completed, and the
+reader finds it. A kernel does not see bytes from before its start in a private cache:
+the processors' own caches are invalidated when it starts, and the other caches are
+coherent. Offered bytes must have been written by kernels that have ended, which
+``Window.offer`` requires.
 
-**Which process is read.** The cookie is read behind the generations. The kernel takes a
-process's address space away before it closes its descriptors, and with these the
-driver's. So if the cookie was there, then the owner's allocations were there during the
-whole copy. This is why such a window needs ``process_vm_readv``, and no mapped table.
+**Which process is read.** The cookie is read after the generations. When a process
+ends, the kernel removes its address space before it closes its descriptors, among them
+the driver's. So if the cookie was still there, the owner's allocations existed during
+the whole copy. This is why such a window needs ``process_vm_readv`` instead of a mapped
+table.
 
 **Which memory is read.** A piece is read only within its tensor, and a tensor only
 within an allocation whose size this process's own driver reports.
 
-**What CUDA does not define.** The owner's memory may go while a copy reads it: its
-process dies, or frees it before ``Window.close`` has returned. Drivers keep memory
-that another process has open; no document promises it.
+**What CUDA leaves undefined.** The owner's memory may disappear while a copy reads it,
+because its process dies, or frees the memory before ``Window.close`` has returned.
+Drivers keep memory that another process has open, but no document promises that.
 """
 
 from __future__ import annotations
@@ -57,17 +59,17 @@ from kvwire_local.descriptor import RULE
 from kvwire_local.peer import PeerMemory
 from kvwire_local.templates import Span, WindowTemplates, checked_spans, checked_table
 
-# The kind of memory, and how many allocations follow.
+# The kind of memory, and the number of allocations that follow.
 _HEAD: Final = struct.Struct("<II")
 # An allocation's address at its owner, and its handle.
 _ALLOCATION: Final = struct.Struct(f"<Q{HANDLE_BYTES}s")
 _KINDS: Final = {1: MemoryKind.CUDA, 2: MemoryKind.SIMULATED}
 _CODES: Final = {kind: code for code, kind in _KINDS.items()}
 ALLOCATIONS_MAX: Final = 256
-"""The most allocations in which a window may lie."""
+"""The most allocations that may contain a window."""
 _NOTHING: Final = np.empty(0, np.uint64)
 Handle = tuple[int, bytes]
-"""The address of an allocation at its owner, and its handle."""
+"""An allocation's address at its owner, and its handle."""
 
 
 def shared_allocations(memory: WindowMemory) -> bytes:
@@ -82,7 +84,7 @@ def shared_allocations(memory: WindowMemory) -> bytes:
     found: list[Handle] = []
     end = 0
     for first, behind in checked_spans(memory.spans):
-        # Tensors that touch are one span, and may lie in several allocations.
+        # Adjacent tensors form one span, which may lie in several allocations.
         while (begin := max(first, end)) < behind:
             allocation = ops.share(begin)
             end = allocation.address + allocation.nbytes
@@ -100,7 +102,7 @@ def read_allocations(body: bytes) -> tuple[MemoryKind, list[Handle]]:
     """Decode the result of the peer's :func:`shared_allocations`.
 
     Raises:
-        ProtocolError: It would not return that.
+        ProtocolError: A correct peer would not return that.
     """
     if len(body) >= _HEAD.size:
         code, count = _HEAD.unpack_from(body)
@@ -115,15 +117,16 @@ def read_allocations(body: bytes) -> tuple[MemoryKind, list[Handle]]:
 
 
 class DeviceBlocks(WindowBlocks):
-    """A window in the memory of a device.
+    """A window in device memory.
 
     Args:
         memory: The window.
-        body: Its allocations, from the peer.
+        body: Its allocations, as the peer has described them.
         peer: The owner's process.
 
     Raises:
-        BackendUnavailable: This process may not read that one.
+        ProtocolError: A correct owner would not have such tensors, table or
+            allocations.
         ProtocolError: The owner would not have such tensors, table or allocations.
     """
 
@@ -156,7 +159,7 @@ class DeviceBlocks(WindowBlocks):
     async def _read(self, batch: BlockRead) -> Bits:
         """Copy the bytes, then compare the generations.
 
-        Cancel safety: a copy that was queued goes on, and ``busy`` reports it.
+        Cancel safety: a queued copy continues, and ``busy`` reports it.
         """
         device = batch.device
         if device is None or device.kind is not self.memory_kind:
@@ -209,7 +212,7 @@ class DeviceBlocks(WindowBlocks):
         """Queue the copy of pieces; return a future for its end.
 
         Raises:
-            DeviceFailed: The device does no work any more.
+            DeviceFailed: The device has failed.
         """
         over: asyncio.Future[None] = self._loop.create_future()
 
@@ -221,7 +224,7 @@ class DeviceBlocks(WindowBlocks):
                 over.set_exception(_failed(window.device, error))
             self._release()
 
-        # Of the peer's pieces too, which the device only reads.
+        # This includes the peer's pieces, which the device only reads.
         pieces = partial(
             Fragments.uniform,
             length=batch.run,
@@ -260,7 +263,7 @@ class DeviceBlocks(WindowBlocks):
     def _close_windows(self, windows: list[DeviceWindow]) -> None:
         for window in windows:
             window.close()
-        # Nobody waits on a closed loop.
+        # No waiter is left on a closed loop.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._quiet)
 
@@ -272,16 +275,16 @@ class DeviceBlocks(WindowBlocks):
 class DeviceWindow:
     """A window's allocations, open on one device of this process.
 
-    It is made on a thread, since the driver may wait for the device.
+    It is created on a thread, since the driver may wait for the device.
 
     Attributes:
         device: The device.
-        templates: Where its pieces lie here.
-        moves: Copies them.
+        templates: The local places of its pieces.
+        moves: Copies the pieces.
 
     Raises:
-        BackendUnavailable: An allocation cannot be opened there, or a tensor lies in
-            none.
+        BackendUnavailable: An allocation cannot be opened there, or no allocation
+            contains a tensor.
     """
 
     def __init__(
@@ -308,7 +311,7 @@ class DeviceWindow:
             raise
 
     def close(self) -> None:
-        """Close the allocations, which nothing may be reading. May wait."""
+        """Close the allocations, which nothing reads any more; may wait."""
         if hasattr(self, "moves"):
             self.moves.close()
         for allocation in self._allocations:
@@ -321,7 +324,7 @@ def _cut(
     """Return the parts of spans within allocations, with their local offsets.
 
     Raises:
-        BackendUnavailable: A part of a span lies in no allocation.
+        BackendUnavailable: No allocation contains a part of a span.
     """
     parts: list[Span] = []
     shifts: list[int] = []

@@ -2,36 +2,35 @@
 
 No payload is sent. A descriptor names the payload's place, and the receiver copies it
 from there, once, to its destination: with ``process_vm_readv`` from the sender's
-address space ("cma"), or from an arena of the sender that is mapped here ("arena").
-Beside the lane there is a Unix socket on which the receiver reports the payloads it has
-read (:mod:`kvwire_local.wire`)::
+address space ("cma"), or from a sender's arena that is mapped here ("arena"). Beside
+the lane there is a Unix socket on which the receiver reports the payloads it has read
+(:mod:`kvwire_local.wire`)::
 
     made --join()--> WAITING --the two have met--> UP --close(), all read--> ENDED
                      (server only: places          --abort(), peer gone-->
                       of payloads follow)
 
-**Whose memory it is.** A payload is released, by ``payload_sent``, when the peer has
-reported that it has read it. That leaves one race: this side ends its lane while the
-peer is in the middle of reading, and the owner reuses the memory at once. The peer
-cannot be stopped, and need not be waited for. It is made to notice:
+**When memory is released.** ``payload_sent`` releases a payload when the peer has
+reported that it has read it. One race remains: this side ends its lane while the peer
+is still reading, and the owner reuses the memory at once. The peer cannot be stopped,
+and this side does not wait for it. Instead, the peer is made to detect it:
 
 * the sender shuts its end of the socket down *before* it calls ``lane_closed``;
 * the receiver reads a batch of payloads, *then* asks the kernel whether the other end
   of the socket is still open, and reports the batch as received only if it is.
 
 Why no torn payload can be reported: both sides access the receiver's end of the socket
-under its lock, in the kernel (``unix_shutdown`` and ``unix_stream_recvmsg`` of Linux
-take ``unix_state_lock``). Suppose the receiver found the socket open. Then its critical
-section came first. Its loads of the payload come before its release of the lock; that
-comes before the sender's acquisition of the lock; and that comes before the sender's
-next store to the memory. So every byte was loaded before it could be overwritten, on
-any processor. This is a sequence lock whose counter is a socket. It also detects a
-process that has died: the kernel takes away the process's memory before it closes the
-sockets.
+under its lock in the kernel (Linux takes ``unix_state_lock`` in ``unix_shutdown`` and
+``unix_stream_recvmsg``). Suppose the receiver found the socket open. Then its critical
+section came first. Its loads of the payload precede its release of the lock; that
+precedes the sender's acquisition of the lock; and that precedes the sender's next store
+to the memory. So every byte was loaded before it could be overwritten, on any
+processor. This is a sequence lock whose counter is a socket. It also detects a process
+that has died: the kernel removes the process's memory before it closes the sockets.
 
-**Which process is read.** Addresses in descriptors come from the peer, and are used in
-nothing but ``process_vm_readv`` on the peer. The pid comes from the kernel, and a
-cookie in the peer's memory is read again after each batch, since a pid may be reused.
+**Which process is read.** The addresses in descriptors come from the peer, and are used
+only with ``process_vm_readv`` on the peer. The pid comes from the kernel, and a cookie
+in the peer's memory is read again after each batch, since a pid may be reused.
 """
 
 from __future__ import annotations
@@ -64,21 +63,22 @@ class LocalLane(Lane):
     """One endpoint of a lane.
 
     Args:
-        context: The lane's parameters. Settings: ``way`` is how this side reads the
-            other (auto, cma, arena); for ``tracer`` (one, none, any) see
+        context: The lane's parameters. Settings: ``way`` is the method by which this
+            side reads the other (auto, cma, arena); for ``tracer`` (one, none, any) see
             :mod:`kvwire_local.tracer_slot`.
 
     Raises:
         BackendUnavailable: /proc does not identify this host.
     """
 
-    # On a lane a payload costs some 140 more Python calls on both sides, to announce,
-    # read and acknowledge it. In that time the socket copies this many bytes twice.
+    # A payload on a lane costs some 140 more Python calls on both sides together, to
+    # announce, read and acknowledge it. In that time the socket copies this many bytes
+    # twice.
     bytes_min = 128 * KIB
     intact = True
     span_bytes = SPAN_BYTES_MAX
     # Two spans: the reader never waits for the round trip of an acknowledgement, and
-    # urgent payload waits for no more than these.
+    # urgent payload waits for at most these two.
     window_bytes = 2 * SPAN_BYTES_MAX
     reads_windows = True
     reads_device_windows = True
@@ -99,9 +99,10 @@ class LocalLane(Lane):
         self._incoming = ReceivedPayloads()
         self._exposed = ExposedWindows(context.windows)
         self._opened = OpenedWindows(context.windows)
-        # A flush left bytes; lane_writable is due when they are gone.
+        # Whether a flush left bytes, so that lane_writable is due when they are gone.
         self._kept = False
-        # No callback may come from inside another, although each may call flush.
+        # Set while callbacks run: no callback may come from inside another, although
+        # each may call flush.
         self._moving = False
         self._scheduled = False
         self._closing = False
@@ -233,7 +234,7 @@ class LocalLane(Lane):
     # --- the loop's turns -------------------------------------------------------------
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Run some work; an exception in it ends the lane."""
+        """Run a function; an exception in it ends the lane."""
         if self._ended or self._moving:
             return
         self._moving = True
@@ -247,7 +248,7 @@ class LocalLane(Lane):
             self._moving = False
 
     def _move(self) -> None:
-        """Read a batch, and report it if the peer was present all the time."""
+        """Read a batch, and report it if the peer was there all the time."""
         self._scheduled = False
         whole = self._incoming.read()
         if not whole:
@@ -309,7 +310,7 @@ class LocalLane(Lane):
             handler.lane_writable(self)
 
     def _go_on(self) -> None:
-        """Schedule further work: a batch, records that wait for room, or the end."""
+        """Schedule the next step: a batch, records that wait for room, or the end."""
         wire = self._wire
         if wire is not None:
             if self._incoming.can_read and not self._scheduled:
@@ -337,7 +338,7 @@ class LocalLane(Lane):
             self._loop.remove_reader(self._wire.fileno())
             self._loop.remove_writer(self._wire.fileno())
             peer_left = self._wire.peer_left()
-            # From here on the peer reports no further payload as received.
+            # Afterwards the peer reports no further payload as received.
             self._wire.close()
             self._opened.close(peer_left=peer_left)
         self._outgoing.close()

@@ -1,8 +1,9 @@
 """The peer process, and the ways to read its memory.
 
-Its pid comes from the kernel. A cookie shows that the pid still names the same process
-as when the lane came up: 16 bytes derived from the lane's secret, at an address that
-the peer has sent. Another process that gets the pid later does not have them there.
+Its pid comes from the kernel. A cookie shows that the pid still belongs to the process
+that opened the lane: 16 bytes derived from the lane's secret, at an address that the
+peer has sent. Another process that gets the same pid later does not have these bytes at
+that address.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class PeerMemory:
 
         Raises:
             ProtocolError: Its number is not the next one, or its descriptor is not
-                sealed as an arena's is, so that pages could vanish while they are read.
+                sealed like an arena's, so pages could vanish while they are read.
             OSError: It cannot be mapped.
         """
         try:
@@ -88,7 +89,7 @@ class PeerMemory:
         """Return an arena that the peer has shared.
 
         Raises:
-            ProtocolError: It has shared no such arena.
+            ProtocolError: It has not shared such an arena.
         """
         if number >= len(self._arenas):
             raise ProtocolError(RULE, f"local: arena {number} has not been shared")

@@ -1,4 +1,4 @@
-"""The payloads that a lane receives: read from the peer in their descriptors' order.
+"""The payloads that a lane receives: read from the peer in descriptor order.
 
 Payloads are read in batches of about a millisecond, so that the loop can run other
 tasks. A batch counts only if the peer was still there after it (see
@@ -21,12 +21,12 @@ from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind, decode
 from kvwire_local.peer import PeerMemory, PeerRead
 
 # Reading blocks the loop. A limit of bytes alone would not bound the time: fragments of
-# 256 bytes are read at a twentieth of the rate of 1 MiB.
-# 256 bytes are read at a twentieth of the rate of 1 MiB.
+# 256 bytes are read at a twentieth of the rate of 1 MiB fragments. 256 bytes are read
+# at a twentieth of the rate of 1 MiB.
 _BATCH_S: Final = 0.001
-# Bytes between two looks at the clock. With long fragments, a whole span is one step,
-# since it takes less than a batch. A step costs about 20 us, and after it the
-# processor's caches no longer have this code.
+# The bytes between two checks of the clock. With long fragments, a whole span is one
+# step, since it takes less than a batch. A step costs about 20 us, and after it this
+# code is no longer in the processor's caches.
 _STEP_BYTES: Final = 1 * MIB
 _LONG_FRAGMENT_BYTES: Final = 64 * KIB
 
@@ -46,7 +46,7 @@ class ReceivedPayloads:
         self.received_bytes = 0
         self.count = 0
         self._arrivals: deque[_Arrival] = deque()
-        # Descriptors that came on the socket, for arrivals whose own was LATER.
+        # Descriptors that came on the socket, for payloads announced with LATER.
         self._placed: deque[bytes] = deque()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The rendezvous of a lane's two sides: each finds its method to read the other.
+"""The rendezvous of a lane's two sides, in which each finds a method to read the other.
 
 The server listens on an abstract Unix socket whose name is derived from the lane's
 secret. The client connects, and three greetings go over the socket, each authenticated
@@ -14,8 +14,8 @@ with the secret::
       greeting: how I read you             ->
 
 Each side permits the other before the other tries to read, as Yama's scope 1 requires.
-When the client's join returns, the client knows everything, and the last greeting is in
-the server's socket.
+When the client's join returns, the client has all greetings, and the last one for the
+server is in the server's socket.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from kvwire_local.shared_arenas import ReadMethod
 from kvwire_local.tracer_slot import TracerSlot
 from kvwire_local.wire import PeerProcess, peer_process
 
-# The address of the cookie, and how this side reads the other one.
+# The address of the cookie, and the method by which this side reads the other.
 _GREETING: Final = struct.Struct("<QQ")
 _PROOF_BYTES: Final = hashlib.sha256().digest_size
 _GREETING_BYTES: Final = _GREETING.size + _PROOF_BYTES
 _COOKIE_BYTES: Final = 16
 # Other processes of this host may connect as well. They are served one after the other,
-# and none for longer than this.
+# each for a limited time.
 _BACKLOG: Final = 8
 _STRANGER_S: Final = LANE_TIMEOUT_S / 2
 
@@ -80,14 +80,14 @@ class Rendezvous:
         self.description = "not up"
         self._refusal = ""
         self._permitted: list[int] = []
-        # Its address does not change as long as this object lives.
+        # Its address does not change while this object exists.
         self._cookie = np.frombuffer(bytearray(self._cookie_of(role)), np.uint8)
 
     def listen(self) -> socket.socket:
         """Open the server's socket, to which the client will connect.
 
         Raises:
-            BackendUnavailable: There can be no such socket here.
+            BackendUnavailable: Such a socket cannot be created here.
         """
         sock = _socket()
         try:
@@ -140,7 +140,7 @@ class Rendezvous:
         if not reads or not is_read:
             sock.close()
             raise BackendUnavailable(
-                "local: way=cma is asked for, and "
+                "local: way=cma is configured, but "
                 + ("the server cannot read this process" if reads else self._refusal)
             )
         return RendezvousResult(sock, peer, is_read)
@@ -158,7 +158,9 @@ class Rendezvous:
         await self._greet(sock, reads)
         _, is_read = await self._greeting(sock)
         if not reads or not is_read:
-            raise BackendUnavailable(f"local: not in both directions: {reads!r}")
+            raise BackendUnavailable(
+                f"local: a side reads in an invalid way: {reads!r}"
+            )
         return RendezvousResult(sock, peer, is_read)
 
     def _permit(self, pid: int) -> None:
@@ -197,12 +199,16 @@ class Rendezvous:
         while len(greeting) < _GREETING_BYTES:
             more = await loop.sock_recv(sock, _GREETING_BYTES - len(greeting))
             if not more:
-                raise BackendUnavailable("local: the peer has left before it was up")
+                raise BackendUnavailable(
+                    "local: the peer has left before the lane was open"
+                )
             greeting += more
         said = greeting[: _GREETING.size]
         proof = greeting[_GREETING.size :]
         if not hmac.compare_digest(proof, self._proof(self._role.other, said)):
-            raise BackendUnavailable("local: whoever is there does not know the secret")
+            raise BackendUnavailable(
+                "local: the process that answered does not know the secret"
+            )
         address, methods = _GREETING.unpack(said)
         return address, ReadMethod(methods & (ReadMethod.MEMORY | ReadMethod.ARENA))
 
@@ -222,8 +228,9 @@ class Rendezvous:
 async def _accepted(listener: socket.socket) -> socket.socket:
     """Return the next connection to a listening socket.
 
-    asyncio's loop.sock_accept() accepts a connection for a waiter that was cancelled in
-    the same turn, fails with InvalidStateError, and leaves the socket open.
+    asyncio's loop.sock_accept() also accepts a connection for a waiter that was
+    cancelled in the same turn, then fails with InvalidStateError and leaves the socket
+    open.
 
     Cancel safety: safe, a connection that was not accepted waits in the socket.
     """
@@ -251,8 +258,8 @@ def _socket() -> socket.socket:
 
 # --- whether there can be a lane ------------------------------------------------------
 
-# The boot id is random and new with each boot of a kernel; all containers of a host
-# have the same. An abstract Unix socket is visible within one network namespace.
+# The boot id is random and changes with each boot of a kernel; it is the same in all
+# containers of a host. An abstract Unix socket is visible within one network namespace.
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")
 _MAGIC: Final = b"kvwlocl1"
@@ -271,14 +278,14 @@ class Host:
         """Return this process's host and namespace.
 
         Raises:
-            BackendUnavailable: /proc does not have them.
+            BackendUnavailable: /proc does not contain them.
         """
         try:
             boot_id = uuid.UUID(_BOOT_ID.read_text().strip()).bytes
             network = _NETWORK.stat().st_ino
         except (OSError, ValueError) as exc:
             raise BackendUnavailable(
-                f"local: /proc does not say on which host this is: {exc}"
+                f"local: /proc does not identify this host: {exc}"
             ) from exc
         return cls(boot_id, network)
 
@@ -295,8 +302,8 @@ class Host:
         """
         if len(bootstrap) != _BOOTSTRAP.size or bootstrap[:8] != _MAGIC:
             raise BackendUnavailable(
-                f"local: {bootstrap[:8]!r} of the peer is no bootstrap, which begins "
-                f"with {_MAGIC!r}; both sides need the same kvwire"
+                f"local: the peer's bootstrap begins with {bootstrap[:8]!r}, not with "
+                f"{_MAGIC!r}; both sides need the same kvwire"
             )
         _, boot_id, network = _BOOTSTRAP.unpack(bootstrap)
         return cls(boot_id, network)

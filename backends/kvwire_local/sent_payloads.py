@@ -1,15 +1,16 @@
-"""The payloads that a lane sends: they stay here until the peer has read them.
+"""The payloads that a lane has sent, kept until the peer has read them.
 
-Each payload gets a descriptor at once, by the first of these rules that applies:
+Each payload gets a descriptor at once, from the first of these rules that applies:
 
-1. Its fragments are long enough and lie in one arena that the peer can map: their
+1. If its fragments are long enough and lie in one arena that the peer can map: their
    offsets in the arena.
-2. They are long enough, and the peer can read this process: their addresses.
-3. It is gathered into the lane's staging ring: its place there.
-4. The ring is full, or the lane is not up here: LATER, and a descriptor follows on the
-   socket.
+2. If they are long enough, and the peer can read this process: their addresses.
+3. If there is room in the lane's staging ring, the payload is gathered into it: the
+   place in the ring.
+4. If the ring is full, or the lane is not open here yet: LATER, and the real descriptor
+   follows on the socket.
 
-Memory is released when the peer has read the payload, whatever the descriptor was.
+Memory is released when the peer has read the payload, whatever its descriptor was.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from kvwire_local.wire import LocalMessageType
 
 # Fragments of a few hundred bytes cost the reader more to look up than to copy, and
 # some peers cannot read this process at all. Such payloads are gathered into a ring of
-# shared memory, from which the peer reads each in one piece. Room is allocated in the
-# order of sending, and freed in that order.
+# shared memory, from which the peer reads each as one piece. Room is allocated in the
+# order of sending, and freed in the same order.
 
 # As much as a lane can have in flight, so that gathering need not wait for the reader;
-# half of a common third-level cache.
+# it is half of a typical third-level cache.
 STAGING_BYTES: Final = 2 * SPAN_BYTES_MAX
 
 
@@ -72,7 +73,7 @@ class Staging:
         self._rooms.popleft()
 
     def close(self) -> None:
-        """Unmap the ring; the peer keeps the pages it has mapped until it ends."""
+        """Unmap the ring; the peer keeps the pages that it has mapped until it ends."""
         self._view.release()
         self._rooms.clear()
         if self.arena is not None:
@@ -103,11 +104,11 @@ class Staging:
 # --- payloads -------------------------------------------------------------------------
 
 # A mean length of fragments, from the table in docs/howto/same-host.md. Below it,
-# gathering here and reading one piece there is faster than reading each in place. In GB
-# per second of the reader's processor time: 5.8 against 3.6 at 4 KiB, 5.2 against 4.8
-# at 8; at 16 it is 6.6 against 5.8, but then the writer spends time on gathering. In an
-# arena it is the same, where the reader would have to copy twice: 2.7 against 1.4 GB/s
-# at 4 KiB.
+# gathering here and reading one piece there is faster than reading each fragment in
+# place. In GB per second of the reader's processor time: 5.8 against 3.6 at 4 KiB, and
+# 5.2 against 4.8 at 8 KiB; at 16 KiB it is 6.6 against 5.8, but then the writer spends
+# time on gathering. The same holds for an arena, from which the reader would have to
+# copy twice: 2.7 against 1.4 GB/s at 4 KiB.
 _GATHER_BELOW_BYTES: Final = 8 * KIB
 _COUNT: Final = struct.Struct("<Q")
 
@@ -135,7 +136,7 @@ class SentPayloads:
         return len(self._unread)
 
     def come_up(self, arenas: SharedArenas) -> None:
-        """Start to send, on the socket on which these arenas are shared."""
+        """Start sending, over the socket on which these arenas are shared."""
         self._arenas = arenas
         self.place_later()
 
@@ -151,7 +152,7 @@ class SentPayloads:
         return descriptor
 
     def place_later(self) -> None:
-        """Send the peer the places of waiting payloads, as far as there is room."""
+        """Send the peer the places of waiting payloads, as long as there is room."""
         while self._later:
             descriptor = self._descriptor(self._later[0])
             if descriptor is None:
@@ -192,7 +193,7 @@ class SentPayloads:
         self._staging.close()
 
     def _descriptor(self, sent: _Sent) -> bytes | None:
-        """Place a payload and return its descriptor; None if it must wait."""
+        """Place a payload and return its descriptor; None if it has to wait."""
         arenas = self._arenas
         if arenas is None:
             return None
@@ -212,7 +213,7 @@ class SentPayloads:
         return encode_piece(PlaceKind.ARENA, arenas.share(arena), begin, nbytes)
 
     def _in_place(self, fragments: Fragments, arenas: SharedArenas) -> bytes | None:
-        """Return the descriptor of a payload to read in place, or None."""
+        """Return the descriptor for reading a payload in place, or None."""
         count = len(fragments)
         if count > 1 and fragments.nbytes < _GATHER_BELOW_BYTES * count:
             return None

@@ -24,27 +24,27 @@ class ReadMethod(enum.IntFlag):
 
 
 class SharedArenas:
-    """This side's arenas at the peer.
+    """The arenas of this side that the peer can map.
 
     Args:
         wire: The socket.
-        methods: How the peer can read this side.
+        methods: The methods by which the peer can read this side.
     """
 
     def __init__(self, wire: LocalWire, methods: ReadMethod) -> None:
         self.wire = wire
         self.methods = methods
-        # Numbers of the arenas that the peer has, by their serial numbers.
+        # The numbers of arenas that the peer has, by the arenas' serials.
         self._shared: dict[int, int] = {}
 
     def has_room_for(self, arena: Arena) -> bool:
-        """Return whether the peer has an arena or can still get it."""
+        """Return whether the peer has an arena, or can still get it."""
         if ReadMethod.ARENA not in self.methods:
             return False
         return arena.serial in self._shared or len(self._shared) < ARENAS_MAX
 
     def share(self, arena: Arena) -> int:
-        """Share an arena, unless the peer has it; return its number there."""
+        """Share an arena, unless the peer has it; return the peer's number for it."""
         number = self._shared.get(arena.serial)
         if number is None:
             number = len(self._shared)

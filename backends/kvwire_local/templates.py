@@ -1,7 +1,7 @@
-"""The pieces of a window's granules, with their bounds, made once for many batches.
+"""The pieces of a window's granules with their bounds, computed once for many batches.
 
-Addresses that the peer has sent are checked here: a piece is read only where its tensor
-is, and a tensor only where the caller has said that it may be.
+Addresses from the peer are checked here: a piece is read only inside its tensor, and a
+tensor only in the memory that the caller has allowed.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from kvwire.kv.fragments import Array
 from kvwire.memory.generations import ENTRY_BYTES
 from kvwire_local.descriptor import RULE
 
-# A window needs one for each group of blocks and each cache that it is read into.
+# A window needs one for each group of blocks and each cache into which it is read.
 _TEMPLATES_MAX: Final = 64
-# `kvwire_window` of _copy.c.
+# The struct `kvwire_window` of _copy.c.
 _WINDOW: Final = struct.Struct("=8Q")
-# No process has addresses beyond this, so that no sum of two overflows 64 bits.
+# No process has addresses beyond this, so the sum of two does not overflow 64 bits.
 _ADDRESS_MAX: Final = 2**63
 _WRAP: Final = 2**64
 
 Span = tuple[int, int]
-"""The first address of some memory, and the one behind its last."""
+"""The first address of some memory, and the address after its last byte."""
 
 
 class WindowTemplate:
-    """The pieces of a granule, and the tensors in which they may be moved.
+    """The pieces of a granule, and the tensors that may contain them.
 
     Attributes:
         packed: The template for the compiled functions.
-        pieces: The arrays that it was made for.
+        pieces: The arrays that it was computed for.
     """
 
     def __init__(self, batch: BlockRead, tensors: _Tensors) -> None:
         pieces = batch.pieces_from
         run = np.uint64(batch.run)
-        # The last tensor that does not begin behind the piece.
+        # For each piece, the last tensor that does not begin after it.
         index = tensors.first.searchsorted(pieces, "right") - 1
         first = tensors.first[index]
         end = tensors.end[index]
@@ -50,7 +50,7 @@ class WindowTemplate:
         self._origin: Array = pieces + tensors.shift[index]
         self._target: Array = batch.pieces_to
         self._low: Array = first + tensors.shift[index]
-        # In how many places of its tensor a piece may lie.
+        # The number of places in its tensor at which a piece may lie.
         self._room: Array = np.where(
             inside, end - first - run + np.uint64(1), np.uint64(0)
         )
@@ -67,7 +67,7 @@ class WindowTemplate:
         )
 
     def inside(self, batch: BlockRead) -> Bits:
-        """Return which blocks have an entry and are inside the tensors."""
+        """Return which blocks have an entry and lie inside the tensors."""
         inside = batch.entries < np.uint64(self._entries)
         places = batch.offsets_from[:, np.newaxis] + (self._origin - self._low)
         granules = np.logical_and.reduce(places < self._room, axis=1)
@@ -88,10 +88,10 @@ class WindowTemplates:
     """The templates of one window.
 
     Args:
-        spans: The tensors, at the owner; from :func:`checked_spans`.
-        shifts: What to add to an address of each, to read it.
-        table: Where the table of generations is read.
-        entries: Its entries.
+        spans: The owner's addresses of the tensors; from :func:`checked_spans`.
+        shifts: For each tensor, the offset to the address at which it is read.
+        table: The address at which the table of generations is read.
+        entries: The number of its entries.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class WindowTemplates:
         self._made: dict[tuple[int, int, int], WindowTemplate] = {}
 
     def of(self, batch: BlockRead) -> WindowTemplate:
-        """Return the template of a batch."""
+        """Return the template for a batch."""
         granules = batch.offsets_from.size
         assert batch.offsets_to.size == granules
         assert batch.generations.size == batch.entries.size
@@ -119,12 +119,12 @@ class WindowTemplates:
 
 
 class _Tensors:
-    """The tensors of a window as columns, in the order of their addresses."""
+    """A window's tensors as arrays, in the order of their addresses."""
 
     def __init__(
         self, spans: Sequence[Span], shifts: Sequence[int], table: int, entries: int
     ) -> None:
-        # Behind them one without memory, which an index of -1 finds.
+        # The last one has no memory; an index of -1 refers to it.
         columns = np.array(
             [(*span, shift % _WRAP) for span, shift in zip(spans, shifts, strict=True)]
             + [(_WRAP - 1, 0, 0)],
@@ -159,7 +159,7 @@ def checked_table(table: tuple[int, int]) -> Span:
     """Return the place of a peer's table of generations.
 
     Raises:
-        ProtocolError: It is no table of aligned 64-bit numbers.
+        ProtocolError: It is not a table of aligned 64-bit numbers.
     """
     ((first, end),) = checked_spans((table,))
     if first % ENTRY_BYTES or end % ENTRY_BYTES:
@@ -172,7 +172,7 @@ def checked_table(table: tuple[int, int]) -> Span:
 
 
 def arguments(batch: BlockRead) -> tuple[bytes, bytes, int, int, bytes, bytes, int]:
-    """Return a batch in the form of the compiled functions."""
+    """Return a batch as arguments of the compiled functions."""
     return (
         batch.offsets_from.tobytes(),
         batch.offsets_to.tobytes(),

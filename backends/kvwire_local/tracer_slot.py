@@ -1,17 +1,17 @@
-"""Permits a peer to read this process, if the Yama module restricts that.
+"""Permits a peer to read this process, if the Yama security module restricts that.
 
-With ``kernel.yama.ptrace_scope = 1``, the default of Debian and Ubuntu, a process can
-read another one of the same user only if that one has named it with
+With ``kernel.yama.ptrace_scope = 1``, the default on Debian and Ubuntu, a process can
+read another process of the same user only if that process has named it with
 ``prctl(PR_SET_PTRACER, pid)``. This permits more than reading: a process that may trace
-another controls it. And only one process can be named. So:
+another one controls it. Also, only one process can be named. Therefore:
 
-* By default one peer process at a time is named: the first one that comes, for as long
-  as it has a lane. Lanes of further peers use arenas, which need no permission; the
-  transport report mentions it.
-* With the setting ``tracer=none`` nobody is ever named. ``tracer=any`` lets all
+* By default one peer process at a time is named: the first one, for as long as it has a
+  lane. Lanes of further peers use arenas, which need no permission; the transport
+  report mentions it.
+* With the setting ``tracer=none``, no process is ever named. ``tracer=any`` lets all
   processes of this user read, as with scope 0.
 
-With scope 0 nobody has to be named. With 2 and 3 naming does not help.
+With scope 0 no process has to be named. With scopes 2 and 3 naming has no effect.
 
 https://docs.kernel.org/admin-guide/LSM/Yama.html
 """
@@ -41,7 +41,7 @@ class TracerSlot:
     ) -> None:
         self._name = name
         self._scope_file = scope_file
-        # How many lanes each named peer process has; at most one process is named.
+        # The number of lanes of each named peer process; at most one process is named.
         self._named: Counter[int] = Counter()
 
     @property
@@ -55,7 +55,7 @@ class TracerSlot:
     def permit(self, pid: int, choice: str) -> bool:
         """Let a peer process read this one; return whether it is named now.
 
-        Each success is undone by one :meth:`withdraw`.
+        Each success has to be undone by one call of :meth:`withdraw`.
         """
         if self.scope != _SCOPE_NAMED or choice == "none" or pid < 1:
             return False
@@ -68,7 +68,7 @@ class TracerSlot:
         return True
 
     def withdraw(self, pid: int, choice: str) -> None:
-        """End one lane's permission; the last end clears the tracer."""
+        """End one lane's permission; the last lane's end clears the tracer."""
         holder = pid if choice == "one" else _PR_SET_PTRACER_ANY
         self._named[holder] -= 1
         if self._named[holder] < 1:

@@ -1,15 +1,15 @@
-"""Windows of a lane: exposed windows of this side, and opened ones of the peer.
+"""A lane's windows: exposed windows of this side, and opened windows of the peer.
 
-An owner's description of a window is a number. How the window is read follows on the
-socket, because it depends on what only the socket shows (the peer's user, and how it
-can read this process), and because the descriptors of arenas travel there as well::
+An owner's description of a window is a number. The way to read it follows on the
+socket, because it depends on facts that only the socket shows (the peer's user, and how
+the peer can read this process), and because descriptors of arenas are sent there too::
 
     owner                                   reader
       expose(memory) -> number     ...        window(number, memory)
       ARENA, ARENA, WINDOW          ->        ready: the arenas are mapped
       conceal(memory): CONCEALED    ->        its readers end
 
-A record of a window: u32 number, u32 kind, and what belongs to the kind::
+A window's record: u32 number, u32 kind, and the data of that kind::
 
     ARENA    for each arena: u32 number, u32 zero, u64 its address at the owner
     MEMORY   nothing: the reader calls process_vm_readv
@@ -17,14 +17,14 @@ A record of a window: u32 number, u32 kind, and what belongs to the kind::
     REFUSED  the reason, in UTF-8
 
 **Who may read.** The reader of a window can read all of its arenas, or all of the
-process. With ``one_sided_windows = "user"`` the kernel must name the user of this
-process as the peer's (``SO_PEERCRED``); both sides ask. A user that this process's
-namespace does not know appears as user 65534, whoever it is, and is refused.
+process. With ``one_sided_windows = "user"``, the kernel must report this process's user
+as the peer's user (``SO_PEERCRED``); both sides check that. A user that is unknown in
+this process's namespace appears as user 65534, whichever user it is, and is refused.
 
 **After the end of a lane** a mapped window can still be read: its pages exist as long
 as they are mapped, and the owner renews the generations of blocks before it writes to
-them, whether there is a lane or not. A window in ordinary memory, or in that of a
-device, ends with its lane, whose cookie identifies the process.
+them, whether there is a lane or not. A window in ordinary memory, or in device memory,
+ends with its lane, whose cookie identifies the process.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from kvwire_local.wire import WINDOWS_MAX, LocalMessageType
 _NUMBER: Final = struct.Struct("<I")
 _HEAD: Final = struct.Struct("<II")
 _ARENA: Final = struct.Struct("<IIQ")
-# The kernel's default for users that a namespace does not know: `overflowuid`.
+# The kernel's default for users that are unknown in a namespace: `overflowuid`.
 _NOBODY: Final = 65534
 
 
@@ -89,7 +89,7 @@ class ExposedWindows:
         self._uid = -1
         self._numbers: dict[WindowMemory, int] = {}
         self._count = 0
-        # Those exposed before the two sides had met; None for one that is concealed.
+        # Windows exposed before the rendezvous; None for one that was concealed.
         self._early: dict[int, WindowMemory | None] = {}
 
     def come_up(self, arenas: SharedArenas, uid: int) -> None:
@@ -148,9 +148,9 @@ class ExposedWindows:
         if memory.device is not None:
             if ReadMethod.MEMORY not in arenas.methods:
                 raise BackendUnavailable(
-                    f"local: the peer cannot read this process, as it must to read the "
-                    f"generations of a window on {memory.device}: "
-                    f"docs/howto/same-host.md"
+                    "local: the peer cannot read this process, which is required to "
+                    f"read the generations of a window on {memory.device}: "
+                    "docs/howto/same-host.md"
                 )
             return _Kind.DEVICE, shared_allocations(memory)
         if ReadMethod.ARENA in arenas.methods:
@@ -169,7 +169,7 @@ class ExposedWindows:
 
 
 class OpenedWindows:
-    """The windows of the peer that this side reads.
+    """The peer's windows that this side reads.
 
     Args:
         allowed: The setting ``one_sided_windows``.
@@ -178,13 +178,13 @@ class OpenedWindows:
     def __init__(self, allowed: OneSidedWindows) -> None:
         self._allowed: OneSidedWindows = allowed
         self._peer: PeerMemory | None = None
-        # How each window of the peer is read, by number.
+        # The way to read each of the peer's windows, by number.
         self._ways: dict[int, tuple[_Kind, bytes]] = {}
         self._count = 0
         self._readers: weakref.WeakSet[LocalWindowReader] = weakref.WeakSet()
 
     def come_up(self, peer: PeerMemory) -> None:
-        """Use the memory of this peer process from now on."""
+        """Use this peer process's memory from now on."""
         self._peer = peer
 
     def open(self, description: bytes, memory: WindowMemory) -> LocalWindowReader:
@@ -192,7 +192,7 @@ class OpenedWindows:
 
         Raises:
             BackendUnavailable: It cannot or may not be read.
-            ProtocolError: The peer's lane would not make such a description.
+            ProtocolError: A correct lane would not make such a description.
         """
         _require_trust(self._allowed)
         reader = LocalWindowReader(_number(description), memory)
@@ -207,7 +207,7 @@ class OpenedWindows:
         """Handle the record of a window.
 
         Raises:
-            ProtocolError: The peer's lane would not send it.
+            ProtocolError: A correct lane would not send it.
         """
         if len(body) < _HEAD.size:
             raise ProtocolError(RULE, f"local: a window's record has {len(body)} bytes")
@@ -256,7 +256,7 @@ class OpenedWindows:
 
         Raises:
             BackendUnavailable: They cannot or may not be read.
-            ProtocolError: The peer's lane would not say this of them.
+            ProtocolError: A correct lane would not describe them like this.
         """
         peer = self._peer
         assert peer is not None, "records come from a peer"
@@ -279,21 +279,21 @@ class OpenedWindows:
 
 
 class LocalWindowReader(WindowReader):
-    """Reads a window of another process of this host.
+    """Reads a window of another process on this host.
 
     Attributes:
         number: The window's number on its lane.
         memory: The peer's addresses.
     """
 
-    # Once it is ready.
+    # Whether reads complete at once; known when the reader is ready.
     immediate = False
     way = "not ready"
 
     def __init__(self, number: int, memory: WindowMemory) -> None:
         self.number = number
         self.memory = memory
-        # None once they are closed; a device may then still be busy with the last ones.
+        # None once they are closed; a device may still be busy with the last ones.
         self._blocks: WindowBlocks | None = None
         self._last: WindowBlocks | None = None
         self._settled = asyncio.Event()
@@ -312,7 +312,7 @@ class LocalWindowReader(WindowReader):
         self._settled.set()
 
     def end(self, error: KVWireError) -> None:
-        """End reading, for this reason."""
+        """End reading for the given reason."""
         if self._error is None:
             self._error = error
         if self._blocks is not None:
@@ -333,7 +333,7 @@ class LocalWindowReader(WindowReader):
             raise self._error
 
     def read(self, batch: BlockRead) -> Bits | asyncio.Future[Bits]:
-        # A read on another thread needs them until it is over.
+        # A read on another thread needs them until it has ended.
         blocks = self._blocks
         if blocks is None:
             raise ConnectionLost(str(self._error or "local: the window is not ready"))
@@ -382,7 +382,7 @@ def _number(body: bytes) -> int:
     """Return the number of a window.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: The body is not a number.
     """
     if len(body) != _NUMBER.size:
         raise ProtocolError(RULE, f"local: {len(body)} bytes are not a window number")
@@ -398,7 +398,7 @@ def _require_trust(allowed: OneSidedWindows, uid: int | None = None) -> None:
         uid: The peer's user; None while it is not known.
 
     Raises:
-        BackendUnavailable: It allows none, or not for this user.
+        BackendUnavailable: The setting allows no windows, or not for this user.
     """
     if allowed == "off":
         raise BackendUnavailable(

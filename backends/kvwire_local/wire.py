@@ -1,14 +1,14 @@
-"""The Unix socket beside a lane: identity, read payloads, and arenas' descriptors.
+"""The Unix socket beside a lane: identity, reports of read payloads, and arenas.
 
-No payload passes through it. It exists because only the kernel can answer these
+No payload is sent over it. It exists because only the kernel can answer these
 questions:
 
-* Who is the peer? ``SO_PEERCRED`` gives the process at the other end, in our own pid
-  namespace, and its user, so that neither is ever taken from a peer.
-* Is the peer still there? Its end of the socket is shut down before its lane releases
-  any memory, and closed by the kernel when the process dies. That is read under the
-  same lock of the kernel under which it is done: see :meth:`LocalWire.hear`.
-* What is a descriptor of the peer's in this process? (``SCM_RIGHTS``)
+* Which process is the peer? ``SO_PEERCRED`` reports the process at the other end, in
+  our own pid namespace, and its user, so neither is ever taken from the peer's data.
+* Is the peer still there? The peer shuts down its end of the socket before its lane
+  releases any memory, and the kernel closes it when the process dies. We check that
+  under the same kernel lock under which it happens: see :meth:`LocalWire.hear`.
+* Which file in this process is a descriptor of the peer? (``SCM_RIGHTS``)
 
 Records are a head of 8 bytes and a body::
 
@@ -36,13 +36,13 @@ from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB, LANE_PAYLOADS_MAX
 from kvwire_local.descriptor import RULE
 
 _HEAD: Final = struct.Struct("<BxxxI")
-# `struct ucred`: pid, uid, gid.
+# The struct `ucred`: pid, uid, gid.
 _CREDENTIALS: Final = struct.Struct("iII")
 _READ_BYTES: Final = 64 * KIB
-# Records for every payload that may be in flight, twice over.
+# Enough for records of every payload that may be in flight, twice over.
 _HEARD_MAX: Final = 2 * LANE_PAYLOADS_MAX * (DESCRIPTOR_BYTES_MAX + _HEAD.size)
 ARENAS_MAX: Final = 64
-"""The most arenas one lane shares; payloads in others are read as ordinary memory."""
+"""The most arenas that a lane shares; others are read as ordinary memory."""
 WINDOWS_MAX: Final = 256
 """The most windows that one lane exposes at a time."""
 
@@ -83,11 +83,11 @@ class LocalWire:
 
     @property
     def has_unsaid(self) -> bool:
-        """Return whether records wait for room; then call ``say_rest``."""
+        """Return whether records wait for room; if so, call ``say_rest``."""
         return bool(self._unsaid)
 
     def say(self, kind: LocalMessageType, body: bytes, fd: int = -1) -> None:
-        """Send one record, now or when there is room; the order is kept."""
+        """Send one record, now or when there is room; records keep their order."""
         record = _HEAD.pack(kind, len(body)) + body
         if fd >= 0:
             # A duplicate, since the arena may be closed before there is room.
@@ -96,7 +96,7 @@ class LocalWire:
         self.say_rest()
 
     def say_rest(self) -> None:
-        """Send waiting records. If the peer has ended, only `hear` reports it."""
+        """Send waiting records. If the peer has ended, only `hear` reports that."""
         try:
             while self._unsaid:
                 record, fd = self._unsaid[0]
@@ -115,21 +115,21 @@ class LocalWire:
     def hear(self, *, all_of_it: bool = True) -> tuple[list[LocalMessage], bool]:
         """Return the peer's records, and whether it is still there.
 
-        "Still there" holds for a moment after everything that this thread has read so
+        "Still there" refers to a moment after everything that this thread has read so
         far. The kernel checks, under the lock of our end of the socket, whether that
         end was shut down; and the peer shuts it down under the same lock before it
-        reuses memory. So if the answer is yes, all bytes read before are those that
+        reuses memory. So if the answer is yes, all bytes read before are the bytes that
         were sent.
 
         A caller that has read no memory needs no such proof, and may clear
-        ``all_of_it``: that takes one system call, and the loop calls again if there is
-        more.
+        ``all_of_it``: this takes only one system call, and the loop calls again if
+        there is more.
         """
         there = self._receive(all_of_it=all_of_it)
         return list(self._records()), there
 
     def peer_left(self) -> bool:
-        """Return whether the other end is closed and all its records were received."""
+        """Return whether the other end is closed, and all its records were received."""
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -204,8 +204,8 @@ class PeerProcess:
     """The process at the other end of a socket, according to the kernel.
 
     Attributes:
-        pid: Its number here; 0 if it is not visible.
-        uid: Its user, as this process's user namespace names it.
+        pid: Its number in this process's namespace; 0 if it is not visible.
+        uid: Its user in this process's user namespace.
     """
 
     pid: int

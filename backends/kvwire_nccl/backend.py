@@ -18,8 +18,8 @@ from kvwire.types import MemoryKind
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.nccl import DEVICE, MOVE, START, Nccl
 
-# After every transport of host memory, so it must be asked for. Two processes on one
-# GPU cannot use it, and its kernels share the GPU with the model's.
+# After every transport for host memory, so it is used only on request. Two processes on
+# one GPU cannot use it, and its kernels share the GPU with the model's.
 _RANK = 90
 
 
@@ -41,7 +41,7 @@ class NcclBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Return whether NCCL can run here, by looking only; loads nothing."""
+        """Return whether NCCL can run here, without loading it."""
         missing = next((why for there, why in _NEEDS if not there()), "")
         if missing:
             return Availability(available=False, reason=missing, remedy=_remedy())

@@ -8,10 +8,10 @@
       +---- failed, ended, or too late at what is awaited -----> ENDING ---> QUIET
                                                                        quiet
 
-A pure state machine: its thread calls :meth:`DirectionState.step`, does what that
-returns, and reports the result. The time is an argument. Only proof that no memory is
-touched any more leads from ENDING to QUIET. A communicator that cannot give it stays in
-quarantine, and so does the memory of all its moves.
+It is a pure state machine: its thread calls :meth:`DirectionState.step`, executes the
+returned step, and reports the result. The time is an argument. Only a proof that no
+memory is touched any more leads from ENDING to QUIET. A communicator that cannot give
+this proof stays in quarantine, together with the memory of all its moves.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvwire.backend import Payload
 from kvwire.errors import ConnectionLost
 from kvwire.types import MemoryKind
 
-# Moves handed to the library at once: enough that the next is there when one is done,
-# and few enough that an abort has little to wait for.
+# The most moves handed to the library at once: enough that the next one is there when
+# one is done, and few enough that an abort has little to wait for.
 MOVES_MAX: Final = 8
 
 
@@ -46,10 +46,10 @@ class DirectionStep(enum.Enum):
     BEGIN = "begin"
     WATCH_START = "watch the start"
     MOVE = "hand over the next job"
-    WATCH = "watch the jobs under way"
-    WAIT = "wait until something is to do"
+    WATCH = "watch the running jobs"
+    WAIT = "wait for work"
     ABORT = "abort the communicator"
-    EXIT = "exit: it is over"
+    EXIT = "exit: the direction has ended"
 
 
 @dataclass(slots=True, eq=False)
@@ -66,14 +66,14 @@ class DirectionState:
     """Decides the next step of one direction."""
 
     start_timeout_s: float
-    # The most time until the next of the moves in progress is done.
+    # The most time until the next running move is done.
     move_timeout_s: float
     waiting: deque[PayloadMove] = field(default_factory=deque)
     moving: deque[PayloadMove] = field(default_factory=deque)
     stage: DirectionStage = DirectionStage.MADE
     error: Exception | None = None
     _closing: bool = False
-    # Whether the library has taken the last move that was handed over.
+    # Whether the library has accepted the last move that was handed over.
     _launched: bool = True
     _since: float = 0.0
 
@@ -85,7 +85,7 @@ class DirectionState:
             self.stage is DirectionStage.STARTING
             and now - self._since > self.start_timeout_s
         ):
-            self.fail(_late(f"did not come up within {self.start_timeout_s:g} s"))
+            self.fail(_late(f"did not open within {self.start_timeout_s:g} s"))
         waits = self.stage is DirectionStage.UP and bool(self.moving)
         if waits and now - self._since > self.move_timeout_s:
             self.fail(_late(f"moved nothing for {self.move_timeout_s:g} s"))
@@ -100,7 +100,7 @@ class DirectionState:
             self._since = now
 
     def up(self) -> None:
-        """Record that the direction is up."""
+        """Record that the direction is open."""
         if self.stage is DirectionStage.STARTING:
             self.stage = DirectionStage.UP
 

@@ -1,8 +1,8 @@
-"""The thread of one direction: executes its steps, and reports to the loop.
+"""The thread of one direction: it executes the steps, and reports to the loop.
 
 While moves are in progress the thread polls them at a bounded rate: NCCL has no call
-that waits for an operation, an error and a deadline at once. Otherwise it sleeps. A
-library call that hangs holds up this thread and nothing else.
+that waits for an operation, an error and a deadline at once. Otherwise it sleeps. If a
+library call hangs, it blocks only this thread.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from kvwire_nccl.nccl import MoveProgress, NcclMove, NcclPipe
 
 _log = logging.getLogger("kvwire.nccl")
 
-# Time between two polls of moves in progress. A chunk of 1 MiB takes about as long on
+# The time between two polls of running moves. A chunk of 1 MiB takes about as long on
 # PCIe 4; polling more often would only take the GIL from the loop.
 LOOK_S: Final = 0.0002
-# Time between two polls of a communicator that comes up, which takes 10 ms to seconds.
+# The time between two polls of a communicator that is connecting, which takes from 10
+# ms to seconds.
 START_LOOK_S: Final = 0.002
 
 
@@ -36,8 +37,8 @@ class Driver:
         call_soon: Schedules a call on the loop, from any thread; raises RuntimeError
             once the loop is closed.
         moved: Called on the loop with the moves that are done.
-        gone: Called on the loop, last of all, when no memory is touched any more, with
-            the error that ended the direction, or None.
+        gone: Called on the loop as the last callback, when no memory is touched any
+            more, with the error that ended the direction, or None.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Driver:
         self._state = state
         self._completions = CompletionQueue(call_soon, moved, lambda job: job.nbytes)
         self._tell_gone = gone
-        # Guards the state; notified when it has changed from outside.
+        # Guards the state; notified when another thread has changed it.
         self._changed = threading.Condition()
         self._moves: list[NcclMove] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -155,7 +156,7 @@ class Driver:
             self._changed.wait(seconds)
 
     def _quarantine(self, error: Exception) -> None:
-        """Keep the memory, because it may still be in use."""
+        """Keep the memory alive, because it may still be in use."""
         _log.error(
             "%s: the abort failed; its memory stays in quarantine",
             self._thread.name,

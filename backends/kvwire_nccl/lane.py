@@ -1,8 +1,8 @@
 """A lane of two directions, each with its own communicator and thread.
 
 Descriptors are empty: both sides queue the payloads of a direction in the same order.
-Payload that the library cannot move (host memory) ends the lane with the reason, and
-the core sends it by the control link, if that is allowed.
+If a payload is in memory that the library cannot move (host memory), the lane ends with
+this reason, and the core sends the payload by the control link if that is allowed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvwire_nccl.nccl import Nccl
 
 # --- bootstraps, which the endpoints exchange before anything is initialised ----------
 
-# Each names the library it has loaded, since NCCL refuses a peer of another version
-# only once both have begun, and not always with a clear reason. The bootstrap travels
-# in the authenticated handshake. The directions' names are secret: with one, anybody
-# could take the peer's place.
+# Each side names the library it has loaded, because NCCL refuses a peer with another
+# version only after both have begun, and not always with a clear reason. The bootstrap
+# travels in the authenticated handshake. The directions' names are secret: anybody who
+# knows one could take the peer's place.
 _MAGIC: Final = b"KVNCCL01"
 # magic, length of the library's name, lengths of the two directions' names
 _HEAD: Final = struct.Struct("<8sBHH")
@@ -39,7 +39,7 @@ _NAME_BYTES_MAX: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class NcclBootstrap:
-    """The information that one lane endpoint sends the other before they start."""
+    """The first message from one lane endpoint to the other."""
 
     library: str
     there: bytes = b""
@@ -69,12 +69,12 @@ class NcclBootstrap:
         if library > _LIBRARY_BYTES_MAX or max(there, back) > _NAME_BYTES_MAX:
             raise _unreadable("with names too long")
         if len(raw) != _HEAD.size + library + there + back:
-            raise _unreadable(f"of {len(raw)} bytes, which are not what it says")
+            raise _unreadable(f"of {len(raw)} bytes, which do not match its lengths")
         rest = raw[_HEAD.size :]
         try:
             name = rest[:library].decode()
         except UnicodeDecodeError:
-            raise _unreadable("with a name that is no text") from None
+            raise _unreadable("with a name that is not text") from None
         return cls(name, rest[library : library + there], rest[library + there :])
 
     def require_same_library(self, own: str) -> None:
@@ -96,8 +96,8 @@ def _unreadable(what: str) -> BackendUnavailable:
 
 _log = logging.getLogger("kvwire.nccl")
 
-# For each operation NCCL launches a kernel on both sides. That takes some 10 us, in
-# which the slowest link between two GPUs moves this much.
+# For each operation NCCL launches a kernel on both sides. The launch takes some 10 us,
+# in which the slowest link between two GPUs moves this much.
 _BYTES_MIN: Final = 64 * KIB
 _WINDOW_BYTES: Final = 16 * MIB
 
@@ -147,7 +147,7 @@ class NcclLane(Lane):
         return self._received_bytes
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """Start making the communicators, which come up in the background.
+        """Start creating the communicators, which connect in the background.
 
         Cancel safety: safe, it does not wait.
         """
@@ -219,7 +219,7 @@ class NcclLane(Lane):
         if self._outbound is None or self._inbound is None:
             self._end(None)
             return
-        # The peer may still announce payloads for us; they end when this endpoint ends.
+        # The peer may still announce payloads to us, which end when this endpoint ends.
         self._outbound.close()
         self._inbound.close()
 

@@ -1,16 +1,16 @@
 """NCCL by nccl4py: a non-blocking communicator of two ranks for each direction.
 
-A lane has one pipe for each direction. A single communicator would do its operations in
+A lane has one pipe per direction. A single communicator would execute its operations in
 one order on both sides, and neither side knows the other's order: each could wait in a
-send for the other's receive, for ever. Within one direction, the order is that of the
-descriptors.
+send for the other's receive, for ever. Within one direction, the order is the order of
+the descriptors.
 
-Written against nccl4py 0.6 and NCCL 2.28 to 2.30. docs/topics/gpu.md lists what of it
-has run on a GPU.
+Written for nccl4py 0.6 and NCCL 2.28 to 2.30. docs/topics/gpu.md lists the parts that
+have run on a GPU.
 
 A call on a non-blocking communicator may return before it is done. Until the
-communicator's state is "success" again, neither it nor its stream may be given anything
-else. So a move has two parts: the call and, once the state shows that it was taken, an
+communicator's state is "success" again, no other call may use it or its stream. So a
+move has two parts: the call and, once the state shows that NCCL has accepted it, an
 event behind it.
 """
 
@@ -27,11 +27,11 @@ from kvwire.memory.device.ops import DeviceArray, DeviceOps, Event, Stream
 from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device, MemoryKind
 
-# ncclResult_t in nccl.h.
+# The value of ncclResult_t for success, in nccl.h.
 _SUCCESS: Final = 0
 _IN_PROGRESS: Final = 7
-# Thread blocks of a communicator: two are enough for a PCIe or network link, and more
-# would be taken from the model.
+# The thread blocks of a communicator: two are enough for a PCIe or network link, and
+# more would be taken from the model.
 _CTAS_MAX: Final = 4
 
 DEVICE: Final = "device"
@@ -41,7 +41,7 @@ _DEFAULTS: Final = {
     DEVICE: "0",
     # A process's first communicator loads kernels and looks for networks.
     START: "20",
-    # Nothing moves for so long only if the peer is gone, which is usually noticed
+    # If nothing moves for this long, the peer is gone, which is usually detected
     # earlier.
     MOVE: "30",
 }
@@ -55,7 +55,7 @@ class MoveProgress(enum.Enum):
     """The progress of one move."""
 
     QUEUED = "queued"
-    """NCCL has not taken it yet; nothing else may be given to NCCL."""
+    """NCCL has not accepted it yet, and may be given nothing else."""
     LAUNCHED = "launched"
     DONE = "done"
 
@@ -64,10 +64,10 @@ class Nccl:
     """Makes the directions of lanes.
 
     Attributes:
-        version: Its name and version, which must be the same on both sides.
+        version: The library's name and version, which must be the same on both sides.
         kinds: The kinds of memory that it moves.
-        start_timeout_s: How long a direction may take to come up.
-        move_timeout_s: How long it may take until the next move in progress is done.
+        start_timeout_s: The time in which a direction has to connect.
+        move_timeout_s: The time in which the next running move has to complete.
 
     Raises:
         BackendUnavailable: NCCL, its library or the GPU is missing.
@@ -85,14 +85,14 @@ class Nccl:
         self.ops: DeviceOps = device_ops(Device(MemoryKind.CUDA, device))
 
     def name(self) -> bytes:
-        """Return a new name of a direction, with which both sides open it."""
+        """Return a new name for a direction, with which both sides open it."""
         try:
             return bytes(self.core.get_unique_id())
         except Exception as exc:
-            raise BackendUnavailable(f"NCCL gives no unique id: {exc}") from exc
+            raise BackendUnavailable(f"NCCL returns no unique id: {exc}") from exc
 
     def open(self, name: bytes, sends: bool) -> NcclPipe:
-        """Make one end of the named direction, without coming up yet."""
+        """Create one end of the named direction, without connecting yet."""
         try:
             unique_id = self.core.UniqueId.from_bytes(name)
         except Exception as exc:
@@ -113,15 +113,15 @@ def loaded_version(core: Any) -> str:
     """Return the version of libnccl, which torch may have loaded."""
     library = core.get_version().libnccl
     if library is None:
-        raise BackendUnavailable("no libnccl.so.2 is found")
+        raise BackendUnavailable("libnccl.so.2 was not found")
     return f"NCCL {library.version}"
 
 
 class NcclPipe:
     """One direction: sends, or receives, all of its payloads.
 
-    Only the direction's own thread calls these methods. They raise whatever NCCL
-    raises. Only :meth:`abort` waits for the peer.
+    Only the direction's own thread calls these methods. They pass on any exception of
+    NCCL. Only :meth:`abort` waits for the peer.
     """
 
     def __init__(self, library: Nccl, unique_id: Any, *, sends: bool) -> None:
@@ -145,11 +145,11 @@ class NcclPipe:
         self._comm.initialize(2, rank, self._unique_id, config)
 
     def taken(self) -> bool:
-        """Return whether it is up and has accepted the last call.
+        """Return whether it is connected and has accepted the last call.
 
         Raises:
-            MoveFailed: The communicator has failed; moves do not report that
-                themselves.
+            MoveFailed: The communicator has failed; the moves themselves do not report
+                that.
         """
         state = int(self._comm.get_async_error())
         if state not in (_SUCCESS, _IN_PROGRESS):
@@ -169,7 +169,7 @@ class NcclPipe:
         return move
 
     def abort(self) -> None:
-        """End it, finished or not; raise if that cannot be proved.
+        """End it, finished or not; raise if the end cannot be proved.
 
         Returns once nothing touches any memory, however long that takes.
         """

@@ -23,8 +23,8 @@ from kvwire_nixl.settings import parse
 
 _log: Final = logging.getLogger("kvwire.nixl")
 
-# After TCP, so it must be asked for. Its benefit depends on the plug-in and the fabric,
-# which cannot be known from the installation of NIXL.
+# After TCP, so it is used only on request. Its benefit depends on the plug-in and the
+# fabric, which the installation of NIXL does not show.
 _RANK: Final = 80
 
 
@@ -48,7 +48,7 @@ class NixlBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Return whether NIXL can run here, by looking only; loads nothing."""
+        """Return whether NIXL can run here, without loading it."""
         if not library.installed():
             return Availability(
                 available=False,

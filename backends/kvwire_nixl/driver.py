@@ -5,24 +5,24 @@
     waiting --post--> reading --all there--> read --word read, and alive--> reported
 
 *A sender may end its half at any time*, and reuse its memory at once. The reader cannot
-be stopped. It is made to notice: each half has a word in its memory that marks it as
-alive, and wipes that word *before* it ends. The reader reads payloads, *then* the word,
-and reports the payloads only if the word is intact: all of their bytes were read while
-the sender still kept them. This is a sequence lock over any fabric, and it also detects
-a peer that has died.
+be stopped. Instead, the reader is made to detect it: each half has a word in its memory
+that marks it as alive, and wipes that word *before* it ends. The reader reads payloads,
+*then* the word, and reports the payloads only if the word is intact: in that case all
+of their bytes were read while the sender still kept them. This is a sequence lock over
+any fabric, and it also detects a peer that has died.
 
 *With nothing in progress the thread sleeps* until the loop wakes it. Otherwise it
 polls, with pauses that grow while nothing moves, since NIXL has no call that waits.
 
-*An end waits for our own reads.* NIXL cannot cancel one, so the memory it may still
-write to is released when the read is over and the agent is closed. With a peer that
-stands still, such memory stays in quarantine until the peer continues or dies.
+*An end waits for our own reads.* NIXL cannot cancel a read, so the memory that it may
+still write to is released when the read has ended and the agent is closed. If the peer
+is stopped, such memory stays in quarantine until the peer continues or dies.
 
 *An end waits for a peer that may be connecting.* NIXL connects at the first use. If the
-other agent is closed meanwhile, and both are on one host, UCX ends the process that
-connects ("stubs.c: Assertion `0' failed": NIXL 1.5.1). So a half whose address the peer
-knows stays until a note from the peer has arrived, or for a while. Nothing helps
-against a peer that is killed at that moment.
+other agent is closed meanwhile, and both are on one host, UCX aborts the connecting
+process ("stubs.c: Assertion `0' failed": NIXL 1.5.1). So a half whose address the peer
+knows stays open until a note from the peer has arrived, or for a limited time. Nothing
+helps against a peer that is killed at that moment.
 """
 
 from __future__ import annotations
@@ -51,33 +51,34 @@ from kvwire_nixl.wire import BYE, WORD_BYTES, LaneProofs, NixlBootstrap, NixlPla
 
 _log = logging.getLogger("kvwire.nixl")
 
-# Reads handed to NIXL at once: enough that the next is there when one is over, and few
-# enough that an end has little to wait for.
+# The most reads handed to NIXL at once: enough that the next one is there when one has
+# ended, and few enough that an end has little to wait for.
 READS_MAX: Final = 4
-# Time between two polls: a share of the time since the last progress, so that an end is
-# noticed at most that much later. It ranges from a fraction of a small read's duration
-# to a value at which polling costs a percent of a core.
+# The time between two polls: a share of the time since the last progress, so that an
+# end is detected at most that much later. It ranges from a fraction of a small read's
+# duration to a value at which polling costs one percent of a core.
 _LOOK_SHARE: Final = 1 / 8
 _LOOK_S: Final = 20e-6
 _LOOK_S_MAX: Final = 2e-3
-# While the peer has payloads of ours to read, its word is read this often.
+# While the peer still has to read some of our payloads, its word is read at this
+# interval.
 _WORD_S: Final = 0.1
 
-# Connecting takes some 10 ms; this is many times that, since other things may run.
+# Many times the time of connecting, some 10 ms, because the machine may be busy.
 _LINGER_S: Final = 0.5
 
 _PAGE_BYTES: Final = 4096
-# Our word is at the page's beginning; the peer's is read to this offset.
+# Our word is at the start of the page; the peer's word is read to this offset.
 _THEIRS: Final = 64
 
 
 class NixlRead:
-    """The read of one of the peer's payloads, or of a part of its window.
+    """A read of one of the peer's payloads, or of a part of its window.
 
     Attributes:
-        stage: A "payload" is reported once the peer was alive after it. The "bytes" of
-            a window are not reported, and its "generations" are read once all reads
-            before them are over.
+        stage: A "payload" is reported once the peer is known to have been alive after
+            it. The "bytes" of a window are not reported, and its "generations" are read
+            after all earlier reads have ended.
     """
 
     __slots__ = ("handle", "is_direct", "landing", "place", "slot", "stage")
@@ -93,7 +94,7 @@ class NixlRead:
         self.stage: Literal["payload", "bytes", "generations"] = stage
         self.landing: Landing = landing
         self.place: NixlPlace = place
-        self.is_direct: bool = is_direct  # NIXL may write to the landing itself
+        self.is_direct: bool = is_direct  # whether NIXL may write to the landing itself
         self.slot: NixlSlot | None = None
         self.handle: int | None = None
 
@@ -103,17 +104,18 @@ class NixlDriver:
 
     Args:
         settings: The agent's settings.
-        own: The half's bootstrap before it has an agent.
+        own: The half's bootstrap, while it has no agent.
         proofs: Makes and checks proofs of the lane's secret.
         name: The thread's name.
         call_soon: Schedules a call on the loop, from any thread; raises RuntimeError
             once the loop is closed.
-        joined: Called on the loop when the agent exists, and for a client when the
-            peer's was reached; or with the error.
+        joined: Called on the loop when the agent exists and, on a client, the peer's
+            agent was reached; or with the error.
         received: Called on the loop with payloads that are in place.
-        sent: Called on the loop with the number of payloads the peer has read, in all.
-        gone: Called on the loop, last of all, when no memory is touched any more, with
-            the error that ended the half, or None.
+        sent: Called on the loop with the total number of payloads that the peer has
+            read.
+        gone: Called on the loop as the last callback, when no memory is touched any
+            more, with the error that ended the half, or None.
 
     Attributes:
         agent: The agent, after ``joined``.
@@ -153,7 +155,7 @@ class NixlDriver:
         self._closing = False
         self._ending = False
         self._error: Exception | None = None
-        # Fields of the thread.
+        # Fields that only the thread uses.
         self._peer: NixlBootstrap | None = None
         self._made = False
         self._epolls: frozenset[int] = frozenset()
@@ -184,7 +186,7 @@ class NixlDriver:
             self._changed.notify()
 
     def read(self, reads: list[NixlRead], offered: int = 0) -> None:
-        """Add reads; ``offered`` counts all payloads offered to the peer."""
+        """Add reads; ``offered`` is the total of payloads offered to the peer."""
         with self._changed:
             self._inbox += reads  # bounded: LANE_PAYLOADS_MAX, and windows' batches
             self._offered = max(self._offered, offered)
@@ -239,7 +241,7 @@ class NixlDriver:
         peer = self._peer
         if peer is not None and peer.metadata:
             self._learn((peer.metadata,), peer.word)
-            # With a note, so that another one is in flight if this half should end
+            # With a note, so that another note is in flight if this half should end
             # soon.
             self._post_word(self._proofs.note(0))
             self._moved_at = time.monotonic()
@@ -283,8 +285,8 @@ class NixlDriver:
         try:
             return moved | self._confirm()
         except ConnectionLost:
-            # A peer that has read everything may end, and wipe its word, while we read
-            # the word.
+            # After a peer has read everything it may end, and wipe its word, while we
+            # read the word.
             self._hear()
             unread = self._waiting or self._reading or self._read or self._confirming
             if unread or self._taken < self._offered:
@@ -327,7 +329,7 @@ class NixlDriver:
         self.agent.post(handle)
 
     def _collect(self) -> bool:
-        """Complete the ended reads, in the order of sending."""
+        """Complete reads that have ended, in the order of sending."""
         moved = False
         while self._reading:
             read = self._reading[0]
@@ -405,7 +407,7 @@ class NixlDriver:
         return True
 
     def _unpace(self) -> None:
-        """Turn off pacing, once, now that the agents are connected."""
+        """Turn off TCP pacing, once, after the agents have connected."""
         if self._epolls:
             unpace(self._epolls)
             self._epolls = frozenset()
@@ -420,7 +422,7 @@ class NixlDriver:
     # --- the end ----------------------------------------------------------------------
 
     def _quiesce(self) -> None:
-        """Release all memory: clear our word, wait for reads, and close the agent."""
+        """Release all memory: wipe our word, wait for reads, and close the agent."""
         if not self._made:
             return
         self._page.memory[:WORD_BYTES] = bytes(WORD_BYTES)
@@ -440,7 +442,7 @@ class NixlDriver:
                     )
                 time.sleep(_LOOK_S_MAX)
         self._linger()
-        # The word is read into the driver's own page, so nobody needs to wait for that.
+        # This read writes to the driver's own page, so nobody else has to wait for it.
         if self._word_handle is not None:
             with contextlib.suppress(KVWireError):
                 self.agent.release(self._word_handle)
@@ -450,7 +452,7 @@ class NixlDriver:
         """Wait until a peer that knows our address has connected, as its notes show."""
         connects_itself = self._peer is not None and bool(self._peer.metadata)
         if connects_itself and not self._offered:
-            return  # nobody knows our address
+            return  # no peer knows our address
         until = time.monotonic() + _LINGER_S
         with contextlib.suppress(KVWireError):
             while not (self._heard or time.monotonic() > until):
@@ -461,7 +463,8 @@ class NixlDriver:
         try:
             return self.agent.is_done(handle)
         except KVWireError:
-            return True  # it failed: closing the agent proves that it is quiet
+            # it failed: closing the agent proves that it no longer moves anything
+            return True
 
     def _leave(self) -> None:
         """Report the end to the lane."""

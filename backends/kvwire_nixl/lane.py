@@ -6,15 +6,15 @@
      |                |                           ^
      +--- abort() ----+--- abort(), peer gone ----+
 
-Nobody writes to a peer's memory, so a half that ends need not wait for the peer
-(:mod:`kvwire_nixl.driver` explains how a reader notices). Each lane has its own agent.
-When that is closed, so are its sockets and keys, and every other way in which a peer
-could reach our memory.
+Neither side writes to the other's memory, so a half that ends need not wait for the
+peer (:mod:`kvwire_nixl.driver` explains how a reader detects the end). Each lane has
+its own agent. Closing it closes its sockets and keys, and every other way in which a
+peer could reach our memory.
 
-**Who may read what.** Metadata and addresses travel on the control link, under its
-authentication. A peer receives those of the arrays that its payloads lie in, or of
-staging slots alone (``expose = "staging"``); the lane's secret proves whose memory was
-read. NIXL itself does not authenticate: over UCX and TCP anybody who reaches the
+**Who may read what.** Metadata and addresses are sent on the control link, under its
+authentication. A peer receives the metadata of the arrays that contain its payloads, or
+of staging slots alone (``expose = "staging"``); the lane's secret proves whose memory
+was read. NIXL itself does not authenticate: over UCX and TCP, anybody who can reach the
 agent's port can read this process. So the network must be trusted, as NIXL requires.
 """
 
@@ -48,8 +48,8 @@ from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
 
 _log = logging.getLogger("kvwire.nixl")
 
-# Beside its bytes, a read costs two round trips and waking two threads: smaller
-# payloads are faster on the control link.
+# In addition to its bytes, a read costs two round trips and the wake-up of two threads:
+# smaller payloads are faster on the control link.
 _BYTES_MIN = 32 * KIB
 _SPAN_BYTES = 4 * MIB
 _WINDOW_BYTES = 4 * _SPAN_BYTES
@@ -61,7 +61,7 @@ class _Offer:
     __slots__ = ("payload", "slot", "token")
 
     def __init__(self, token: object, payload: Payload, slot: NixlSlot | None) -> None:
-        self.token: object = token  # None once the core has it back
+        self.token: object = token  # None after it was given back to the core
         self.payload: Payload | None = payload
         self.slot: NixlSlot | None = slot
 
@@ -105,17 +105,18 @@ class NixlLane(Lane):
         self._bootstrap = self._own.encode()
         self._exposes = settings.exposes_caches
         self._windows = context.windows
-        # A reader that is gone has no read in flight, since its landings hold it.
+        # A reader that was collected has no read in flight, because its landings would
+        # reference it.
         self._readers: weakref.WeakSet[NixlWindow] = weakref.WeakSet()
-        # The agent's metadata, which the client's bootstrap lacked; sent with its first
-        # payload.
+        # The agent's metadata, which the client's bootstrap could not contain; sent
+        # with its first payload.
         self._unsaid: tuple[bytes, ...] = ()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
         self._handler: LaneHandler | None = None
         self._offers: deque[_Offer] = deque()
-        # Offers that were copied to a slot: the core gets them back in the next turn of
-        # the loop.
+        # Offers that were copied to a slot: the core gets their memory back in the next
+        # turn of the loop.
         self._copied: list[_Offer] = []
         self._offered = 0
         self._given_back = 0
@@ -135,7 +136,7 @@ class NixlLane(Lane):
         return self._bootstrap
 
     def _start(self) -> None:
-        """Start creating the agent; both halves do that at the same time."""
+        """Start creating the agent; both halves do this at the same time."""
         if not (self._started or self._ending):
             self._started = True
             self._driver.start()
@@ -155,11 +156,11 @@ class NixlLane(Lane):
             peer = NixlBootstrap.decode(bootstrap)
             peer.require_same(self._own)
             if self._role is Role.CLIENT and not peer.metadata:
-                raise BackendUnavailable("the peer does not say how to reach it")
+                raise BackendUnavailable("the peer's bootstrap has no address")
             self._start()
             self._driver.meet(peer)
             await asyncio.shield(self._came_up)
-            if self._ending:  # since it came up
+            if self._ending:  # ended since the agent connected
                 raise BackendUnavailable("the lane was aborted")
             self._be_up()
         except BaseException:
@@ -320,16 +321,16 @@ class NixlLane(Lane):
         ranges, place = read_description(self._proofs, description, memory)
         reader = NixlWindow(self._driver, self._ranges, ranges)
         self._readers.add(reader)
-        # The agent learns of the memory before it reads any of it.
+        # This read only loads the description of the memory, which has to come first.
         learns = NixlRead(Landing(0, None), place, is_direct=False, stage="bytes")
         self._driver.read([learns])
         return reader
 
     def _require_trust(self) -> None:
-        """Refuse windows that the settings do not allow, or the lane's state.
+        """Refuse windows if the settings or the lane's state do not allow them.
 
         Raises:
-            BackendUnavailable: They do not.
+            BackendUnavailable: Windows are not allowed.
         """
         if self._windows != "peers":
             raise BackendUnavailable(
@@ -338,7 +339,7 @@ class NixlLane(Lane):
                 f"sides if every peer may read all of a window"
             )
         if self._ending or self._closing or self._handler is None:
-            raise BackendUnavailable("nixl: the lane is not up")
+            raise BackendUnavailable("nixl: the lane is not open")
 
     # --- ending -----------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The installed NIXL, and one agent of it per lane.
 
 The wheels are called ``nixl_cu12`` and ``nixl_cu13``; both move host memory without a
-GPU. Only their compiled module is imported: the Python code above it unpickles data
-from peers, and opens listeners.
+GPU. Only their compiled module is imported, because the Python code above it unpickles
+data from peers and opens listeners.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire_nixl.settings import NixlSettings
 
 _WHEELS: Final = ("nixl_cu12", "nixl_cu13")
-# The wheel contains copies of these, and UCX's drivers load the system's after them.
-# Then their symbols mean both, and the process crashes at exit, in
-# `rtnl_tc_unregister`. If the system's are loaded first, each keeps to its own.
+# The wheel contains copies of these libraries, and UCX's drivers load the system's
+# versions after them. Then symbols are resolved to both, and the process crashes at
+# exit, in `rtnl_tc_unregister`. If the system's are loaded first, each copy uses its
+# own symbols.
 _TWICE: Final = ("libnl-3.so.200", "libnl-route-3.so.200")
 # NIXL's own thread serves the peer when UCX wakes it. At this interval it also polls by
-# itself, for wake-ups that UCX may lose. 0, NIXL's default, would poll without pause:
-# one core per agent.
+# itself, for wake-ups that UCX may lose. 0, NIXL's default, would poll without a pause,
+# which takes one core per agent.
 _WAKEUP_US: Final = 100_000
 
 Rows = npt.NDArray[np.uint64]
-# NIXL has ended the process when two of its agents ended at once.
+# NIXL has aborted the process when two of its agents were closed at the same time.
 _ENDING: Final = threading.Lock()
 
 
@@ -69,7 +70,7 @@ def load() -> Any:
     version()
     try:
         for library in _TWICE:
-            with contextlib.suppress(OSError):  # the system has none
+            with contextlib.suppress(OSError):  # the system does not have this library
                 ctypes.CDLL(library)
         bindings = importlib.import_module(f"{name}._bindings")
     except ImportError as exc:
@@ -83,7 +84,7 @@ def _calm(ucs: ctypes.CDLL) -> None:
     """Turn off intrusive defaults of the wheel's UCX, unless the user has set them.
 
     By default it takes over the signals of crashes, and prints to standard output that
-    a peer has gone, which it also returns as a status.
+    a peer is gone, although it also returns this as a status.
     """
     if "UCX_ERROR_SIGNALS" not in os.environ:
         ucs.ucs_debug_disable_signals()
@@ -110,7 +111,7 @@ class NixlAgent:
     """A NIXL agent with one plug-in; its methods may be called from any thread.
 
     Raises:
-        BackendUnavailable: The plug-in is not there, or does not start.
+        BackendUnavailable: The plug-in is missing, or does not start.
         UsageError: The plug-in does not have a parameter.
     """
 
@@ -124,7 +125,7 @@ class NixlAgent:
         if settings.plugin not in found:
             raise BackendUnavailable(
                 f"NIXL {version()} finds no plug-in {settings.plugin!r} that works "
-                f"here; there are {', '.join(sorted(found))}"
+                f"here; it has {', '.join(sorted(found))}"
             )
         try:
             listed: Mapping[str, str] = self._agent.getPluginParams(settings.plugin)[0]
@@ -137,7 +138,7 @@ class NixlAgent:
             raise
         except Exception as exc:
             raise BackendUnavailable(
-                f"NIXL's plug-in {settings.plugin} does not come up: {exc}"
+                f"NIXL's plug-in {settings.plugin} does not start: {exc}"
             ) from exc
 
     # --- memory -----------------------------------------------------------------------
@@ -160,7 +161,7 @@ class NixlAgent:
         return bytes(said)
 
     def learn(self, said: bytes, name: str) -> None:
-        """Load a description from the peer's agent of that name.
+        """Load a description from the peer's agent, which has that name.
 
         Raises:
             ConnectionLost: It comes from another agent.
@@ -216,8 +217,8 @@ class NixlAgent:
             self._agent = None
 
     def _checked(self, call: str, *args: object) -> Any:
-        # No variable holds the agent: an error's traceback would keep that, and it,
-        # alive.
+        # The agent is kept in no local variable: an error's traceback would reference
+        # the variable, and keep the agent alive.
         if self._agent is None:
             raise ConnectionLost("nixl: the agent is closed")
         try:

@@ -1,13 +1,14 @@
-"""Memory that an agent has registered: long-lived whole arrays, and slots.
+"""Memory that an agent has registered: whole long-lived arrays, and slots.
 
-Registering memory with a network card takes as long as copying it. So the arrays that
-payloads lie in, such as the layers of a cache, are registered whole and once. They stay
-so until they are freed; a weak reference reports that *before* the memory goes.
+Registering memory with a network card takes as long as copying it. So arrays that
+contain payloads, such as the layers of a cache, are registered whole and once. They
+stay registered until they are freed, which a weak reference reports *before* the memory
+is gone.
 
-NIXL cannot take back a description that a peer has. After a described array was freed,
-another one may be allocated in its place: that is not registered, and its payloads go
-through a slot. So do small pieces, each of which would cost NIXL time, and objects that
-cannot be weakly referenced, such as ``bytearray``.
+NIXL cannot revoke a description that a peer has. After a described array was freed,
+another array may be allocated in its place: that one is not registered, and its
+payloads go through a slot. So do small pieces, each of which would cost NIXL time, and
+objects without weak references, such as ``bytearray``.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from kvwire.limits import KIB, SPAN_PIECES_MAX
 from kvwire.memory.copy import as_fragments
 from kvwire_nixl.library import NixlAgent
 
-# Pieces that are shorter than this on average are gathered: NIXL takes about 5 us per
-# descriptor of a list, in which time a copy moves as much.
+# If pieces are shorter than this on average, they are gathered: NIXL takes about 5 us
+# for each descriptor of a list, in which time a copy moves this much.
 PIECE_BYTES_MIN: Final = 32 * KIB
-# Arrays registered over one lane's life: enough for 128 layers with separate keys and
-# values, in four groups.
+# The most arrays registered over one lane's life: enough for 128 layers with separate
+# keys and values, in four groups.
 RANGES_MAX: Final = 1024
 
 _SLOT_BYTES_MIN: Final = 64 * KIB
@@ -56,10 +57,10 @@ class Ranges:
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
-        # An array may be freed on any thread at any moment, also while this thread
-        # holds it.
+        # An array may be freed on any thread at any moment, also while this thread has
+        # the lock.
         self._lock = threading.RLock()
-        # Disjoint, by address; freed ones that the peer knows stay.
+        # Disjoint ranges, by address; freed ones that the peer knows stay in the list.
         self._ranges: list[NixlRange] = []
         self._starts: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
         self._ends: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
@@ -67,7 +68,7 @@ class Ranges:
     def covering(self, payload: Payload) -> list[NixlRange]:
         """Return the ranges that contain a payload, registering arrays if necessary.
 
-        The list is empty if the payload is to go through a slot.
+        The list is empty if the payload has to go through a slot.
         """
         pieces = as_fragments(payload)
         count = len(pieces)
@@ -124,7 +125,7 @@ class Ranges:
 
 
 class NixlSlot:
-    """The lane's own memory, for one payload at a time."""
+    """Memory that the lane owns, for one payload at a time."""
 
     __slots__ = ("memory", "range")
 
@@ -167,7 +168,7 @@ def _owners(payload: Payload) -> Iterable[object]:
 
 
 def _extent(owner: object) -> tuple[int, int] | None:
-    """Return the first and end address of an array in host memory, or else None."""
+    """Return the first and the end address of an array in host memory, else None."""
     try:
         view = tensor_view(owner, "owner")
     except KVWireError:

@@ -21,24 +21,25 @@ STAGING: Final = "staging"
 
 _UCX: Final = "UCX"
 _ENGINE: Final = "engine_config"
-# Settings of UCX for the plug-in of that name; the user's come after them, and win.
+# UCX settings for the plug-in named UCX; the user's settings follow them and take
+# precedence.
 _UCX_DEFAULTS: Final = ",".join(
     (
-        # UCX's default leaves a dead peer unnoticed for 20 s; kvwire allows a third of
-        # that.
+        # With UCX's default a dead peer is detected only after 20 s; kvwire allows a
+        # third of that.
         "KEEPALIVE_INTERVAL=2s",
-        # UCX serves a read over TCP in messages of this size. With its default of 8 KiB
-        # that takes 1.3 s of CPU per GiB, on both sides together; with these 0.7, as
-        # much as a write.
+        # UCX answers a read over TCP in messages of this size. With its default of 8
+        # KiB, this takes 1.3 s of CPU per GiB on both sides together; with 256 KiB, it
+        # takes 0.7 s, as much as a write.
         "TCP_TX_SEG_SIZE=256K",
         "TCP_RX_SEG_SIZE=512K",
     )
 )
-# Parameters that the UCX plug-in takes but does not list.
+# Parameters that the UCX plug-in accepts but does not list.
 _UCX_UNLISTED: Final = frozenset(
     {_ENGINE, "num_threads", "device_list", "split_batch_size"}
 )
-# These move data to files, objects and disks, and not to another process.
+# These plug-ins move data to files, objects and disks, not to another process.
 _STORAGE: Final = frozenset(
     {"POSIX", "GDS", "GDS_MT", "OBJ", "AZURE_BLOB", "GUSLI", "HF3FS", "INFINIA"}
 )
@@ -56,7 +57,7 @@ class NixlSettings:
         """Refuse a parameter that the plug-in does not have.
 
         Raises:
-            UsageError: There is one; the text has the nearest name.
+            UsageError: There is such a parameter; the text has the nearest name.
         """
         known = {*listed, *(_UCX_UNLISTED if self.plugin == _UCX else ())}
         for name in self.params:

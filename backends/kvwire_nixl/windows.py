@@ -1,17 +1,17 @@
 """Windows over NIXL: the owner registers its memory once, and the reader reads blocks.
 
-The description has the form of a payload's descriptor: the window's ranges, what NIXL
-says about them, and a proof of the lane's secret. A batch goes to the driver's thread
-as reads of its bytes, and behind them one of its generations, which is posted once all
-others are over.
+The description has the form of a payload's descriptor: the window's ranges, NIXL's
+descriptions of them, and a proof of the lane's secret. The driver's thread gets a batch
+as reads of its bytes, followed by one read of its generations, which is started after
+all others have ended.
 
 **Order.** The owner stores a new generation, passes a full fence, and only then writes
-to the block. The generations are read by requests that go out when NIXL has reported
-the bytes, whatever moves them: so if one byte was written later, the new generation was
-visible before. Over TCP a thread of the owner reads both, one after the other; within
-a host it is the kernel, for threads that NIXL's locks order.
+to the block. The generations are requested only after NIXL has reported the bytes,
+whatever transport moves them: so if one byte was written later, the new generation was
+visible before that. Over TCP one thread of the owner reads both, one after the other;
+within a host the kernel reads them, for threads that NIXL's locks order.
 
-A read that fails ends the lane, and its future fails when the lane is quiet.
+A read that fails ends the lane, and its future fails once the lane touches no memory.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvwire_nixl.library import NixlAgent
 from kvwire_nixl.ranges import Ranges
 from kvwire_nixl.wire import RULE, LaneProofs, NixlPlace
 
-# A batch's bytes are read in parts of this size, some at once.
+# A batch's bytes are read in parts of this size, several at a time.
 PART_BYTES: Final = 4 * MIB
 
 
 @final
 class WindowLanding(Landing):
-    """A batch: the landing of its generations, which are read last."""
+    """The landing of a batch's generations, which are read last."""
 
     __slots__ = ("batch", "future", "good", "looks", "window")
 
@@ -64,7 +64,7 @@ class WindowLanding(Landing):
         self.window.landings.discard(self)
 
     def fail(self, reason: str) -> None:
-        """Fail the read: nothing touches its memory any more."""
+        """Fail the read; nothing touches its memory any more."""
         if not self.future.done():
             self.future.set_exception(ConnectionLost(reason))
         self.window.landings.discard(self)
@@ -144,11 +144,12 @@ class Exposed:
 
         Args:
             memory: The window's memory.
-            word: Address of the word that marks this half as alive.
-            connection: How the peer's agent reaches this one.
+            word: The address of the word that marks this half as alive.
+            connection: The data with which the peer's agent reaches this one.
 
         Raises:
-            BackendUnavailable: NIXL refuses it, or it lies in too many pieces.
+            BackendUnavailable: NIXL refuses the memory, or it consists of too many
+                pieces.
         """
         if memory not in self._windows:
             ranges = WindowRanges(memory)
@@ -167,8 +168,8 @@ class Exposed:
             if not description:
                 self._deregister(registered)
                 raise BackendUnavailable(
-                    f"nixl: a window in {len(registered)} pieces of memory has no room "
-                    f"in a description; allocate its tensors in one piece"
+                    f"nixl: a window in {len(registered)} pieces of memory does not "
+                    "fit into a description; allocate its tensors in one piece"
                 )
             self._windows[memory] = (description, ranges)
         return self._windows[memory][0]
@@ -190,7 +191,8 @@ def read_description(
     """Read the peer's description of a window.
 
     Raises:
-        MalformedFrame: The peer's lane would not make it, or it is of another window.
+        MalformedFrame: A correct lane would not make it, or it describes another
+            window.
     """
     try:
         ranges = WindowRanges(memory)
@@ -200,7 +202,7 @@ def read_description(
     place = proofs.read_place(description, int(whole.lengths.sum()))
     same = np.array_equal(place.addresses, whole.addresses)
     if not (same and np.array_equal(place.lengths, whole.lengths)):
-        raise MalformedFrame(RULE, "nixl: the description of another window")
+        raise MalformedFrame(RULE, "nixl: the description belongs to another window")
     return ranges, place
 
 

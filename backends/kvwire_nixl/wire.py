@@ -1,10 +1,11 @@
-"""Messages between the two halves of a lane, on the control link and by NIXL.
+"""Messages between the two halves of a lane, over the control link and over NIXL.
 
-A *bootstrap* names the agent. The server's also has its address; the client's cannot,
-since its agent is still being created, so that comes with the first payload. A
-*descriptor* names a payload's place, and describes registered memory that the peer does
-not know yet. A *note* comes with a read and has the number of payloads read so far. All
-but the bootstrap, which the control link protects, carry a proof of the lane's secret.
+A *bootstrap* names the agent. The server's also has the agent's address; the client's
+cannot, since its agent is still being created, so the address comes with the first
+payload. A *descriptor* names a payload's place, and describes registered memory that
+the peer does not know yet. A *note* accompanies a read, and has the number of payloads
+read so far. All but the bootstrap, which the control link protects, carry a proof of
+the lane's secret.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvwire.types import Role
 
 RULE: Final = "KVW-LN-07"
 WORD_BYTES: Final = 8
-# Instead of a count: the half has ended.
+# In place of a count: this half has ended.
 BYE: Final = 2**64 - 1
 PROOF_BYTES: Final = 8
 
@@ -55,7 +56,7 @@ class NixlBootstrap:
         """Return it as bytes.
 
         Raises:
-            BackendUnavailable: It is too long, because of too many devices.
+            BackendUnavailable: It is too long, because there are too many devices.
         """
         texts = [text.encode() for text in (self.version, self.plugin, self.agent)]
         lengths = (*map(len, texts), len(self.metadata))
@@ -85,7 +86,7 @@ class NixlBootstrap:
                 f"sides need the same kvwire"
             )
         if len(raw) != _HEAD.size + sum(lengths):
-            raise _unreadable(f"of {len(raw)} bytes, which are not what it says")
+            raise _unreadable(f"of {len(raw)} bytes, which do not match its lengths")
         parts = []
         begin = _HEAD.size
         for length in lengths:
@@ -94,7 +95,7 @@ class NixlBootstrap:
         try:
             version, plugin, agent = (part.decode("ascii") for part in parts[:3])
         except UnicodeDecodeError:
-            raise _unreadable("with a name that is no text") from None
+            raise _unreadable("with a name that is not text") from None
         return cls(version, plugin, agent, word, parts[3])
 
     def require_same(self, own: NixlBootstrap) -> None:
@@ -123,7 +124,7 @@ class NixlPlace:
 
 
 class LaneProofs:
-    """Makes and checks the proofs of the lane's secret in all its messages."""
+    """Makes and checks the proofs of the lane's secret that its messages carry."""
 
     def __init__(self, secret: bytes, role: Role) -> None:
         self._secret = secret
@@ -148,7 +149,7 @@ class LaneProofs:
         """Read a peer's descriptor of a payload of ``nbytes`` bytes.
 
         Raises:
-            MalformedFrame: The peer's lane would not make such a descriptor.
+            MalformedFrame: A correct lane would not make such a descriptor.
         """
         body = raw[:-PROOF_BYTES]
         proof = raw[-PROOF_BYTES:]
@@ -171,7 +172,8 @@ class LaneProofs:
         addresses, lengths = np.frombuffer(body, np.uint64, 2 * pieces, begin).reshape(
             2, pieces
         )
-        # Each is compared before they are added up, since the sum could wrap.
+        # Each length is compared before they are added, since the sum could wrap
+        # around.
         if (lengths > nbytes).any() or not lengths.all() or lengths.sum() != nbytes:
             raise _malformed(f"pieces that are not the {nbytes} bytes of the payload")
         return NixlPlace(addresses, lengths, word, tuple(news))
@@ -182,9 +184,9 @@ class LaneProofs:
         return said + self._proof(b"read" + said, False)
 
     def read_notes(self, notes: Iterable[bytes]) -> tuple[int, bool]:
-        """Return the number of payloads the peer has read, and whether it says goodbye.
+        """Return how many payloads the peer has read, and whether it has ended.
 
-        Notes that do not prove the secret are not the peer's, and are ignored.
+        Notes that do not prove the secret are not from the peer, and are ignored.
         """
         most = 0
         bye = False

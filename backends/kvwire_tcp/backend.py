@@ -35,7 +35,7 @@ from kvwire_tcp.wire import PlainWire, Wire
 _BACKLOG: Final = socket.SOMAXCONN
 _REQUIRED: Final = ("sendmsg", "recvmsg_into")
 
-# Family and socket address, as getaddrinfo returns them.
+# The family and the socket address, as getaddrinfo returns them.
 _Target = tuple[int, Any]
 
 
@@ -116,8 +116,8 @@ class TcpBackend(Backend):
         remote = context.remote_address
         if remote is None or remote.scheme != self.scheme:
             raise BackendUnavailable(
-                "a lane over tcp goes where the control link goes, and that does not "
-                "run over tcp"
+                "a lane over tcp uses the address of the control link, which does "
+                "not run over tcp here"
             )
         return TcpLane(
             context, self._pending_lanes, self._dial, asyncio.get_running_loop()
@@ -153,9 +153,8 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
         await _connect(sock, sockaddr)
         remote = sock.getpeername()
         if remote == sock.getsockname():
-            # If nobody listens on a port of the ephemeral range, this very socket can
-            # be given that port and connect to itself (simultaneous open, RFC 9293
-            # 3.5).
+            # If nothing listens on a port of the ephemeral range, this very socket can
+            # get that port and connect to itself (simultaneous open, RFC 9293 3.5).
             code = errno.ECONNREFUSED
             raise ConnectionRefusedError(code, os.strerror(code))
         undo.pop_all()
@@ -165,9 +164,9 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
 async def _connect(sock: socket.socket, sockaddr: Any) -> None:
     """Connect a non-blocking socket.
 
-    ``loop.sock_connect`` is not used, since uvloop's version resolves the address on
+    ``loop.sock_connect`` is not used, because uvloop's version resolves the address on
     libuv's threads. A process that is forked later waits for those threads at its exit,
-    and does not have them.
+    although it does not have them.
 
     Raises:
         OSError: The address cannot be reached.

@@ -8,25 +8,25 @@
      v                                                                              v
     socket closed, no callback                            ENDED: `_closed`, then none
 
-*Receiving* is level-triggered: each wake-up receives until the kernel has no more, or
-its share of bytes or calls is spent; then the loop wakes us again for the rest.
-asyncio's own loops wake us for an error of the socket too; on others we query it each
-time.
+*Receiving* is level-triggered: each wake-up receives until the kernel has no more data,
+or until its share of bytes or calls is used up; then the loop wakes us again for the
+rest. asyncio's own loops also wake us for an error of the socket; on other loops we
+query the error each time.
 
-*Sending* happens in ``flush``, at once. Only data that the kernel did not take waits
-for a wake-up; until then further flushes leave the socket alone, since it is full.
+*Sending* happens in ``flush``, at once. Only data that the kernel did not accept waits
+for a wake-up; until then further flushes do not touch the socket, since it is full.
 
-A wire inside TLS (:mod:`kvwire_tcp.tls_wire`) holds bytes in both directions. Bytes
-that it has received and nobody has read do not show on the socket, so we schedule our
-own wake-ups. Bytes that it has encrypted and the kernel has not taken count as queued.
-It sends nothing of ours until its handshake is over.
+A wire inside TLS (:mod:`kvwire_tcp.tls_wire`) holds bytes in both directions. Received
+bytes that were not read yet do not show on the socket, so we schedule our own wake-ups.
+Encrypted bytes that the kernel has not accepted count as queued. It sends none of our
+data until its handshake has ended.
 
-*Ending.* The end of the stream between two frames is a clean end; within a frame, or by
-an error of the socket, it is :exc:`~kvwire.errors.ConnectionLost`. To TCP, a process
-killed between two frames looks like a clean end: the protocol above must know whether
-it was meant. Inside TLS the end is announced, and a stream that ends otherwise is lost.
-When sending fails, data that the peer sent earlier is received first, since it may
-contain the reason.
+*Ending.* The end of the stream between two frames is a clean end; within a frame, or
+with an error of the socket, it is :exc:`~kvwire.errors.ConnectionLost`. To TCP, a
+process killed between two frames looks like a clean end: the protocol above must know
+whether the end was intended. Inside TLS the end is announced, and a stream that ends
+without this counts as lost. When sending fails, data that the peer sent earlier is
+received first, since it may contain the reason.
 
 The side that closes continues to receive until the peer's stream ends as well, and a
 side that sees the peer's end sends its queue before it ends. So a clean end loses
@@ -53,15 +53,16 @@ from kvwire_tcp.reader import FrameReader
 from kvwire_tcp.wire import PlainWire, Wire
 from kvwire_tcp.writer import SendQueue
 
-# Bytes alone do not bound a wake-up: 4 MiB of 64-byte messages are 40,000 callbacks. 16
-# calls read at most 128 KiB of small frames, 1,400 of them, in some milliseconds.
+# A limit on bytes alone does not bound a wake-up: 4 MiB of 64-byte messages are 40,000
+# callbacks. 16 calls read at most 128 KiB of small frames, 1,400 of them, in a few
+# milliseconds.
 CALLS_PER_WAKEUP: Final = 16
-# Loops that report a socket's error again and again, until it is received.
+# Loops that report a socket's error repeatedly, until it is received.
 TELLING_LOOPS: tuple[type[asyncio.AbstractEventLoop], ...] = (
     asyncio.SelectorEventLoop,
 )
-# How long a closing link waits without the peer taking a single further byte. Then the
-# peer is gone or stuck, and the link ends with an error.
+# How long a closing link waits while the peer accepts not a single further byte. After
+# that the peer counts as gone or stuck, and the link ends with an error.
 LINGER_S: Final = CLOSE_TIMEOUT_S
 
 _log = logging.getLogger("kvwire.tcp")
@@ -90,20 +91,21 @@ class Duplex(ABC):
         self._asks_for_errors = not isinstance(loop, TELLING_LOOPS)
         self._queue = SendQueue() if queue is None else queue
         self._started = False
-        # A paused link stops watching its socket, or the loop would wake us all the
-        # time.
+        # A paused link stops watching its socket, because the loop would wake us all
+        # the time.
         self._watching = True
         # Inside `_transmit`, whose callbacks may send and flush.
         self._transmitting = False
-        # A wake-up is due, because the kernel was full or a wake-up's share was spent.
+        # Whether a wake-up is due, because the kernel was full or a wake-up's share was
+        # used up.
         self._waiting = False
-        # Nothing more is queued, after close(), abort() or an error.
+        # Whether nothing more may be queued, after close(), abort() or an error.
         self._closing = False
-        # Everything was sent, and the peer has been sent the end of the stream.
+        # Whether everything was sent, including the end of the stream.
         self._shut = False
         self._end_of_stream = False
         self._ended = False
-        # The socket has failed; only bytes it still holds are received.
+        # The socket's error; only the bytes that the socket still has are received.
         self._failure: OSError | None = None
         self._linger: asyncio.TimerHandle | None = None
         # A scheduled turn for bytes that the wire holds, which do not show on the
@@ -162,7 +164,7 @@ class Duplex(ABC):
         self._reader = reader
         self._loop.add_reader(self._sock, self._on_readable)
         if not self._wire.opened:
-            # The side that connected speaks first.
+            # The side that connected sends first.
             self._again = self._loop.call_soon(self._on_more)
 
     def _detach(self, reason: Exception) -> Wire:
@@ -190,7 +192,7 @@ class Duplex(ABC):
         if self._wire.opened and not opened and (self._queue.nbytes or self._closing):
             self._wait_for_room()
         elif self._wire.unsent and not self._waiting:
-            self._transmit()  # TLS's own answers
+            self._transmit()  # TLS may have to answer
         if self._wire.more:
             self._receive_more()
 
@@ -210,15 +212,15 @@ class Duplex(ABC):
         return not (self._ended or self._end_of_stream or self._failure)
 
     def _receive(self) -> bool:
-        """Receive until nothing is left (False), or a wake-up's share is spent."""
+        """Receive until nothing is left (False), or a wake-up's share is used up."""
         reader = self._reader
         wire = self._wire
         if reader.paused and reader.waits:
             return False
         budget = WAKEUP_BYTES
-        # Before: `reader` knows the destination of the next bytes. Each call of it
-        # receives once; `deliver` then hands over everything these bytes complete, and
-        # may stop or pause us.
+        # Before: `reader` knows the destination of the next bytes. Each `receive` call
+        # receives once; `deliver` then hands over everything that these bytes complete,
+        # and may stop or pause us.
         try:
             for _ in range(CALLS_PER_WAKEUP):
                 try:
@@ -274,8 +276,7 @@ class Duplex(ABC):
         """Return the socket's error, if it has one.
 
         libuv stops watching a socket after its first error, which its loops report as
-        mere readability. Without this query, a short read would be the last thing to
-        happen.
+        mere readability. Without this query, nothing would happen after a short read.
         """
         try:
             code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -286,10 +287,10 @@ class Duplex(ABC):
     # --- sending ----------------------------------------------------------------------
 
     def _transmit(self) -> None:
-        """Send until the queue is empty, the kernel full, or the share spent."""
-        # Before: memory of queued payload is lent or borrowed. After: tokens of all
-        # frames that were sent whole have been given back, and a wake-up is due for a
-        # rest.
+        """Send until the queue is empty, the kernel is full, or the share is used."""
+        # Before: memory of queued payload is lent or borrowed. After: the tokens of all
+        # completely sent frames were given back, and a wake-up is due if something is
+        # left.
         queue = self._queue
         wire = self._wire
         budget = WAKEUP_BYTES
@@ -370,7 +371,7 @@ class Duplex(ABC):
             self._end(self._broken(error))
 
     def _finish(self) -> None:
-        """Start closing: send the queue, unless a wake-up will."""
+        """Start closing: send the queue, unless a wake-up is going to do that."""
         if not self._waiting and not self._ended:
             self._transmit()
             if not self.queued_bytes and self._failure is None:
@@ -398,7 +399,7 @@ class Duplex(ABC):
 
     @property
     def _gone(self) -> int:
-        """Return the bytes that the kernel took, which grow as the peer reads."""
+        """Return how many bytes the kernel has accepted; it grows as the peer reads."""
         return self._queue.sent_bytes - self._wire.unsent
 
     def _on_linger(self, sent_before: int) -> None:
@@ -433,19 +434,20 @@ class Duplex(ABC):
         if self._ended:
             return
         self._quieten(error)
-        # If the socket already knows that the peer is gone, nothing needs to be added.
-        # A peer that is refused inside TLS should read the reason, which a reset could
-        # overtake.
+        # If the socket already knows that the peer is gone, a reset is not needed. A
+        # peer that is refused inside TLS should be able to read the reason, which a
+        # reset could overtake.
         if error is not None and not isinstance(error, AuthenticationFailed):
             with contextlib.suppress(OSError):
                 reset_on_close(self._sock)
         with contextlib.suppress(OSError):
             self._sock.close()
-        # TLS's buffers, 40 KiB and more, should not wait for the garbage collector.
+        # TLS's buffers, 40 KiB and more, are freed now instead of by the garbage
+        # collector.
         self._wire = PlainWire(self._sock)
 
     def _quieten(self, error: Exception | None) -> None:
-        """Stop touching memory and socket; `_closed` follows."""
+        """Stop touching memory and socket; `_closed` is called later."""
         self._ended = self._closing = True
         self._queue.clear()
         if not self._started:

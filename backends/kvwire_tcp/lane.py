@@ -9,7 +9,7 @@ direction in the order of ``send`` and of ``receive``, so descriptors are empty:
                    (listener's side only;
                     payloads are queued)
 
-A lane is inside TLS if the control link is, in a TLS connection of its own.
+If the control link is inside TLS, the lane is inside a separate TLS connection.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kvwire_tcp.writer import SendQueue
 BOOTSTRAP: Final = b"tcp lane 1"
 
 Dial = Callable[[Address], Awaitable[tuple[Wire, Address]]]
-"""Connects to an address; returns a wire that is ready for use, and where it leads."""
+"""Connects to an address; returns a wire ready for use, and the address it leads to."""
 
 
 class TcpLane(Lane):
@@ -85,7 +85,7 @@ class TcpLane(Lane):
 
     @property
     def description(self) -> str:
-        return "a socket of its own"
+        return "a separate socket"
 
     @property
     def queued_bytes(self) -> int:
@@ -96,7 +96,7 @@ class TcpLane(Lane):
         return self.reader.received_bytes
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """Bring up the lane. The listener's side does not wait for the client's socket.
+        """Open the lane. The listener's side does not wait for the client's socket.
 
         Cancel safety: safe, a half-made lane is closed.
         """
@@ -173,8 +173,8 @@ class TcpLane(Lane):
 
     def arrived(self, wire: Wire, remote: Address, preamble: bytes) -> None:
         """Use a socket with its options set, which has received nothing else."""
-        # Its send buffer is empty, so the answer fits. If the peer is gone, we will
-        # notice next.
+        # Its send buffer is empty, so the answer fits. If the peer is gone, the next
+        # receive reports that.
         with contextlib.suppress(OSError):
             wire.send(answer_to(preamble, self._context.secret, _binding(wire)))
         self._open(wire, remote)
@@ -205,7 +205,7 @@ class TcpLane(Lane):
             if not secrets.compare_digest(answer, expected):
                 raise BackendUnavailable(
                     f"{remote} admits no lane of this connection: it is another host, "
-                    f"or too late"
+                    "or too late"
                 )
             self._check_open()
             undo.pop_all()
@@ -227,7 +227,7 @@ class TcpLane(Lane):
             BackendUnavailable: The lane was closed.
         """
         if self._ending:
-            raise BackendUnavailable("the lane was closed before it was up")
+            raise BackendUnavailable("the lane was closed before it was open")
 
     # --- from the socket --------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class TcpLane(Lane):
 
 
 class LaneSocket(Duplex):
-    """The socket of a lane that is up."""
+    """The socket of an open lane."""
 
     def __init__(
         self,
@@ -311,10 +311,10 @@ _log = logging.getLogger("kvwire.tcp")
 class PendingLanes:
     """The lanes of one backend that wait for their sockets, by token.
 
-    An incoming socket is untrusted until the proof in its preamble holds. Without a
-    waiting lane for it, it is reset without an answer, so that a scanner learns
-    nothing. The protocol's limits for unauthenticated connections bound how many there
-    are, and for how long.
+    An incoming socket is untrusted until the proof in its preamble was verified. If no
+    lane waits for it, it is reset without an answer, so that a scanner learns nothing.
+    The protocol's limits for unauthenticated connections bound the number of such
+    sockets, and their time.
     """
 
     def __init__(self) -> None:
@@ -326,7 +326,7 @@ class PendingLanes:
         Raises:
             BackendUnavailable: Too many lanes wait.
         """
-        # A connection brings up its lanes one after the other.
+        # A connection opens its lanes one after the other.
         if len(self._lanes) >= CONNECTIONS_MAX:
             raise BackendUnavailable(
                 f"{CONNECTIONS_MAX} lanes wait for their sockets already"
@@ -345,7 +345,7 @@ class PendingLanes:
             del self._lanes[token]
             lane.arrived(wire, remote, preamble)
             return
-        _log.info("%s: a lane that nobody waits for", remote)
+        _log.info("%s: a lane for which nothing waits", remote)
         with contextlib.suppress(OSError):
             reset_on_close(wire.sock)
         wire.sock.close()

@@ -2,8 +2,8 @@
 
 A listener cannot know whether an accepted socket is a link or a lane before reading
 from it. So every accepted socket begins as a link, under the protocol's limits for
-unauthenticated connections, and :class:`FirstHeader` sets those aside that turn out to
-be lanes.
+unauthenticated connections, and :class:`FirstHeader` separates the sockets that turn
+out to be lanes.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class TcpLink(Duplex, Link):
 
 
 class FirstHeader(FrameHandler):
-    """Looks at the first header of an accepted socket."""
+    """Checks the first header of an accepted socket."""
 
     def __init__(self, link: TcpLink, handler: LinkHandler) -> None:
         self._link = link

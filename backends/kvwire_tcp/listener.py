@@ -1,9 +1,9 @@
 """The accept loop, which survives every error.
 
-A wake-up accepts at most ``ACCEPTS_PER_WAKEUP``, so that a flood of connections leaves
-time for existing links. Without free descriptors the connection stays in the kernel's
-backlog, and would wake us again at once and for ever. So the listener stops watching
-for a moment, and logs that once, until an accept succeeds.
+A wake-up accepts at most ``ACCEPTS_PER_WAKEUP`` connections, so that a flood of
+connections leaves time for existing links. Without free descriptors, a connection stays
+in the kernel's backlog, and would wake us again at once, for ever. So the listener
+stops watching for a moment, and logs that once, until an accept succeeds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Socket options of every link and lane, each with its reason.
 
-SO_SNDBUF and SO_RCVBUF are left alone on purpose: setting either switches off the
-kernel's autotuning, which reaches larger sizes than can be set (on Linux ``rmem_max``
-is commonly 4 MiB, while ``tcp_rmem`` goes up to 32).
+SO_SNDBUF and SO_RCVBUF are left alone on purpose: setting either disables the kernel's
+autotuning, which reaches larger sizes than can be set (on Linux ``rmem_max`` is
+commonly 4 MiB, while ``tcp_rmem`` goes up to 32).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvwire.backend import Finding
 from kvwire.limits import MIB
 from kvwire.types import Address, is_loopback, numeric_host
 
-# Liveness is the core's job: it pings, and makes allowance for its own stalls. The
+# The core checks liveness: it pings, and makes allowance for its own stalls. The
 # kernel's probes are for links whose core is gone or stuck, and must never give up
 # first. So a dead host is probed every second, and given up after the time below.
 KEEPALIVE_IDLE_S: Final = 1
@@ -26,24 +26,24 @@ KEEPALIVE_INTERVAL_S: Final = 1
 # Used on macOS only; on Linux TCP_USER_TIMEOUT replaces it (tcp(7)).
 KEEPALIVE_COUNT: Final = 3
 # Five times the liveness period of 6 s. It also ends a link whose peer is alive but has
-# read nothing for this long. The often seen 3 s would kill healthy peers that wait for
-# a GPU.
+# read nothing for this long. The common value of 3 s would kill healthy peers that wait
+# for a GPU.
 USER_TIMEOUT_MS: Final = 30_000
-# A control frame overtakes bulk data that waits in this process, but not data the
-# kernel holds unsent. Measured on loopback with 1 MiB frames: 512 KiB costs 15 % of the
-# rate and a third more CPU time at the sender; 1 MiB costs nothing.
+# A control frame overtakes bulk data that waits in this process, but not unsent data in
+# the kernel. Measured on loopback with 1 MiB frames: 512 KiB costs 15 % of the rate and
+# a third more CPU time at the sender; 1 MiB costs nothing.
 NOTSENT_LOWAT_BYTES: Final = 1 * MIB
 
-# On loopback nothing is congested, and pacing adds only timers and small bursts: where
-# BBR is the host's default, one stream runs at 0.55 of its rate without. Every Linux
-# has this algorithm, and lets everybody choose it (tcp(7)).
+# On loopback nothing is congested, and pacing only adds timers and small bursts: if BBR
+# is the host's default, one stream runs at 0.55 of its rate without pacing. Every Linux
+# has this algorithm, and allows every user to choose it (tcp(7)).
 LOOPBACK_CONGESTION: Final = b"reno"
 
 _TCP = socket.IPPROTO_TCP
-# macOS has another name for the idle time; options a platform lacks are skipped.
+# macOS has another name for the idle time; options that a platform lacks are skipped.
 _IDLE_OPTION = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
 _OPTIONS: Final = (
-    # A small frame must not wait for the acknowledgement of the one before.
+    # A small frame must not wait for the acknowledgement of the previous one.
     (_TCP, "TCP_NODELAY", 1),
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
     (_TCP, _IDLE_OPTION, KEEPALIVE_IDLE_S),
@@ -52,7 +52,7 @@ _OPTIONS: Final = (
     (_TCP, "TCP_USER_TIMEOUT", USER_TIMEOUT_MS),
     (_TCP, "TCP_NOTSENT_LOWAT", NOTSENT_LOWAT_BYTES),
 )
-# `struct linger`: on, 0 seconds.
+# The struct `linger`: on, 0 seconds.
 _LINGER_NONE: Final = struct.pack("ii", 1, 0)
 
 
@@ -80,12 +80,12 @@ def address_from(sockaddr: tuple[Any, ...]) -> Address:
 
 # --- data that the kernel keeps in flight per connection, for `kvwire doctor` ---------
 
-# The upper ends of autotuning matter: the third numbers of `net.ipv4.tcp_rmem` and
+# The upper limits of autotuning matter: the third numbers of `net.ipv4.tcp_rmem` and
 # `tcp_wmem`. A sender that waits for acknowledgements moves at most one such buffer per
 # round trip.
 
-# Linux's own default for sending; 33 Gbit/s at a round trip of 1 ms. If it is less,
-# somebody has lowered it.
+# Linux's own default for sending; 33 Gbit/s at a round trip of 1 ms. If the limit is
+# lower, it was lowered on purpose.
 _BYTES_MIN: Final = 4 * MIB
 # An upper bound between hosts of one data centre.
 _ROUND_TRIP_S: Final = 1e-3

@@ -1,9 +1,9 @@
 """Receives a lane's payloads, which are a plain byte stream without frames.
 
-Payloads come in the order in which they were expected, one directly after another, and
-each straight into its destination. Bytes that are not expected yet stay in the kernel,
-since payload can overtake the control link that announces it. So a peer that sends more
-than it announces fills a TCP window and none of our memory.
+Payloads arrive in the order in which they were expected, one directly after another,
+and each straight into its destination. Bytes that are not expected yet stay in the
+kernel, since payload can overtake the control link that announces it. So a peer that
+sends more than it has announced fills a TCP window, but none of our memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvwire.memory.iovec import Iovecs, simplest
 from kvwire_tcp.reader import check_destination
 from kvwire_tcp.wire import Wire
 
-# Dropped payload is received into this many bytes at a time.
+# A payload without a destination is received into this many bytes at a time.
 _DROPPED_BYTES: Final = 64 * KIB
 
 
@@ -35,8 +35,8 @@ class PayloadReader:
     ) -> None:
         self._received = received
         self._early = early
-        # The first is being received: `_rest` of its bytes are missing, and go to
-        # `_target`.
+        # The first landing is being received: `_rest` bytes of it are missing, and go
+        # to `_target`.
         self._expected: deque[Landing] = deque()
         self._rest = 0
         self._target: memoryview | Iovecs | None = None
@@ -111,7 +111,7 @@ class PayloadReader:
             self._target = Iovecs(payload)
 
     def _look(self, wire: Wire) -> int:
-        """Return 0 at the end of the stream; pause if there are bytes."""
+        """Return 0 at the end of the stream; pause if bytes are available."""
         if not wire.look():
             return 0
         self._early()

@@ -12,9 +12,9 @@ bytes     client to listener                       listener to client
 256                                                so the client knows whom it met
 ========= ======================================== =====================================
 
-It is as long as the first message of a handshake. Both have a fixed length, so that an
-unauthenticated peer cannot choose how much is read. The secret is new for each lane and
-a lane is admitted once, so an eavesdropped preamble is useless.
+It is as long as the first message of a handshake. Both have a fixed length, so an
+unauthenticated peer cannot choose how much is read. The secret is new for each lane,
+and a lane is admitted once, so an eavesdropped preamble is useless.
 
 Inside TLS both HMACs also cover the *binding*, the digests of the two certificates of
 this one TLS connection. Otherwise a man in the middle with a certificate that both

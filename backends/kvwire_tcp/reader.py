@@ -1,11 +1,11 @@
 """Splits received bytes into frames, and writes each byte to its place.
 
-There are two states. **Between payloads** bytes go into scratch, so that several small
-frames come with one system call. Complete frames are handed over from there, small
-payloads by a copy; the rest is the beginning of a header. **In a payload** that is
-longer than its part in scratch, bytes go straight to their destination, with scratch
-behind it in the same call for the header that follows. A payload that is dropped goes
-to scratch too.
+There are two states. **Between payloads**, bytes go into a scratch buffer, so that
+several small frames arrive with one system call. Complete frames are handed over from
+there, small payloads by a copy; the remaining bytes are the beginning of a header. **In
+a payload** that is longer than its part in scratch, bytes go straight to their
+destination, and scratch follows it in the same call for the next header. A payload
+without a destination goes to scratch too.
 
 ::
 
@@ -15,13 +15,13 @@ to scratch too.
              +--->|  _landing: None  | <------------------------------- | _rest > 0  |
                   +------------------+    last byte: body_received      +------------+
 
-The previous frame decides how far to read ahead: after a small one all of scratch is
-requested; after one that did not fit into scratch only a header, since the next is
-probably as large and none of its payload should be copied.
+The previous frame decides how far to read ahead: after a small frame, all of scratch is
+requested; after a frame that did not fit into scratch, only a header, since the next
+one is probably as large and none of its payload should be copied.
 
 :meth:`FrameReader.receive` makes the one call of the wire, and
-:meth:`FrameReader.deliver` does everything that its bytes lead to. The result depends
-on the bytes only, never on how the network cut them.
+:meth:`FrameReader.deliver` handles the received bytes. The result depends only on the
+bytes, never on how the network divided them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from kvwire.memory.copy import address_of, copy
 from kvwire.memory.iovec import Iovecs, simplest
 from kvwire_tcp.wire import Wire
 
-# Measured: a burst of 64-byte frames gains nothing from more. It is also all the memory
-# that a peer can pin before it is authenticated.
+# By measurement, a burst of 64-byte frames gains nothing from more. It is also all the
+# memory that a peer can pin before it is authenticated.
 SCRATCH_BYTES: Final = 8 * KIB
 
 
@@ -59,7 +59,7 @@ class FrameReader:
         drained: Whether the last call received everything available, or nothing more
             may be handed over.
         paused: Set it to stop handing over headers. After resetting it, call
-            ``deliver(0)`` for those that have arrived meanwhile.
+            ``deliver(0)`` for the headers that have arrived meanwhile.
         stopped: Set by :meth:`stop`, often from within a callback.
     """
 
@@ -70,14 +70,15 @@ class FrameReader:
         self._scratch_address = address_of(self._scratch)
         # Handlers get read-only views of it.
         self._headers = self._scratch.toreadonly()
-        # How many bytes of scratch to request.
+        # The number of bytes of scratch to request.
         self._ahead = SCRATCH_BYTES
         # Bytes kept at the front of scratch: between payloads, a part of a header.
         self._held = 0
         self._landing: Landing | None = None
         # The part of a header that had arrived when the reader was stopped.
         self._left = b""
-        # Missing payload bytes of the landing, and their destination: None drops them.
+        # The missing payload bytes of the landing, and their destination; None drops
+        # them.
         self._rest = 0
         self._target: memoryview | Iovecs | None = None
         self.received_bytes = 0
@@ -156,7 +157,7 @@ class FrameReader:
         self.handler.body_received(self._link, landing)
         if self.stopped:
             return
-        if dropped:  # it is in scratch, before the bytes that follow it
+        if dropped:  # dropped bytes are in scratch, before the bytes that follow them
             self._split(rest, count)
         elif count > rest:
             self._split(0, count - rest)

@@ -13,19 +13,21 @@ buffer and the one for received bytes, since both are used within one call only.
 The two BIOs have these consequences:
 
 * *Memory is free once it is encrypted*, before the kernel has the data. Encrypted bytes
-  that the kernel has not taken are ``unsent``, less than two pieces: nothing more is
+  that the kernel has not accepted are ``unsent``, less than two pieces: nothing more is
   encrypted before they are gone.
-* *The socket does not know what we hold.* While there are bytes that were received and
-  not read, ``more`` is true. The kernel is asked for more only when OpenSSL has used up
-  its input, so the incoming BIO holds one piece at most.
-* *Reading may write*: answers to a peer that changes its keys. A peer that requests
-  such answers and does not read them is cut off, or it would fill the outgoing BIO.
+* *The socket does not show the bytes that we hold.* While received bytes are unread,
+  ``more`` is true. The kernel is asked for more only when OpenSSL has consumed its
+  input, so the incoming BIO holds at most one piece.
+* *Reading may write*, because a peer that changes its keys gets an answer. A peer that
+  requests such answers without reading them is disconnected, because they would fill
+  the outgoing BIO.
 * *The end is announced inside TLS* (``close_notify``). A stream that ends without it
-  was cut off by somebody: never a clean end. To announce the end, ``SSLObject.unwrap``
-  also reads, and drops, unread data; so that is read ahead first.
+  was cut off, and never counts as a clean end. To announce the end,
+  ``SSLObject.unwrap`` also reads and drops unread data, so that data is read ahead
+  first.
 
-The handshake uses the same calls, within the first receives: a server's is under the
-protocol's limits for unauthenticated connections.
+The handshake uses the same calls, within the first receives: a server's handshake is
+under the protocol's limits for unauthenticated connections.
 """
 
 from __future__ import annotations
@@ -45,12 +47,14 @@ from kvwire.security.tls_errors import explained
 from kvwire.types import PeerIdentity, Role
 from kvwire_tcp.wire import Bytes
 
-# Encrypted or decrypted in one call: 8 TLS records, some 50 us of processor time.
+# The bytes encrypted or decrypted in one call: 8 TLS records, some 50 us of processor
+# time.
 PIECE_BYTES: Final = 128 * KIB
-# Received at once before the handshake is over: a whole flight, and no more memory is
-# pinned.
+# The most bytes received at once before the handshake has ended: a whole flight,
+# without pinning more memory.
 STRANGER_BYTES: Final = 16 * KIB
-# With more unsent bytes, a peer that requests new keys and does not read is cut off.
+# If more bytes are unsent, a peer that requests new keys and does not read is
+# disconnected.
 UNSENT_BYTES_MAX: Final = 2 * PIECE_BYTES
 # The length of the longest record, decrypted (RFC 8446 5.1).
 _RECORD_BYTES: Final = 16 * KIB
@@ -59,7 +63,8 @@ _HANDSHAKE = 0x16
 _ALERT = 0x15
 # A fatal alert, "protocol_version", for a peer that does not speak TLS (RFC 8446 6).
 _NO_TLS_HERE: Final = bytes((_ALERT, 3, 3, 0, 2, 2, 70))
-# The same, "access_denied": a certificate is valid, but its owner is not accepted.
+# A fatal alert, "access_denied": the certificate is valid, but its owner is not
+# accepted.
 _NOT_YOU: Final = bytes((_ALERT, 3, 3, 0, 2, 2, 49))
 
 
@@ -92,12 +97,12 @@ class TlsWire:
         self._tls = credentials.wrap(role, self._incoming, self._outgoing)
         self._peer_identity: PeerIdentity | None = None
         self._refused: AuthenticationFailed | None = None
-        # Encrypted, and not yet taken by the kernel.
+        # Encrypted bytes that the kernel has not accepted yet.
         self._unsent = memoryview(b"")
-        # Decrypted before it was requested.
+        # Bytes that were decrypted before they were requested.
         self._ahead = memoryview(b"")
         self._failure: ssl.SSLError | None = None
-        # The kernel had as much as was requested, so it may have more.
+        # The kernel returned as many bytes as requested, so it may have more.
         self._kernel_has_more = False
         self._nothing_came = True
         self._end_said = False
@@ -132,15 +137,15 @@ class TlsWire:
         Raises:
             BlockingIOError: It is the peer's turn.
             OSError: The connection is broken. If the peer ended it without sending
-                anything, that is the end of the stream instead.
-            AuthenticationFailed: There is no TLS between us, or not with this peer.
+                anything, this counts as the end of the stream instead.
+            AuthenticationFailed: The peer does not speak TLS, or is not accepted.
         """
         while not (self.opened or self._end_heard or self._failure is not None):
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
-                # Data that the kernel does not take waits: a peer that reads nothing
-                # may still send something.
+                # Data that the kernel does not accept waits, since a peer that reads
+                # nothing may still send something.
                 with contextlib.suppress(BlockingIOError):
                     self.flush()
                 self._receive(STRANGER_BYTES)
@@ -157,7 +162,7 @@ class TlsWire:
     def _meet_peer(self) -> None:
         """Check the peer's certificate.
 
-        A client that does not accept its server leaves before it has shown its own
+        A client that does not accept its server disconnects before it has shown its own
         certificate, with an alert that may be unencrypted until then (RFC 8446 6.2). A
         server continues, so that the protocol above can send the reason.
         """
@@ -181,7 +186,7 @@ class TlsWire:
         return count
 
     def sendmsg(self, views: Sequence[Bytes], /) -> int:
-        """Encrypt views; small ones make one record together."""
+        """Encrypt views; small ones form one record together."""
         if len(views[0]) >= PIECE_BYTES:
             return self.send(views[0])
         payload = self._buffers.payload
@@ -195,7 +200,7 @@ class TlsWire:
         return self.send(payload[:filled])
 
     def send_list(self, part: Iovecs) -> int:
-        self.flush()  # before the fragments are gathered in vain
+        self.flush()  # first, or the fragments might be gathered in vain
         payload = self._buffers.payload
         return self.send(payload[: part.gather(payload)])
 
@@ -212,7 +217,7 @@ class TlsWire:
             return
         self._end_said = True
         self._read_ahead()
-        # It also waits for the peer's end, which may come later.
+        # It also waits for the peer's end of stream, which may come later.
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
 
@@ -255,12 +260,13 @@ class TlsWire:
         return bool(self._ahead)
 
     def _decrypt(self, target: memoryview) -> int:
-        """Fill ``target`` from OpenSSL's data; return the count, or 0 without any."""
+        """Fill ``target`` from OpenSSL's data; return the count, or 0 without data."""
         filled = 0
         while filled < len(target) and not self._end_heard and self._failure is None:
             rest = target[filled:]
             try:
-                # With a buffer it returns a count, whatever typeshed declares.
+                # With a buffer as argument it returns a count, contrary to typeshed's
+                # declaration.
                 count = cast("int", self._tls.read(len(rest), rest))
                 self._end_heard = count == 0
                 filled += count
@@ -282,7 +288,7 @@ class TlsWire:
         raise explained(error, self._role, opened=self.opened)
 
     def _read_ahead(self) -> None:
-        """Decrypt all held bytes, which are at most a piece and a record."""
+        """Decrypt all held bytes, which are at most one piece and one record."""
         filled = len(self._ahead)
         held = self._incoming.pending + self._tls.pending() + _RECORD_BYTES
         ahead = bytearray(filled + held)
@@ -330,7 +336,7 @@ class TlsWire:
 
 
 def _unshaken(code: int | None) -> ConnectionResetError:
-    """Return the error of a broken handshake; a peer without TLS may only hang up."""
+    """Return the error of a broken handshake; a peer without TLS may just leave."""
     return ConnectionResetError(
         code, "it ended during the TLS handshake; is the peer's trust mtls as well?"
     )

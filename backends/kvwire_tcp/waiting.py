@@ -1,7 +1,7 @@
 """Operations of a wire as coroutines, before a link or lane uses its socket.
 
-Coroutines that connect shake hands and exchange a few bytes first. None of these may
-run while a link or lane uses the same socket.
+Coroutines that connect first perform the handshake and exchange a few bytes. None of
+these may run while a link or lane uses the same socket.
 """
 
 from __future__ import annotations

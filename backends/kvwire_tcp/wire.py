@@ -1,8 +1,8 @@
 """Moves bytes between memory and one socket, plain or inside TLS.
 
-A link or lane decides when to send and to receive, and its queue and reader decide from
-where and to where. A *wire* is the one thing between them and the socket. So the rules
-in :mod:`kvwire_tcp.duplex` about turns and endings hold for both kinds.
+A link or lane decides when to send and to receive; its queue and its reader provide the
+memory. A *wire* is the only object between them and the socket. So the rules in
+:mod:`kvwire_tcp.duplex` about turns and ends apply to both kinds of wires.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Wire(Protocol):
     bytes it has moved.
 
     Raises:
-        BlockingIOError: None can be moved now; the socket will become ready.
+        BlockingIOError: No bytes can be moved now; the socket will become ready.
         OSError: The connection is broken.
         AuthenticationFailed: The connection works, but the peer is not accepted.
     """
@@ -40,7 +40,7 @@ class Wire(Protocol):
 
     @property
     def unsent(self) -> int:
-        """Return the bytes that the wire holds for the kernel."""
+        """Return the number of bytes that wait in the wire for the kernel."""
 
     @property
     def more(self) -> bool:
@@ -91,14 +91,15 @@ class PlainWire:
 
     __slots__ = ("recv_into", "send", "sendmsg", "sock")
 
-    # It takes no memory of its own, so these never change.
+    # The wire has no buffers, so these values never change.
     opened: ClassVar[bool] = True
     unsent: ClassVar[int] = 0
     more: ClassVar[bool] = False
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        # Bound directly: a small message is sent and received in some microseconds.
+        # Bound directly, because sending and receiving a small message takes only a few
+        # microseconds.
         self.send: Callable[[Any], int] = sock.send
         self.sendmsg: Callable[[Any], int] = sock.sendmsg
         self.recv_into: Callable[[Any], int] = sock.recv_into

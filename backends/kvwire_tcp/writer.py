@@ -5,9 +5,10 @@ is one addition. A frame with a token is complete when ``sent_bytes`` has reache
 position of its last byte.
 
 An entry is a header (bytes), a header joined to its small payload (bytes), a payload
-(memoryview), or header and fragments together (:class:`~kvwire.memory.iovec.Iovecs`).
-Payload memory is *lent* with a token, until the token is given back. Without one it is
-*borrowed*, until :meth:`SendQueue.own` replaces the rest of it by a copy.
+(memoryview), or a header together with fragments
+(:class:`~kvwire.memory.iovec.Iovecs`). Payload memory is *lent* with a token, until the
+token is given back. Without a token it is *borrowed*, until :meth:`SendQueue.own`
+replaces the rest of it by a copy.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
 from kvwire.memory.iovec import Iovecs, simplest
 from kvwire_tcp.wire import Wire
 
-# Up to this size a copy costs less than a second view in the system call.
+# Up to this size, a copy costs less than a second view in the system call.
 JOINED_BYTES_MAX: Final = 4 * KIB
-# Half of IOV_MAX: a longer list gains nothing, and takes time to build.
+# Half of IOV_MAX: a longer list gains nothing, and takes time to create.
 VIEWS_MAX: Final = 512
 
 Entry = bytes | memoryview | Iovecs
@@ -40,7 +41,7 @@ class SendQueue:
         self.nbytes = 0
         self.sent_bytes = 0
         self._entries: deque[Entry] = deque()
-        # Entries are numbered from 0 for ever; this is the number of the leftmost.
+        # Entries are numbered from 0 without end; this is the number of the leftmost.
         self._first = 0
         # The position of each frame's last byte, and its token.
         self._tokens: deque[tuple[int, object]] = deque()
@@ -92,7 +93,7 @@ class SendQueue:
             return wire.send_list(head)
         if len(entries) == 1 and type(head) is bytes:
             return wire.send(head)
-        # Up to the first fragment list, and a wake-up's share of bytes.
+        # Up to the first list of fragments, and up to a wake-up's share of bytes.
         views: list[bytes | memoryview] = []
         room = WAKEUP_BYTES
         for entry in entries:
@@ -122,7 +123,7 @@ class SendQueue:
         return done
 
     def own(self) -> None:
-        """Replace lent memory that is still queued by a copy."""
+        """Replace borrowed memory that is still queued by a copy."""
         for number in self._borrowed:
             position = number - self._first
             if position >= 0:

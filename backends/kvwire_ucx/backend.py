@@ -27,8 +27,8 @@ _log: Final = logging.getLogger("kvwire.ucx")
 class UcxBackend(Backend):
     """Moves payload over UCX, beside another transport's control link.
 
-    A context is made with the first lane, one for each set of settings: in practice
-    one, since a communicator has one configuration.
+    A context is created with the first lane, one for each set of settings: in practice
+    there is one, since a communicator has one configuration.
     """
 
     scheme: ClassVar[str] = "ucx"
@@ -81,7 +81,7 @@ class UcxBackend(Backend):
         if endings:
             await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
         if self._lanes:
-            # Freeing a context while lanes use it would end the process.
+            # Freeing a context that lanes still use would abort the process.
             left = len(self._lanes)
             _log.error("%d lanes have not ended, so UCX is not shut down", left)
             return

@@ -4,10 +4,10 @@ The layouts are those of UCX 1.13, to which later versions only append: every st
 begins with a mask of the fields its caller has set, so an older library never reads
 fields it does not know. https://openucx.readthedocs.io documents each function.
 
-Two things are easy to get wrong. ``ucs_status_t`` is a packed enum of *one byte*: read
-as an int, -15 (busy) is 241, which looks like success. And a call that returns a
-"status pointer" returns NULL (done at once), a status in the last 100 addresses
-(failed), or a request; see :func:`request_of`.
+Two details are easily missed. ``ucs_status_t`` is a packed enum of *one byte*: read as
+an int, -15 (busy) is 241, which looks like success. And a call that returns a "status
+pointer" returns NULL (done at once), a status in the last 100 addresses (failed), or a
+request; see :func:`request_of`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ctypes import (
 from typing import ClassVar, Final
 
 # The version of the API for which these declarations were written. A newer library
-# accepts an older caller of the same major version.
+# accepts callers of older versions with the same major number.
 API_MAJOR: Final = 1
 API_MINOR: Final = 13
 
@@ -66,7 +66,7 @@ OP_USER_DATA: Final = 1 << 2
 OP_DATATYPE: Final = 1 << 3
 OP_FLAGS: Final = 1 << 4
 OP_MEMORY_TYPE: Final = 1 << 6
-# Completions come through the callback, never as the result of the call.
+# Completions come through the callback, never as the call's result.
 OP_NO_IMMEDIATE: Final = 1 << 16
 CLOSE_FORCE: Final = 1 << 0
 # The fields set for registered memory: its address, its length, and its protection.
@@ -258,7 +258,7 @@ MOVING: Final = {
     "ucp_ep_close_nbx": (c_void_p, _HANDLE, _PARAMS),
     "ucp_ep_flush_nbx": (c_void_p, _HANDLE, _PARAMS),
 }
-# These return at once; releasing the GIL would cost more than they do.
+# These return at once; releasing the GIL would take longer than the call itself.
 BRIEF: Final = {
     "ucp_get_nbx": (
         c_void_p,

@@ -6,8 +6,8 @@
                 9 unused bytes | lane, 7 bytes | length | address
 
 ``lane`` is a random number of 40 bits, which only the bootstrap reveals. Every message
-*to* that lane has these bits at the top of its tag. So somebody who merely reaches the
-worker over the network cannot match a posted receive. The bits below them number the
+*to* that lane has these bits at the top of its tag. So an attacker who can merely reach
+the worker over the network cannot match a posted receive. The lower bits number the
 messages.
 """
 
@@ -22,7 +22,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.limits import BOOTSTRAP_BYTES_MAX
 from kvwire_ucx.library import Version
 
-# The first message opens the lane and the second ends it; the others are payloads.
+# The first message opens the lane, and the second ends it; all others are payloads.
 HELLO: Final = 0
 BYE: Final = 1
 FIRST_PAYLOAD: Final = 2
@@ -33,7 +33,8 @@ _MAGIC: Final = b"KVUX"
 _VERSION: Final = 1
 _LANE_BITS: Final = 40
 _MESSAGE_BITS: Final = 24
-# UCX reads addresses without knowing their length. A malicious one then ends in zeros.
+# UCX reads addresses without knowing their length. With this padding, a malicious
+# address ends in zeros.
 _PADDING: Final = bytes(4096)
 
 
@@ -49,7 +50,8 @@ class UcxBootstrap:
         """Return it as bytes.
 
         Raises:
-            BackendUnavailable: UCX's address is too long, because of too many devices.
+            BackendUnavailable: UCX's address is too long, because there are too many
+                devices.
         """
         head = _FORMAT.pack(
             _MAGIC,
@@ -93,7 +95,7 @@ def parse(data: bytes) -> UcxBootstrap:
     lane = int.from_bytes(number, "big")
     if length != len(address) or lane >> _LANE_BITS:
         raise BackendUnavailable(
-            f"the peer's bootstrap names an address of {length} bytes and has "
+            f"the peer's bootstrap announces an address of {length} bytes but has "
             f"{len(address)}, for lane {lane}"
         )
     return UcxBootstrap(lane=lane, version=Version(*version), address=address)

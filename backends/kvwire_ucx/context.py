@@ -1,4 +1,4 @@
-"""A UCX context: the transports and devices that UCX found, under given settings."""
+"""A UCX context: the transports and devices that UCX finds with given settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Resource:
 
 @final
 class Context:
-    """A UCX context. Close its workers before it.
+    """A UCX context. Its workers have to be closed first.
 
     Args:
         given: The user's settings.
@@ -140,7 +140,7 @@ def _modify(
 ) -> None:
     for name, value in values.items():
         status = library.ucp.config_modify(config, name.encode(), value.encode())
-        # Not every version knows every setting of our defaults.
+        # Older versions do not know every setting of our defaults.
         if status != OK and name in named:
             raise BackendUnavailable(
                 f"UCX {library.version} does not take the setting {name} = {value!r}: "

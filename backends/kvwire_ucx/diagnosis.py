@@ -16,7 +16,7 @@ from kvwire_ucx.library import UcxLibrary, copies, load, rdma_devices, remedy
 _BEFORE_TCP: Final = 20
 _BEHIND_TCP: Final = 40
 _PTRACE_SCOPE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
-# Registering memory with a network card locks it.
+# Registering memory with a network card locks it in physical memory.
 _MEMLOCK_BYTES_MIN: Final = 1 << 30
 
 
@@ -24,7 +24,7 @@ _MEMLOCK_BYTES_MIN: Final = 1 << 30
 def probed() -> tuple[tuple[Resource, ...], bool]:
     """Return the resources of a default context, and whether UCX was built with RDMA.
 
-    Cached for the process: devices do not come and go, and it takes 10 ms.
+    Cached for the process, because devices rarely change and the query takes 10 ms.
     """
     context = Context({})
     try:
@@ -37,7 +37,8 @@ def probed() -> tuple[tuple[Resource, ...], bool]:
 def availability() -> Availability:
     """Return whether UCX can run here.
 
-    Cached for the process: every handshake calls it, and took a tenth longer without.
+    Cached for the process, because every handshake calls it; without the cache a
+    handshake took a tenth longer.
     """
     try:
         library = load()
@@ -62,7 +63,7 @@ def summary(library: UcxLibrary) -> str:
     elif devices := rdma_devices():
         rdma = f"with RDMA; the kernel knows {', '.join(devices)}"
     else:
-        rdma = "with RDMA, of which this machine has no device"
+        rdma = "with RDMA, but this machine has no RDMA device"
     return f"UCX {library.version}, {rdma} ({library.path})"
 
 
@@ -136,7 +137,7 @@ def _rdma_without() -> tuple[Finding, ...]:
     devices = ", ".join(rdma_devices())
     if not devices:
         return ()
-    text = f"this machine has {devices}, and no UCX to use it"
+    text = f"this machine has {devices}, but no UCX to use it"
     return (Finding(name="RDMA", state="warn", text=text, remedy=remedy()),)
 
 
@@ -160,6 +161,6 @@ def _memlock() -> Finding:
     return Finding(
         name="memlock",
         state="ok" if enough else "warn",
-        text=f"{shown} of memory may be locked, as RDMA does with what it registers",
+        text=f"{shown} of memory may be locked, which RDMA does with registered memory",
         remedy="" if enough else "ulimit -l unlimited",
     )

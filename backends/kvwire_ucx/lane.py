@@ -12,23 +12,24 @@
 
 *A payload* is sent under a tag that only this lane's peer knows, and that the
 descriptor contains. The receiver posts its memory under that tag, and UCX matches the
-two by rendezvous, so nothing moves before the receiver has named its memory. A send is
-over when it has been matched with the receiver's operation.
+two by rendezvous, so nothing moves before the receiver has named its memory. A send has
+ended when it was matched with the receiver's operation.
 
-*Quiet* is not a matter of time. A lane has its own worker. When the lane ends, it
-closes the endpoint by force, which ends all operations, even those the peer would have
-to end. Then it destroys the worker, and with it the sockets, queue pairs and shared
-memory through which anybody could reach our memory. ``lane_closed`` comes after that.
+*The quiet end* does not depend on time. A lane has its own worker. When the lane ends,
+it closes the endpoint by force, which ends all operations, even those that only the
+peer could complete. Then it destroys the worker, together with the sockets, queue pairs
+and shared memory through which other processes could reach our memory. ``lane_closed``
+is called after that.
 
-*Hello.* UCX connects on first use, so a newly made lane proves nothing. The client
-sends a hello, and its join waits for the answer. Both prove the lane's secret.
+*Hello.* UCX connects at the first use, so a newly created lane proves nothing. The
+client sends a hello, and its join waits for the answer. Both prove the lane's secret.
 
-*Bye.* Over shared memory UCX does not notice that a living peer has closed an endpoint,
-and the peer may be reading our memory at this moment. So a side that ends with sends in
+*Bye.* Over shared memory UCX does not detect that a living peer has closed an endpoint,
+and the peer may be reading our memory at that moment. So a side that ends with sends in
 progress waits for the peer's own bye: after that, the peer reports no payload as
-received. A peer that does not answer, because it is stopped, is not waited for. If it
-continues one day, it may have read memory that was already reused: then the payload's
-checksum is wrong, and the peer notices.
+received. There is a time limit for this, for a peer that does not answer because it is
+stopped. If such a peer continues one day, it may have read memory that was already
+reused: then the payload's checksum is wrong, and the peer detects that.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ from kvwire_ucx.requests import MemoryHandles, UcxRequest
 from kvwire_ucx.windows import VERSION_MIN, UcxWindows
 from kvwire_ucx.worker import UcxEndpoint, Worker
 
-# A rendezvous costs two messages beside the payload: below this size the control link
-# is faster, where the payload travels with its header.
+# A rendezvous costs two messages in addition to the payload: below this size the
+# control link is faster, because the payload is sent with its header.
 BYTES_MIN: Final = 32 * KIB
 # Four spans, so that none waits for the round trip of an acknowledgement.
 SPAN_BYTES: Final = 4 * MIB
 WINDOW_BYTES: Final = 4 * SPAN_BYTES
 # How long the end of a lane waits until the peer has received the bye. A stopped peer
-# never does.
+# never receives it.
 LINGER_S: Final = 1.0
 
 _GREETING_BYTES: Final = 16
@@ -136,12 +137,12 @@ class UcxLane(Lane):
         self._windows: UcxWindows | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
-        # Whether the core has the lane, and so gets `lane_closed`.
+        # Whether the core has the lane, and so will get `lane_closed`.
         self._given = False
         self._error: Exception | None = None
         # Receives of payload, which may not be matched with their messages yet.
         self._receives: set[UcxRequest] = set()
-        # Messages of payload that are not over.
+        # The number of payload messages that have not ended.
         self._sends = 0
         self._peer_has_left = False
         self._payloads = 0
@@ -189,9 +190,10 @@ class UcxLane(Lane):
         self._given = True
 
     def _check_version(self, theirs: Version) -> None:
-        """Refuse a UCX that would connect and then break with the first payload.
+        """Refuse a UCX version that would connect and then fail at the first payload.
 
-        1.13 and 1.22 do: their rendezvous differ, and UCX does not notice.
+        1.13 and 1.22 are such a pair: their rendezvous protocols differ, and UCX does
+        not detect that.
 
         Raises:
             BackendUnavailable: The minor versions differ.
@@ -206,12 +208,12 @@ class UcxLane(Lane):
     def _reach(self) -> UcxEndpoint:
         """Return the endpoint to the peer, created on first use.
 
-        So a server creates its own when it answers. If both sides connect at the same
-        time, UCX drops one of two sockets; with 1.22, a process that ended a lane at
-        about that time often crashed with a double free.
+        So a server creates its endpoint when it answers. If both sides connect at the
+        same time, UCX drops one of the two sockets; with 1.22, a process that ended a
+        lane at about that time often crashed with a double free.
 
         Raises:
-            BackendUnavailable: UCX has no way to the peer.
+            BackendUnavailable: UCX has no route to the peer.
         """
         if self._endpoint is None:
             self._endpoint = UcxEndpoint(
@@ -366,8 +368,8 @@ class UcxLane(Lane):
         """Return the lane's windows.
 
         Raises:
-            BackendUnavailable: The settings do not allow them, the lane is not up, or
-                UCX has no way to the peer.
+            BackendUnavailable: The settings do not allow windows, the lane is not open,
+                or UCX has no route to the peer.
         """
         if self._context.windows != "peers":
             raise BackendUnavailable(
@@ -381,7 +383,7 @@ class UcxLane(Lane):
                 f"{self._own.version}"
             )
         if self._state is not _State.UP:
-            raise BackendUnavailable("ucx: the lane is not up")
+            raise BackendUnavailable("ucx: the lane is not open")
         if self._windows is None:
             self._windows = UcxWindows(self._worker, self._reach())
         return self._windows
@@ -417,13 +419,13 @@ class UcxLane(Lane):
         self._state = _State.ENDING
         self._error = error
         if not self._came_up.done():
-            self._came_up.set_result(None)  # join looks at the state
+            self._came_up.set_result(None)  # join checks the state
         for request in self._receives:
             self._worker.cancel(request)
         if self._windows is not None:
             self._windows.end_readers()
         if self._endpoint is None:
-            self._gone()  # a peer that was not answered is not up either
+            self._gone()  # a peer that was not answered has no open lane either
         elif self._endpoint.failed:
             self._hang_up()
         else:
@@ -434,14 +436,15 @@ class UcxLane(Lane):
         assert self._endpoint is not None
         memory = MemoryHandles(memoryview(b"\0"))
         tag = self._peer.tag(BYE)
-        # To a bye that answers the peer's there is no reply.
+        # A bye that answers the peer's bye gets no reply.
         answers = self._peer_has_left
         told = self._answered if answers else self._heard
         self._worker.send(self._endpoint.handle, memory, tag, told, eager=answers)
 
     def _answered(self, _status: int, _nbytes: int) -> None:
         # Over TCP the peer closes first, which UCX reports: 1.22 crashes if a socket is
-        # reset that it is closing with bytes to send (`uct_tcp_iface_handle_events`).
+        # reset while UCX is closing it with bytes left to send
+        # (`uct_tcp_iface_handle_events`).
         assert self._endpoint is not None
         if not any(name.startswith("tcp") for name in self._endpoint.transports):
             self._hang_up()
@@ -459,18 +462,18 @@ class UcxLane(Lane):
             self._end(ConnectionLost("ucx: the peer ended the lane"))
 
     def _hang_up(self) -> None:
-        """Close the endpoint, once the peer has our bye: the second step."""
-        if self._endpoint is not None:  # otherwise this step is done
+        """Close the endpoint, after the peer has received our bye: the second step."""
+        if self._endpoint is not None:  # otherwise this step has been done
             self._endpoint.close(self._gone)
 
     def _gone(self) -> None:
-        """Continue with the last step, now that UCX has released the endpoint."""
+        """Continue with the last step, after UCX has released the endpoint."""
         self._worker.when_idle(self._finish)
 
     def _finish(self) -> None:
         """Destroy the worker: the last step.
 
-        That ends even operations that UCX has not reported as over, such as a receive
+        This ends even operations that UCX has not reported as ended, such as a receive
         that had begun to arrive: nothing is left that could write to its memory.
         """
         if self._state is _State.ENDED:

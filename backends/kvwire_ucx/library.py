@@ -2,12 +2,13 @@
 
 It takes the first of these that exists:
 
-1. the one in the variable ``LIBUCP``: a path of ``libucp.so``, ``system`` or ``wheel``;
-2. one that this process has already loaded, through ucxx for example: two copies of UCX
-   in one process each patch libc's memory functions, and conflict;
-3. on a machine with RDMA devices, the system's: the ``libucx`` wheels on PyPI are built
-   without RDMA, and would silently move the data over TCP;
-4. the wheel's, then the system's.
+1. the library named by the variable ``LIBUCP``: a path of ``libucp.so``, ``system`` or
+   ``wheel``;
+2. a library that this process has already loaded, through ucxx for example: two copies
+   of UCX in one process each patch libc's memory functions, and conflict;
+3. on a machine with RDMA devices, the system's library: the ``libucx`` wheels on PyPI
+   are built without RDMA, and would silently move the data over TCP;
+4. the wheel's library, then the system's.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from kvwire.extras import install_command
 from kvwire_ucx import binding
 
 ENVIRONMENT: Final = "LIBUCP"
-# The first version with every function and structure of `binding`.
+# The first version with all functions and structures of `binding`.
 VERSION_MIN: Final = (1, 13)
-# Each is loaded before the next, so that the wheel's need no search path.
+# Each is loaded before the next, so that the wheel's libraries need no search path.
 _SONAMES: Final = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 _SYSTEM: Final = "system"
@@ -59,7 +60,7 @@ class Ucp:
     """libucp's functions without their prefix: ``ucp.worker_progress(handle)``.
 
     Attributes:
-        pointers: Their addresses, for loops in C.
+        pointers: The functions' addresses, for loops in C.
     """
 
     def __init__(self, path: str) -> None:
@@ -93,7 +94,7 @@ class UcxLibrary:
 
     @property
     def has_rdma(self) -> bool:
-        """Return whether it has the plug-in for RDMA, with or without devices."""
+        """Return whether it has the RDMA plug-in, with or without devices."""
         return any(Path(self.path).parent.glob("ucx/libuct_ib*.so*"))
 
     def status_text(self, status: int) -> str:
@@ -104,7 +105,8 @@ class UcxLibrary:
 def load() -> UcxLibrary:
     """Return the UCX of this process.
 
-    Cached, also if there is none: after installing one, start a new process.
+    The result is cached, even if there is none: after installing UCX, start a new
+    process.
 
     Raises:
         BackendUnavailable: UCX is missing, cannot be loaded, or is too old.
@@ -163,7 +165,7 @@ def find() -> str | None:
 def copies() -> list[str]:
     """Return the paths of all copies of libucp in this process; there should be one.
 
-    Wheels with a UCX of their own rename it: ``libucp-0a1b2c3d.so``.
+    Wheels that bundle UCX rename it: ``libucp-0a1b2c3d.so``.
     """
     return _shared_objects("libucp")
 
@@ -192,8 +194,8 @@ def _wheel() -> str | None:
 def _system() -> str | None:
     """Return the path of the libucp that the dynamic linker would find.
 
-    It is looked for in the usual folders of distributions, since asking the linker
-    means loading it, and ``ctypes.util.find_library`` runs a compiler.
+    It searches the usual folders of distributions, because asking the linker would load
+    the library, and ``ctypes.util.find_library`` runs a compiler.
     """
     machine = os.uname().machine
     folders = [
@@ -223,9 +225,9 @@ def _shared_objects(prefix: str) -> list[str]:
 def _load_dependencies(path: str) -> ctypes.CDLL:
     """Load the libraries that libucp needs from its folder; return libucs.
 
-    Their symbols stay local. Otherwise a second UCX in the process, such as that in
-    NIXL's wheel, would call ours instead of its own, and fail where they differ.
-    Plug-ins that UCX opens later declare their dependencies, and find them by name.
+    Their symbols stay local. Otherwise a second UCX in the process, such as the one in
+    NIXL's wheel, would call ours instead of its own, and fail if they differ. Plug-ins
+    that UCX opens later declare their dependencies, and find them by name.
     """
     folder = Path(path).parent
     loaded = []
@@ -239,8 +241,8 @@ def _load_dependencies(path: str) -> ctypes.CDLL:
 def _calm(ucs: ctypes.CDLL) -> None:
     """Turn off UCX's intrusive defaults, unless the user has set them.
 
-    By default it takes over the signals of crashes, which belong to ``faulthandler``,
-    and prints to standard output errors that it also returns as a status.
+    By default it takes over the signals of crashes, which ``faulthandler`` uses, and
+    prints errors to standard output although it also returns them as statuses.
     """
     if "UCX_ERROR_SIGNALS" not in os.environ:
         ucs.ucs_debug_disable_signals()

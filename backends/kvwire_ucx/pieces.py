@@ -5,8 +5,8 @@
     descriptor = number of the first message | length of each, if there are several
                  (4 bytes)                     (4 bytes each)
 
-Large fragments are moved in place, each as a message of its own: over RDMA by the card,
-over shared memory in one copy. UCX packs small ones into one message.
+Large fragments are moved in place, each as a separate message: over RDMA by the card,
+over shared memory in one copy. UCX packs small fragments into one message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB
 from kvwire.memory.buffers import slice_payload
 
-# Fragments of at least this size are messages of their own, which need no packing.
+# Fragments of at least this size are separate messages, which need no packing.
 PIECE_BYTES: Final = 128 * KIB
 PIECES_MAX: Final = 32
 # The rule in docs/topics/protocol.md about a descriptor and its payload.
@@ -62,7 +62,7 @@ def read_descriptor(data: bytes, nbytes: int) -> tuple[int, list[int]]:
     """Read such a descriptor: the first message's number, and the lengths or [].
 
     Raises:
-        MalformedFrame: The peer's lane would not make it.
+        MalformedFrame: A correct lane would not make it.
     """
     count, rest = divmod(len(data), _NUMBER.size)
     if rest or not 1 <= count <= PIECES_MAX + 1 or count == 2:

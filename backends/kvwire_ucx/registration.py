@@ -1,6 +1,6 @@
-"""Memory that the peer may read: exact ranges registered with UCX, with their keys.
+"""Memory that the peer may read: exact ranges registered with UCX, and their keys.
 
-A key allows reading one range. For a network card it is valid until the range is
+A key allows reading one range. On a network card it is valid until the range is
 unregistered, which happens when the window is concealed or the lane has ended.
 """
 

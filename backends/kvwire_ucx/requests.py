@@ -1,9 +1,9 @@
-"""Operations in progress at UCX, and the memory that they keep from being freed.
+"""Running UCX operations, and the memory that must not be freed meanwhile.
 
-UCX never holds a reference to memory. So this holds the memory until UCX reports that
-the operation is over: done, failed, or cancelled. Cancelling only asks for that: a
-send, a put, a get, and a receive that has met its message continue, and end by
-themselves or with their endpoint (https://github.com/openucx/ucx/issues/7290).
+UCX never holds a reference to memory. So these objects keep the memory alive until UCX
+reports that the operation has ended: done, failed, or cancelled. Cancelling only
+requests an end: sends, puts, gets, and receives that have been matched continue, and
+end by themselves or with their endpoint (https://github.com/openucx/ucx/issues/7290).
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ reap_compiled: CompiledFunction | None = compiled_function(
 
 @final
 class MemoryHandles:
-    """The memory of one operation, in UCX's terms.
+    """The memory of one operation, in the form that UCX expects.
 
     Many fragments are passed as UCX's own list of pieces. UCX packs them when sending,
-    and unpacks them when receiving, piece by piece in C. With pieces of 4 KiB that
-    reaches 3.8 GB/s over TCP and 8.1 over shared memory; gathering them first and
-    scattering them last reaches 2.6 and 4.0 (1 MiB payloads, same machine, same run).
+    and unpacks them when receiving, piece by piece in C. With pieces of 4 KiB this
+    reaches 3.8 GB/s over TCP and 8.1 over shared memory; gathering them before and
+    scattering them afterwards reaches 2.6 and 4.0 (1 MiB payloads, same machine, same
+    run).
     """
 
     __slots__ = ("_keeps", "address", "count", "datatype", "memory_type", "nbytes")
@@ -120,13 +121,14 @@ progress_compiled: CompiledFunction | None = compiled_function(
     ctypes.c_uint64,
     result=ctypes.c_uint,
 )
-# With gets under way, UCX makes progress for so long before Python goes on: each step
-# copies up to half a MiB, or reads one small range, and would need the GIL after it.
+# While gets are running, UCX makes progress for this long before Python continues: each
+# step copies up to half a MiB, or reads one small range, and would need the GIL
+# afterwards.
 _STEPS_NS: Final = 200_000
 
 
 class UcxRanges(NamedTuple):
-    """Ranges of the peer's memory to get; contiguous arrays, one item for each."""
+    """Ranges of the peer's memory to get; contiguous arrays with one item per range."""
 
     here: Array
     lengths: Array
@@ -136,11 +138,11 @@ class UcxRanges(NamedTuple):
 
 @final
 class UcxGets(UcxRequest):
-    """Many gets with one end, posted and looked after in C where that is compiled.
+    """Many gets with a common end, started and checked in C if that is compiled.
 
-    They have no callback. UCX would call it for each get, and each call waits for the
-    GIL while another thread computes. Instead their handles are looked at after
-    progress.
+    They have no callback. UCX would call it for each get, and each call would wait for
+    the GIL while another thread computes. Instead, their handles are checked after each
+    progress call.
 
     Attributes:
         status: The first error, or OK.
@@ -188,7 +190,7 @@ class UcxGets(UcxRequest):
                 self._note(status)
 
     def is_over(self) -> bool:
-        """Free the requests that are over; return whether all are."""
+        """Free the requests that have ended; return whether all have."""
         if reap_compiled is not None:
             self._left = reap_compiled.held(
                 self._ucp.pointers["request_check_status"],
@@ -214,13 +216,14 @@ class UcxGets(UcxRequest):
 
 @final
 class UcxRequests:
-    """The operations of one worker that are not over, by number."""
+    """One worker's operations that have not ended, by number."""
 
     def __init__(self, ucp: Ucp) -> None:
         self._ucp = ucp
         self._open: dict[int, UcxRequest] = {}
         self._numbers = itertools.count(1)
-        # (number, status, bytes) of operations that are over but not yet reported.
+        # (number, status, bytes) of operations that have ended but were not reported
+        # yet.
         self.over: list[tuple[int, int, int]] = []
         self._polled: list[UcxGets] = []
         self._getting = binding.RequestParams()
@@ -228,11 +231,11 @@ class UcxRequests:
         self.on_received = binding.ReceiveCallback(self._received)
 
     def __len__(self) -> int:
-        """Return how many operations are not over."""
+        """Return the number of operations that have not ended."""
         return len(self._open)
 
     def progress(self, worker: int) -> int:
-        """Have a worker make progress; return 0 if nothing moves any more."""
+        """Let a worker make progress; return 0 if nothing moves any more."""
         if self._polled and progress_compiled is not None:
             moves: int = progress_compiled.released(
                 self._ucp.pointers["worker_progress"], worker, _STEPS_NS
@@ -244,7 +247,7 @@ class UcxRequests:
         return moves
 
     def look(self) -> None:
-        """Find operations without a callback that are over."""
+        """Find operations without a callback that have ended."""
         if not self._polled:
             return
         polled = self._polled
@@ -256,7 +259,7 @@ class UcxRequests:
                 self._polled.append(one)
 
     def new(self, on_done: OnDone, keeps: object = None) -> UcxRequest:
-        """Make an operation that is about to be posted."""
+        """Create an operation that is about to be posted."""
         request = UcxRequest(next(self._numbers), on_done, keeps)
         self._open[request.number] = request
         return request
@@ -274,7 +277,7 @@ class UcxRequests:
         on_done: OnDone,
         keeps: object,
     ) -> None:
-        """Get ranges of the peer's memory; ``on_done`` when all of them are over."""
+        """Get ranges of the peer's memory; call ``on_done`` when all have ended."""
         gets = UcxGets(self._ucp, next(self._numbers), on_done, keeps)
         self._open[gets.number] = gets
         gets.post(endpoint, ranges, self._getting)
@@ -282,7 +285,7 @@ class UcxRequests:
         self.look()
 
     def tell(self) -> None:
-        """Report the operations that are over by now; not those that end meanwhile."""
+        """Report the operations that have ended so far; later ones are left."""
         over = self.over
         self.over = []
         for number, status, nbytes in over:
@@ -299,17 +302,17 @@ class UcxRequests:
         missing = [number for number in self._open if number not in told]
         self.over += [(number, binding.ERR_CANCELED, 0) for number in missing]
         for request in self._open.values():
-            request.handle = 0  # it was freed with the worker
+            request.handle = 0  # the worker's destruction has freed it
         self.tell()
 
-    # UCX calls these from within its own functions. They must not raise, and a report
-    # could post again; so they only record.
+    # UCX calls these functions from inside its own. They must not raise, and a report
+    # could post again; so they only record the end.
 
     def _sent(self, _request: int, status: int, number: int) -> None:
         self.over.append((number, status, 0))
 
     def _received(self, _request: int, status: int, info: object, number: int) -> None:
-        # For a failed receive, UCX leaves that undefined.
+        # UCX leaves the length undefined if a receive has failed.
         nbytes = info[0].length if status == OK else 0  # type: ignore[index]
         self.over.append((number, status, nbytes))
 

@@ -1,8 +1,9 @@
 """The settings of a UCX context: kvwire's defaults, the user's, the environment's.
 
 A user writes ``backends = {ucx = {TLS = "rc,sm"}}``, with UCX's own names in capitals,
-with or without their ``UCX_``. An environment variable ``UCX_...`` overrides both these
-and the defaults, since that is where an operator looks. os.environ is never changed.
+with or without the prefix ``UCX_``. An environment variable ``UCX_...`` overrides both
+the settings and the defaults, because operators look there. os.environ is never
+changed.
 """
 
 from __future__ import annotations
@@ -16,45 +17,46 @@ from kvwire.errors import UsageError
 
 PREFIX: Final = "UCX_"
 REQUIRE_RDMA: Final = "require_rdma"
-# Settings of former versions.
+# Settings of former versions, which have been removed.
 _GONE: Final = ("one_sided", "registrations")
 _YES: Final = ("yes", "y", "true", "1", "on")
 _NO: Final = ("no", "n", "false", "0", "off")
 
 DEFAULTS: Final[Mapping[str, str]] = {
-    # Without it UCX excludes shared memory if it has to notice dead peers.
+    # Without it, UCX excludes shared memory when it has to detect dead peers.
     "MM_ERROR_HANDLING": "y",
     # The same for reading the peer's memory in one system call: 9.5 GB/s instead of 0.5
     # (1 MiB, same machine, same run). `lane` describes the substitute for invalidation.
     "CMA_MEMORY_INVALIDATE": "y",
-    # How long a dead process may go unnoticed over shared memory and RDMA; UCX's
-    # default of 20 s is three times what kvwire allows a dead peer.
+    # How long a dead process may stay undetected over shared memory and RDMA; UCX's
+    # default of 20 s is three times the time that kvwire allows.
     "KEEPALIVE_INTERVAL": "2s",
-    # Everything is a rendezvous except the messages of kvwire_ucx.lane itself. An eager
-    # message of several pieces that has begun to arrive can neither be cancelled, nor
-    # waited for once its sender has died, so its memory would never be free.
+    # Every message is a rendezvous, except the messages of kvwire_ucx.lane itself. An
+    # eager message of several pieces that has begun to arrive can be neither cancelled,
+    # nor completed once its sender has died, so its memory would never be free.
     "RNDV_THRESH": "64",
-    # UCX's 8 KiB per system call reach half the rate of 64 KiB. These are another 1.6
-    # times as fast, with 0.67 instead of 0.82 s of CPU per GiB, once nothing is paced
-    # (`sockets`): each segment costs a wake-up of the peer and a turn of ours.
+    # UCX's default of 8 KiB per system call reaches half the rate of 64 KiB. 256 KiB is
+    # another 1.6 times as fast, with 0.67 instead of 0.82 s of CPU per GiB, once pacing
+    # is off (`sockets`): each segment costs a wake-up of the peer and a turn of our
+    # loop.
     "TCP_TX_SEG_SIZE": "256K",
     "TCP_RX_SEG_SIZE": "512K",
-    # Fragments that UCX packs go through shared memory in segments, and each may wake
-    # the peer: 31,000 times per GiB with UCX's 8 KiB, 2,500 times with these, which
-    # saves half of the CPU time. UCX counts a segment's bytes in 16 bits without
-    # checking: 64 KiB damage every payload. As many segments as fit into the memory of
-    # 512 of 8 KiB.
+    # Fragments that UCX packs are sent through shared memory in segments, and each
+    # segment may wake the peer: 31,000 times per GiB with UCX's default of 8 KiB, 2,500
+    # times with 60 KiB, which saves half of the CPU time. UCX counts a segment's bytes
+    # in 16 bits without a check: 64 KiB would damage every payload. The number of
+    # segments that fit into the memory of 512 segments of 8 KiB.
     "MM_SEG_SIZE": "60K",
     "MM_RX_BUFS_GROW": "64",
 }
-# Where peers get keys: UCX's own cache of registrations would keep a range, and so its
-# key, as long as the memory is mapped; it has to end with the window.
+# If peers get keys: UCX's own cache of registrations would keep a range, and so its
+# key, as long as the memory is mapped; but the key has to end with the window.
 DEFAULTS_OF_KEYS: Final[Mapping[str, str]] = {"RCACHE_ENABLE": "n"}
-# Versions before this get further defaults.
+# Earlier versions get further defaults.
 OLD: Final = (1, 15)
 DEFAULTS_OF_OLD: Final[Mapping[str, str]] = {
-    # UCX 1.13 ends the process ("comp->count > 0") if a TCP endpoint fails while it
-    # sends from the caller's memory. 1.15 and later do not.
+    # UCX 1.13 aborts the process ("comp->count > 0") if a TCP endpoint fails while it
+    # sends from the caller's memory. Versions from 1.15 on do not.
     "ZCOPY_THRESH": "inf",
 }
 
@@ -65,7 +67,7 @@ class UcxSettings:
 
     Attributes:
         ucx: Values by UCX's names, without ``UCX_``.
-        named: The names that the user gave: a library that does not know one is an
+        named: The names that the user gave; if a library does not know one, that is an
             error.
         require_rdma: Whether a lane needs an RDMA device.
     """
@@ -87,7 +89,8 @@ def parse(
     Args:
         given: The user's settings.
         version: The version of UCX.
-        environment: Variables that come before them; None for those of the process.
+        environment: Variables that override the settings; None for the process's
+            environment.
         exposes: Whether peers may read windows.
 
     Raises:

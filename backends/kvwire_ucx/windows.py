@@ -10,26 +10,27 @@
                                                    generations are the ticket's: landed
       unregister              <--control link----  quiet
 
-The owner takes no part, and never waits: a reader that is late finds other generations.
+The owner takes no part, and never waits: a late reader finds other generations.
 
 **Order.** The owner stores a new generation, passes a full fence, and only then writes
-to the block. The reader asks for the generations when UCX has reported all bytes. So if
-it got one byte of what was written later, the new generation was visible before its
-second gets began:
+to the block. The reader requests the generations after UCX has reported all bytes. So
+if one of its bytes was written later, the new generation was visible before its second
+gets began:
 
-* a network card of the owner reads its memory for the second gets after the answers to
-  the first ones have crossed the wire;
-* within a host the kernel copies both for this thread, which passes a release and an
-  acquire between them: loads before the one are not delayed beyond the other.
+* the owner's network card reads the memory for the second gets after the answers to the
+  first gets have crossed the wire;
+* within a host the kernel copies both for this thread, which executes a release and an
+  acquire between them: loads before the release are not delayed beyond the acquire.
 
-**Only where something reads by itself**: the kernel within a host (cma), a network card
-elsewhere. Over TCP and plain shared memory UCX emulates a get with messages, and ends
-the *owner's* process when such a message comes from an endpoint that has failed (1.22,
-``ucp_get_req_handler``). There windows are read by kvwire's own messages.
+**Only with hardware or a kernel that reads on its own**: the kernel within a host
+(cma), a network card between hosts. Over TCP and plain shared memory UCX emulates a get
+with messages, and aborts the *owner's* process if such a message comes from an endpoint
+that has failed (1.22, ``ucp_get_req_handler``). In these cases windows are read by
+kvwire's own messages.
 
-**Quiet.** A get writes to the reader's memory, so a read is over when UCX has reported
-all of its gets, at the latest when the lane's worker is destroyed. Its future waits for
-that, also when it fails.
+**The end of a read.** A get writes to the reader's memory, so a read has ended when UCX
+has reported all of its gets, at the latest when the lane's worker is destroyed. Its
+future waits for that, even if it fails.
 """
 
 from __future__ import annotations
@@ -56,31 +57,32 @@ from kvwire_ucx.registration import Registration
 from kvwire_ucx.requests import UcxRanges
 from kvwire_ucx.worker import UcxEndpoint, Worker
 
-# Older versions emulate gets with messages, also where there is cma: 1.17 did, and 1.19
+# Older versions emulate gets with messages even if cma is available: 1.17 did, and 1.19
 # reads ranges of every size by cma.
 VERSION_MIN: Final = (1, 19)
-# Gets that are handed to UCX at once: posting them takes less than a millisecond, and
-# on a fast network their bytes outlast the turn that posts the next.
+# The number of gets handed to UCX at once: posting them takes less than a millisecond,
+# and on a fast network moving their bytes takes longer than the turn that posts the
+# next ones.
 PORTION: Final = 256
-# Transports of UCX that read a peer's memory without its help: the kernel within this
-# host, network cards elsewhere.
+# UCX transports that read a peer's memory without its help: by the kernel within this
+# host, by network cards between hosts.
 _READING: Final = re.compile(r"(cma|knem|xpmem)(/|$)|(rc|dc|srd)(_|/|$)")
-# UCX reads keys without knowing their length. A malicious one then ends in zeros: at
-# most 64 domains of 255 bytes.
+# UCX reads keys without knowing their length. With this padding, a malicious key ends
+# in zeros: at most 64 domains of 255 bytes.
 _PADDING: Final = bytes(64 * 256)
 # UCX writes a key for each of its memory domains: 11 bytes with shared memory and TCP,
-# some 30 for each network card.
+# some 30 bytes for each network card.
 KEY_BYTES_MAX: Final = 1000
 _KEY: Final = struct.Struct(">H")
 
 
 @final
 class UcxWindows:
-    """The windows that one lane exposes to its peer, and those of the peer it reads.
+    """The windows that a lane exposes to its peer, and the peer's that it reads.
 
     Args:
         worker: The lane's worker.
-        endpoint: Leads to the peer.
+        endpoint: The endpoint to the peer.
     """
 
     def __init__(self, worker: Worker, endpoint: UcxEndpoint) -> None:
@@ -94,11 +96,11 @@ class UcxWindows:
         return self.endpoint.transports
 
     def expose(self, memory: WindowMemory) -> bytes:
-        """Register a window's memory; return the keys by which the peer reads it.
+        """Register a window's memory; return the keys with which the peer reads it.
 
         Raises:
-            BackendUnavailable: Nothing here reads by itself, UCX refuses to register
-                the memory, or it lies in too many pieces.
+            BackendUnavailable: No transport here reads on its own, UCX refuses to
+                register the memory, or it consists of too many pieces.
         """
         self._require_reading()
         if memory not in self._exposed:
@@ -116,7 +118,7 @@ class UcxWindows:
         return self._exposed[memory][0]
 
     def conceal(self, memory: WindowMemory) -> None:
-        """Unregister a window's memory: its keys are then invalid."""
+        """Unregister a window's memory, which invalidates its keys."""
         if memory in self._exposed:
             _, registered = self._exposed.pop(memory)
             _unregister(registered)
@@ -125,8 +127,8 @@ class UcxWindows:
         """Return a reader of a window of the peer.
 
         Raises:
-            BackendUnavailable: Nothing here reads by itself, or a key is invalid.
-            MalformedFrame: The peer's lane would not make such a description.
+            BackendUnavailable: No transport here reads on its own, or a key is invalid.
+            MalformedFrame: A correct lane would not make such a description.
         """
         self._require_reading()
         try:
@@ -144,7 +146,7 @@ class UcxWindows:
         self._destroy(reader.keys.tolist())
 
     def end_readers(self) -> None:
-        """End the readers, because the lane ends; what was posted goes on."""
+        """End the readers, because the lane ends; posted gets continue."""
         for reader in list(self._readers):
             reader.close()
 
@@ -154,7 +156,7 @@ class UcxWindows:
             self.conceal(memory)
 
     def _destroy(self, keys: list[int]) -> None:
-        """Free keys; those of a destroyed worker went with it."""
+        """Free keys; a destroyed worker has already freed its own."""
         if not self.worker.closed:
             for key in keys:
                 self.worker.context.library.ucp.rkey_destroy(key)
@@ -162,8 +164,8 @@ class UcxWindows:
     def _require_reading(self) -> None:
         if not any(map(_READING.match, self._transports)):
             raise BackendUnavailable(
-                f"ucx: windows need a network card or cma, which read the peer's "
-                f"memory by themselves; UCX uses {', '.join(self._transports)}"
+                "ucx: windows need a network card or cma, which read the peer's "
+                f"memory without its help; UCX uses {', '.join(self._transports)}"
             )
 
     def _unpack(self, packed: list[bytes]) -> list[int]:
@@ -177,7 +179,7 @@ class UcxWindows:
             if status != OK:
                 self._destroy(keys)
                 text = self.worker.context.library.status_text(status)
-                raise BackendUnavailable(f"ucx: the peer's key is of no use: {text}")
+                raise BackendUnavailable(f"ucx: the peer's key cannot be used: {text}")
             keys.append(handle.value or 0)  # bounded: DESCRIPTOR_BYTES_MAX
         return keys
 
@@ -217,12 +219,12 @@ class UcxWindow(WindowReader):
                 self.windows.leave(self)
 
     def pass_fence(self) -> None:
-        """Keep loads before this call before those after it; see the module."""
+        """Order loads before this call before loads after it; see the module."""
         self._between.release()
         self._between.acquire()
 
     def over(self) -> None:
-        """Note that a read is over."""
+        """Record that a read has ended."""
         self._reads -= 1
         if self.closed and not self._reads:
             self.windows.leave(self)
@@ -261,7 +263,7 @@ class _Read:
         )
 
     def _over(self, status: int, _nbytes: int) -> None:
-        """Continue when a portion is over."""
+        """Continue when a portion has ended."""
         if status != OK:
             self._end(status)
         elif self._next < len(self._gets):
@@ -281,7 +283,7 @@ class _Read:
             self._post(gets)
 
     def _end(self, status: int) -> None:
-        """Resolve the future: UCX touches no memory of this read any more."""
+        """Resolve the future, since UCX touches no memory of this read any more."""
         window = self._window
         future = self.future
         if status == OK:
@@ -313,17 +315,17 @@ def describe_keys(keys: list[bytes]) -> bytes:
     if len(description) > DESCRIPTOR_BYTES_MAX or max(map(len, keys)) > KEY_BYTES_MAX:
         raise BackendUnavailable(
             f"ucx: a window in {len(keys)} pieces of memory needs keys of "
-            f"{len(description)} bytes, and a description has {DESCRIPTOR_BYTES_MAX}; "
-            f"allocate its tensors in one piece"
+            f"{len(description)} bytes, but a description has at most "
+            f"{DESCRIPTOR_BYTES_MAX}; allocate its tensors in one piece"
         )
     return description
 
 
 def read_keys(description: bytes, count: int) -> list[bytes]:
-    """Read a description of so many keys.
+    """Read a description with this number of keys.
 
     Raises:
-        MalformedFrame: The peer's lane would not make it.
+        MalformedFrame: A correct lane would not make it.
     """
     keys: list[bytes] = []
     at = 0

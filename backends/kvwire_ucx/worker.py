@@ -9,9 +9,9 @@
                                     arm: BUSY? again. OK? sleep
 
 UCX signals its file descriptor only between a successful ``arm`` and the next event,
-and ``arm`` returns BUSY while there is something to progress. So a turn ends in a
-successful ``arm``, or schedules another turn. And any code that posts an operation
-calls :meth:`Worker.wake`, since posting may consume an event. Nothing is polled: with
+and ``arm`` returns BUSY while there is progress to make. So a turn ends in a successful
+``arm``, or schedules another turn. And any code that posts an operation calls
+:meth:`Worker.wake`, since posting may consume an event. Nothing is polled: with
 receives pending and nothing arriving, no Python code runs.
 """
 
@@ -41,14 +41,14 @@ from kvwire_ucx.requests import (
 )
 from kvwire_ucx.settings import OLD
 
-# One turn of the loop: about 4 MiB at memory speed, 1 MiB over TCP.
+# The length of one turn of the loop: about 4 MiB at memory speed, 1 MiB over TCP.
 TURN_S: Final = 400e-6
-# Each turn moves at least half a MiB, if there is something to move; a lane's window is
-# 8 MiB.
+# Each turn moves at least half a MiB if there is data to move; a lane's window is 8
+# MiB.
 IDLE_TURNS: Final = 64
-# UCX 1.13 ends the process if a worker is destroyed while its answer to a newly
+# UCX 1.13 aborts the process if a worker is destroyed while its answer to a newly
 # connected peer waits to be sent over TCP ("send.wireup.type"). It does not report such
-# connections; they come up in some milliseconds if the peer is alive.
+# connections; they open in a few milliseconds if the peer is alive.
 OLD_SETTLE_S: Final = 0.1
 _ALL_BITS: Final = 2**64 - 1
 _OF_MEMORY: Final = binding.OP_DATATYPE | binding.OP_MEMORY_TYPE
@@ -73,7 +73,7 @@ class Worker:
         self._turning = False
         self._closed = False
         self._on_idle: Callable[[], None] | None = None
-        # Whether anything has ever moved: if not, no answer of UCX can be waiting.
+        # Whether anything has ever moved; if not, no answer from UCX can be waiting.
         self._used = False
         self._patience = 0
         self._failed: list[tuple[int, int]] = []
@@ -82,7 +82,8 @@ class Worker:
         self._on_failed = binding.ErrorCallback(self._endpoint_failed)
         on_sent = self.requests.on_sent
         on_received = self.requests.on_received
-        # Filled in anew for each operation: UCX reads them only while it is posted.
+        # Filled in again for each operation, because UCX reads them only while it is
+        # posted.
         self._sending = _params(on_sent, _OF_MEMORY)
         self._receiving = _params(on_received, _OF_MEMORY | binding.OP_NO_IMMEDIATE)
         self._other = _params(on_sent)
@@ -108,9 +109,9 @@ class Worker:
         *,
         eager: bool = False,
     ) -> UcxRequest:
-        """Send a message; the request is over when the peer has a receive for it.
+        """Send a message; the request ends when the peer has a receive for it.
 
-        An eager message has few bytes, and is over when UCX has taken them.
+        An eager message has few bytes, and ends when UCX has accepted them.
         """
         request = self.requests.new(on_done, memory)
         params = self._moving(self._sending, memory, request)
@@ -128,7 +129,7 @@ class Worker:
         return self._posted(request, result)
 
     def cancel(self, request: UcxRequest) -> None:
-        """Request an early end; :attr:`UcxRequest.on_done` reports when it is over."""
+        """Request an early end; :attr:`UcxRequest.on_done` reports the actual end."""
         if request.handle and not self._closed:
             self._ucp.request_cancel(self.handle, request.handle)
             self.wake()
@@ -145,10 +146,10 @@ class Worker:
         """Get ranges of the peer's memory.
 
         Args:
-            endpoint: Leads to the peer.
-            ranges: Where they are, here and there.
-            on_done: Called once all are over, with the first status that is an error.
-            keeps: Anything that must live as long, such as the memory.
+            endpoint: The endpoint to the peer.
+            ranges: Their addresses, there and here.
+            on_done: Called once all have ended, with the first status that is an error.
+            keeps: Objects that must live as long, such as the memory.
         """
         self.requests.get(endpoint, ranges, on_done, keeps)
         self.wake()
@@ -158,10 +159,10 @@ class Worker:
     def connect(
         self, address: bytes, number: int, on_failed: Callable[[int], None]
     ) -> int:
-        """Make an endpoint to a peer's worker; UCX connects when it is used.
+        """Create an endpoint to a peer's worker; UCX connects at the first use.
 
         Raises:
-            BackendUnavailable: UCX has no way to the peer.
+            BackendUnavailable: UCX has no route to the peer.
         """
         params = binding.EndpointParams(
             field_mask=binding.EP_REMOTE_ADDRESS
@@ -180,8 +181,8 @@ class Worker:
         if status != OK or not handle.value:
             text = self.context.library.status_text(status)
             raise BackendUnavailable(
-                f"UCX cannot reach the peer: {text}; a transport that both sides have "
-                f"must lead from one to the other (here: {self._resources()})"
+                f"UCX cannot reach the peer: {text}; both sides need a common "
+                f"transport that connects them (here: {self._resources()})"
             )
         self._endpoints[number] = on_failed
         return handle.value
@@ -189,7 +190,7 @@ class Worker:
     def disconnect(
         self, endpoint: int, number: int, on_done: OnDone, *, force: bool
     ) -> None:
-        """Close an endpoint; it is over when UCX has released the endpoint."""
+        """Close an endpoint; ``on_done`` is called when UCX has released it."""
         self._endpoints.pop(number, None)
         request = self.requests.new(on_done)
         params = self._closing
@@ -212,18 +213,18 @@ class Worker:
     def when_idle(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, when UCX only waits for events.
 
-        Or after some turns, since over shared memory UCX never stops trying to reach a
-        peer that has gone. An old UCX gets some more time.
+        It is also called after some turns, since over shared memory UCX never stops
+        trying to reach a peer that is gone. An old UCX gets some more time.
         """
         self._on_idle = callback
         self._patience = IDLE_TURNS
         self.wake()
 
     def close(self) -> None:
-        """Destroy the worker; operations in progress then end, and are reported.
+        """Destroy the worker; running operations then end, and are reported.
 
-        Call it only after :meth:`when_idle`, since UCX ends the process if copies are
-        in progress ("ucs_arbiter_group_is_empty"), and not from within a turn.
+        Call it only after :meth:`when_idle`, because UCX aborts the process if copies
+        are running ("ucs_arbiter_group_is_empty"), and not from within a turn.
         """
         if self._closed:
             return
@@ -253,7 +254,7 @@ class Worker:
             self.wake()
 
     def _work_until(self, deadline: float) -> bool:
-        """Progress, report and arm; return False if time was up before it was quiet."""
+        """Progress, report and arm; return False if the time ran out before idle."""
         ucp = self._ucp
         handle = self.handle
         self.requests.look()
@@ -290,7 +291,7 @@ class Worker:
                 on_failed(status)
 
     def _endpoint_failed(self, number: int, _endpoint: int, status: int) -> None:
-        """Record a failure: UCX calls this from within its own functions."""
+        """Record a failure; UCX calls this from inside its own functions."""
         self._failed.append((number, status))
 
     @property
@@ -337,7 +338,7 @@ class Worker:
     def _get_event_fd(self) -> int:
         fd = ctypes.c_int()
         status = self._ucp.worker_get_efd(self.handle, ctypes.byref(fd))
-        self._check(status, "nothing to wait on")
+        self._check(status, "no file descriptor to wait on")
         return fd.value
 
     def _check(self, status: int, what: str) -> None:
@@ -352,18 +353,18 @@ class Worker:
         return ", ".join(map(str, self.context.resources))
 
 
-# The process that made the first worker, or 0.
+# The process that created the first worker, or 0.
 _first_process = 0
 
 
 def _check_process() -> None:
-    """Refuse to run in a child that was forked from a process that used UCX.
+    """Refuse to run in a child forked from a process that used UCX.
 
-    UCX has a thread for its timers and connections, which no fork copies: in the child
-    nothing would ever come up.
+    UCX has a thread for its timers and connections, which a fork does not copy: in the
+    child no connection would ever open.
 
     Raises:
-        BackendUnavailable: This is such a child.
+        BackendUnavailable: This process is such a child.
     """
     global _first_process  # noqa: PLW0603 - it is a fact of the process
     here = os.getpid()
@@ -386,7 +387,7 @@ def _params(callback: object, fields: int = 0) -> RequestParams:
 
 # "lane[2]:  5:cma/memory.0 md[4] -> ... rma_bw#0", as ucp_ep_print_info prints it.
 _LANE: Final = re.compile(r"lane\[\d+\]:\s+\d+:(\S+?)\.\d+ .*->(.*)")
-# What UCX uses its lanes for; the one that moves bulk data comes first.
+# UCX's uses of its lanes; the one that moves bulk data comes first.
 _USES: Final = ("rma_bw", "am", "rma", "tag")
 
 _numbers = itertools.count(1)

@@ -40,7 +40,7 @@ def test_a_start_that_takes_too_long() -> None:
     assert made.step(110) is DirectionStep.WATCH_START
     assert made.step(110.1) is DirectionStep.ABORT
     assert isinstance(made.error, ConnectionLost)
-    assert "did not come up within 10 s" in str(made.error)
+    assert "did not open within 10 s" in str(made.error)
 
 
 def test_a_movement_that_takes_too_long() -> None:
