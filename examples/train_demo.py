@@ -4,9 +4,9 @@
     .venv-torch/bin/python examples/train_demo.py
 
 It made the weights of `make demo`, on one CPU thread, in about 25 minutes. Two million
-parameters and 140 kB of text are enough to learn the book and no more than that, which
-is what the demo wants: a passage of the book goes in, the next sentences come out, and
-a single wrong block of the cache shows as broken English.
+parameters and 140 kB of text are enough to learn the book and nothing else, which suits
+the demo: a passage of the book goes in, the next sentences come out, and a single wrong
+block of the cache shows as broken English.
 """
 
 from __future__ import annotations

@@ -462,11 +462,11 @@ class Opening(AsyncWith):
     _begun: bool = False
 
     def _begin(self) -> None:
-        """Refuse a second opening, since the first block closes what it has opened."""
+        """Refuse a second opening, because the first block closes the opened object."""
         if self._begun:
             raise UsageError(
-                f"{self._call}: it was opened already; keep the object that it "
-                "returned, or call it again for another one"
+                f"{self._call}: it was already opened; keep the object that it "
+                "returned, or call it again for a new one"
             )
         self._begun = True
 

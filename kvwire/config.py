@@ -261,8 +261,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         both = set(self.require) & set(self.forbid)
         if both:
             raise UsageError(
-                f"{sorted(both)} are in require and also in forbid; remove them from "
-                "one"
+                f"{sorted(both)} are in both require and forbid; remove them from one "
+                "of the two"
             )
         # The profile travels in one frame, together with the offer of transports.
         texts = "".join(f"{k}{v}" for k, v in self.profile.items())

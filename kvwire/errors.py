@@ -367,12 +367,12 @@ _REMEDIES: Final = {
     ),
     errno.ENFILE: "this machine has as many files open as it may: sysctl fs.file-max",
     errno.ENOMEM: "ask for less, or give this process more memory",
-    errno.ENOSPC: f"df -h and df -i say what is used up; {_PLACE}",
+    errno.ENOSPC: f"df -h and df -i show what is used up; {_PLACE}",
     errno.EDQUOT: f"the quota there is used up; {_PLACE}",
     errno.EACCES: "let this user read and write there, or give another place",
     errno.EPERM: "let this user read and write there, or give another place",
-    errno.EROFS: "it is mounted read-only; mount it anew, or give another place",
-    errno.EIO: "the disk fails: dmesg says more; give another place",
+    errno.EROFS: "it is mounted read-only; mount it writable, or give another place",
+    errno.EIO: "the disk fails, see dmesg; give another place",
     errno.ENODEV: "it is not mounted; mount it, or give another place",
 }
 
@@ -415,7 +415,7 @@ def wrong_type(name: str, value: object, wanted: str) -> UsageError:
     return UsageError(f"{name}: pass {wanted}, not {article} {kind}{hint}")
 
 
-# As many as can be read at a glance.
+# The number of names that can be read at a glance.
 _FEW_NAMES: Final = 8
 
 

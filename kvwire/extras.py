@@ -58,7 +58,7 @@ def plug_in(group: str, name: str, kind: type[Any]) -> type[Any] | None:
     Args:
         group: The group of entry points.
         name: The name in it.
-        kind: What the class has to be a subclass of.
+        kind: The base class that it must have.
 
     Raises:
         PlugInError: Its library is missing, it cannot be imported, or two distributions

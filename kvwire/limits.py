@@ -83,7 +83,7 @@ SPAN_BYTES_MAX: Final = 8 * MIB
 # The most pieces in such a payload: one system call takes this many, and a descriptor
 # needs 4 to 8 bytes for each.
 SPAN_PIECES_MAX: Final = 1024
-# How long a lane may take to come up before the next transport is tried.
+# How long a lane may take to open before the next transport is tried.
 LANE_TIMEOUT_S: Final = 2.0
 
 # --- tables ---------------------------------------------------------------------------

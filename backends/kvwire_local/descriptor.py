@@ -130,7 +130,9 @@ def decode(descriptor: bytes, nbytes: int) -> DescribedPlace:
     lengths = _lengths(descriptor, form, count, cut)
     total = int(lengths.sum())
     if total != nbytes or not lengths.all():
-        raise _refused(f"fragments of {total} bytes, not of {nbytes}, or an empty one")
+        raise _refused(
+            f"fragments with {total} bytes instead of {nbytes}, or an empty fragment"
+        )
     addresses = (distances.astype(np.uint64) << np.uint64(shift)) + np.uint64(base)
     fragments = Fragments(addresses, lengths, owner=None, writable=False)
     return DescribedPlace(PlaceKind(kind), arena, fragments)

@@ -37,8 +37,8 @@ from kvwire_local.wire import LocalMessageType
 # shared memory, from which the peer reads each as one piece. Room is allocated in the
 # order of sending, and freed in the same order.
 
-# As much as a lane can have in flight, so that gathering need not wait for the reader;
-# it is half of a typical third-level cache.
+# The most bytes that a lane can have in flight, so that gathering need not wait for the
+# reader; it is half of a typical third-level cache.
 STAGING_BYTES: Final = 2 * SPAN_BYTES_MAX
 
 

@@ -31,9 +31,9 @@ _WHEELS: Final = ("nixl_cu12", "nixl_cu13")
 # exit, in `rtnl_tc_unregister`. If the system's are loaded first, each copy uses its
 # own symbols.
 _TWICE: Final = ("libnl-3.so.200", "libnl-route-3.so.200")
-# NIXL's own thread serves the peer when UCX wakes it. At this interval it also polls by
-# itself, for wake-ups that UCX may lose. 0, NIXL's default, would poll without a pause,
-# which takes one core per agent.
+# NIXL's own thread serves the peer when UCX wakes it. At this interval it also polls,
+# in case UCX has lost a wake-up. 0, NIXL's default, would poll without a pause, which
+# takes one core per agent.
 _WAKEUP_US: Final = 100_000
 
 Rows = npt.NDArray[np.uint64]

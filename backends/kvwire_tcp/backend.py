@@ -31,7 +31,7 @@ from kvwire_tcp.tls_wire import Buffers, TlsWire
 from kvwire_tcp.waiting import hands_shaken
 from kvwire_tcp.wire import PlainWire, Wire
 
-# As many as the kernel allows; to a client, a full backlog looks like packet loss.
+# The most that the kernel allows; to a client, a full backlog looks like packet loss.
 _BACKLOG: Final = socket.SOMAXCONN
 _REQUIRED: Final = ("sendmsg", "recvmsg_into")
 

@@ -94,7 +94,7 @@ class Duplex(ABC):
         # A paused link stops watching its socket, because the loop would wake us all
         # the time.
         self._watching = True
-        # Inside `_transmit`, whose callbacks may send and flush.
+        # Whether `_transmit` is running, whose callbacks may send and flush.
         self._transmitting = False
         # Whether a wake-up is due, because the kernel was full or a wake-up's share was
         # used up.

@@ -59,8 +59,8 @@ class Worker:
     """Posts operations, and reports their ends. Used on its loop only.
 
     Raises:
-        BackendUnavailable: UCX refuses, or this process was forked from one that used
-            UCX.
+        BackendUnavailable: UCX refuses, or this process was forked from a process that
+            used UCX.
     """
 
     def __init__(self, context: Context, loop: asyncio.AbstractEventLoop) -> None:

@@ -18,7 +18,7 @@ from demo.record import RequestTimes
 _LABEL: Final = 9
 
 LEGEND: Final = (
-    "upper half: computed, by prefill or, what was lost, by decode",
+    "upper half: computed, by prefill or, if it was lost, by decode",
     "lower half: on its way to decode; a layer leaves as soon as its keys and values",
     "are written, before its attention and MLP are computed",
 )

@@ -423,11 +423,10 @@ class ConnectionDriver(LinkHandler):
         Queue frames, dispatch events, then send payload, until nothing is left. Frames
         go before each event, since an event may be the end of the link.
 
-        An event wakes its waiter in the next turn of the loop. If much payload is left
-        to send, the payload is therefore deferred to a separate turn behind that
-        waiter, which would otherwise wait until the link has taken megabytes.
-        ``its_turn`` marks this separate turn, in which the payload is not deferred
-        again, whatever else happens.
+        An event wakes its waiter in the next turn of the loop. Sending much payload
+        would delay that waiter until the link has taken megabytes, so it is deferred to
+        a separate turn behind the waiter. ``its_turn`` marks this separate turn, in
+        which the payload is not deferred again, whatever else happens.
         """
         if self.running:
             return  # called from inside a run, which continues until nothing is left
@@ -447,10 +446,9 @@ class ConnectionDriver(LinkHandler):
                     self.link.send(header, memoryview(body), token)
                     queued = True
                 if events:
-                    # Removed before its handler runs, so that a bug in the handler
-                    # leaves the other events, each of which is the only report on a
-                    # request or on memory. The bug ends the link, which causes another
-                    # run.
+                    # Removed before its handler runs, so that a bug in the handler does
+                    # not lose the other events; each is the only report about a request
+                    # or memory. The bug ends the link, which causes another run.
                     event = events.pop(0)
                     acts[type(event)](event)
                     woken = woken or type(event) is not LaneDataReceived
@@ -485,7 +483,7 @@ class ConnectionDriver(LinkHandler):
 
         It stops when a callback within a flush leaves the core with events, or with
         frames, which are numbered before the next chunk. With ``put_off``, payload
-        beyond ``_WOKEN_BYTES`` waits for a turn of its own.
+        beyond ``_WOKEN_BYTES`` waits for a separate turn.
         """
         link = self.link
         outbox = core.outbox
@@ -541,7 +539,7 @@ class ConnectionDriver(LinkHandler):
     def _queue_chunks(self, core: ConnectionCore, *, one: bool) -> int:
         """Queue chunks, or only one, while there is room; return the bytes queued.
 
-        The bytes are limited to those of one wake-up, since a lane may copy them.
+        At most one wake-up's bytes are queued, since a lane may copy them.
         """
         link = self.link
         queued_bytes = 0

@@ -61,7 +61,7 @@ class DeviceStaging:
         self._link = owner.link
         self._buffers = owner.services.buffers
         self._devices = owner.services.devices
-        # As many as there are devices in this host.
+        # At most the number of devices in this host.
         self._slots: dict[Device, tuple[_Slots, _Slots]] = {}
         self.waiting: Chunk | None = None
         # Chunks and arrivals that have a slot; bounded: STAGING_SLOTS for each device

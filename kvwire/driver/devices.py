@@ -23,7 +23,7 @@ class Devices:
         self._loop = loop
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
-        # As many as there are devices in this host.
+        # At most the number of devices in this host.
         self._copy_engines: dict[Device, CopyEngine] = {}
         self._waiters: dict[Device, StreamWaiters] = {}
         self._closed = False

@@ -504,7 +504,7 @@ class Communicator(AsyncWith):
         """Wait until an event on a GPU stream has fired; the stream does not wait.
 
         Use it before ``pull`` or ``expect`` if kernels still read the blocks: both
-        calls write to the blocks from streams of their own.
+        calls write to the blocks from other streams.
 
         Args:
             event: A torch or CuPy event, recorded after the kernels.

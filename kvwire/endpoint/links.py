@@ -52,7 +52,7 @@ from kvwire.wire.handshake_messages import NONCE_BYTES
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 E = TypeVar("E", bound=KVWireError)
-# A link's driver: first that of the handshake, then that of the connection.
+# The driver of a link: a handshake's driver first, then a connection's.
 Driver = HandshakeDriver[Connection] | ConnectionDriver
 
 
@@ -299,11 +299,11 @@ def _at(address: Address, error: E) -> E:
 
 
 async def _lanes_up(connection: Connection, count: int) -> None:
-    """Wait for the data transport; abort the connection if it does not come up."""
+    """Wait for the data transport; abort the connection if it does not open."""
     try:
         await connection._driver.lane_setup.open_lanes(count)
     except BaseException as exc:
-        connection.abort(str(exc) or "no transport for the data came up")
+        connection.abort(str(exc) or "no transport for the data could be opened")
         raise
 
 

@@ -59,7 +59,8 @@ class Region:
                 region allows.
 
         Raises:
-            UsageError: The range or the access exceeds that of the region.
+            UsageError: The range is outside the region, or the region does not allow
+                the access.
             BackendUnavailable: The region is a device's memory, and the device does not
                 work, or the connection cannot move its memory.
             ConnectionClosed: The connection is closing or closed.

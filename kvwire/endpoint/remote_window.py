@@ -278,7 +278,7 @@ class RemoteWindow:
 def memory_here(window: RemoteWindow) -> npt.NDArray[np.uint8] | None:
     """Return the memory of a window of plain bytes, read-only, if it is mapped here.
 
-    For kvwire's own code that keeps generations of its own inside the window.
+    For kvwire's own code that keeps other generations inside the window.
     """
     reader = window._opened.reader
     return None if reader is None else reader.memory_here()

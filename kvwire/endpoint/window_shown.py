@@ -296,8 +296,8 @@ class OwnWindows:
         Raises:
             StaleRegion: The window was closed.
             ProfileMismatch: The reader's cache is unknown, or does not fit.
-            ProtocolError: The request's blocks or byte count are not those of the
-                window.
+            ProtocolError: The window does not have these blocks, or the byte count is
+                wrong.
         """
         shown = self.by_number.get(body.window)
         if shown is None:
@@ -346,8 +346,8 @@ class OwnWindows:
     def _hide(self, window: Window) -> None:
         """End a window at the peer, which answers once its lanes have stopped reading.
 
-        If the peer has the window on no lane, it cannot read by itself, and there is no
-        wait.
+        If no lane of the peer has the window, the peer cannot read it by itself, and
+        nothing has to be awaited.
         """
         for shown in list(self.by_number.values()):
             if shown.window is window:

@@ -32,7 +32,7 @@ Bits: TypeAlias = npt.NDArray[np.bool_]
 Codes: TypeAlias = npt.NDArray[np.uint16]
 BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 Blocks: TypeAlias = "BlockIds | Mapping[str, BlockIds]"
-"""Block ids as callers pass them: those of the only group, or {group: ids}."""
+"""Block ids as callers pass them: a list for the only group, or {group: ids}."""
 
 # The methods with these names on arrays run a Python function first.
 any_of: Final = np.logical_or.reduce

@@ -71,8 +71,8 @@ class HashScheme:
         """Return the parent hash of every first block.
 
         Args:
-            salt: Makes the hashes of requests differ that must not share blocks, such
-                as those of two tenants.
+            salt: Gives different hashes to requests that must not share blocks, for
+                example requests of two tenants.
         """
         name = sha256(f"kvwire/{SCHEME}/{self.block_tokens}".encode()).digest()
         return sha256(name + sha256(self.seed).digest() + salt).digest()

@@ -132,7 +132,7 @@ class Landed:
     def lacking(self, segment: Segment) -> list[Segment]:
         """Return the parts of a segment that have not landed.
 
-        Cells that the consumer had before are included where that reduces the number of
+        Cells that the consumer had before are included if that reduces the number of
         parts, since they are never sent anyway.
         """
         held = ~self.plan.maps[segment.group].wanted[segment.granule_slice]
@@ -194,7 +194,8 @@ class Landed:
         cells = self._all_cells(group)
         per_block = self.plan.maps[group].granules_per_block
         blocks = self.plan.lists[self.plan.groups[group].group].size
-        # The last block may extend beyond the last granule, where nothing has to land.
+        # The last block may extend beyond the last granule, and nothing has to land
+        # there.
         padded = np.ones((cells.shape[0], blocks * per_block), np.bool_)
         padded[:, : cells.shape[1]] = cells
         whole: Bits = np.logical_and.reduce(

@@ -4,7 +4,7 @@ A layout is written as an axis order in the style of einops: ``"block kv token h
 dim"``. Parentheses fold several axes into one dimension: in ``"block head token (kv
 dim)"`` the key and the value of a token are side by side. An axis with one element may
 be left out, so MLA is ``"block token dim"``. The text gives only the *names*; the
-strides come from the tensor, so a transposed or padded view needs no layout of its own.
+strides come from the tensor, so a transposed or padded view needs no special layout.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Outcome:
 
     Attributes:
         complete: Whether every block landed.
-        landed: The blocks of which every layer landed and was verified.
+        landed: The blocks that landed and were verified in every layer.
         missing: The other blocks, with reasons. In a growing transfer, positions that
             never got a block are not included; see :attr:`unnamed`.
         usable_prefix: The number of leading blocks that landed in every layer and
@@ -204,7 +204,7 @@ def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Join the outcomes of transfers that each carried a share of the same blocks.
 
     A block has landed if all its shares have. The transfers ran concurrently, so the
-    timings are those of the slowest.
+    slowest one's timings are returned.
 
     Raises:
         UsageError: There is no outcome, or their block lists differ.

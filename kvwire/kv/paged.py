@@ -1,6 +1,6 @@
 """A paged KV cache: the mapping from its elements to bytes of tensors.
 
-Whatever the tensors' shapes, a cache group is described by a table of base addresses
+For any shape of the tensors, a cache group is described by a table of base addresses
 (one per layer and component) and four strides (block, token, head, dim). The *memory
 order* is the list of axes sorted by stride, outermost first. If two caches have the
 same memory order, the same elements are neighbours in memory, however the tensors are
@@ -96,7 +96,7 @@ class PagedCache:
         Args:
             groups: {name: (spec, tensors)} or {name: (spec, tensors, layout)}. Both
                 sides of a transfer must use the same names.
-            layout: The layout of groups without a layout of their own.
+            layout: The layout of groups that do not name one.
 
         Raises:
             UsageError: As for the class, naming the group; or there is no group, or a

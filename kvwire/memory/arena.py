@@ -9,8 +9,8 @@ The receiver of the descriptor can neither write to the arena nor change its siz
 arena is sealed as soon as it is mapped here (F_SEAL_FUTURE_WRITE: only this mapping
 writes).
 
-A process knows the addresses of its arenas, so a transport can find out by itself
-whether a payload lies in one.
+A process knows the addresses of its arenas, so a transport can find out whether a
+payload lies in one.
 
 https://man7.org/linux/man-pages/man2/memfd_create.2.html, "File sealing"
 """

@@ -54,8 +54,8 @@ mapping 0: copies from and to the middle of a page never meet that case.
 """
 _PAGE_BYTES: Final = 4 * KIB
 
-# The letters for an object or another pointer in buffer formats (PEP 3118 and those of
-# ctypes), once the field names between colons are removed.
+# The letters for objects and other pointers in buffer formats (PEP 3118 and ctypes),
+# after the field names between colons were removed.
 _POINTERS: Final = re.compile("[OPz&X]")
 _FIELD_NAMES: Final = re.compile(":[^:]*:")
 # One-letter formats of plain numbers: nearly all that is ever passed.

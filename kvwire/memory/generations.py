@@ -13,9 +13,9 @@ byte that the owner wrote after the renewal. Then the owner's fence synchronizes
 the reader's, so the reader's load comes after the renewal and yields the new
 generation, or a later one. So the reader does not find the ticket's generation, and
 discards the copy. So the ticket's generation is not found, and the copy is dropped. Nor
-are the bytes too old: the owner wrote them before it made the ticket, and whatever
-carried the ticket to the reader keeps that order. (Boehm, "Can seqlocks get along with
-programming language memory models?", 2012.)
+are the bytes too old: the owner wrote them before it made the ticket, and the channel
+that carried the ticket to the reader keeps that order. (Boehm, "Can seqlocks get along
+with programming language memory models?", 2012.)
 
 Every renewal draws a new number, and ``current`` gives it to the owner alone. Somebody
 who was given no ticket cannot guess one.
@@ -199,7 +199,7 @@ class Generations:
         return fresh
 
     def _fence(self) -> None:
-        """Execute a locked instruction; the interpreter moves nothing across it."""
+        """Execute a locked instruction, across which no memory access is moved."""
         with self._lock:
             pass
 

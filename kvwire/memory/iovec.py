@@ -2,9 +2,10 @@
 
 A list may be longer than one system call accepts, and a call may move fewer bytes than
 it was given. So the list itself never changes: :class:`Iovecs` counts the remaining
-bytes, and NumPy lays out each *window* anew, a table of the next iovecs. A window's
-first row begins after the bytes that earlier calls moved, and its last row ends at the
-byte limit. A window costs the same few NumPy calls for one fragment as for 1,000.
+bytes, and for each call NumPy lays out a *window*, a table of the next iovecs. A
+window's first row begins after the bytes that earlier calls moved, and its last row
+ends at the byte limit. A window costs the same few NumPy calls for one fragment as for
+1,000.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Iovecs:
     Attributes:
         rest: The bytes not moved yet, including the head. The caller subtracts the
             bytes that it has moved.
-        asked: The bytes of the last request: those of the last window and its tail, or
-            a number set by a caller that used no window.
+        asked: The bytes of the last request: the last window with its tail, or a number
+            set by a caller that used no window.
     """
 
     __slots__ = (

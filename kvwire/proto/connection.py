@@ -499,7 +499,7 @@ class ConnectionCore:
         return request
 
     def finish_read(self, request: RequestRecord, stale: bytes, *, sent: bool) -> None:
-        """Answer a get from this side's window; go on with a close that waited."""
+        """Answer a get from this side's window; continue a close that waited for it."""
         self.windows.finish(request, stale, sent=sent)
         if self.phase is not _OPEN:
             self._settle()

@@ -399,7 +399,7 @@ class ClientHandshake(Handshake):
         if taken[1:] or taken[0] not in {mine.name for mine in self._offer.backends}:
             listed = ", ".join(map(shown, taken))
             raise UnexpectedFrame(
-                "KVW-HS-05", f"CHOICE takes {listed}, not one that was offered"
+                "KVW-HS-05", f"CHOICE takes {listed}, which was not offered"
             )
         self._next()
         self._agree(choice, accept, accept.version, choice, self._offer)

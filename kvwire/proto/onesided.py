@@ -98,7 +98,7 @@ class OneSided:
         if request.kind is not RequestKind.PUT or not whole or request.confirmed:
             raise UnexpectedFrame(
                 "KVW-OS-02",
-                f"FIN for {body.nbytes} bytes of a {request.kind.value} of which "
+                f"FIN for {body.nbytes} bytes of a {request.kind.value}; "
                 f"{request.moved} of {request.nbytes} were sent",
             )
         if request.state is RequestStage.MOVING:

@@ -328,7 +328,7 @@ class Transfers:
                 known = known and segment.moved == segment.nbytes
         if not known or sorted(body.damaged) != damaged:
             raise UnexpectedFrame(
-                "KVW-TR-06", "COMMIT_ACK for a transfer of which segments are under way"
+                "KVW-TR-06", "COMMIT_ACK for a transfer with segments in flight"
             )
         for number in damaged:
             transfer.segments[number].damaged = True

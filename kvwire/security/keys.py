@@ -119,7 +119,7 @@ async def resolve(address: Address, trust: TrustMode) -> list[Address]:
 
     Raises:
         UsageError: The name is malformed, or the address needs another trust mode.
-        OSError: The name cannot be resolved, for good or at the moment.
+        OSError: The name cannot be resolved, permanently or at the moment.
 
     Cancel safety: safe.
     """

@@ -215,7 +215,7 @@ def _context(protocol: int, config: Config, authorities: bytes) -> ssl.SSLContex
     # Each CA in the file is trusted, whether or not another CA has signed it.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # each connection authenticates anew
+        context.num_tickets = 0  # each connection authenticates again
     try:
         context.load_verify_locations(cadata=authorities.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError) as exc:

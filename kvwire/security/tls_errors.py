@@ -13,7 +13,7 @@ from kvwire.types import Role
 def explained(
     error: ssl.SSLError, role: Role, *, opened: bool
 ) -> OSError | AuthenticationFailed:
-    """Return an OpenSSL error as one that names the side at fault and the remedy.
+    """Return an OpenSSL error as an error that names the side at fault and the remedy.
 
     Args:
         error: The error of OpenSSL.
@@ -45,7 +45,9 @@ _ANCHOR_HINT = (
     ": no CA in tls_ca_file has signed it; both sides need a CA that has signed the "
     "other's tls_cert_file"
 )
-_WEAK: Final = ": make it anew, with a key of P-256 or RSA of 2,048 bits, and SHA-256"
+_WEAK: Final = (
+    ": replace it by one with a key of P-256 or RSA of 2,048 bits, and SHA-256"
+)
 # The extended key usage that each side's certificate needs (RFC 5280 4.2.1.12).
 _USAGES: Final = {
     Role.CLIENT: "clientAuth, since it connects",

@@ -63,8 +63,9 @@ class Answer(enum.Enum):
     YES = "yes"
     NO = "no"
     LATER = "later"
-    """Once the link that the peer has lost is known to be lost here as well, or once
-    there is memory for the outcome of what has ended."""
+    """Not yet: this side has to lose the link that the peer has lost, or needs memory
+    for the outcome of an ended transfer.
+    """
 
 
 class Question(NamedTuple):

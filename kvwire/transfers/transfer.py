@@ -326,7 +326,7 @@ class Transfer(AsyncWith):
         raise NotImplementedError
 
     def _check_plan(self, plan: TransferPlan) -> None:
-        """Refuse a plan that does not fit those of other legs."""
+        """Refuse a plan that does not fit the plans of other legs."""
 
     def _met(self, leg: Leg, offer: TransferOffer) -> None:
         """Handle the peer's offer after a leg has got its plan."""
@@ -352,7 +352,7 @@ class Transfer(AsyncWith):
 
     @property
     def _finishing(self) -> bool:
-        """Whether this side has only to deliver what it has committed."""
+        """Whether only the delivery of committed parts is left on this side."""
         return False
 
     # --- legs -------------------------------------------------------------------------

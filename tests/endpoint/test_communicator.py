@@ -89,7 +89,7 @@ async def test_what_opens_a_communicator_does_so_once() -> None:
     """Of two, the end of the block would close only the last."""
     opening = kvwire.open()
     async with opening as comm:
-        with pytest.raises(UsageError, match=r"kvwire\.open: it was opened already"):
+        with pytest.raises(UsageError, match=r"kvwire\.open: it was already opened"):
             await opening
         with pytest.raises(UsageError, match="call it again"):
             await opening.__aenter__()

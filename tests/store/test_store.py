@@ -429,7 +429,7 @@ async def test_what_opens_a_store_does_so_once() -> None:
     opening = BlockStore.open(["memory:1MiB"])
     async with opening as store:
         with pytest.raises(
-            UsageError, match=r"BlockStore\.open: it was opened already"
+            UsageError, match=r"BlockStore\.open: it was already opened"
         ):
             await opening
     with pytest.raises(ClosedOK):

@@ -62,7 +62,7 @@ class UnixBackend(Backend):
     async def listen(
         self, address: Address, accept: Callable[[Link], None]
     ) -> Listener:
-        """Listen on a path; one that ends in "/" chooses a free name in that folder.
+        """Listen on a path; a path that ends in "/" means a free name in that folder.
 
         Raises:
             OSError: The path exists, or cannot be written.

@@ -319,7 +319,7 @@ class LaneSetup:
         self._lanes.advance(endpoint, LaneInput.READY)
         peer = self._core.agreement.peer
         logger.debug(
-            "peer %s: lane %d is up: %s", peer, endpoint.number, endpoint.backend
+            "peer %s: lane %d is open: %s", peer, endpoint.number, endpoint.backend
         )
         if endpoint.state is LaneState.OPEN and self.on_open is not None:
             self.on_open(endpoint)

@@ -20,8 +20,7 @@ Inputs:
 * GIVE_UP: ``join`` has raised, or the lane is no longer wanted.
 * GONE: ``lane_closed`` was called.
 
-The core has states of its own (kvwire.proto.lanes), which decide which frames are
-allowed.
+The core has other states (kvwire.proto.lanes), which decide which frames are allowed.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def put_floats(values: Floats, dtype: str, into: Bytes) -> None:
     """Round values to an element type and write them to an image; ties go to even."""
     if dtype == "bfloat16":
         words = values.reshape(-1).view(np.uint32)
-        # Add half of the last kept bit, or a little less where that bit is 0, so that
-        # ties go to even.
+        # Add half of the last kept bit, or a little less if that bit is 0, so that ties
+        # go to even.
         words += ((words >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)
         words >>= np.uint32(16)
         into.view(np.uint16)[:] = words

@@ -106,7 +106,7 @@ class LayerCounter:
             done.set_result(None)
             return done
         with self._lock:
-            # As many as the layers of all passes in progress.
+            # At most the number of layers of all passes in progress.
             self._waiting.append((value, done))  # bounded: SEGMENTS_MAX
             if not self._looking:
                 self._looking = True

@@ -161,7 +161,7 @@ class MessageSocket:
 
 
 class Gone(Exception):
-    """The other process has ended by itself."""
+    """The other process has ended unexpectedly."""
 
 
 class Process:

@@ -357,7 +357,7 @@ class LinkRig(Rig[LinkSide]):
         self._links = [link for link in self._links if id(link) not in gone]
 
 
-# The address of an imaginary control link; the kit passes descriptors on by itself.
+# The address of an imaginary control link; the kit itself passes descriptors on.
 _CONTROL_ADDRESS = Address("tcp", "127.0.0.1", 9)
 
 

@@ -101,7 +101,7 @@ class Side:
     """
 
     kind: ClassVar[str]
-    """What is under test: "link" or "lane"."""
+    """The kind of the subject: "link" or "lane"."""
     begins_with: ClassVar[str]
     """The call before which no callback may come."""
     within_flush: ClassVar[frozenset[str]]

@@ -163,15 +163,17 @@ async def _(rig: LinkRig) -> None:
     require(remote is None or isinstance(remote, Address), f"it is {remote!r}")
 
 
-@address.links("listeners", "Links to two listeners reach the right one")
+@address.links("listeners", "A link to either of two listeners reaches that listener")
 async def _(rig: LinkRig) -> None:
     seen: dict[str, list[Link]] = {"first": [], "second": []}
     first = await rig.listen(accept=seen["first"].append)
     second = await rig.listen(accept=seen["second"].append)
     for listener in (first, second, second):
         await rig.connect(listener.address)
-    await rig.until(lambda: len(seen["second"]) == 2, "the second listener has two")
-    await rig.until(lambda: len(seen["first"]) == 1, "the first listener has one")
+    await rig.until(
+        lambda: len(seen["second"]) == 2, "the second listener has two links"
+    )
+    await rig.until(lambda: len(seen["first"]) == 1, "the first listener has one link")
     await rig.settle()
     require(len(seen["first"]) == 1, f"the first has {len(seen['first'])}")
 
