@@ -32,7 +32,7 @@ def test_a_healthy_transport(
     suite = ET.parse(junit).getroot()
     assert [case.get("name") for case in suite] == list(RULES)
     assert suite.get("failures") == "0"
-    assert "Everything ends." in html.read_text()
+    assert "Every call ends in time." in html.read_text()
     assert not list(tmp_path.glob("*.json"))
 
 
