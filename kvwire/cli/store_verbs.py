@@ -37,8 +37,10 @@ class BlockOptions:
         tokens: A file with a prompt's token ids, in place of hashes: a JSON list, or
             numbers separated by spaces; - means standard input.
         block_tokens: The number of tokens in a block; needed with --tokens.
-        scheme: How tokens are hashed: by kvwire's HashScheme, or by vllm's sha256_cbor.
+        scheme: How tokens are hashed: by kvwire's HashScheme, as vLLM engines with
+            KvwireStoreConnector do, or by vllm's sha256_cbor.
         seed: The scheme's seed; with vllm, the engines' PYTHONHASHSEED.
+        cache_salt: The cache_salt of the engine's request.
         tenant: The tenant's name; needs the operator's key.
         psk_file: The key that the server requires.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
@@ -49,6 +51,7 @@ class BlockOptions:
     block_tokens: int = 0
     scheme: Literal["kvwire", "vllm"] = "kvwire"
     seed: str = ""
+    cache_salt: str = ""
     tenant: str = ""
     psk_file: Path | None = None
     config: Path | None = None
@@ -63,6 +66,7 @@ class BlockOptions:
             block_tokens=self.block_tokens,
             scheme=self.scheme,
             seed=self.seed,
+            cache_salt=self.cache_salt,
             tenant=self.tenant,
             **arguments,
         )

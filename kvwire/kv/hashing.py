@@ -17,6 +17,7 @@ digest || salt)``.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -136,6 +137,17 @@ class HashScheme:
             ("hash_block_tokens", str(self.block_tokens)),
             ("hash_seed", digest[:16]),
         )
+
+
+def salt_of(names: Sequence[str | None]) -> bytes:
+    """Return the salt of a request whose KV depends on more than its tokens.
+
+    Args:
+        names: The adapter, the user's ``cache_salt``, and whatever else it depends on.
+            If all are empty, so is the salt: the tokens alone name the blocks.
+    """
+    # As JSON, so that no two lists of names look the same: clients choose some of them.
+    return json.dumps(names).encode() if any(names) else b""
 
 
 def vllm_block_hashes(

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvwire.errors import UsageError, nearest, shown
-from kvwire.kv.hashing import HashScheme, vllm_block_hashes
+from kvwire.kv.hashing import HashScheme, salt_of, vllm_block_hashes
 from kvwire.store.limits import STORE_HASH_BYTES_MAX, STORE_KEYS_MAX
 from kvwire.store.placement import BlockState, Placement, Verb, VerbKind
 
@@ -29,9 +29,11 @@ class VerbOrder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         tokens: The token ids of a prompt, instead of hashes; its last block counts only
             if it is full.
         block_tokens: Tokens per hash.
-        scheme: The hash scheme of the tokens: ``kvwire`` for :class:`HashScheme`, or
-            ``vllm`` for engines with ``sha256_cbor``.
+        scheme: The hash scheme of the tokens: ``kvwire`` for :class:`HashScheme`, as
+            engines with ``KvwireStoreConnector`` use it, or ``vllm`` for vLLM's own
+            ``sha256_cbor``.
         seed: The seed of the scheme; for vLLM the engines' ``PYTHONHASHSEED``.
+        cache_salt: The ``cache_salt`` of the engine's request; for ``kvwire`` only.
         tenant: The tenant that owns them, if the operator asks.
         tier: See ``BlockStore.prefetch`` and ``demote``.
         to: See ``BlockStore.move``.
@@ -44,6 +46,7 @@ class VerbOrder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     block_tokens: int = 0
     scheme: Literal["kvwire", "vllm"] = "kvwire"
     seed: str = ""
+    cache_salt: str = ""
     tenant: str = ""
     tier: str = ""
     to: str = ""
@@ -64,11 +67,14 @@ class VerbOrder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             except ValueError as exc:
                 raise UsageError(f"hashes: write hexadecimal digits: {exc}") from None
         if self.scheme == "vllm":
+            if self.cache_salt:
+                raise UsageError("cache_salt: the scheme vllm has no salt")
             seed = {"seed": self.seed} if self.seed else {}
             found = vllm_block_hashes(self.tokens, self.block_tokens, **seed)
         else:
             scheme = HashScheme(self.block_tokens, self.seed.encode())
-            found = scheme.block_hashes(self.tokens)
+            salt = salt_of(["", self.cache_salt])
+            found = scheme.block_hashes(self.tokens, salt=salt)
         if not 0 < len(found) <= STORE_KEYS_MAX:
             raise UsageError(
                 f"tokens: {len(self.tokens)} tokens make {len(found)} full blocks of "

@@ -10,6 +10,7 @@ from typing import Any, Final
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import layer_specs
 from kvwire.integrations.weights import weights_name
+from kvwire.kv.hashing import salt_of
 
 WHOLE_TOKENS: Final = "whole tokens"
 
@@ -21,7 +22,10 @@ def tokens_say_all(request: Any) -> bool:
 
 
 def identity_of(request: Any) -> bytes:
-    """Return a digest of everything besides tokens that a request's KV depends on."""
+    """Return a digest of everything besides tokens that a request's KV depends on.
+
+    It is empty if there is nothing else, so that others can name the blocks.
+    """
     adapter = getattr(request, "lora_request", None)
     names = [getattr(adapter, "lora_name", ""), getattr(request, "cache_salt", None)]
     if adapter is not None:
@@ -31,8 +35,7 @@ def identity_of(request: Any) -> bytes:
         # where a picture is.
         place = getattr(getattr(feature, "mm_position", None), "offset", None)
         names += [getattr(feature, "identifier", None), str(place)]
-    # As JSON, so that no two lists of names look the same: clients choose some of them.
-    return json.dumps(names).encode()
+    return salt_of(names)
 
 
 def model_digest(vllm_config: Any) -> str:

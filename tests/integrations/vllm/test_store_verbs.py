@@ -16,7 +16,7 @@ from kvwire.integrations.vllm.proxy.app import ProxyApp
 from kvwire.integrations.vllm.proxy.client import EngineClient
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.store_verbs import StoreBehind
-from kvwire.kv.hashing import vllm_block_hashes
+from kvwire.kv.hashing import HashScheme
 from kvwire.observe.http import MetricsServer
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.orders import StoreOrders
@@ -36,7 +36,7 @@ from tests.support.engines.proxies import (
 )
 
 TOKENS = list(range(100, 116))
-HASHES = vllm_block_hashes(TOKENS, 4, seed="7")
+HASHES = HashScheme(4).block_hashes(TOKENS)
 CACHE = Filled(seed=1).cache
 
 
@@ -101,7 +101,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         with MetricsServer(store, "127.0.0.1:0", orders=orders) as http:
             url = http.url.removesuffix("/metrics")
             network = Behind(url)
-            proxy = app(network, store=StoreBehind(url, 4, "7"))
+            proxy = app(network, store=StoreBehind(url, 4))
             authorization = {"authorization": f"Bearer {key}"}
             async with proxy.running():
                 yield Site(store, http, authorization, network, proxy)
@@ -158,7 +158,7 @@ async def test_a_locate_shows_engines_that_report_their_blocks(
     for policy in fleet._policies.values():
         monkeypatch.setattr(policy, "holders", holders)
     url = site.http.url.removesuffix("/metrics")
-    site.proxy = app(site.network, fleet=fleet, store=StoreBehind(url, 4, "7"))
+    site.proxy = app(site.network, fleet=fleet, store=StoreBehind(url, 4))
     status, told = await site.order("locate", prompt=TOKENS)
     assert status == 200
     assert told["held"][D1.url] == [True, True, False, False]

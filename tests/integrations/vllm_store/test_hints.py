@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvwire.config import Config
 from kvwire.store.server.client import ask_report
+from tests.support.engines.hints import hints, log_hints, logged
 from tests.support.engines.models import make_model
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import NEEDS_VLLM, engine, prompt, tokens_of
@@ -21,25 +20,6 @@ pytestmark = [NEEDS_VLLM]
 
 BLOCK_TOKENS = 128
 BLOCKS = 5
-LOGGING = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "handlers": {"all": {"class": "logging.StreamHandler"}},
-    "loggers": {
-        "vllm": {"handlers": ["all"], "level": "INFO"},
-        "kvwire.hints": {"handlers": ["all"], "level": "INFO"},
-    },
-}
-
-
-def hints(*actions: dict[str, Any]) -> dict[str, Any]:
-    """An envelope as it goes with a request over HTTP."""
-    listed = [
-        {"action_id": f"a{number}", "action_version": "0.1", **action}
-        for number, action in enumerate(actions)
-    ]
-    envelope = {"protocol_version": "0.1", "message_id": "m", "actions": listed}
-    return {"kv_transfer_params": {"kv_hints": envelope}}
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +37,9 @@ def test_an_engine_carries_out_hints(model: Path, tmp_path: Path) -> None:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"tiers": ["memory:16MiB", where]},
     }
-    settings = tmp_path / "logging.json"
-    settings.write_text(json.dumps(LOGGING))
     one = engine(model, tmp_path, "one", 0, {}, alone=store)
-    one.environment["VLLM_LOGGING_CONFIG_PATH"] = str(settings)
+    log_hints(one, tmp_path)
     ids = prompt(BLOCKS * BLOCK_TOKENS + 1, seed=5)
-
-    def logged(text: str) -> bool:
-        return text in one.log.read_text(errors="replace")
 
     def in_memory() -> int:
         return asyncio.run(ask_report(server.address, Config())).tiers[0].stats.blocks
@@ -76,7 +51,7 @@ def test_an_engine_carries_out_hints(model: Path, tmp_path: Path) -> None:
             asking = {"action_type": "kv.prefetch", "payload": {"tier": where}}
             assert tokens_of(one.generate(ids, **hints(asking))) == answer
             done = f"<Placement of {BLOCKS} blocks: {BLOCKS} done>"
-            assert eventually(lambda: logged(f"kv.prefetch a0: {done}"))
+            assert eventually(lambda: logged(one, f"kv.prefetch a0: {done}"))
             assert in_memory() == BLOCKS
             later = (
                 {"action_type": "kv.pin", "payload": {"ttl_s": 60}},
@@ -84,8 +59,8 @@ def test_an_engine_carries_out_hints(model: Path, tmp_path: Path) -> None:
                 {"action_type": "kv.evict", "payload": {}},
             )
             assert tokens_of(one.generate(ids, **hints(*later))) == answer
-            assert eventually(lambda: logged(f"kv.pin a0: {done}"))
-            assert eventually(lambda: logged(f"kv.retain a1: {done}"))
-            assert eventually(lambda: logged("refused: kv_hints: actions[2]"))
+            assert eventually(lambda: logged(one, f"kv.pin a0: {done}"))
+            assert eventually(lambda: logged(one, f"kv.retain a1: {done}"))
+            assert eventually(lambda: logged(one, "refused: kv_hints: actions[2]"))
     finally:
         server.kill()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvwire.integrations.vllm_store.scheduler import StoreScheduler
-from kvwire.kv.hashing import HashScheme
+from kvwire.store.order import VerbOrder
 from tests.support.engines import fakes
 from tests.support.engines.fakes import BLOCK_TOKENS, Cached, New, Output
 
@@ -40,10 +40,23 @@ class Store:
 
 
 def hashes_of(request: Request) -> list[bytes]:
-    """The names of its blocks, without those of its kind of request."""
-    salt = b'["", null]'
-    scheme = HashScheme(BLOCK_TOKENS)
-    return scheme.block_hashes(list(request.all_token_ids), salt=salt)
+    """The names of its blocks for somebody who has only its tokens and its salt."""
+    return VerbOrder(
+        tokens=list(request.all_token_ids),
+        block_tokens=BLOCK_TOKENS,
+        cache_salt=getattr(request, "cache_salt", None) or "",
+    ).named()
+
+
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_tokens_and_a_salt_name_what_is_saved(salt: str | None) -> None:
+    """So that a proxy, or a command, finds an engine's blocks."""
+    store = Store()
+    side = StoreScheduler(BLOCK_TOKENS, store.ask)
+    request = Request("r", TOKENS, cache_salt=salt)
+    side.begun(request)
+    ((hashes, _),) = store.asked
+    assert hashes == hashes_of(request)[:2]
 
 
 def matched(

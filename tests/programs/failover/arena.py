@@ -173,14 +173,14 @@ def computed(one: Engine) -> int:
     return int(metric_of(one.metrics(), name, source))
 
 
-def connector(server: StoreServer, memory: str = "64MiB") -> dict[str, Any]:
-    """The store connector, on a server."""
+def connector(address: str, memory: str = "64MiB") -> dict[str, Any]:
+    """The store connector, on the server at an address."""
     return {
         "kv_connector": "KvwireStoreConnector",
         "kv_connector_module_path": "kvwire.integrations.vllm_store",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "tiers": [f"memory:{memory}", f"kvwire://{server.address}"]
+            "tiers": [f"memory:{memory}", f"kvwire://{address}"]
         },
     }
 
@@ -190,8 +190,9 @@ def arena(model: Path, folder: Path) -> Iterator[Arena]:
     """Start all of it."""
     server = StoreServer(folder, memory="256MiB", disk="2GiB")
     try:
+        store = connector(server.address)
         engines = [
-            engine(model, folder, f"engine-{core}", core, {}, alone=connector(server))
+            engine(model, folder, f"engine-{core}", core, {}, alone=store)
             for core in (0, 1)
         ]
         roles = ("decode", "decode")

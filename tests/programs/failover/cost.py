@@ -66,7 +66,8 @@ def cost_of(
     """Measure it; both engines have the same core, and one works at a time."""
     found = Cost()
     server = StoreServer(folder, memory="256MiB", disk="2GiB")
-    saving = engine(model, folder, "saving", 0, {}, alone=connector(server))
+    store = connector(server.address)
+    saving = engine(model, folder, "saving", 0, {}, alone=store)
     alone = engine(model, folder, "alone", 0, {}, alone={})
     at = alone.command.index("--kv-transfer-config")
     del alone.command[at : at + 2]

@@ -17,16 +17,23 @@ from tests.support.waiting import eventually
 
 class StoreServer:
     def __init__(
-        self, folder: Path, memory: str = "64MiB", disk: str = "256MiB"
+        self,
+        folder: Path,
+        memory: str = "64MiB",
+        disk: str = "256MiB",
+        *more: str,
+        name: str = "kv",
     ) -> None:
+        self.http = f"http://127.0.0.1:{free_port()}"
         self.address = f"127.0.0.1:{free_port()}"
         self._process = Process(
             [
                 *(sys.executable, "-m", "kvwire", "store", "serve"),
                 *("--listen", self.address, "--tier", f"memory:{memory}"),
-                *("--tier", f"disk:{folder / 'kv'}?size={disk}"),
+                *("--tier", f"disk:{folder / name}?size={disk}"),
+                *("--metrics", self.http.removeprefix("http://"), *more),
             ],
-            folder / "server.log",
+            folder / f"{name}.log",
             "",
         )
         self.restart()

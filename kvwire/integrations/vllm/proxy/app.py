@@ -68,6 +68,7 @@ from kvwire.integrations.vllm.proxy.passing import (
 )
 from kvwire.integrations.vllm.proxy.stopping import Ending
 from kvwire.integrations.vllm.proxy.store_verbs import (
+    SALT_FIELD,
     TOKENIZED,
     StoreBehind,
     StoreVerbs,
@@ -436,7 +437,8 @@ class _Front:
         moving = self.moves.named(name)
         for one in (*moving, *self.state.requests):
             if one in moving or one.headers.get("x-request-id") == name:
-                return {k: one.body[k] for k in TOKENIZED if k in one.body}
+                named = (*TOKENIZED, SALT_FIELD)
+                return {k: one.body[k] for k in named if k in one.body}
         why = f"no request under way has the id {name!r}"
         raise Refused(HTTPStatus.NOT_FOUND, why)
 

@@ -79,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ending = Ending()
     store = None
     if options.store:
-        blocks = options.store_block_tokens, options.store_seed
-        store = StoreBehind(options.store, *blocks)
+        store = StoreBehind(options.store, options.store_block_tokens)
     app = make_app(
         fleet,
         order=options.order,
@@ -168,9 +167,6 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=16,
         help="the engines' --block-size, for verbs that name a prompt",
-    )
-    parser.add_argument(
-        "--store-seed", default="", help="the engines' PYTHONHASHSEED, if it is set"
     )
     parser.add_argument(
         "--first-token",

@@ -45,6 +45,8 @@ _URLS: Final = ("http://", "https://")
 _BEHIND: Final = "an engine loads leading blocks, and one before it is not in the store"
 TOKENIZED: Final = ("model", *_PROMPT, "tools", "chat_template_kwargs")
 """The fields by which an engine tokenizes a prompt as it would for a completion."""
+SALT_FIELD: Final = "cache_salt"
+"""The field of a request that changes the names of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,11 @@ class StoreBehind:
 
     Attributes:
         url: The URL of its server's HTTP.
-        block_tokens: How many tokens an engine's hash stands for.
-        seed: The engines' ``PYTHONHASHSEED``; "" for vLLM's own value.
+        block_tokens: How many tokens a block of an engine has.
     """
 
     url: str
     block_tokens: int = 16
-    seed: str = ""
 
 
 class StoreVerbs:
@@ -106,8 +106,7 @@ class StoreVerbs:
             order = kept | {
                 "tokens": tokens,
                 "block_tokens": self._store.block_tokens,
-                "scheme": "vllm",
-                "seed": self._store.seed,
+                "scheme": "kvwire",
             }
         passed = {name: headers[name] for name in ("authorization",) if name in headers}
         async with self._client.ask(self._server, path, passed, order) as answer:
@@ -115,7 +114,8 @@ class StoreVerbs:
         if tokens and path.endswith("/locate") and answer.status == HTTPStatus.OK:
             told = msgspec.json.decode(said)
             if engine is not None:
-                moved = await self._load(engine, tokens, told, asked.get("model"))
+                more = {k: asked[k] for k in ("model", SALT_FIELD) if asked.get(k)}
+                moved = await self._load(engine, tokens, told, more)
                 return as_json(described(moved))
             return as_json(self._with_engines(told, tokens))
         return HttpAnswer(answer.status, {"content-type": "application/json"}, said)
@@ -138,7 +138,7 @@ class StoreVerbs:
         engine: VllmEngine,
         tokens: Sequence[int],
         located: Mapping[str, Any],
-        model: str | None,
+        more: Mapping[str, Any],
     ) -> Placement:
         """Let an engine load the leading blocks that the store has."""
         placing = Placing(len(located["blocks"]))
@@ -153,19 +153,17 @@ class StoreVerbs:
         placing.rule(behind, BlockState.DEFERRED, _BEHIND)
         if there:
             why = await self._asked_for(
-                engine, tokens[: there * self._store.block_tokens], model
+                engine, tokens[: there * self._store.block_tokens], more
             )
             if why:
                 placing.rule(slice(there), BlockState.DEFERRED, f"{engine.url}: {why}")
         return placing.end()
 
     async def _asked_for(
-        self, engine: VllmEngine, tokens: Sequence[int], model: str | None
+        self, engine: VllmEngine, tokens: Sequence[int], more: Mapping[str, Any]
     ) -> str:
         """Ask an engine for one token after others; return why it did not answer."""
-        body = {"prompt": list(tokens), "max_tokens": 1}
-        if model:
-            body["model"] = model
+        body = {"prompt": list(tokens), "max_tokens": 1, **more}
         try:
             async with (
                 asyncio.timeout(PROXY_COPY_S),
