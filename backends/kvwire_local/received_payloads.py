@@ -21,8 +21,7 @@ from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind, decode
 from kvwire_local.peer import PeerMemory, PeerRead
 
 # Reading blocks the loop. A limit of bytes alone would not bound the time: fragments of
-# 256 bytes are read at a twentieth of the rate of 1 MiB fragments. 256 bytes are read
-# at a twentieth of the rate of 1 MiB.
+# 256 bytes are read at a twentieth of the rate of fragments of 1 MiB.
 _BATCH_S: Final = 0.001
 # The bytes between two checks of the clock. With long fragments, a whole span is one
 # step, since it takes less than a batch. A step costs about 20 us, and after it this
