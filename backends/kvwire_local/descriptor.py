@@ -120,7 +120,7 @@ def decode(descriptor: bytes, nbytes: int) -> DescribedPlace:
     if count < 1 or len(descriptor) != _HEAD.size + 4 * count * (form + 1):
         raise _refused(f"{len(descriptor)} bytes for {count} fragments of form {form}")
     if (kind == PlaceKind.MEMORY and arena) or descriptor[3] or (form and any(cut)):
-        raise _refused("a field that must be 0 is not")
+        raise _refused("a field that must be 0 has another value")
     if count == 1:
         return DescribedPlace(PlaceKind(kind), arena, _piece(descriptor, nbytes))
     distances = np.frombuffer(descriptor, _TABLE, count, _HEAD.size)

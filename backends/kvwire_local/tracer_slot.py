@@ -11,7 +11,7 @@ another one controls it. Also, only one process can be named. Therefore:
 * With the setting ``tracer=none``, no process is ever named. ``tracer=any`` lets all
   processes of this user read, as with scope 0.
 
-With scope 0 no process has to be named. With scopes 2 and 3 naming has no effect.
+With scope 0 no permission is needed; with scopes 2 and 3 naming has no effect.
 
 https://docs.kernel.org/admin-guide/LSM/Yama.html
 """

@@ -345,7 +345,7 @@ class PendingLanes:
             del self._lanes[token]
             lane.arrived(wire, remote, preamble)
             return
-        _log.info("%s: a lane for which nothing waits", remote)
+        _log.info("%s: a lane arrived that no connection waits for", remote)
         with contextlib.suppress(OSError):
             reset_on_close(wire.sock)
         wire.sock.close()

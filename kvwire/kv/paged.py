@@ -99,8 +99,8 @@ class PagedCache:
             layout: The layout of groups that do not name one.
 
         Raises:
-            UsageError: As for the class, naming the group; or there is no group, or a
-                name is not allowed.
+            UsageError: An error of the class, for a group that the text names; or there
+                is no group, or a name is not allowed.
         """
         if not isinstance(groups, Mapping):
             raise wrong_type("PagedCache.grouped", groups, "{name: (spec, tensors)}")

@@ -30,8 +30,8 @@ Done: TypeAlias = Callable[[Exception | None], None]
 # chunk needs more copies than this, one gather and one copy are cheaper.
 RUNS_MAX: Final = 8
 
-# The most streams of callers whose events are waited for apart from each other, each
-# with a thread that sleeps. An engine has a few; with more, two of them share a thread.
+# The most threads that sleep until callers' events fire, each for one stream at a time.
+# An engine has a few such streams; with more than this, some share a thread.
 WAITERS_MAX: Final = 16
 
 
@@ -95,13 +95,13 @@ class StreamWaiters:
     """Waits for events that callers recorded on their own streams.
 
     Events of one stream fire in order, so one thread sleeps on them, one after the
-    other. Events of different streams get different threads: a kernel that never ends
-    holds up its own stream alone. A thread serves a stream for as long as it has events
-    to wait for, and then another; only when all `WAITERS_MAX` are taken does a stream
-    share one.
+    other. Events of different streams get different threads, so a kernel that never
+    ends holds up only its own stream. A thread serves one stream for as long as that
+    stream has events to wait for, and then another stream; streams share a thread only
+    when all `WAITERS_MAX` threads are in use.
 
-    A caller's event may have been created so that waiting for it spins. So a stream
-    of ours waits for it, and a thread sleeps on our own event behind it.
+    A caller's event may have been created so that waiting for it spins; so a stream of
+    ours waits for it, and a thread sleeps on our own event behind it.
 
     Args:
         ops: The device.
@@ -117,13 +117,13 @@ class StreamWaiters:
         self._serving: dict[Hashable, _Waiter] = {}
 
     def wait(self, event: object, done: Done, source: Hashable = None) -> None:
-        """Call ``done`` on the loop when the event has fired. From any thread.
+        """Call ``done`` on the loop when the event has fired; from any thread.
 
         Args:
-            event: Of kvwire or of a library.
+            event: An event of kvwire or of a library.
             done: Gets None or the device's error.
-            source: For an event of a library, which does not name its stream: stands
-                for whatever records its events in order, such as a transfer.
+            source: For an event of a library, which does not name its stream: an object
+                that records its events in order, such as a transfer.
         """
         stream = event.recorded_on if isinstance(event, Event) else source
         with self._lock:
@@ -180,7 +180,7 @@ class StreamWaiters:
 
 
 class _Waiter:
-    """A stream of ours, and how many events it waits for, by their own streams."""
+    """A stream of ours, and the number of events it waits for, by their own streams."""
 
     def __init__(self, watched: WatchedStream) -> None:
         self.watched = watched

@@ -90,7 +90,7 @@ class DeviceCopies:
 
         Cancel safety: safe, it only watches.
         """
-        # What the device's library raises, it raises again for the copy.
+        # The copy raises the same error again.
         with suppress(Exception):
             if isinstance(after, Event) and after.query():
                 return

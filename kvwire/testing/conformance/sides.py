@@ -486,7 +486,7 @@ class LaneSide(Side, LaneHandler):
             raise
 
     def forget(self) -> None:
-        """Drop everything lent that will not be given back."""
+        """Drop all lent memory that will not be released."""
         super().forget()
         self._landings.clear()
         self.inbox.clear()
