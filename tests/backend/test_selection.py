@@ -192,7 +192,7 @@ def test_a_list_of_no_transports_is_refused(transport: Sequence[str]) -> None:
 
 
 def test_one_transport_cannot_be_required_and_forbidden() -> None:
-    with pytest.raises(ValueError, match="in require and also in forbid"):
+    with pytest.raises(ValueError, match="in both require and forbid"):
         selection.apply_overrides(Config(forbid=("tcp",)), "tcp")
 
 

@@ -96,7 +96,7 @@ async def test_what_opens_a_communicator_does_so_once() -> None:
     assert comm.closed
     awaited = kvwire.open()
     comm = await awaited
-    with pytest.raises(UsageError, match="opened already"):
+    with pytest.raises(UsageError, match="already opened"):
         async with awaited:
             pass
     assert not comm.closed

@@ -104,7 +104,7 @@ async def test_the_log_has_a_line_for_each_life(
     async with connected(**BESIDE) as pair:
         await expect_moves(pair)
     said = [r.getMessage() for r in caplog.records]
-    assert len([text for text in said if "lane 1 is up: inproc" in text]) == 2
+    assert len([text for text in said if "lane 1 is open: inproc" in text]) == 2
     ended = [text for text in said if "lane 1 has ended: inproc, " in text]
     assert len(ended) == 2, said
     assert all("the connection ended" in text for text in ended)

@@ -145,8 +145,8 @@ def test_the_report_says_what_was_lost_and_what_was_equal() -> None:
     lines = [line.split() for line in said.splitlines()]
     assert ["whole", "65", "4", "1.00", "40.0", "2.00", "0.939", "4/4", "yes"] in lines
     words = " ".join(said.split())
-    assert "2 of 2 requests have the same 1 new tokens as in one process" in words
-    assert "31 ms up to the last layer's KV; 5.5 ms after that" in words
+    assert "in 2 of 2 requests the 1 new tokens are the same as in one process" in words
+    assert "31 ms up to the last layer's KV; 5.5 ms later" in words
     assert "blocks 1 to 2 of 4 did not arrive (kept back)" in words
     assert "decode computed tokens 16 to 63" in words
     (row,) = json.loads(json.dumps(summary([broken()])))
