@@ -73,7 +73,9 @@ def test_requests_move_and_their_streams_stay_whole(
         *arguments,
         timeout_s=300,
     )
-    assert re.match(r"\d+ streams, each with the tokens of one process alone", said), said
+    assert re.match(r"\d+ streams, each with the tokens of one process alone", said), (
+        said
+    )
     # More requests follow until then, however fast this machine is.
     assert re.search(r" [1-9]\d* moved", said), said
     assert "--kill" not in arguments or re.search(r" [1-9]\d* asked again", said), said
