@@ -245,7 +245,7 @@ $(S3_VENV)/.installed: .ci/locked.txt
 	@$(INSTALL) $@ 'moto[s3]>=5' flask flask-cors
 
 $(UCXX_VENV)/.installed: pyproject.toml
-	@$(INSTALL) $@ -e . --group test ucxx-cu12
+	@$(INSTALL) $@ -e . --group test ucxx-cu12==0.52.0
 
 $(RAY_VENV)/.installed: pyproject.toml
 	@$(INSTALL) $@ -e '.[ray]' --group test 'ray[serve]' tensordict $(TORCH)

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from cyclopts.types import PositiveFloat, PositiveInt
 from rich.table import Table
 
-from kvwire import KVWireError, UsageError
+from kvwire import UsageError
 from kvwire.cli.console import console, show
 from kvwire.extras import needed_by
 from kvwire.testing.certify import report
@@ -26,7 +26,7 @@ from kvwire.testing.certify.runner import (
     certify,
     play_again,
 )
-from kvwire.testing.certify.transport import TARGETS, load
+from kvwire.testing.certify.transport import TARGETS
 
 BROKEN: Final = 1
 
@@ -57,8 +57,8 @@ def command(  # noqa: PLR0913 - each is an option of the command
     Args:
         target: A transport that comes with kvwire, such as toy; an adapter of yours, as
             file.py:Class or module:Class; or the file of a saved schedule. Without it,
-            the command lists the transports that come with kvwire, and whether each can
-            run here.
+            the command lists the transports that come with kvwire, and what each of
+            them lacks here.
         schedules: How many schedules to play.
         seed: The seed of the first schedule; each further schedule adds 1.
         seconds: Start no schedule after this many seconds. Shrinking the schedules that
@@ -128,18 +128,18 @@ def _read(path: Path) -> Breach:
 def _named(target: str) -> AbstractContextManager[None]:
     """Turn a missing package of a target into an error with its install command."""
     name = target.partition(":")[0]
-    if command := TARGETS.get(name):
-        return needed_by(f"certify {name}", command=command)
+    if needs := TARGETS.get(name):
+        return needed_by(f"certify {name}", command=needs.install)
     return contextlib.nullcontext()
 
 
 def _list() -> None:
-    table = Table("target", "version", box=None, pad_edge=False)
-    for target in TARGETS:
+    """List the targets; what they need is looked up, not imported."""
+    table = Table("target", "what it needs", box=None, pad_edge=False)
+    for target, needs in TARGETS.items():
         try:
-            with _named(target):
-                version = load(target).version
-        except (KVWireError, ImportError, OSError) as exc:
-            version = f"cannot run here: {exc}"
-        table.add_row(target, version)
+            text = ", ".join(needs.found()) or "nothing more"
+        except ModuleNotFoundError as exc:
+            text = f"{exc.name} is not installed: {needs.install}"
+        table.add_row(target, text)
     show(table, console())

@@ -84,7 +84,7 @@ class Wrong(AssertionError):
 RULES: Final = {
     "late-write": "Memory is not written after the operation on it has ended.",
     "late-read": "A failed put never sends bytes written to its source afterwards.",
-    "stale": "An ended reference never returns the memory's next content.",
+    "stale": "A get returns the content that its reference is for, not newer or older.",
     "torn": "Landed bytes all come from the same life of the memory.",
     "hole": "Landed memory has no gaps that were never written.",
     "misplaced": "Every landed byte is in its place.",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
+from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -15,6 +14,7 @@ from kvwire.cli.main import main
 from kvwire.testing.certify import Breach, Certificate
 from kvwire.testing.certify.transport import TARGETS
 from kvwire.testing.oracle import RULES
+from tests.support.runs import python
 from tests.support.tree import ROOT
 
 PLANTS = ROOT / "tests" / "testing" / "certify" / "plants.py"
@@ -57,13 +57,19 @@ def test_a_breach_is_kept_and_plays_again(
 
 
 def test_what_comes_with_kvwire() -> None:
-    """In a process of its own: libraries leave descriptors and threads behind."""
-    command = [sys.executable, "-m", "kvwire", "certify"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
+    """What each target needs is looked up, and nothing of it is imported."""
+    needed = {module for needs in TARGETS.values() for module in needs.modules}
+    code = (
+        "import sys; from kvwire.cli.main import main; main(['certify']); "
+        f"print('imported', *{needed} & {{*sys.modules}})"
+    )
+    done = python("-c", code, check=True)
+    *lines, last = done.stdout.splitlines()
+    assert last == "imported"
     rows = [line.split() for line in lines if not line.startswith(" ")]
     assert [row[0] for row in rows[1:]] == list(TARGETS)
-    assert ["toy", "1"] in rows
+    assert ["redis", "redis", metadata.version("redis")] in rows
+    assert ["toy", "nothing", "more"] in rows
 
 
 @pytest.mark.skipif(
@@ -75,11 +81,25 @@ def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> N
     assert text in capsys.readouterr().err
 
 
+def test_an_adapter_has_modules_beside_it(tmp_path: Path) -> None:
+    """Where the command is a script, its own folder is the first of the path."""
+    (tmp_path / "beside.py").write_text(
+        "from kvwire.testing.certify.targets.toy import Toy as Base\n"
+    )
+    (tmp_path / "mine.py").write_text("from beside import Base\n")
+    code = "import sys; from kvwire.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    for target in ("mine.py:Base", "mine:Base"):
+        command = ["-P", "-c", code, "certify", target, "--schedules", "1"]
+        done = python(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("target", "text"),
     [
         ("tory", "is neither module:Class nor file.py:Class; did you mean 'toy'?"),
-        ("nowhere.py:Thing", "file nowhere.py does not exist"),
+        ("nowhere.py:Thing", "file nowhere.py does not exist in /"),
+        (f"{PLANTS}:Hold", "plants.py has no Hold; did you mean 'Hole'?"),
         (f"{PLANTS}:KEPT", "must be a subclass of kvwire.testing.certify.End"),
         ("kvwire.testing.certify:End", "has neither get nor put"),
         (f"{ROOT / 'package.json'}", "package.json"),

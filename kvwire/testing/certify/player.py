@@ -25,7 +25,7 @@ from kvwire.testing.certify.processes import (
     usage,
 )
 from kvwire.testing.certify.schedule import IDLE_S, WRITERS, Schedule, Step
-from kvwire.testing.certify.transport import End, load
+from kvwire.testing.certify.transport import End, failure_text, load
 from kvwire.testing.oracle import WatchedMemory, Words, Wrong, landed
 
 T = TypeVar("T")
@@ -226,7 +226,10 @@ class Player:
         await self._right_process.kill()
         await self._all("the peer's death")
         await self._close(dead=True)
-        await self._right_process.start()
+        try:
+            await self._right_process.start()
+        except Gone as exc:
+            raise Wrong("crash", f"{self._doing}: {exc}") from exc
         await self._open()
 
     def _stop(self, seconds: float) -> None:
@@ -351,7 +354,7 @@ class Player:
                         "lost", f"{text}the offered memory was reported as missing"
                     )
                 else:
-                    self._broken("failed", f"{text}{type(error).__name__}: {error}")
+                    self._broken("failed", text + failure_text(error, self._end))
         if step.way == "timeout":
             failed = "its time-out"
         since = f"the end of a {step.verb}: {ended or failed}"
@@ -480,7 +483,7 @@ class Player:
         except Gone as exc:
             raise Wrong("crash", f"{self._doing}: {exc}") from exc
         except Exception as exc:
-            text = f"{self._doing}: {what}: {type(exc).__name__}: {exc}"
+            text = f"{self._doing}: {what}: {failure_text(exc, self._end)}"
             raise Wrong("failed", text) from exc
 
     def _hang(self, what: str, limit_s: float) -> NoReturn:
@@ -495,8 +498,7 @@ async def left_end(
 
     Cancel safety: never cancelled.
     """
-    load(target)
-    right = Process("right", target, path)
+    right = Process("right", target, path, start_s=load(target).start_s)
     await right.start()
     await channel.send(READY)
     try:

@@ -25,12 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.testing.certify.schedule import Schedule
-from kvwire.testing.certify.transport import load
+from kvwire.testing.certify.transport import failure_text, load
 
 MEMORY_BYTES: Final = 16 << 20
 _LINE_BYTES_MAX: Final = 1 << 20
-# Libraries of hundreds of MB may have to be imported from a cold disk.
-_START_S: Final = 120.0
 READY: Final = "ready"
 
 
@@ -170,12 +168,16 @@ class Process:
     Args:
         role: The end that it runs.
         arguments: The arguments of that end.
+        start_s: The time limit of its start.
         log: The descriptor for its output; None for the output of this process.
     """
 
-    def __init__(self, role: str, *arguments: str, log: int | None = None) -> None:
+    def __init__(
+        self, role: str, *arguments: str, start_s: float, log: int | None = None
+    ) -> None:
         self._command = (sys.executable, "-m", "kvwire.testing.certify", role)
         self._arguments = arguments
+        self._start_s = start_s
         self._log = log
         # The right end is a child of the left one, and may be in a stopped state when
         # the left one ends.
@@ -193,7 +195,7 @@ class Process:
         """Start it, and wait until its imports are done.
 
         Raises:
-            Gone: It ended instead.
+            Gone: It ended instead, or its imports took too long.
 
         Cancel safety: not safe, the process may keep running.
         """
@@ -210,9 +212,17 @@ class Process:
                 start_new_session=self._leads,
             )
         self.channel = MessageSocket(mine)
-        async with asyncio.timeout(_START_S):
-            if not await self.channel.receive():
-                raise Gone(f"a process has not started: {await self.ended()}")
+        try:
+            async with asyncio.timeout(self._start_s):
+                ready = await self.channel.receive()
+        except TimeoutError:
+            await self.kill()
+            raise Gone(
+                f"a process has not started within {self._start_s:g} s: a larger "
+                f"start_s of the adapter gives its imports more time"
+            ) from None
+        if not ready:
+            raise Gone(f"a process has not started: {await self.ended()}")
 
     async def ask(self, message: Order) -> Reply:
         """Send it an order, and wait for the reply.
@@ -293,5 +303,5 @@ async def right_end(channel: MessageSocket, target: str, path: str) -> None:
                 done = await getattr(end, order.verb)(*arguments[order.verb])
                 answer = Reply(data=done or b"")
         except Exception as exc:  # noqa: BLE001 - a transport may raise anything
-            answer = Reply(failed=f"{type(exc).__name__}: {exc}")
+            answer = Reply(failed=failure_text(exc, end))
         await channel.send(answer)

@@ -12,17 +12,17 @@ from typing import IO, Final, Self
 
 import msgspec
 
-from kvwire.errors import UsageError, nearest
+from kvwire.errors import BackendUnavailable, UsageError, nearest
 from kvwire.testing.certify.player import OPENING, Played
-from kvwire.testing.certify.processes import MEMORY_BYTES, Process
-from kvwire.testing.certify.schedule import Schedule, make, shrink
-from kvwire.testing.certify.transport import load
+from kvwire.testing.certify.processes import MEMORY_BYTES, Gone, Process
+from kvwire.testing.certify.schedule import Schedule, effective, make, shrink
+from kvwire.testing.certify.transport import End, load
 from kvwire.testing.oracle import RULES
 
 LIMIT_S: Final = 10.0
 """The default time limit of each call."""
-# A blocked event loop cannot report anything, so after this time its process is killed.
-_BLOCKED_S: Final = 5.0
+BLOCKED_S: Final = 5.0
+"""How much later the process of a blocked event loop is killed: it cannot report."""
 _LOG_LINES: Final = 5
 # How often a schedule is tried before a step counts as needed for the failure, since
 # some failures depend on timing.
@@ -86,14 +86,21 @@ class Stage:
         target: The target to certify.
         limit_s: The time limit of each call.
         without: Rules that the target need not keep.
+        start_s: The time limit of the start of a process.
     """
 
     def __init__(
-        self, target: str, limit_s: float = LIMIT_S, without: Collection[str] = ()
+        self,
+        target: str,
+        limit_s: float = LIMIT_S,
+        without: Collection[str] = (),
+        *,
+        start_s: float = End.start_s,
     ) -> None:
         self.without = tuple(without)
         self.target = target
         self._limit_s = limit_s
+        self._start_s = start_s
         self._left: Process | None = None
         self._memory: IO[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -126,6 +133,9 @@ class Stage:
     async def play(self, schedule: Schedule) -> Played:
         """Run a schedule, and also check how its processes end.
 
+        Raises:
+            BackendUnavailable: The processes do not start.
+
         Cancel safety: safe, its processes end with the stage.
         """
         assert self._memory is not None
@@ -137,17 +147,25 @@ class Stage:
                 self._memory.name,
                 str(self._limit_s),
                 ",".join(self.without),
+                start_s=2 * self._start_s,  # it starts the right one as well
                 log=self._log.fileno(),
             )
             self._log.truncate(0)
-            await self._left.start()
+            try:
+                await self._left.start()
+            except Gone as exc:
+                text = f"certify: {self.target}: {exc}{self._last_words()}"
+                raise BackendUnavailable(text) from None
         channel = self._left.channel
         assert channel is not None
         await channel.send(schedule)
         step = -1
         while True:
+            patience_s = self._limit_s * OPENING + BLOCKED_S
+            if step >= 0 and schedule.steps[step].verb == "kill":
+                patience_s += self._start_s
             try:
-                async with asyncio.timeout(self._limit_s * OPENING + _BLOCKED_S):
+                async with asyncio.timeout(patience_s):
                     line = await channel.receive()
             except TimeoutError:
                 played = Played(step, "hang", f"{self._at(schedule, step)}: blocked")
@@ -209,18 +227,12 @@ async def certify(
 
     Cancel safety: safe, all processes are ended.
     """
-    for rule in without:
-        if rule not in RULES:
-            known = nearest(rule, RULES)
-            raise UsageError(f"certify: unknown rule {rule!r}; {known}")
-    end = load(target)
-    if not (type(end).can("get") or type(end).can("put")):
-        raise UsageError(f"certify: {target} has neither get nor put")
+    end = _checked(target, without)
     began = time.monotonic()
     broken: dict[str, list[tuple[Schedule, Played]]] = {}
     schedules = 0
     operations = 0
-    async with Stage(target, limit_s, without) as stage:
+    async with Stage(target, limit_s, without, start_s=end.start_s) as stage:
         for seed in seeds:
             if seconds is not None and time.monotonic() - began > seconds:
                 break
@@ -244,6 +256,18 @@ async def certify(
     )
 
 
+def _checked(target: str, without: Collection[str]) -> End:
+    """Make an end of a target, and check what was asked of it."""
+    for rule in without:
+        if rule not in RULES:
+            known = nearest(rule, RULES)
+            raise UsageError(f"certify: unknown rule {rule!r}; {known}")
+    end = load(target)
+    if not (type(end).can("get") or type(end).can("put")):
+        raise UsageError(f"certify: {target} has neither get nor put")
+    return end
+
+
 def kind(failure: Played | Breach) -> str:
     """Return a failure's kind: its rule, and for a late write the event before it."""
     if failure.rule != "late-write":
@@ -260,15 +284,17 @@ async def _breach(
     wanted = kind(played)
     smaller = shrink(schedule.steps)
     until = time.monotonic() + _SHRINK_S
+    schedule = msgspec.structs.replace(schedule, steps=effective(schedule.steps))
     with contextlib.suppress(StopIteration):
         fewer = next(smaller)
         while time.monotonic() < until:
-            less = msgspec.structs.replace(schedule, steps=fewer)
-            failed = await _failed(stage, less, wanted)
-            if failed is not None:
+            less = msgspec.structs.replace(schedule, steps=effective(fewer))
+            fails = less.steps == schedule.steps
+            if not fails and (failed := await _failed(stage, less, wanted)):
+                fails = True
                 schedule = less
                 played = failed
-            fewer = smaller.send(failed is not None)
+            fewer = smaller.send(fails)
     again = await _repeated(stage, schedule, wanted, times)
     return Breach(
         target=stage.target,
@@ -307,14 +333,17 @@ async def play_again(
 
     Cancel safety: safe, all processes are ended.
     """
-    version = load(breach.target).version
+    end = load(breach.target)
     began = time.monotonic()
-    async with Stage(breach.target, limit_s, breach.without) as stage:
+    without = breach.without
+    async with Stage(breach.target, limit_s, without, start_s=end.start_s) as stage:
         again = await _repeated(stage, breach.schedule, kind(breach), times)
-    found = msgspec.structs.replace(breach, version=version, again=again, times=times)
+    found = msgspec.structs.replace(
+        breach, version=end.version, again=again, times=times
+    )
     spent = time.monotonic() - began
     breaches = (found,) if again else ()
-    return Certificate(breach.target, version, times, 0, spent, breaches)
+    return Certificate(breach.target, end.version, times, 0, spent, breaches)
 
 
 async def _repeated(stage: Stage, schedule: Schedule, wanted: str, times: int) -> int:

@@ -8,7 +8,7 @@ schedule is itself a schedule, and :func:`shrink` finds a small one that still f
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from functools import partial
 from itertools import chain
 from typing import Final, Literal, TypeVar
@@ -232,6 +232,18 @@ _THEMES: Final = (
 
 
 # --- smaller --------------------------------------------------------------------------
+
+
+def effective(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """Leave out the steps that use a reference which no step before them has made."""
+    made: set[int] = set()
+    kept = []
+    for step in steps:
+        if step.verb == "offer":
+            made.add(step.reference)
+        if step.verb not in {"get", "put", "withdraw"} or step.reference in made:
+            kept.append(step)
+    return tuple(kept)
 
 
 def shrink(steps: tuple[T, ...]) -> Generator[tuple[T, ...], bool, None]:

@@ -11,27 +11,60 @@ import functools
 import importlib
 import importlib.util
 import sys
+import traceback
+from importlib import metadata
+from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, TypeGuard
 
 from kvwire.errors import UsageError, nearest
 
+
+class Needs(NamedTuple):
+    """The packages that a target needs.
+
+    Attributes:
+        modules: Their names in Python.
+        install: The command that installs them.
+    """
+
+    modules: tuple[str, ...] = ()
+    install: str = ""
+
+    def found(self) -> list[str]:
+        """Return the name and version of each package, without importing any.
+
+        Raises:
+            ModuleNotFoundError: One is not installed.
+        """
+        for module in self.modules:
+            if importlib.util.find_spec(module) is None:
+                raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        owners = metadata.packages_distributions() if self.modules else {}
+        names = chain.from_iterable(owners.get(each, ()) for each in self.modules)
+        return [f"{name} {metadata.version(name)}" for name in dict.fromkeys(names)]
+
+
 TARGETS: Final = {
-    "gloo": "pip install torch",
-    "kvwire": "",
-    "lmcache": "pip install lmcache",
-    "mooncake": "pip install mooncake-transfer-engine-non-cuda",
-    "nixl": "pip install --no-deps nixl-cu12",
-    "redis": "pip install redis",
-    "s3": "pip install obstore",
-    "toy": "",
-    "ucx": "pip install libucx-cu12",
-    "ucxx": "pip install ucxx-cu12",
-    "vllm": "pip install vllm nixl",
-    "vllm_tier": "pip install vllm",
+    "gloo": Needs(("torch",), "pip install torch"),
+    "kvwire": Needs(),
+    "lmcache": Needs(("lmcache", "aiofile"), "pip install lmcache"),
+    "mooncake": Needs(
+        ("mooncake",),
+        "pip install mooncake-transfer-engine-non-cuda, and "
+        "apt-get install libibverbs1 libnuma1 libcurl4",
+    ),
+    "nixl": Needs(("nixl_cu12",), "pip install --no-deps nixl-cu12"),
+    "redis": Needs(("redis",), "pip install redis"),
+    "s3": Needs(("obstore",), "pip install obstore"),
+    "toy": Needs(),
+    "ucx": Needs(("libucx",), "pip install libucx-cu12, or the UCX of the system"),
+    "ucxx": Needs(("ucxx",), "pip install ucxx-cu12"),
+    "vllm": Needs(("vllm", "nixl"), "pip install vllm nixl"),
+    "vllm_tier": Needs(("vllm",), "pip install vllm"),
 }
 """The targets that come with kvwire (modules of ``kvwire.testing.certify.targets``),
-with the command that installs what each needs.
+with the packages that each needs.
 """
 
 
@@ -45,10 +78,14 @@ class End:
     Attributes:
         variant: The part of a target's name after the colon, as in ``kvwire:tcp``.
         version: The version of the transport, for reports.
+        start_s: The time limit of the start of a process, which imports the adapter.
+            ``--limit`` does not apply to it: libraries of hundreds of MB may have to be
+            imported from a cold disk.
     """
 
     variant: str = ""
     version: str = ""
+    start_s: float = 120.0
 
     async def open(self, memory: memoryview) -> bytes:
         """Start; return the data that the other end needs to connect.
@@ -152,8 +189,14 @@ def load(target: str) -> End:
                 f"certify: target {target!r} is neither module:Class nor "
                 f"file.py:Class; {nearest(name, TARGETS)}"
             )
-        cls = getattr(_imported(name), wanted, None)
-    if not (isinstance(cls, type) and issubclass(cls, End)):
+        there = vars(_imported(name))
+        if wanted not in there:
+            classes = [each for each, one in there.items() if _is_end(one)]
+            raise UsageError(
+                f"certify: {name} has no {wanted}; {nearest(wanted, classes)}"
+            )
+        cls = there[wanted]
+    if not _is_end(cls):
         raise UsageError(
             f"certify: {target!r} must be a subclass of "
             f"kvwire.testing.certify.End, not {cls!r}"
@@ -163,14 +206,32 @@ def load(target: str) -> End:
     return made
 
 
+def _is_end(found: object) -> TypeGuard[type[End]]:
+    return isinstance(found, type) and issubclass(found, End)
+
+
+def failure_text(error: BaseException, end: End) -> str:
+    """Return an error's text, with its line in the adapter's file."""
+    text = f"{type(error).__name__}: {error}"
+    source = getattr(sys.modules.get(type(end).__module__), "__file__", None)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == source:
+            return f"{text} ({Path(source).name}, line {frame.lineno})"
+    return text
+
+
 @functools.cache
 def _imported(name: str) -> object:
+    path = Path(name)
+    # As Python does for a program: an adapter may have modules of its own beside it.
+    beside = str(path.resolve().parent)
+    if beside not in sys.path:
+        sys.path.append(beside)
     if not name.endswith(".py"):
         return importlib.import_module(name)
-    path = Path(name)
     found = importlib.util.spec_from_file_location(path.stem, path)
     if found is None or found.loader is None or not path.is_file():
-        raise UsageError(f"certify: file {name} does not exist")
+        raise UsageError(f"certify: file {name} does not exist in {Path.cwd()}")
     module = importlib.util.module_from_spec(found)
     sys.modules[path.stem] = module
     found.loader.exec_module(module)

@@ -10,13 +10,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvwire.errors import BackendUnavailable
+from kvwire.testing.certify import runner
 from kvwire.testing.certify.runner import Stage, certify, play_again
-from kvwire.testing.certify.schedule import make
+from kvwire.testing.certify.schedule import Step, effective, make
 from tests.support.depth import sample
 from tests.support.pairs import until
 
 # What hangs is known to hang after this; a machine with other work needs some of it.
 LIMIT_S = 5.0
+# An adapter whose import takes longer at the right end than a step may be silent.
+SLOW = """
+import sys, threading
+from kvwire.testing.certify.targets.toy import Toy as Slow
+if "right" in sys.argv:
+    threading.Event().wait(7)
+"""
 PLANTS = Path(__file__).with_name("plants.py")
 # What it has to be found as, and seeds of which one finds it.
 FOUND = {
@@ -65,6 +74,53 @@ async def test_a_breach_is_made_small_and_plays_again() -> None:
     assert (await play_again(breach, times=2)).breaches[0].again == 2
     healthy = msgspec.structs.replace(breach, target="toy")
     assert not (await play_again(healthy, times=1)).breaches
+
+
+async def test_a_process_that_does_not_start_in_time_is_no_breach() -> None:
+    with pytest.raises(
+        BackendUnavailable, match=r"toy: .* not started within 0\.002 s"
+    ):
+        async with Stage("toy", LIMIT_S, start_s=0.001) as stage:
+            await stage.play(make(1))
+
+
+async def test_a_process_that_ends_before_its_start_is_no_breach(
+    tmp_path: Path,
+) -> None:
+    adapter = tmp_path / "broken.py"
+    adapter.write_text("raise OSError('there is no such device')\n")
+    with pytest.raises(BackendUnavailable, match="there is no such device"):
+        async with Stage(f"{adapter}:Thing", LIMIT_S) as stage:
+            await stage.play(make(1))
+
+
+async def test_an_error_names_its_line_in_the_adapter() -> None:
+    schedule = msgspec.structs.replace(
+        make(4), steps=(Step("offer"), Step("get", way="cancel"), Step("get"))
+    )
+    async with Stage(f"{PLANTS}:Fails", LIMIT_S) as stage:
+        text = (await stage.play(schedule)).text
+    assert "ConnectionError: broken by a cancel (plants.py, line " in text
+
+
+def test_steps_that_do_nothing_are_left_out() -> None:
+    offer = Step("offer", 1)
+    get = Step("get", 1)
+    idle = [Step("withdraw", 1), Step("get", 2), Step("put", 1)]
+    assert effective([*idle, offer, get, Step("kill")]) == (offer, get, Step("kill"))
+
+
+@pytest.mark.slow
+async def test_a_restart_may_take_as_long_as_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The imports of vLLM took longer than a step may be silent."""
+    monkeypatch.setattr(runner, "BLOCKED_S", 0.0)
+    adapter = tmp_path / "slow.py"
+    adapter.write_text(SLOW)
+    schedule = msgspec.structs.replace(make(4), steps=(Step("kill"),))
+    async with Stage(f"{adapter}:Slow", 2.0) as stage:
+        assert (await stage.play(schedule)).text == ""
 
 
 @pytest.mark.parametrize("theme", range(16))

@@ -60,6 +60,7 @@ class VllmTierEnd(End):
     """One end's tier, over storage that both ends share."""
 
     version = vllm.__version__
+    start_s = 600.0  # as for vLLM's connectors
 
     async def open(self, memory: memoryview) -> bytes:
         self.memory = memory
