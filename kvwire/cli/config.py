@@ -26,7 +26,7 @@ def show(*, config: Path | None = None, json: bool = False) -> None:
     error.
 
     Args:
-        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
         json: Print JSON instead.
     """
     found, origins = load_with_origins(config)

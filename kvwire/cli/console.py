@@ -7,7 +7,7 @@ from typing import Final
 
 from rich.console import Console, RenderableType
 
-# A line of a table in a file or a pipe: as long as it has to be.
+# The width of a table in a file or a pipe: unlimited.
 _PIPED_COLUMNS: Final = 10_000
 
 
@@ -23,7 +23,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def show(renderable: RenderableType, on: Console) -> None:
-    """Print a table or a screen, without blanks at the ends of lines in a pipe."""
+    """Print a table or a screen; in a pipe, without blanks at the ends of lines."""
     if on.width != _PIPED_COLUMNS:
         on.print(renderable)
         return

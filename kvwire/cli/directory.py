@@ -34,10 +34,10 @@ def ls(
     """List the current members.
 
     Args:
-        selector: The members to show, such as role=decode,model=demo; all without it.
-        url: The directory, such as redis://host:6379. Without it that of the
-            configuration, or else the folder of this user on this host, file:
-        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        selector: The members to show, such as role=decode,model=demo; all by default.
+        url: The directory, such as redis://host:6379. By default the configuration's
+            directory, or else this user's folder on this host, file:
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
         json: Print a JSON list instead.
     """
     url = _url(url, config)
@@ -50,15 +50,16 @@ def ls(
     for record in members:
         table.add_row(*_cells(record))
     if members:
-        # Not cut where a screen ends: scripts read it, and an address has to be whole.
+        # Never cut off at the screen's width: scripts read it, and addresses must be
+        # whole.
         Console(width=max(80, _width(members)), highlight=False, markup=False).print(
             table
         )
     else:
         where = without_password(url)
-        print(f"no member is {selector or 'there'} in {where}", file=sys.stderr)
+        print(f"no member matches {selector or 'anything'} in {where}", file=sys.stderr)
     if directory.ignored:
-        print(f"{directory.ignored} entries are no records", file=sys.stderr)
+        print(f"{directory.ignored} entries are not valid records", file=sys.stderr)
 
 
 @app.command
@@ -73,10 +74,10 @@ def watch(
     """Print a line for each change of a member, until Ctrl-C.
 
     Args:
-        selector: The members to show, such as role=decode,model=demo; all without it.
-        url: The directory, such as redis://host:6379. Without it that of the
-            configuration, or else the folder of this user on this host, file:
-        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        selector: The members to show, such as role=decode,model=demo; all by default.
+        url: The directory, such as redis://host:6379. By default the configuration's
+            directory, or else this user's folder on this host, file:
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
         json: Print each change as a line of JSON instead.
     """
     asyncio.run(_watch(open_directory(_url(url, config)), selector, json))

@@ -48,12 +48,12 @@ def top(
     Only processes started with KVWIRE_INSPECT or the key ``inspect`` are shown.
 
     Args:
-        folder: The folder of their sockets, or one socket; KVWIRE_INSPECT without it.
+        folder: The folder of their sockets, or one socket; KVWIRE_INSPECT by default.
         once: Print one snapshot and exit, instead of updating until Ctrl-C.
         json: Print snapshots as JSON, one line for each process.
         interval_s: Seconds between two updates.
-        serve: Serve it as a page on this address of this host, such as 127.0.0.1:9401,
-            and print the link, which contains the page's key.
+        serve: Serve the view as a web page on this address of this host, such as
+            127.0.0.1:9401, and print the link, which contains the page's key.
     """
     paths = sockets(folder)
     if serve:
@@ -81,7 +81,7 @@ def top(
 def _serve(folder: Path | None, address: str) -> None:
     answers = InspectPage(folder)
     with HttpThread(answers.checked(address), answers.get) as server:
-        # The part behind # stays in the browser, and so out of logs.
+        # The part after # stays in the browser, and so out of logs.
         print(f"{server.url}{PAGE}#{answers.key}", flush=True)
         print("anyone with this link can read it; Ctrl-C ends", file=sys.stderr)
         threading.Event().wait()
@@ -91,7 +91,7 @@ def trace(folder: Path | None = None, /, *, to: Path = Path("trace.json")) -> No
     """Write the last events of live processes as a file for ui.perfetto.dev.
 
     Args:
-        folder: The folder of their sockets, or one socket; KVWIRE_INSPECT without it.
+        folder: The folder of their sockets, or one socket; KVWIRE_INSPECT by default.
         to: The file.
 
     Raises:

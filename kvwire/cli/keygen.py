@@ -8,7 +8,7 @@ from pathlib import Path
 def keygen(file: Path, /) -> None:
     """Make a key of 32 random bytes in a new file that only you can read.
 
-    Copy the file to every peer, by a way that you trust with secrets. The command never
+    Copy the file to every peer by a secure way. The command never
     shows the key, and never overwrites an existing file.
 
     Args:

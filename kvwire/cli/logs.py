@@ -49,7 +49,7 @@ def logging_from(level: str) -> Iterator[None]:
     """Write kvwire's log records from this level up, and others' warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(_FORMAT))
-    # What nobody else's logger lets through has no level of its own here.
+    # A logger that lets a record through has decided about its level; none is set here.
     everybody = logging.getLogger()
     own = logging.getLogger("kvwire")
     before = own.level

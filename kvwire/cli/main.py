@@ -25,7 +25,7 @@ INTERRUPTED: Final = 130
 
 
 def _default(value: Any) -> str | None:
-    """Write a default for --help, or nothing where the default is None."""
+    """Return a default as text for --help; nothing if it is None."""
     several = isinstance(value, tuple)
     return (" ".join(map(str, value)) if several else str(value)) if value else None
 
@@ -48,7 +48,7 @@ app.command(
     "kvwire.cli.bench.command:app",
     name="bench",
     help=(
-        "Measure kvwire beside what you would otherwise use.\n\n"
+        "Measure kvwire beside the alternatives.\n\n"
         "All contenders take turns in one run, each in its own processes. Read the "
         "ratio of the medians, and run it on an idle machine."
     ),
@@ -104,16 +104,16 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
         The exit status.
     """
     tokens = list(sys.argv[1:] if arguments is None else arguments)
-    if tokens[:1] == ["help"]:  # as git and others have it
+    if tokens[:1] == ["help"]:  # like git and others
         tokens = [*tokens[1:], "--help"]
     try:
         tokens, level = logs.take_level(tokens)
         with logs.logging_from(level):
-            # A command that has an exit status of its own returns it.
+            # A command with its own exit status returns it.
             status = (command or app)(
                 tokens, exit_on_error=False, result_action="return_value"
             )
-        print(end="", flush=True)  # what cannot be written is an error, too
+        print(end="", flush=True)  # output that cannot be written is an error too
     except CycloptsError:
         return CALLED_WRONG  # it has been printed
     except kvwire.KVWireError as exc:
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
         return CALLED_WRONG if isinstance(exc, kvwire.UsageError) else FAILED
     except BrokenPipeError:  # as in `kvwire ... | head`
         return _unread()
-    except (ModuleNotFoundError, OSError) as exc:  # an extra, a disk
+    except (ModuleNotFoundError, OSError) as exc:  # a missing extra, a full disk
         print(f"kvwire: {_said(exc)}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
 
 
 def _unread() -> int:
-    """Silence the output after its reader has gone, and return the exit status."""
+    """Silence the output after its reader is gone, and return the exit status."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
 

@@ -49,9 +49,9 @@ def replay(
     blocks are kept, evicted or brought back.
 
     Args:
-        trace: A file with one JSON object per line and request, with the fields
-            timestamp, input_length, output_length and hash_ids: a trace that Mooncake
-            publishes, or one that a store recorded.
+        trace: A file with one JSON object per request and line, with the fields
+            timestamp, input_length, output_length and hash_ids: one of Mooncake's
+            published traces, or one that a store recorded.
         tier: A tier, fastest first: --tier memory:8GiB --tier 'disk:nvme?size=100GiB'.
         block: The size of a block, such as 2MiB, if the trace does not give it.
         write: When a put is complete, as for `serve`.
@@ -127,7 +127,7 @@ def _show(report: ReplayReport) -> None:
     )
     screen.print(
         f"hit rate {report.hit_rate:.2%}: {report.hit_blocks:,} of "
-        f"{report.asked_blocks:,} blocks that were asked for"
+        f"{report.asked_blocks:,} requested blocks"
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("tier")
@@ -168,7 +168,7 @@ def _draw(report: ReplayReport, path: Path) -> None:
     figure = Figure(figsize=(9.6, 7.2), layout="constrained")
     rates, used, evicted = figure.subplots(3, sharex=True)
     names = [tier.name for tier in report.tiers]
-    # Each value is drawn up to the end of its part, so the first one is there twice.
+    # Each value is drawn up to the end of its interval, so the first one comes twice.
     points = report.timeline[:1] + report.timeline
     times = [0.0, *(point.time_s for point in report.timeline)][: len(points)]
     colours = [_COLOURS[at % len(_COLOURS)] for at in range(len(names))]
@@ -188,7 +188,7 @@ def _draw(report: ReplayReport, path: Path) -> None:
         used.axhline(size_gib, color=colours[at], linewidth=0.8, linestyle=":")
         gone = [p.evicted_blocks[at] / report.part_s for p in points]
         evicted.step(times, gone, where="pre", color=colours[at], label=name)
-    _label(rates, f"hits, % of blocks asked for ({report.hit_rate:.1%} in all)")
+    _label(rates, f"hits, % of requested blocks ({report.hit_rate:.1%} in all)")
     _label(used, "GiB in use; dotted: the tier's size")
     _label(evicted, "blocks evicted in a second")
     rates.legend(loc="upper right", fontsize="small", framealpha=0.8)

@@ -63,8 +63,8 @@ def serve(  # noqa: PLR0913 - each is an option of the command
             needs a key.
         tier: A tier; repeat the option, fastest tier first: --tier memory:8GiB --tier
             'disk:/var/kv?size=100GiB'.
-        psk_file: The key file that every client needs too; `kvwire keygen` makes one.
-        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        psk_file: The key file, which every client needs too; `kvwire keygen` makes one.
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
         read_only: Clients may get blocks but not put any.
         berth: The size of a staging buffer, which is also the largest block that a
             client can put.
@@ -90,7 +90,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     settings["berth_bytes"] = _berth_bytes(berth)
     if directory:
         settings |= {"directory": directory, "advertise": advertise or None}
-        # A selector is written in the same way.
+        # A selector has the same syntax.
         settings["labels"] = dict(Selector.parse(",".join(label or ())).terms)
     elif label or advertise:
         raise UsageError("--label and --advertise need --directory")
@@ -113,7 +113,7 @@ def stats(
     Args:
         address: The server's address.
         psk_file: The key that the server requires.
-        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
         json: Print JSON instead.
     """
     wanted = _wanted(psk_file, config)
@@ -146,7 +146,7 @@ def delete(
         every: Delete all blocks of the tenant whose key is given. With the operator's
             key, or without keys, delete all blocks without a tenant.
         psk_file: The key that the server requires.
-        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
     """
     wanted = _wanted(psk_file, config)
     if not (tenant or every or _agreed(f"delete all blocks at {address}?")):

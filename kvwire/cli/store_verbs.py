@@ -22,8 +22,8 @@ from kvwire.store.order import VerbOrder, described
 from kvwire.store.server.client import apply_verb
 
 NOT_DONE: Final = 1
-"""The exit status if a block is not done."""
-# For moves to another server, which go through this process.
+"""The exit status if a verb fails for a block."""
+# The memory for moves to another server, which go through this process.
 _PASSAGE: Final = "memory:256MiB"
 _NUMBERS: Final = re.compile(r"[\s,\[\]]+")
 
@@ -43,7 +43,7 @@ class BlockOptions:
         cache_salt: The cache_salt of the engine's request.
         tenant: The tenant's name; needs the operator's key.
         psk_file: The key that the server requires.
-        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
         json: Print JSON instead.
     """
 
@@ -134,7 +134,7 @@ def pin(
     Args:
         address: The server's address.
         hashes: The hashes, in hexadecimal digits, in the order of the chain.
-        ttl_s: Seconds after which this ends; without it, this does not end.
+        ttl_s: Seconds after which the pin ends; by default, it does not end.
         blocks: More about the blocks.
     """
     return _carry_out("pin", address, blocks, blocks.order(hashes, ttl_s=ttl_s))
@@ -165,7 +165,7 @@ def retain(
         address: The server's address.
         hashes: The hashes, in hexadecimal digits, in the order of the chain.
         priority: 0 to 100, where 0 is evicted first and all other blocks have 50.
-        ttl_s: Seconds after which this ends; without it, this does not end.
+        ttl_s: Seconds after which the priority is 50 again; by default, never.
         blocks: More about the blocks.
     """
     order = blocks.order(hashes, priority=priority, ttl_s=ttl_s)

@@ -61,8 +61,8 @@ def test_nobody_and_nonsense(
     assert main(["directory", "ls", *where]) == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert "no member is there" in err
-    assert "1 entries are no records" in err
+    assert "no member matches anything" in err
+    assert "1 entries are not valid records" in err
     assert main(["directory", "ls", "decode", *where]) == 2
     assert "not a valid term" in capsys.readouterr().err
     assert main(["directory", "ls", "--directory", "etcd:"]) == 2

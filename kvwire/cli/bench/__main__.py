@@ -8,7 +8,7 @@ import sys
 
 from kvwire.cli.bench.side import main
 
-# Ctrl-C reaches every process of a terminal; this one ends with its sockets.
+# Ctrl-C reaches every process of a terminal; this one ends when its sockets close.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 text, *descriptors = sys.argv[1:]
 others = [socket.socket(fileno=int(number)) for number in descriptors]

@@ -28,8 +28,8 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def streams(b: Bench) -> None:
     """Run asyncio's bare streams: a round trip and nothing else.
 
-    In a setup they connect and get all bytes of a transfer as the answer to one byte,
-    which is the minimum: no handshake above that of TCP, no plan, no checksum.
+    In a setup they connect, and get all bytes of a transfer as the answer to one byte.
+    This is the minimum: no handshake beyond TCP's, no plan, no checksum.
     """
     async with AsyncExitStack() as opened:
         ball = Ball()
@@ -54,7 +54,7 @@ class Ball:
 
     data: bytes
     setup: bool
-    # Of the left side.
+    # Used on the left side.
     port: int
     streams: _Streams
 
@@ -98,11 +98,11 @@ async def sockets(b: Bench) -> None:
     """Run bare blocking sockets, as fast as one stream can be in Python.
 
     The receiving side rotates through as many buffers as other contenders have
-    operations in flight, since one buffer that stays in the CPU cache would be
+    operations in flight. A single buffer would stay in the CPU cache and be
     unrealistically fast.
     """
     with await connected(b) as sock:
-        # Not made anew, so that no round has to fault them in.
+        # Allocated once, so that no round has to fault them in.
         made: dict[tuple[int, int], list[memoryview]] = {}
         async for work in b.works(OpsWork):
             key = work.nbytes, work.in_flight
@@ -146,7 +146,7 @@ async def stream(
     else:
         for part in sent:
             sock.sendall(part)
-    if not to_left:  # wait for a byte: everything is there
+    if not to_left:  # wait for a byte, which shows that everything has arrived
         if b.left:
             receive_into(sock, memoryview(bytearray(1)))
         else:
@@ -174,7 +174,7 @@ async def memcpy(b: Bench) -> None:
     b.facts["numpy"] = np.__version__
     async for work in b.works(OpsWork):
         if source.size != work.moved_bytes:
-            # Written to, so that no page is missing when it is timed.
+            # Written to first, so that timing includes no page faults.
             source, sink = (np.ones(work.moved_bytes, np.uint8) for _ in range(2))
         if b.checks:
             await fill(source)

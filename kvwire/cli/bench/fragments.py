@@ -39,12 +39,12 @@ SAME_HOST: Final = "same host"
 VERBS: Final = (PUSH, PULL, GET)
 MEMCPY: Final = "memcpy"
 SIZES_KIB: Final = (4, 16, 64, 256, 1024, 16_384)
-# Blocks across layers differ from others where the others' fragments are small.
+# Blocks across layers are interesting only where other layouts have small fragments.
 CROSS_LAYER_KIB_MAX: Final = 64
-# What UCX may use.
+# The transports that UCX may use.
 UCX: Final = {"tcp": {"UCX_TLS": "tcp"}, "shm": {"UCX_TLS": "self,sm,tcp"}}
 LAYERS_MAX: Final = 32
-# A way of a transport: its wire, what is behind its name, environment and options.
+# A variant of a transport: its wire, its name's suffix, environment and options.
 _Way = tuple[str, str, Mapping[str, str], Mapping[str, object]]
 _OTHER: Final[list[_Way]] = [(SAME_HOST, "", {}, {})]
 _WAYS: Final[Mapping[str, list[_Way]]] = {
@@ -62,7 +62,7 @@ Member = tuple[str, Contender]
 def work_of(
     verb: str, layer_bytes: int, *, cross_layer: bool, round_bytes: int
 ) -> OpsWork:
-    """Make the work of one transfer of about ``round_bytes``."""
+    """Return the work of one transfer of about ``round_bytes``."""
     fragments = max(2, round_bytes // layer_bytes)
     layers = min(LAYERS_MAX, fragments // 2)
     blocks = fragments // layers
@@ -95,7 +95,7 @@ def contenders(
     name = f"kvwire {transport}"
     options = {"transport": transport, **options}
     if peer:
-        # The environment of each side chooses the transports of its UCX.
+        # Each side's environment chooses its UCX transports.
         yield f"to {peer}", contender(name, peer, **options)
         return
     for wire, more, environment, given in _WAYS.get(transport, _OTHER):
@@ -139,8 +139,8 @@ def fragments(
         notes=[]
         if peer
         else [
-            "CPU seconds are of both sides. Of these only kvwire checks what it moves.",
-            "memcpy is one copy of bytes side by side.",
+            "CPU seconds are of both sides together. Only kvwire verifies the bytes.",
+            "memcpy is one copy of contiguous bytes.",
         ],
     )
     copy = Contender(MEMCPY, memcpy, alone=True)
@@ -180,15 +180,16 @@ def command(
     """Measure how scattered blocks of a cache move, from 4 KiB to 16 MiB.
 
     Args:
-        transport: Transports, separated by commas, or all that are installed. One that
-            cannot run here is named with the reason; local runs twice, with caches in
+        transport: Transports, separated by commas, or all that are installed. If one
+            cannot run here, the output says why. local runs twice: with caches in
             ordinary memory and in arenas.
-        peer: Measure between this host and another one, which runs `kvwire bench serve`
-            at this address. `all` then means the transports that can join two hosts.
+        peer: Measure between this host and the host at this address, which must run
+            `kvwire bench serve`. `all` then means the transports that can join two
+            hosts.
         sizes_kib: Sizes of one layer of one block, such as --sizes-kib 4 1024.
-        verb: How they move: pushed, pulled, or got from a window.
-        layout: A tensor for each layer, or blocks across layers; the latter up to 64
-            KiB a layer.
+        verb: How blocks move: pushed, pulled, or got from a window.
+        layout: One tensor per layer, or blocks across layers; the latter for layers of
+            up to 64 KiB.
         round_mib: MiB that each contender moves in a round.
         rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
@@ -198,7 +199,7 @@ def command(
         transports = [
             name
             for name in between_processes()
-            # One that cannot run here is named with the reason.
+            # A transport that cannot run here is listed with the reason.
             if not peer
             or why_not(name)
             or not registry.load(name).capabilities.same_host

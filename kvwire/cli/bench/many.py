@@ -1,10 +1,10 @@
 """``kvwire bench many``: many transfers at once, and a small one beside large ones.
 
 It shows whether a short prompt has to wait for another request's long prompt. Times are
-from the call to the outcome, at the side that pulls.
+measured at the pulling side, from the call to the outcome.
 
-Every transfer has blocks of its own, scattered over one cache. Only the blocks of the
-``others`` exist just once at the publishing side, as a prefix that they all share. A
+Every transfer has its own blocks, scattered over one cache. Only the blocks of the
+``others`` exist just once at the publishing side, like a prefix that they share. A
 block is 64 KiB in 16 layers, so all data moves in fragments of 4 KiB.
 """
 
@@ -52,19 +52,19 @@ from kvwire.types import in_bytes
 LAYERS: Final = 16
 LAYER_BYTES: Final = 4 * KIB
 BLOCK_BYTES: Final = LAYERS * LAYER_BYTES
-# Of 100 transfers: prompts of 16 tokens, of 256, and one that is long.
+# Of 100 transfers: prompts of 16 tokens, prompts of 256 tokens, and long ones.
 SMALL_BYTES: Final = BLOCK_BYTES
 MEDIUM_BYTES: Final = 1 * MIB
 MEDIUM_SHARE: Final = 0.18
 LARGE_SHARE: Final = 0.02
-# The least number whose 99th percentile is not simply the slowest one.
+# The least number of samples whose 99th percentile is not simply the slowest one.
 TIMED: Final = 101
-# Between the priority of those beside it and the highest there is.
+# Between the priority of the other transfers and the highest priority.
 URGENT: Final = 1
 AT_ONCE: Final = "at once"
 ONE_BY_ONE: Final = "one by one"
 BESIDE: Final = "beside"
-# Published before they are pulled, so that nobody waits for the other side's loop.
+# How many are published before they are pulled, so that no pull waits for that.
 _AHEAD: Final = 4
 
 Endpoints = Annotated[int, within(1, 32)]
@@ -74,12 +74,12 @@ Others = Annotated[int, within(1, 64)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManyWork(OpsWork):
-    """``count`` transfers; ``verb`` is one of those above.
+    """``count`` transfers; ``verb`` is one of the names above.
 
     * ``at once``: all of them begin together, spread over all connections; ``nbytes``
       is the size of the largest;
     * ``one by one``: each has ``nbytes``, and begins when the previous one has ended;
-    * ``beside``: likewise, while ``others`` of priority 0 always run on the same
+    * ``beside``: the same, while ``others`` of priority 0 always run on the same
       connection.
     """
 
@@ -101,7 +101,7 @@ class ManyWork(OpsWork):
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes that a round moves, without those of the ``others``."""
+        """The bytes that a round moves, without the bytes of the ``others``."""
         return sum(self.sizes())
 
     def shares(self, *, publishes: bool) -> tuple[list[list[int]], list[list[int]]]:
@@ -196,7 +196,7 @@ class Crowd:
                 seconds = await asyncio.gather(*map(pulled, range(work.count)))
             else:
                 seconds = [await pulled(number) for number in range(work.count)]
-            await self.b.send()  # the others may end
+            await self.b.send()  # lets the others end
         return seconds
 
     async def publish_all(self) -> None:
@@ -245,7 +245,7 @@ class Crowd:
                 try:
                     await end.drained()
                 except asyncio.CancelledError:
-                    end.abort("the benchmark has what it needs")
+                    end.abort("the benchmark is done")
                     await end.drained()
                     raise
 
@@ -258,7 +258,7 @@ class Crowd:
 
 
 def by_size(finding: CaseResult) -> Findings:
-    """Turn one case into a row for each transfer size."""
+    """Split one case into a row per transfer size."""
     if finding.case.group != AT_ONCE:
         return [finding]
     sizes = finding.case.work.sizes()
@@ -272,7 +272,7 @@ def by_size(finding: CaseResult) -> Findings:
 
 
 def to_alone(findings: Findings) -> list[RenderableType]:
-    """Compare the 99th percentile beside other transfers with that alone."""
+    """Compare the 99th percentile beside other transfers with the one without them."""
     lines: list[RenderableType] = []
     alone = {
         (name, f.case.work.nbytes): samples.p99
@@ -302,13 +302,13 @@ def command(
 ) -> int:
     """Measure many transfers at once, and a small one beside large ones.
 
-    Everything travels in fragments of 4 KiB. With --other-mib 1024, the side that pulls
-    has 8 GiB of memory, and the publishing side 1 GiB, which all of these transfers
+    Everything travels in fragments of 4 KiB. With --other-mib 1024, the pulling side
+    uses 8 GiB of memory. The publishing side uses 1 GiB, which all of these transfers
     read.
 
     Args:
         transport: Transports that join two processes, separated by commas.
-        endpoints: Communicators on each side; each is connected to each.
+        endpoints: Communicators per side; each is connected to all of the other side's.
         transfers: The number of transfers that begin at once. Of 100 transfers, 80 have
             64 KiB, 18 have 1 MiB and 2 have --large-mib.
         large_mib: MiB of each large transfer.
@@ -341,7 +341,7 @@ def command(
             Case(name=n, work=w, unit=MILLISECONDS, ours=pairs, group=w.verb, tail=True)
             for n, w in works.items()
         ],
-        notes=[f"{endpoints} x {endpoints} connections. From the call to the outcome."],
+        notes=[f"{endpoints} x {endpoints} connections. From call to outcome."],
         split=by_size,
         below=to_alone,
     )

@@ -1,8 +1,8 @@
-"""kvwire's operations between two sides: the work, its memory, and the program.
+"""kvwire's operations between two sides: their work, memory and program.
 
-A cache's blocks lie scattered: a side's memory is a pool with twice the blocks that
-travel. The travelling blocks and their order are drawn at random for each side. No two
-of them are adjacent, so that no transport can merge two fragments into one.
+A cache's blocks are scattered: each side's memory is a pool with twice as many blocks
+as travel. Which blocks travel, and in which order, is drawn at random on each side. No
+two of them are adjacent, so no transport can merge two fragments into one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ARENA: Final = "arena"
 # The left and the right side have their blocks in different places.
 LEFT: Final = 1
 RIGHT: Final = 2
-# 2 components x 16 tokens x 8 heads of 2 bytes: what is left of a block are its dims.
+# 2 components x 16 tokens x 8 heads x 2 bytes; the rest of a block's size are its dims.
 _TOKENS: Final = 16
 _HEADS: Final = 8
 
@@ -75,13 +75,13 @@ _DATA: Final = 3
 _BACK: Final = 4
 # The name of the window that the left side reads.
 _WINDOW: Final = "bench"
-# What both sides send each other beside them, where they are on two hosts.
+# What the two sides send each other beside the measured operations, on two hosts.
 _TAG: Final = 100
-# Another version with every change of that.
+# The version of these messages; raised with every change.
 PROFILE: Final = {"kvwire.bench": "1"}
-# Ends that the right side has ready before they are asked for.
+# How many ends the right side prepares before the left side needs them.
 _AHEAD: Final = 2
-# A layer is computed meanwhile, so that each travels by itself.
+# The compute time per layer, so that each layer travels by itself.
 _GAP_S: Final = 1e-3
 
 End = kvwire.Incoming | kvwire.Outgoing
@@ -91,19 +91,19 @@ End = kvwire.Incoming | kvwire.Outgoing
 class OpsWork(Work):
     """``count`` operations of ``nbytes``, with up to ``in_flight`` at a time.
 
-    A ``setup`` is a new connection, a pull and another pull; ``ready`` is a push whose
-    layers are marked one by one; a ``get`` of layers is one from a window.
+    A ``setup`` is a new connection and two pulls; ``ready`` is a push whose layers are
+    marked one by one; a ``get`` of a work with layers reads from a window.
     """
 
-    # Of the cache; 0 where there is none.
+    # The number of layers of the cache; 0 without a cache.
     layers: Annotated[int, msgspec.Meta(ge=0, le=KV_LAYERS_MAX)] = 0
-    # That travel in an operation.
+    # The number of blocks that travel in an operation.
     blocks: Positive = 1
-    # Every other block of the pool, so that none that travel are neighbours. With 1 all
-    # of them travel, as they lie side by side.
+    # Every other block of the pool travels, so no two are adjacent. With 1, all of them
+    # travel, side by side.
     spread: Annotated[int, msgspec.Meta(ge=1, le=2)] = 2
-    # A block has all layers side by side, so that it is one fragment; otherwise each
-    # layer of a block is one.
+    # Whether a block has all its layers side by side and is one fragment; otherwise
+    # each layer of a block is one fragment.
     cross_layer: bool = False
 
     @property
@@ -131,7 +131,7 @@ class OpsWork(Work):
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of each side: of a pool, or of the operations in flight."""
+        """The bytes of each side's memory: its pool, or the operations in flight."""
         return self.nbytes * (self.spread if self.layers else self.in_flight)
 
 
@@ -148,12 +148,12 @@ class Pool:
         blocks = np.arange(work.blocks) * work.spread
         if work.spread > 1:
             np.random.default_rng(side).shuffle(blocks)
-        # Those that travel, and where their fragments lie, layer after layer.
+        # The blocks that travel, and the places of their fragments, layer after layer.
         self.blocks: list[int] = blocks.tolist()
         first = np.arange(1 if work.cross_layer else work.layers) * pool_blocks
         self.rows: npt.NDArray[np.int64] = (first[:, None] + blocks).ravel()
         self._fragments = memory.reshape(work.spread * work.fragments, -1)
-        # What lies between those that travel must stay as it is.
+        # The memory between them must stay unchanged.
         self._beside = np.delete(np.arange(len(self._fragments)), self.rows)
 
     def __str__(self) -> str:
@@ -161,7 +161,7 @@ class Pool:
 
     @property
     def chosen(self) -> tuple[kvwire.PagedCache, list[int]]:
-        """Return the cache and the blocks that travel, as arguments of a transfer."""
+        """Return the cache and the blocks that travel, as arguments for a transfer."""
         return self.cache, self.blocks
 
     @property
@@ -192,7 +192,7 @@ class Pool:
 def paged(
     memory: Bytes, layers: int, blocks: int, *, cross_layer: bool = False
 ) -> kvwire.PagedCache:
-    """Make a cache from memory: blocks of 16 tokens, or of one if they are tiny.
+    """Make a cache over memory: blocks of 16 tokens, or of one if they are tiny.
 
     With ``cross_layer``, all layers of a block are contiguous.
     """
@@ -220,12 +220,12 @@ def paged(
 class BenchMemory:
     """The memory that one side moves, for one work at a time.
 
-    All works use the same pages, so that no round has to allocate any.
+    All works use the same pages, so no round has to allocate any.
 
     Attributes:
-        bytes: All of it.
-        parts: The part of each operation in flight.
-        pool: Its cache, if the work has one.
+        bytes: The whole memory.
+        parts: The part for each operation in flight.
+        pool: The work's pool, if it has a cache.
     """
 
     def __init__(self, b: Bench) -> None:
@@ -262,7 +262,7 @@ class BenchMemory:
                 self._room = self._arenas[-1].buffer(nbytes)
             else:
                 self._room = np.empty(nbytes, np.uint8)
-            # Written to, so that no page is missing when it is timed.
+            # Written to first, so that timing includes no page faults.
             self._room[:] = 1
         self.bytes = self._room[:nbytes]
 
@@ -288,7 +288,7 @@ class BenchMemory:
         if self.pool is None:
             return digest(self.bytes[: self.bytes.size // max(1, len(self.parts))])
         found = digest(self.pool.fragments())
-        # The other side never returns the same, so that it is seen.
+        # Differs from anything that the other side returns, so the error is noticed.
         return found if self.pool.intact else f"{found} and more on the {self.pool}"
 
     def close(self) -> None:
@@ -310,9 +310,9 @@ class Ends:
 
     communicators: list[kvwire.Communicator] = field(default_factory=list)
     connections: list[kvwire.Connection] = field(default_factory=list)
-    # Of the left side: where each of the others listens.
+    # On the left side: the addresses on which the other side listens.
     addresses: Sequence[str] = ()
-    # Of transfers: both sides count alike.
+    # A number for each transfer; both sides count in the same way.
     ids: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -330,9 +330,9 @@ class Ends:
 async def joined(b: Bench) -> AsyncIterator[Ends]:
     """Connect both sides, and yield the communicators of this side.
 
-    The options are ``transport``; ``by_link``, with which a transport that has links is
-    used as the link, instead of as a lane beside TCP; the number of ``endpoints``; and
-    the address of a ``peer`` that is the right side.
+    The options are ``transport``; ``by_link``, which uses a transport with links as the
+    link, instead of as a lane beside TCP; the number of ``endpoints``; and the address
+    of a ``peer`` that runs the right side.
     """
     ends = Ends()
     transport = b.options["transport"]
@@ -401,7 +401,7 @@ class ConnectionChannel(Channel):
 
 
 def serves(connection: kvwire.Connection, profile: Mapping[str, str]) -> bool:
-    """Return whether a peer speaks this version."""
+    """Return whether a peer serves benchmarks in this version."""
     return profile.items() <= dict(connection.peer.profile).items()
 
 
@@ -433,7 +433,8 @@ async def operate(b: Bench, ends: Ends) -> None:
     memory = BenchMemory(b)
     try:
         async for work in b.works(OpsWork):
-            # Pages take seconds on a busy machine, in which the peer must be answered.
+            # Allocating takes seconds on a busy machine; meanwhile the peer must get
+            # answers.
             await asyncio.to_thread(memory.have, work)
             async with (
                 _granted(b, ends, memory, work) as grants,
@@ -485,7 +486,7 @@ async def _shown(
     if b.left:
         ticket = bytes.fromhex(await b.receive())
         remote = await ends.connection.window(_WINDOW)
-        # The two caches are mapped onto each other once, and not in each round.
+        # The two caches are mapped onto each other once, and not again in each round.
         await remote.get(ticket, into=cache, blocks=blocks[:1], positions=[0])
         try:
             yield remote, ticket
@@ -509,7 +510,7 @@ class OpsRound:
     memory: BenchMemory
     work: OpsWork
     grants: Sequence[kvwire.Grant]
-    # Of the left side: what it reads, and its right to do so.
+    # On the left side: the memory to read, and the grant for it.
     window: tuple[kvwire.RemoteWindow, bytes] | None = None
 
     async def move(self) -> Seconds:

@@ -1,4 +1,4 @@
-"""``kvwire bench ops``, ``messages`` and ``setup``: operations of one connection."""
+"""``kvwire bench ops``, ``messages`` and ``setup``: a connection's operations."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from kvwire.cli.bench.turns import (
 from kvwire.limits import KIB, MIB
 from kvwire.types import in_bytes
 
-# Operations of a round: enough that what comes seldom, such as CREDIT, has its share.
+# Operations per round: enough that rare frames, such as CREDIT, count too.
 COUNT: Final = 40
-# Of messages.
+# Messages per round.
 PING: Final = OpsWork(verb=of.ROUND_TRIP, nbytes=64, count=500)
 SIZES: Final = (1 * MIB, 16 * MIB)
-# Enough that the wire is never idle while one operation ends and the next begins.
+# Enough that the wire is never idle between two operations.
 IN_FLIGHT: Final = 4
-# What a round makes of connections; a prompt of one block, in 16 layers of 4 KiB.
+# Connections per round; and a prompt of one block, in 16 layers of 4 KiB.
 CONNECTIONS: Final = 20
 TRANSFER_BYTES: Final = 64 * KIB
 COLUMNS: Final = ("handshake", "first transfer", "second transfer")
@@ -88,7 +88,7 @@ def store_operations() -> dict[str, StoreWork]:
 
 
 def sides_cpu_s(row: CaseResult) -> list[float]:
-    """Return the CPU seconds of an operation: initiating side, other side."""
+    """Return the CPU seconds per operation: initiating side, other side."""
     samples = row.samples.get(row.case.ours[0].name)
     if samples is None:
         return []
@@ -104,14 +104,14 @@ def table_of(findings: Findings) -> list[RenderableType]:
 
 
 def ops(*, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON) -> int:
-    """Measure one operation: its time, and the CPU of each side.
+    """Measure single operations: the time, and each side's CPU.
 
-    Transfers; one layer of many; messages, put and get; blocks from a window, with
-    local from ordinary memory and from arenas; a block into a store server and out of
-    it.
+    The operations are transfers; one layer of many; messages, put and get; blocks from
+    a window (with local: from ordinary memory and from arenas); and a block's put and
+    get at a store server.
 
     Args:
-        transport: The transport of kvwire; of a store, what its server offers.
+        transport: The transport of kvwire; for a store, the one that its server offers.
         rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
@@ -147,7 +147,7 @@ def ops(*, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON) 
     benchmark = Benchmark(
         name="ops",
         cases=cases,
-        notes=["CPU: of the side that asks, and of the other."],
+        notes=["CPU: of the initiating side, and of the other side."],
         below=table_of,
         more=lambda found: {
             "cpu_s": {row.case.name: sides_cpu_s(row) for row in found}
@@ -166,13 +166,14 @@ def messages(
 ) -> int:
     """Measure round trips of 64 bytes; send, put and get of 1 MiB and 16 MiB.
 
-    Beside a ping-pong over bare streams of the same loop, and blocking sockets.
+    They are compared with a ping-pong over bare streams on the same loop, and over
+    blocking sockets.
 
     Args:
         transport: The transport of kvwire.
-        peer: Measure between this host and another one, which runs `kvwire bench serve`
-            at this address. Only kvwire takes part then.
-        round_mib: MiB that each contender of a rate moves in a round.
+        peer: Measure between this host and the host at this address, which must run
+            `kvwire bench serve`. Then only kvwire takes part.
+        round_mib: MiB that each contender moves per round, for rates.
         rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """
@@ -210,7 +211,7 @@ def messages(
     benchmark = Benchmark(
         name="messages",
         cases=[ping, *rates],
-        notes=[f"{IN_FLIGHT} operations in flight. Only kvwire checks what it moves."],
+        notes=[f"{IN_FLIGHT} operations in flight. Only kvwire verifies the bytes."],
     )
     settings = {"transport": transport, "rounds": rounds, "round_mib": round_mib}
     return common.run(benchmark, peer=peer, **settings)
@@ -219,7 +220,7 @@ def messages(
 def setup(
     *, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON
 ) -> int:
-    """Measure the handshake of a connection, its first transfer and its second.
+    """Measure a connection's handshake, and its first and second transfer.
 
     Args:
         transport: Transports that join two processes, separated by commas.
@@ -246,7 +247,7 @@ def setup(
         ],
         notes=[
             f"A transfer is a pull of one block, {in_bytes(TRANSFER_BYTES)}.",
-            "The streams connect and send as many bytes, and nothing else.",
+            "The streams connect and send the same number of bytes, and nothing else.",
         ],
         split=by_column,
     )
@@ -254,7 +255,7 @@ def setup(
 
 
 def by_column(found: CaseResult) -> Findings:
-    """Turn a connection's timings into one row for each."""
+    """Split a connection's timings into one row each."""
 
     def row(at: int, name: str) -> CaseResult:
         whole = f"{found.case.name} {name}"

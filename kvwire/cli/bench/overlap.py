@@ -1,10 +1,10 @@
-"""``kvwire bench overlap``: how much of a transfer hides behind the compute.
+"""``kvwire bench overlap``: the share of a transfer that compute hides.
 
-A prefill of L layers computes layer after layer. *Whole*: its KV is sent when the last
-layer is computed, so the first token waits for all of the transfer: all of it is
+A prefill of L layers computes layer after layer. *Whole*: its KV is sent once the last
+layer is computed, so the first token waits for the whole transfer, and all of it is
 *exposed*. *Streamed*: each layer is sent while the next ones are computed, and only the
-rest after the last mark is exposed. Both are measured from the last ``ready()`` to the
-outcome at the consumer, in turns.
+part after the last mark is exposed. Both are measured in turns, from the last
+``ready()`` to the outcome at the consumer.
 
 No schedule can hide the last layer, or more time than the compute takes. With t for one
 layer's transfer, c for its compute and T for the whole transfer, the smallest possible
@@ -19,9 +19,10 @@ and the *efficiency* is the hidden time divided by the time that could be hidden
 1 is a perfect overlap, 0 is no better than sending it whole. If compute takes longer
 than transfer, ideal is t.
 
-Compute on the CPU has a price of its own: a thread that computes in Python beside
-:class:`kvwire.Engine` shares the GIL and the CPUs with it. *Taken* is what each layer
-that such a thread marks makes its forward pass longer, beside one that marks nothing.
+Compute on the CPU has a price: a thread that computes in Python beside
+:class:`kvwire.Engine` shares the GIL and the CPUs with it. *Taken* is how much longer
+each marked layer makes such a thread's forward pass, compared with a pass without
+marks.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ from kvwire.limits import KIB, MIB
 
 LAYERS: Final = (8, 32, 80)
 LAYER_BYTES: Final = 4 * MIB
-# That of 16 tokens of an 8B model of today.
+# The KV of 16 tokens of a current 8B model.
 BLOCK_BYTES: Final = 64 * KIB
 # A layer's compute as a multiple of its transfer.
 FACTORS: Final = {"compute is longer": 2.0, "transfer is longer": 0.5}
-# A prompt of one block: its prefill reads the weights once, 16 GB in some 8 ms.
+# A prompt of one block: its prefill reads the weights once, 16 GB in about 8 ms.
 SHORT_LAYERS: Final = 32
 SHORT_COMPUTE_S: Final = 0.25e-3
 
-# What is timed: from the last mark, or from the first one.
+# The measured times: from the last mark, or from the first one.
 EXPOSED: Final = "exposed"
 BULK: Final = "bulk"
 TAKEN: Final = "taken"
@@ -71,16 +72,16 @@ GROUPS: Final = {
     BULK: "from the first mark",
     TAKEN: "a forward pass in Python beside Engine",
 }
-# Each layer is marked when it is computed, all when the last one is, or that one alone.
+# Ways to mark: each layer once it is computed; all after the last; or only the last.
 STREAMED: Final = "streamed"
 WHOLE: Final = "whole"
 ONE_LAYER: Final = "one layer"
 WAYS: Final = (STREAMED, WHOLE, ONE_LAYER)
-# A forward pass in Python: its layers, their sizes, and some 0.5 ms of each.
+# A forward pass in Python: its layers, their sizes, and about 0.5 ms for each.
 PASS_LAYERS: Final = 80
 PASS_KIB: Final = (16, 64, 256)
 _PASS_STEPS: Final = 10_000
-# Of one layer alone, since the first is not that of a socket in use.
+# Transfers before a single layer is measured, since the first is not typical.
 ALONE_REPEAT: Final = 5
 _GO: Final = 1
 _NAME: Final = "forward pass"
@@ -94,7 +95,7 @@ class OverlapWork(OpsWork):
     """Transfers of ``nbytes`` in ``layers``; ``verb`` is the time to measure."""
 
     spread: int = 1
-    # Of one layer.
+    # The compute time of one layer.
     compute_s: float = 0.0
 
 
@@ -104,9 +105,9 @@ async def overlap(b: Bench) -> None:
     The option ``way`` chooses which layers are marked, and when.
 
     A GPU does not use the CPU while it computes, and neither does this program: a
-    thread sleeps for a layer's compute time and marks the layer. Both processes run on
-    one machine and share its monotonic clock, so their instants can be subtracted from
-    each other.
+    thread sleeps for a layer's compute time and then marks the layer. Both processes
+    run on one machine and share its monotonic clock, so a time of one can be subtracted
+    from a time of the other.
     """
     memory = OverlapMemory(b)
     way = b.options["way"]
@@ -127,7 +128,7 @@ async def overlap(b: Bench) -> None:
 
 
 class OverlapMemory(BenchMemory):
-    """The cache; for one layer alone, a cache of which no other layer was sent."""
+    """The cache; for a single layer, a cache whose other layers were never sent."""
 
     def __init__(self, b: Bench) -> None:
         super().__init__(b)
@@ -144,8 +145,8 @@ class OverlapMemory(BenchMemory):
 async def beside_engine(b: Bench) -> None:
     """A forward pass in Python on the right, on a thread beside an engine.
 
-    With the ``way`` streamed it marks each layer, and otherwise all layers behind the
-    pass, which is what is timed.
+    With the ``way`` streamed, it marks each layer within the timed pass; otherwise it
+    marks all layers after the pass.
     """
     memory = BenchMemory(b)
     async with AsyncExitStack() as stack:
@@ -184,8 +185,8 @@ async def beside_engine(b: Bench) -> None:
 def _pass(layers: int, ready: Callable[[int], None]) -> float:
     """Compute layers in Python, one after the other; return the seconds.
 
-    Without those for which the thread waits for a CPU that others use, where the system
-    counts them (Linux).
+    Time for which the thread waits for a busy CPU is left out, if the system reports it
+    (Linux).
     """
     began = time.monotonic() - _queued_s()
     for layer in range(layers):
@@ -230,10 +231,10 @@ async def _prefill(
     """Publish a transfer, compute its layers and mark them."""
     assert room.pool is not None
     outgoing = ends.communicator.publish(next(ends.ids), *room.pool.chosen)
-    # Behind it on the same link: the question for the transfer has been answered.
+    # It follows on the same link, so the transfer's question has been answered.
     await ends.connection.recv(_GO)
     way = b.options["way"]
-    # How long a layer's bytes take: no compute lets the CPUs fall asleep before.
+    # If one layer's transfer is timed, no sleep comes before it: the CPUs stay awake.
     if work.compute_s and way != ONE_LAYER:
         span = await asyncio.to_thread(_mark, outgoing, way, work, work.compute_s)
     else:
@@ -250,7 +251,7 @@ def _mark(
     began = time.monotonic()
     times = []
     for layer in range(work.layers):
-        # Until a fixed instant, so that what a sleep is late does not add up.
+        # Sleeps until fixed times, so that late wake-ups do not add up.
         left_s = began + (layer + 1) * compute_s - time.monotonic()
         if left_s > 0:
             time.sleep(left_s)
@@ -262,7 +263,7 @@ def _mark(
 
 
 def work_of(verb: str, layers: int, layer_bytes: int) -> OverlapWork:
-    """Make the work of one transfer."""
+    """Return the work of one transfer."""
     return OverlapWork(
         verb=verb,
         nbytes=layers * layer_bytes,
@@ -319,7 +320,7 @@ def efficiencies(findings: Findings) -> list[Efficiency]:
 
 
 def taken_s(findings: Findings) -> dict[str, float]:
-    """Return the seconds that each layer takes from a pass, by the finding's name."""
+    """Return the seconds that each layer adds to a pass, by the finding's name."""
     found = {}
     for one in findings:
         if one.case.work.verb == TAKEN and len(one.samples) > 1:
@@ -329,7 +330,7 @@ def taken_s(findings: Findings) -> dict[str, float]:
 
 
 def judged(findings: Findings) -> list[RenderableType]:
-    """Return the tables of efficiencies, and of what layers take from a pass."""
+    """Return the tables of efficiencies, and of what layers add to a pass."""
     table = new_table("", "compute, ms", "ideal, ms", "efficiency")
     for one in efficiencies(findings):
         table.add_row(
@@ -352,17 +353,18 @@ def command(
     rounds: Rounds = 15,
     common: Common = COMMON,
 ) -> int:
-    """Measure how much of a transfer hides behind the compute that makes its bytes.
+    """Measure how much of a transfer is hidden by the compute that makes its bytes.
 
     Compute is simulated by timers, since a GPU does not use the CPU. Exposed is the
-    time from the last mark to the outcome: streamed layer by layer, and sent whole at
-    the end, in turns. The efficiency is the hidden time divided by the most that could
-    be hidden: all layers but the last, at most the compute time. Below it, how much
-    longer marks make a forward pass in Python beside Engine.
+    time from the last mark to the outcome; streaming layer by layer and sending all at
+    the end are measured in turns. The efficiency is the hidden time divided by the most
+    that can be hidden: all layers but the last, at most the compute time. Another table
+    shows how much longer marks make a forward pass in Python beside Engine.
 
     Args:
         transport: The transport.
-        layers: Layers of a request; a request for each number, such as --layers 8 80.
+        layers: Layers of a request; several numbers make several requests, such as
+            --layers 8 80.
         layer_kib: KiB of one layer, in blocks of 64 KiB.
         rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
@@ -391,7 +393,7 @@ def command(
         )
         for kib in PASS_KIB
     ]
-    # What is exposed is judged by the efficiency, and the same bytes by their ratio.
+    # Exposed times are judged by the efficiency; transfers of equal bytes by the ratio.
     benchmark = Benchmark(
         name="overlap",
         cases=[
@@ -406,7 +408,7 @@ def command(
             for name, work in works(alone, layers, layer_kib * KIB, rounds).items()
         ]
         + passes,
-        notes=["A pass in Python: without the time that it waits for a CPU."],
+        notes=["A pass in Python excludes the time that it waits for a CPU."],
         below=judged,
         more=lambda found: {
             "efficiencies": [asdict(e) for e in efficiencies(found)],

@@ -1,4 +1,4 @@
-"""Contenders, and the two processes that run one.
+"""Contenders, and the two processes that run each one.
 
 The processes are started from scratch and never forked, so that neither inherits the
 other's loop, locks or warm caches. This process sends work to the left one and waits:
@@ -28,9 +28,9 @@ from kvwire.cli.bench.side import (
     name_of,
 )
 
-# Long against every round there is; only something stuck takes as long.
+# Longer than any round; only a stuck process takes this long.
 ANSWER_TIMEOUT_S: Final = 120.0
-# A side that has nothing more to do, and how long until it is killed.
+# How long a side with nothing left to do may take to end before it is killed.
 END_TIMEOUT_S: Final = 5.0
 COMMAND: Final = (sys.executable, "-m", "kvwire.cli.bench")
 
@@ -40,14 +40,14 @@ class Contender:
     """A way to do the work: kvwire, or a program to compare it with."""
 
     name: str
-    # What both sides run, or what the command knows it by.
+    # The program that both sides run, or the name by which the command knows it.
     program: Program | str
     _: KW_ONLY
     options: Mapping[str, object] = field(default_factory=dict)
-    # Variables that both sides get.
+    # Environment variables for both sides.
     environment: Mapping[str, str] = field(default_factory=dict)
     command: Sequence[str] = COMMAND
-    # There is a left side only.
+    # Whether there is only a left side.
     alone: bool = False
 
     def start(self) -> Pair:
@@ -58,7 +58,8 @@ class Contender:
 class SideProcess:
     """One process, with a socket as its standard input.
 
-    Its output is not shown, since some programs log a lot; if the process ends early,
+    Its output is not shown, since some programs log a lot. If the process ends early,
+    the
     the error contains the last line of its standard error.
     """
 
@@ -130,7 +131,7 @@ class Pair:
         self.sides.append(SideProcess(self._contender, side, *sockets))
 
     def round(self, work: Work, *, checks: bool = False) -> Sample:
-        """Do the work once; with ``checks``, compare random bytes."""
+        """Do the work once; with ``checks``, use random bytes and compare them."""
         with suppress(OSError):  # the answer has the reason
             asked = {"work": asdict(work), "checks": checks}
             self._control.sendall(json.dumps(asked).encode() + b"\n")
@@ -149,11 +150,11 @@ class Pair:
             line = self._answers.readline()
         except TimeoutError:
             raise BenchError(f"no answer within {ANSWER_TIMEOUT_S:g} s") from None
-        except OSError:  # killed with something unread
+        except OSError:  # killed with unread data
             line = b""
         if line and (found := json.loads(line)).get("error") != GONE:
             return found_in(found)
-        # One side has ended without a reason: both end then.
+        # One side has ended without a reason, so both are ended.
         reasons = filter(None, [side.end() for side in reversed(self.sides)])
         raise BenchError(next(reasons, GONE))
 

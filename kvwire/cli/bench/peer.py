@@ -36,19 +36,19 @@ from kvwire.limits import MIB
 
 logger: logging.Logger = logging.getLogger("kvwire")
 
-# Between two rounds: a contender waits for the rounds of others.
+# The time limit between two rounds: a contender waits for the others' rounds.
 PATIENCE_S: Final = 600.0
-# One round, as long as a side of this host has for it: others wait for their turn.
+# The time limit of one round, the same as on this host; others wait for their turn.
 TURN_S: Final = ANSWER_TIMEOUT_S
 
 Memory = Annotated[int, within(1, 65_536)]
 
 
 def contender(name: str, peer: str, **options: object) -> Contender:
-    """Make a contender whose right side is a peer, or else a process here."""
+    """Make a contender whose right side is a peer; without a peer, a process here."""
     if not peer:
         return Contender(name, operations, options=options)
-    Address.parse(peer)  # or else it is refused now
+    Address.parse(peer)  # refuses an invalid address now
     return Contender(name, operations, alone=True, options={"peer": peer, **options})
 
 
@@ -188,14 +188,14 @@ def serve(
     memory_mib: Memory = 1024,
     loop: Loop = "uvloop",
 ) -> None:
-    """Serve benchmarks that run on other hosts, until Ctrl-C.
+    """Serve benchmarks for other hosts, until Ctrl-C.
 
-    There, `kvwire bench fragments --peer ADDRESS`, or messages.
+    Run `kvwire bench fragments --peer ADDRESS` there, or messages.
 
     Args:
-        listen: Where; other hosts than this one need a key.
-        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
-        memory_mib: MiB that a work of each connection may have here.
+        listen: The address to listen on; any address but loopback needs a key.
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
+        memory_mib: MiB that each connection's work may use here.
         loop: The event loop of this side.
     """
     made = partial(ServedBench, memory_bytes_max=memory_mib * MIB)

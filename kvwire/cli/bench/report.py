@@ -41,10 +41,10 @@ def within(low: int, high: int, *, consume_multiple: bool = False) -> Parameter:
 Loop = Literal["uvloop", "asyncio"]
 Rounds = Annotated[int, within(1, 10_000)]
 Mebibytes = Annotated[int, within(1, 4096)]
-# "-" is a file name here, and no option.
+# "-" is a file name here, not an option.
 Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 
-# At most, and of a file or a pipe; on a narrower screen as far as figures are whole.
+# The maximum width, also for a file or a pipe; a narrower screen keeps numbers whole.
 WIDTH: Final = 80
 
 
@@ -57,7 +57,7 @@ class Common:
         loop: The event loop of kvwire, and of bare streams beside it.
         json: Write every sample, with versions, settings and load, to this file; -
             means standard output.
-        beside: Adds other contenders; not an option of the command line.
+        beside: Adds other contenders; not a command-line option.
     """
 
     loop: Loop = "uvloop"
@@ -69,8 +69,8 @@ class Common:
     def run(self, benchmark: Benchmark, **settings: Any) -> int:
         """Measure a benchmark and show the results; return 1 if kvwire failed.
 
-        The command's arguments are the settings in the document; ``rounds`` is one of
-        them.
+        The JSON document contains the command's arguments as settings; ``rounds`` is
+        one of them.
         """
         benchmark = self.beside(benchmark)
         rounds = settings["rounds"]
@@ -94,7 +94,7 @@ COMMON: Final = Common()
 
 
 def short(value: float) -> str:
-    """Format a number with three digits or more, in four characters up to 9999."""
+    """Format a number with at least three digits, in four characters up to 9999."""
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
@@ -152,14 +152,14 @@ def new_table(title: str | None, *columns: str) -> Table:
 
 
 def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
-    """Make a table for each group, and more than one if it is too wide."""
+    """Make a table for each group, or several tables if one is too wide."""
     parts: list[RenderableType] = []
     for group in dict.fromkeys(f.case.group for f in findings):
         rows = [f for f in findings if f.case.group == group and f.samples]
         title = " ".join(filter(None, ("kvwire bench", benchmark.name, group)))
         for table in _tables(rows) if rows else ():
             parts += [Text(title), table, Text()]
-    head = "Medians; behind a rate CPU s/GiB of both sides, behind a time its p99."
+    head = "Medians; after a rate, both sides' CPU s/GiB; after a time, its p99."
     return Group(*parts, Text(head))
 
 
@@ -273,7 +273,7 @@ def row_of(finding: CaseResult) -> dict[str, Any]:
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar; each call advances it and names the next step."""
-    # Drawn between the rounds only: a thread that draws would be measured too.
+    # Drawn only between rounds: a thread that draws would be measured too.
     with Progress(
         console=Console(stderr=True), auto_refresh=False, transient=True
     ) as bar:
@@ -290,9 +290,9 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
 def show(
     table: RenderableType, document: Callable[[], object], *, json: Path | None
 ) -> None:
-    """Print a table, and write a document if a file is named; - is the output."""
+    """Print a table, and write a document if a file is given; - is standard output."""
     to_output = json == Path("-")
-    # With the document on the output, the table is for a reader at the terminal.
+    # If the document goes to standard output, the table goes to the terminal.
     Console(stderr=to_output, highlight=False).print(table)
     if json is None:
         return

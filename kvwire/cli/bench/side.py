@@ -1,8 +1,8 @@
 """The frame of a benchmark program: one coroutine that both processes run.
 
-A *program* is a coroutine function that takes a :class:`Bench`. The left process and
-the right one run the same program: the left one begins every operation and keeps the
-time, the right one is the other end. The frame gives both the same work::
+A *program* is a coroutine function that takes a :class:`Bench`. Both processes run the
+same program: the left one begins every operation and measures the time, the right one
+is the other end. The frame gives both the same work::
 
     async def copies(b: Bench) -> None:
         async for work in b.works(Work):
@@ -11,8 +11,8 @@ time, the right one is the other end. The frame gives both the same work::
             await b.report(seconds)
 
 The left process gets its work from the process that runs the benchmark, and passes it
-to the right one, which may be on another host. All that travels between them is JSON:
-work, values that the two programs exchange, times, and errors.
+to the right one, which may be on another host. They exchange only JSON: work, values
+that the programs exchange, times, and errors.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from kvwire import KVWireError
 from kvwire.cli.bench.limits import BENCH_CALL_BYTES_MAX, BENCH_IN_FLIGHT_MAX
 
 HOST: Final = "127.0.0.1"
-# What a side reports when the other one has ended without an error of its own.
+# A side's report when the other one has ended without an error of its own.
 GONE: Final = "the other side has ended"
 _DIGEST_BYTES: Final = 16
-# A side that fails first waits as long for an error of the other one, the likely cause.
+# A side that fails first waits this long for the other side's error, the likely cause.
 _CAUSE_S: Final = 1.0
 
 Bytes = npt.NDArray[np.uint8]
-# Checked where a work comes from another process.
+# Checked when a work comes from another process.
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -87,9 +87,9 @@ class Sample:
 
     seconds: Seconds
     cpu_s: Seconds
-    # How the bytes that arrived differ from those that were sent; "" if they do not.
+    # How the received bytes differ from the sent ones; "" if they are equal.
     damage: str = ""
-    # What a program measures besides, at each side.
+    # Other figures that a program measures, for each side.
     more: Sequence[Any] = ()
 
 
@@ -133,7 +133,7 @@ class Channel:
 
 
 class Bench:
-    """Connects a program with its other side, and with its reader.
+    """Connects a program with its other side, and with the reader of its results.
 
     Attributes:
         left: Whether this side begins the operations and measures the time.
@@ -159,7 +159,7 @@ class Bench:
         self.cpu_s: Callable[[], float] = time.process_time
         self._other: Channel | None = None
         self._reading: asyncio.Task[None] | None = None
-        # With room for one: what a peer sends too early stays on its side.
+        # With room for one: the peer keeps anything that it wants to send earlier.
         self._inbox: asyncio.Queue[Any] = asyncio.Queue(1)
         self._gone: asyncio.Future[Exception] = asyncio.Future()
         self._greeted = False
@@ -168,7 +168,7 @@ class Bench:
     # --- the other side ---------------------------------------------------------------
 
     def meet(self, other: Channel) -> None:
-        """Start reading the other side's messages; its end also ends this program."""
+        """Start reading the other side's messages; if it ends, so does this program."""
         self._other = other
         self._reading = asyncio.ensure_future(self._read(other))
 
@@ -236,7 +236,7 @@ class Bench:
     async def report(
         self, seconds: Seconds = (), digest: str = "", more: object = None
     ) -> None:
-        """Report a round: both sides call this at its end, with figures of their own.
+        """Report a round's results; both sides call this at its end.
 
         Args:
             seconds: All measured times, at the left side.
@@ -324,9 +324,7 @@ def difference(left: str, right: str) -> str:
     """Return how the two sides' digests differ; "" if they are equal."""
     if left == right:
         return ""
-    return (
-        f"what arrived is not what was sent: {left} on the left, {right} on the right"
-    )
+    return f"the received bytes differ: {left} on the left, {right} on the right"
 
 
 def found_in(answer: dict[str, Any]) -> dict[str, Any]:
@@ -362,7 +360,7 @@ async def driven(
         await control.close()
 
 
-# --- what programs have in common -----------------------------------------------------
+# --- shared by programs ---------------------------------------------------------------
 
 
 async def each_timed(
@@ -409,7 +407,7 @@ def digest(data: bytes | bytearray | memoryview | Bytes) -> str:
 async def fill(memory: bytearray | memoryview | Bytes) -> None:
     """Fill memory with random bytes.
 
-    This runs on a thread: a loop that stands still for long would look dead to the
+    This runs on a thread, because a loop that is blocked for long looks dead to the
     peer.
     """
     words = np.frombuffer(memory, np.uint8)

@@ -1,9 +1,9 @@
 """``kvwire bench store``: blocks into the tiers of a store, and out again.
 
 A *set* is the blocks of one call. They are scattered over a pool of memory, as in
-``kvwire bench fragments``. A tier has room for more than two sets, and the memory in
+``kvwire bench fragments``. The tier has room for more than two sets, and the memory in
 front of it for one. Each get reads the less recently used of the last two sets, so it
-always comes from that tier. The store is always full: each new block replaces an older
+always reads from the tier. The store is always full: each new block replaces an older
 one.
 """
 
@@ -66,36 +66,36 @@ MATCH: Final = "match"
 MATCH_ONE: Final = "match of one"
 MATCHES: Final = (MATCH, MATCH_ONE)
 PUTS: Final = (PUT, FLUSHED_PUT)
-# In their order; a match is of blocks of a size of its own.
+# In this order; a match uses blocks of its own size.
 TIERS: Final = {
     MEMORY: (PUT, GET, ONE),
     DISK: (PUT, FLUSHED_PUT, GET, COLD_GET, ONE),
     SERVER: (PUT, GET, ONE),
     OBJECT: (PUT, GET, ONE),
 }
-# Layers of a block and bytes of one: 64 KiB a token in 32 layers, and 4 KiB a token in
-# 16, as on one of many shards, or of a small model.
+# Layers per block and bytes per layer: 64 KiB per token in 32 layers, and 4 KiB per
+# token in 16 layers, as on one of many shards, or for a small model.
 SHAPES: Final = {"large": (32, 32 * KIB), "small": (16, 4 * KIB)}
 
-# What is matched, and how often in a round.
+# How many hashes are matched, and how often per round.
 HASHES: Final = 1000
 HASH_BYTES: Final = 32
 LOOKUPS: Final = 50
-# A prompt's hashes are asked for without its bytes: the blocks under them are tiny.
+# Only a prompt's hashes are looked up, not its bytes, so their blocks are tiny.
 MATCH_LAYER_BYTES: Final = 4 * KIB
-# Enough for a 99th percentile of all rounds, and not minutes where one takes some ms.
+# Enough for a 99th percentile of all rounds, but not minutes if each takes some ms.
 ONE_BY_ONE_MAX: Final = 64
-# A tier holds more than the two sets that are got, so that a put takes older room.
+# A tier holds more than the two sets that are read, so that a put evicts older blocks.
 SETS: Final = 3
-# Of a set, at least; a set of few blocks has few in a slab.
+# Slabs per set, at least; a set of few blocks has few blocks per slab.
 _SLABS: Final = 4
 # The file of a disk tier, in its directory.
 _IMAGES: Final = "images"
-# The kernel keeps a page that something else holds just now, such as its own writing.
+# The kernel keeps pages that are in use at the moment, for example by its own writing.
 _DROPS_MAX: Final = 20
 _DROP_AGAIN_S: Final = 0.05
 _TRIAL_BYTES: Final = 1 * MIB
-# A disk must have room for a tier, for the file beside it, and for a rest of its own.
+# A disk must have room for a tier, for the file beside it, and some in reserve.
 _ROOM: Final = 2 * SETS + 1
 QUICK_ROUNDS: Final = 2
 QUICK_MIB: Final = 8
@@ -106,9 +106,10 @@ class StoreWork(Work):
     """``count`` blocks of ``nbytes`` into a tier or out of it; see the verbs above."""
 
     tier: str
-    # Of a block.
+    # The number of layers per block.
     layers: int
-    # Of a set; ``count`` are moved, some of one set or all of several.
+    # The number of blocks per set; ``count`` blocks move: a part of a set, or several
+    # sets.
     set_blocks: int
 
     @property
@@ -133,16 +134,16 @@ class StoreWork(Work):
         )
 
     def room(self, sets: int) -> tuple[int, int]:
-        """Return the bytes of exactly ``sets`` sets, and of one of their slabs."""
+        """Return the bytes of exactly ``sets`` sets, and of one slab."""
         slab_blocks = max(1, min(self.set_blocks // _SLABS, STORE_SLOTS_MAX))
         return sets * self.set_bytes, slab_blocks * self.nbytes
 
 
 def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
-    """Make a work of about ``round_bytes``, in blocks of a shape."""
+    """Return a work of about ``round_bytes``, in blocks of a shape."""
     layers, layer_bytes = SHAPES[shape]
     blocks = max(_SLABS, round_bytes // (layers * layer_bytes))
-    # A set has whole slabs.
+    # A set consists of whole slabs.
     blocks -= blocks % (
         _SLABS if blocks < _SLABS * STORE_SLOTS_MAX else STORE_SLOTS_MAX
     )
@@ -170,7 +171,7 @@ class BlockMover(ABC):
         """Prepare a round."""
 
     async def fill(self, work: StoreWork) -> None:
-        """Put random bytes into both sets that later rounds get."""
+        """Put random bytes into the two sets that later rounds get."""
         await self.put(work)
         await self.put(work)
 
@@ -242,26 +243,27 @@ async def serve_stores(b: Bench, opened: AsyncExitStack) -> None:
             addresses[work.nbytes] = f"{where.host}:{where.port}"
         await b.send(addresses[work.nbytes])
         async with b.clock():
-            pass  # the left side does it all
+            pass  # the left side does everything
         await b.report()
 
 
 @dataclass(slots=True)
 class Stock:
-    """Blocks of one size: a cache that has them, one to get them into, a store."""
+    """Blocks of one size: a cache to put from, a cache to get into, and a store."""
 
     store: kvwire.BlockStore
-    # What is got comes through it. Memory in front of a server would have what was put.
+    # The store for gets. With memory in front, gets from a server would find the put's
+    # blocks.
     reader: kvwire.BlockStore
-    # Of a tier on a disk.
+    # The file of a disk tier.
     directory: str
     have: Pool
     want: Pool
-    # The last two that were put; the one that was used longer ago is first.
+    # The last two sets that were put; the less recently used one is first.
     sets: list[list[bytes]] = field(default_factory=list)
-    # The set that came through the reader last.
+    # The set that was last read.
     read_last: list[bytes] | None = None
-    # How many blocks had come from the tier before this round.
+    # How many blocks had been read from the tier before this round.
     read_blocks: int = 0
 
     def read(self) -> int:
@@ -284,7 +286,7 @@ class StoreBlocks(BlockMover):
             self.stocks[work.nbytes] = await self._new_stock(work, server)
         stock = self.stocks[work.nbytes]
         if work.verb == ONE and stock.sets:
-            # Of the other set, the last one left some in the memory in front.
+            # The last round left some blocks of the other set in the memory in front.
             await self.put(work)
         if stock.directory:
             await stock.store.flush()
@@ -299,7 +301,7 @@ class StoreBlocks(BlockMover):
         place = self._b.options.get("place")
         directory = f"{place}/{work.nbytes}" if place else ""
         size, slab = work.room(SETS)
-        # With memory for one set in front: what is got next is not in it.
+        # The memory in front has room for one set, so the next set to get is not in it.
         tiers = {
             MEMORY: [_memory(work, SETS)],
             DISK: [_memory(work, 1), f"disk:{directory}?size={size}B&slab={slab}B"],
@@ -311,7 +313,7 @@ class StoreBlocks(BlockMover):
             for _ in range(2 if server else 1)
         ]
         transfer = work.transfer
-        # Written to, so that no page is missing when it is timed.
+        # Written to first, so that timing includes no page faults.
         have, want = (
             Pool(np.ones(transfer.memory_bytes, np.uint8), transfer, side)
             for side in (LEFT, RIGHT)
@@ -324,7 +326,7 @@ class StoreBlocks(BlockMover):
 
     async def put(self, work: StoreWork) -> None:
         stock = self.stocks[work.nbytes]
-        # New hashes: the names of earlier sets would be there already.
+        # New hashes: blocks under earlier names would be present already.
         names = [secrets.token_bytes(HASH_BYTES) for _ in range(work.set_blocks)]
         outcome = await stock.store.put(names, *stock.have.chosen)
         if work.verb == FLUSHED_PUT:
@@ -344,7 +346,7 @@ class StoreBlocks(BlockMover):
             stock.sets.reverse()
             if stock.reader is not stock.store:
                 if stock.sets[-1] is stock.read_last:
-                    stock.sets.reverse()  # the other one is not in its memory
+                    stock.sets.reverse()  # the other set is not in the memory in front
                 stock.read_last = stock.sets[-1]
         names = [stock.sets[-1][at] for at in which]
         blocks = [stock.want.blocks[at] for at in which]
@@ -369,12 +371,13 @@ class StoreBlocks(BlockMover):
             came = stock.read() - stock.read_blocks
             if came != work.count:
                 raise RuntimeError(
-                    f"{came} of {work.count} blocks were read from the tier under test"
+                    f"{came} of {work.count} blocks were read from the measured tier"
                 )
             if work.count < work.set_blocks:
-                stock.sets.pop()  # the rest was not used, and goes before older sets
+                # Its other blocks were not used, and are evicted first.
+                stock.sets.pop()
                 if stock.reader is not stock.store:
-                    stock.sets.clear()  # what its memory has is not known
+                    stock.sets.clear()  # the content of its memory is unknown
         await asyncio.to_thread(compare, stock, work)
 
 
@@ -394,7 +397,7 @@ def _memory(work: StoreWork, sets: int) -> str:
 
 
 def drop(path: Path) -> None:
-    """Write a file to the disk and drop its cached pages, so that it is read anew."""
+    """Flush a file and drop its cached pages, so that the next read uses the disk."""
     with path.open("rb") as file:
         for _ in range(_DROPS_MAX):
             os.fsync(file.fileno())
@@ -408,7 +411,7 @@ def drop(path: Path) -> None:
 def can_drop(directory: Path) -> bool:
     """Return whether files of a directory can be read without cached pages.
 
-    A tmpfs keeps them nowhere else. Only Linux reports whether a page is cached.
+    A tmpfs has no other copy of its pages. Only Linux reports whether a page is cached.
     """
     if not hasattr(os, "posix_fadvise"):
         return False
@@ -447,7 +450,7 @@ def contender(tier: str, transport: str, place: Path, loop: str) -> Contender:
     return Contender(
         f"kvwire {tier} {transport}".rstrip(),
         store,
-        # The only one that both may use.
+        # The only path that both processes may use.
         environment={"KVWIRE_REQUIRE": transport} if transport else {},
         alone=tier != SERVER,
         options={"tier": tier, "loop": loop, "place": str(places.get(tier, ""))},
@@ -462,13 +465,13 @@ def benchmark(
     round_bytes: int,
     loop: str,
 ) -> Benchmark:
-    """Make the benchmark: the rows of each tier, shape by shape, then its match."""
+    """Return the benchmark: each tier's rows, by shape, then its matches."""
     for tier in tiers:
         if tier not in TIERS:
             raise UsageError(f"--tiers {tier}: choose from {', '.join(TIERS)}")
     if SERVER in tiers:
         require_able([*transports])
-    # A put of each shape has the sizes of all others.
+    # A put of each shape has the same sizes as all others.
     puts = [work_of(DISK, PUT, shape, round_bytes) for shape in shapes]
     free = shutil.disk_usage(place).free
     needed = sum(w.set_bytes for w in puts) * _ROOM
@@ -513,16 +516,16 @@ def _notes(
         f"{work.layers} fragments of {in_bytes(work.fragment_bytes)}, scattered."
         for work in puts
     ]
-    notes.append("Of every get each byte is compared with what was put.")
+    notes.append("Every byte of every get is compared with the put.")
     if DISK in tiers:
         notes += [
-            f"disk: {filesystem(place)}. A put ends in the page cache, or",
-            "flushed with an fsync; a get reads the page cache, or cold the device.",
+            f"disk: {filesystem(place)}. A put ends in the page cache, or with",
+            "an fsync on the disk; a get reads the page cache, or, cold, the disk.",
         ]
         if not cold:
-            notes.append("No cold get: here files stay in memory, or nobody can tell.")
+            notes.append("No cold get: files may stay in memory here.")
     if SERVER in tiers:
-        notes.append("server: another process of this host, with blocks in memory.")
+        notes.append("server: another process on this host, with blocks in memory.")
     return notes
 
 
@@ -546,7 +549,8 @@ def filesystem(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str
         return "a file system that this platform does not name"
     real = directory.resolve()
     found = {Path("/"): "an unknown file system"}
-    for line in filter(None, lines):  # of two at one place the later hides the other
+    # Of two file systems at one place, the later one hides the other.
+    for line in filter(None, lines):
         what, where, kind, *_ = (word.replace(r"\040", " ") for word in line.split())
         found[Path(where)] = f"{kind} on {what}"
     around = [place for place in found if real.is_relative_to(place)]
@@ -566,20 +570,21 @@ def command(
 ) -> int:
     """Measure blocks into each tier of a store and out: put, get, one block, match.
 
-    Each tier is in its steady state: it is full, and the blocks to get are in no
-    tier above it. With all tiers and --round-mib 64 it takes some 8 GiB of memory.
+    Each tier is measured in its steady state: it is full, and the blocks to get are in
+    no tier above it. With all tiers and --round-mib 64, this takes about 8 GiB of
+    memory.
 
     Args:
         tiers: Some of memory, disk, server and object, separated by commas; or all. The
-            object tier needs the extra store, and uses a directory.
+            object tier needs the extra `store`, and uses a directory.
         transport: The transports to the store server, separated by commas.
-        directory: Where the disk and object tiers write, in a directory that is
-            removed at the end; by default one for temporary files. The disk is used
-            with --round-mib times 14, objects with twice that for every round.
-        blocks: large: 1 MiB, 64 KiB a token in 32 layers; small: 64 KiB, 4 KiB a
-            token in 16 layers.
+        directory: Where the disk and object tiers write, in a subdirectory that is
+            removed at the end; by default the one for temporary files. The disk needs
+            14 times --round-mib, and objects twice that for every round.
+        blocks: large: 1 MiB, with 64 KiB per token in 32 layers; small: 64 KiB, with 4
+            KiB per token in 16 layers.
         round_mib: MiB of one put or get.
-        quick: 2 rounds of 8 MiB, to see that it runs; such figures mean little.
+        quick: 2 rounds of 8 MiB, as a smoke test; the figures mean little.
         rounds: The number of rounds; more rounds give firmer medians.
         common: Options of every benchmark.
     """

@@ -1,8 +1,8 @@
 """Cases, and the rounds in which contenders take turns.
 
-A machine changes from one minute to the next. So no contender does all its work at
-once: in each round every contender of every case does a little, one after the other,
-and each round starts with another one.
+A machine's speed changes from one minute to the next. So no contender does all its work
+at once. In each round every contender of every case does a little, one after the other,
+and each round starts with a different contender.
 
 A contender that fails is removed from that case, with its reason, and is restarted
 before its next case.
@@ -46,14 +46,14 @@ class Case:
     """One row: compares the first of ``ours`` with the best of ``beside``."""
 
     name: str
-    # Of a subclass of Work.
+    # An instance of a subclass of Work.
     work: Any
     unit: Unit
     ours: Sequence[Contender]
     beside: Sequence[Contender] = ()
-    # Whether the 99th percentile of the samples means anything.
+    # Whether the samples' 99th percentile is meaningful.
     tail: bool = False
-    # What rows that are shown together have alike.
+    # The common part of rows that are shown together.
     group: str = ""
 
     @property
@@ -78,8 +78,8 @@ class Missing:
 class Samples:
     """One contender's results in a case: values, and the CPU seconds of each side.
 
-    A value is seconds or bytes a second, depending on the case's unit. Each round adds
-    one list of them.
+    A value is in seconds or in bytes per second, depending on the case's unit. Each
+    round adds one list of values.
     """
 
     moved_bytes: int
@@ -133,7 +133,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """Holds the samples of a case, failures with their reasons, and facts."""
+    """The samples of a case, failures with their reasons, and facts."""
 
     case: Case
     samples: dict[str, Samples]
@@ -143,7 +143,7 @@ class CaseResult:
     def part(
         self, name: str, part: Callable[[Sequence[float]], Sequence[float]]
     ) -> CaseResult:
-        """Return a row of its own for one part of each round's values."""
+        """Return a separate row for one part of each round's values."""
         samples = {
             who: replace(these, rounds=list(map(part, these.rounds)))
             for who, these in self.samples.items()
@@ -156,22 +156,22 @@ Findings = Sequence[CaseResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """Lists cases, missing contenders, and notes for a reader of the table."""
+    """The cases, missing contenders, and notes for a reader of the table."""
 
     name: str
     cases: Sequence[Case]
     missing: Sequence[Missing] = ()
     notes: Sequence[str] = ()
-    # Makes several rows of one case.
+    # Splits one case into several rows.
     split: Callable[[CaseResult], Findings] = lambda found: [found]
-    # Makes what is shown below the table, and more keys of the document.
+    # Makes the output below the table, and more keys for the document.
     below: Callable[[Findings], Sequence[RenderableType]] = lambda _: ()
     more: Callable[[Findings], Mapping[str, Any]] = lambda _: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Compares the first contender with the best one that is not kvwire.
+    """The comparison of the first contender with the best one that is not kvwire.
 
     The lowest and highest ratio are those of single rounds. All are None if no other
     contender took part.
@@ -195,14 +195,14 @@ def compare(finding: CaseResult) -> Comparison:
         beside, key=lambda name: samples[name].median
     )
     ratio = samples[first].median / samples[best].median
-    # Of the rounds that both have done: an interrupt can come between them.
+    # Only rounds that both have done count: an interrupt may come between them.
     both = zip(samples[first].rounds, samples[best].rounds, strict=False)
     each = [median(mine) / median(theirs) for mine, theirs in both]
     return Comparison(best=best, ratio=ratio, low=min(each), high=max(each))
 
 
 def steps(plan: Benchmark, rounds: int) -> int:
-    """Count how often :func:`take_turns` reports progress if no contender fails."""
+    """Return how often :func:`take_turns` reports progress if no contender fails."""
     return (rounds + 1) * sum(len(case.contenders) for case in plan.cases)
 
 
@@ -214,7 +214,7 @@ def take_turns(
     Ctrl-C ends it early with the results so far; if there are none, it is raised again.
     """
     findings = [CaseResult(case, {}) for case in plan.cases]
-    # The running pair, or why it could not be started, which is not tried again.
+    # The running pair, or the reason why it did not start; it is then not tried again.
     pairs: dict[Contender, Pair | BenchError] = {}
     try:
         for number, finding in product(range(-1, rounds), findings):

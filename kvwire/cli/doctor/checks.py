@@ -1,12 +1,12 @@
 """Checks of a machine and of one of its processes, each with its remedy.
 
-They read ``/proc``, ``/sys`` and ``/dev``, also for another process: for a running
-engine, its own limits and libraries count. They load no GPU library, since the driver
-lists the GPUs in ``/proc``. Files that cannot be read, as on macOS or for another
-user's process, count as empty, and no check raises for them. Only a process that does
-not exist is refused.
+They read ``/proc``, ``/sys`` and ``/dev``, also for another process: a running engine's
+own limits and libraries count. They load no GPU library, since the driver lists the
+GPUs in ``/proc``. Files that cannot be read, as on macOS or for another user's process,
+count as empty, and no check raises because of them. Only a process that does not exist
+is refused.
 
-A check does not decide what is missing: the configuration (``examination``) or a
+A check does not decide what is required: the configuration (``examination``) or a
 backend (``Backend.diagnose``) does.
 """
 
@@ -32,11 +32,11 @@ UNLIMITED: Final = -1
 # Numbers of capabilities(7): pin more memory than the limit; trace any process.
 CAP_IPC_LOCK: Final = 14
 CAP_SYS_PTRACE: Final = 19
-# Namespaces of the host itself have fixed numbers: PROC_PID_INIT_INO of the kernel's
+# The host's own namespaces have fixed numbers: PROC_PID_INIT_INO in the kernel's
 # include/linux/proc_ns.h.
 _PID_NAMESPACE_OF_HOST: Final = "pid:[4026531836]"
-# Settings that change what a transport does. Others are none of our business, and
-# what a report does not hold cannot leak from it.
+# Settings that affect transports. All others are left out of a report, so that they
+# cannot leak from it.
 _SETTINGS: Final = re.compile(
     r"UCX_\w+|NCCL_\w+|CUDA_VISIBLE_DEVICES|PYTORCH_(?:CUDA_)?ALLOC_CONF"
 )
@@ -44,14 +44,14 @@ _SETTINGS: Final = re.compile(
 _LIBRARIES: Final = re.compile(
     r"(/.*/lib(ucp|nccl)(?:-[0-9a-f]+)?\.so[\d.]*)$", re.MULTILINE
 )
-# What most systems give by default. A connection takes a descriptor, and one for each
-# lane; what the engine itself has open comes on top.
+# Most systems' default. A connection takes a descriptor, and so does each of its lanes;
+# the engine's own open files come on top.
 _FILES_MIN: Final = 1024
-# Containers commonly get 64 MiB: less than the queues of a few UCX peers and NCCL need.
+# Containers commonly get 64 MiB, which is less than a few UCX peers and NCCL need.
 _SHARED_BYTES_MIN: Final = 256 * MIB
 _EXPANDABLE: Final = re.compile(r"\bexpandable_segments\s*:\s*true\b", re.IGNORECASE)
 _ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# What is the matter, or is not; and what to do about it, or "".
+# The finding, good or bad; and the remedy, or "".
 Judgement = tuple[str, str]
 
 
@@ -136,7 +136,7 @@ def check(host: HostFiles) -> tuple[Finding, ...]:
 
 
 def _gpus(host: HostFiles) -> Judgement:
-    """Judge NVIDIA GPUs, and whether this process can open them."""
+    """Judge the NVIDIA GPUs, and whether this process can open them."""
     folder = host.root / "proc/driver/nvidia"
     asked = False
     version = re.search(
@@ -150,7 +150,7 @@ def _gpus(host: HostFiles) -> Judgement:
     else:
         rows = [line.partition(", ") for line in _ask_nvidia_smi() if ", " in line]
         if not rows:
-            return "no NVIDIA driver: KV caches lie in host memory", ""
+            return "no NVIDIA driver: KV caches are in host memory", ""
         driver = rows[0][0]
         models = [name for _, _, name in rows]
         asked = True
@@ -168,7 +168,7 @@ def _gpus(host: HostFiles) -> Judgement:
 
 
 def _ask_nvidia_smi() -> list[str]:
-    """Return "driver, model" of each GPU: under WSL, /proc and /dev lack them."""
+    """Return each GPU's "driver, model"; under WSL, /proc and /dev lack them."""
     query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
     try:
         done = subprocess.run(  # noqa: S603 - a fixed command
@@ -183,7 +183,7 @@ def _expandable_segments(host: HostFiles) -> Judgement:
     """Judge the allocator's setting: not every stack can register cuMemMap memory.
 
     Such memory has no CUDA IPC handle. openucx/ucx #11548, ai-dynamo/nixl #1754:
-    registering succeeds, and the bytes then go through the host.
+    registering it succeeds, but its bytes then go through the host.
     """
     settings = host.settings()
     on = [name for name in _ALLOCATOR if _EXPANDABLE.search(settings.get(name, ""))]
@@ -235,7 +235,7 @@ def _locked_memory(host: HostFiles) -> Judgement:
 
 
 def _pid_namespace(host: HostFiles) -> Judgement:
-    """Judge the PID namespace: processes of two namespaces cannot name each other."""
+    """Judge the PID namespace: processes in two namespaces cannot name each other."""
     container = host.container
     inside = f"in a container ({container})" if container else "in no known container"
     try:
@@ -254,9 +254,9 @@ def _pid_namespace(host: HostFiles) -> Judgement:
 
 
 def _ptrace(host: HostFiles) -> Judgement:
-    """Judge the right to trace, which ``local`` needs to read a process' memory.
+    """Judge the right to trace, which ``local`` needs to read a process's memory.
 
-    Scopes as in Documentation/admin-guide/LSM/Yama.rst of the kernel.
+    The scopes are those in the kernel's Documentation/admin-guide/LSM/Yama.rst.
     """
     scope = _text(host.root / "proc/sys/kernel/yama/ptrace_scope")
     if scope not in ("1", "2", "3"):
@@ -265,7 +265,10 @@ def _ptrace(host: HostFiles) -> Judgement:
     if scope != "3" and host.may(CAP_SYS_PTRACE):
         return f"{scope}, but this process has CAP_SYS_PTRACE", ""
     if scope == "1":
-        return "1: a process is read by its parents and by whom it names", ""
+        return (
+            "1: only a process's parents, or those that it names, may read its memory",
+            "",
+        )
     who = "only with CAP_SYS_PTRACE"
     remedy = "sysctl kernel.yama.ptrace_scope=1"
     if scope == "3":
@@ -299,7 +302,7 @@ def _shared_memory(host: HostFiles) -> Judgement:
 
 
 def _libraries(host: HostFiles) -> Judgement:
-    """Judge second copies of a library: ai-dynamo/nixl #1668, vLLM #32379."""
+    """Judge duplicates of a loaded library: ai-dynamo/nixl #1668, vLLM #32379."""
     loaded: dict[str, set[str]] = {"nccl": set(), "ucp": set()}
     for path, name in _LIBRARIES.findall(_text(host.process / "maps")):
         loaded[name].add(path)
@@ -317,12 +320,12 @@ def _libraries(host: HostFiles) -> Judgement:
 
 
 def _copies(_: HostFiles) -> Judgement:
-    """Judge the copies of this installation: docs/adr/0046-a-compiled-copy.md."""
+    """Judge this installation's copy loop: docs/adr/0046-a-compiled-copy.md."""
     if pieces.compiled is not None:
-        return "of scattered pieces by the compiled loop", ""
+        return "scattered pieces by the compiled loop", ""
     return (
-        "of scattered pieces at half the rate: kvwire was installed without a compiler",
-        "have gcc or clang, then pip install --force-reinstall --no-deps the same",
+        "scattered pieces at half the rate: kvwire was installed without a compiler",
+        "have gcc or clang, then reinstall kvwire (pip --force-reinstall --no-deps)",
     )
 
 
@@ -334,7 +337,7 @@ def _descriptors(host: HostFiles) -> Judgement:
         return shown or f"{limit:,}", ""
     return (
         (
-            f"at most {limit}: a connection takes one, and one for each of up to "
+            f"at most {limit}: each connection takes one, plus one for each of up to "
             f"{LANES_MAX} lanes"
         ),
         "ulimit -n 65536; docker run --ulimit nofile=65536; LimitNOFILE=65536",

@@ -24,7 +24,7 @@ from kvwire.cli.doctor.screen import COLUMNS_MAX, engines, fitting, written
 if TYPE_CHECKING:
     from kvwire.cli.doctor.vllm import VllmReport
 
-# What the configuration requires is missing, or a measurement has failed.
+# The status if a requirement is missing, or a measurement has failed.
 UNWELL: Final = 1
 
 app: App = App(name="doctor")
@@ -42,8 +42,8 @@ def doctor(
 ) -> int:
     """Show the transports that can run here, and the remedies for the others.
 
-    The exit status is 1 if something is missing that the configuration requires, or if
-    engines of vLLM compute prompts twice.
+    The exit status is 1 if something that the configuration requires is missing, or if
+    vLLM's engines compute prompts twice.
 
     Args:
         peer: Connect to this address, show the chosen transport and the reason, and
@@ -51,11 +51,11 @@ def doctor(
             doctor --listen` and prints the same report.
         listen: Wait for `kvwire doctor --peer` on other hosts and measure with it,
             until Ctrl-C.
-        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
         pid: Check this running process instead of the current one: its limits,
             libraries and settings.
-        vllm: The URL of kvwire's proxy, or of an engine of vLLM: check whether each
-            prompt is computed only once, and if not, why.
+        vllm: The URL of kvwire's proxy, or of a vLLM engine. Check whether each prompt
+            is computed only once, and if not, why.
         json: Print JSON instead.
     """
     if peer and listen:
@@ -81,7 +81,7 @@ def doctor(
 
 
 def _show(found: Examination | PeerReport | VllmReport, json: bool) -> None:
-    """Print a screen or a report, or JSON: one document on a line of its own."""
+    """Print a screen or a report, or JSON: one document per line."""
     if json:
         document = msgspec.json.format(msgspec.json.encode(found))
         sys.stdout.buffer.write(document + b"\n")

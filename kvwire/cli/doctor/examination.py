@@ -1,10 +1,10 @@
 """One host as the doctor sees it, for its screen and for its JSON report.
 
-Every installed backend reports whether it can run, and what it finds on this machine.
-The exit status depends on the configuration's requirements: a transport of ``require``
+Every installed backend reports whether it can run, and its findings on this machine.
+The exit status depends on the configuration's requirements: a transport in ``require``
 has to run (one of them if there are several), and the key files of the trust mode have
-to be usable. ``prefer`` and ``forbid`` require nothing, but an unknown name is refused
-in each of them.
+to be usable. ``prefer`` and ``forbid`` require nothing, but an unknown name in any of
+them is refused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Examination:
 
 def examine(config: Config, host: HostFiles) -> Examination:
     """Examine a host, and one of its processes."""
-    # First: it loads the libraries that the process is then seen to have.
+    # First, because it loads the libraries that the process is then found to have.
     backends = installed()
     allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     return Examination(
@@ -121,10 +121,10 @@ def _findings(name: str) -> tuple[Finding, ...]:
     try:
         backend = registry.load(name)
     except BackendUnavailable:
-        return ()  # that is the reason already
+        return ()  # the availability's reason already covers this
     try:
         return backend.diagnose()
-    # The doctor's screen has to come up whatever a third party's backend does.
+    # The doctor's screen must appear, whatever a third party's backend does.
     except Exception as exc:  # noqa: BLE001
         text = f"diagnose() raised {type(exc).__name__}: {exc}"
         return (Finding(name="its own check", state="warn", text=text),)
@@ -152,7 +152,7 @@ def _transports(config: Config, transports: Sequence[Transport]) -> Iterator[Fin
         )
     for named in config.prefer:
         if runs.get(named) is False and named not in config.require:
-            text = f"{named} cannot run here: what comes after it is used"
+            text = f"{named} cannot run here: the next preference is used"
             yield Finding(name="prefer", state="warn", text=text)
 
 
@@ -187,9 +187,9 @@ def _certificates(made: Credentials) -> Finding:
     if len(made.own.roles) < len(Role):
         (role,) = made.own.roles
         verb = "connects" if role is Role.CLIENT else "listens"
-        notes.append(f"by its extended key usage it is for a side that {verb} alone")
+        notes.append(f"its extended key usage allows only a side that {verb}")
     if not made.is_signed_by_ours:
-        notes.append("no CA of tls_ca_file has signed it, so peers need another one")
+        notes.append("no CA in tls_ca_file has signed it, so peers need another CA")
     remedy = ""
     if state:
         remedy = "write new files beside the old ones and rename them into place"

@@ -1,10 +1,10 @@
 """Two doctors: one serves like ``kvwire bench serve``, the other measures with it.
 
 ``kvwire doctor --peer`` measures like ``kvwire bench --peer`` (see
-:mod:`kvwire.cli.bench.peer`): round trip, put and get, and every byte. It is small and
-bounded: it shows whether a path works, not which of two is faster. A doctor that
-listens also sends the examination of its host, and receives the other's report. Its
-profile names it a doctor; other servers are not measured.
+:mod:`kvwire.cli.bench.peer`): round trip, put and get, with every byte compared. It is
+small and bounded: it shows whether a path works, not which of two paths is faster. A
+doctor that listens also sends the examination of its host, and receives the other's
+report. Its profile identifies it as a doctor; other servers are not measured.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ from kvwire.types import Address, Candidate
 
 PROFILE: Final = {"kvwire.doctor": "1", **bench.PROFILE}
 
-# The bytes of one pass, each way: much beside what starting costs, and little beside
-# the memory of any host.
+# The bytes of one pass in each direction: enough that startup costs little, and little
+# enough for any host's memory.
 PASS_BYTES: Final = 64 * MIB
-# Fragments of one block and layer: small models, large ones, cross-layer blocks.
+# The fragment sizes of one block and layer: small models, large ones, cross-layer
+# blocks.
 FRAGMENT_BYTES: Final = (4 * KIB, 32 * KIB, 1 * MIB)
 VERBS: Final[tuple[Literal["get", "put"], ...]] = ("get", "put")
-# The median of these; on a slow wire fewer, so that nothing takes minutes.
+# How many passes the median is taken from; fewer on a slow wire, which would take
+# minutes.
 _PASSES: Final = 3
 _BUDGET_S: Final = 1.0
 _ECHOES: Final = 200
 _ECHO_BYTES: Final = 64
-# One transport, all sizes: a wire of 100 Mbit/s needs most of it.
+# The time for all sizes over one transport; a wire of 100 Mbit/s needs most of it.
 TRIAL_TIMEOUT_S: Final = 180.0
 
 
@@ -56,9 +58,9 @@ class Rate:
     """The rate at which a put or get moved fragments of one size."""
 
     verb: Literal["put", "get"]
-    # Contiguous, at both ends.
+    # Of contiguous bytes, at both ends.
     fragment_bytes: int
-    # Of the median of so many passes.
+    # The median of so many passes.
     bytes_per_s: float
     passes: int
 
@@ -67,16 +69,16 @@ class Rate:
 class Trial:
     """One connection and its results."""
 
-    # The transport that was required; "" for the configured choice.
+    # The required transport; "" for the configured choice.
     asked: str = ""
-    # Every transport that was considered, and why it was taken or not.
+    # Every transport that was considered, with the reason for or against it.
     candidates: tuple[Candidate, ...] = ()
-    # Median time of 64 B there and back; None if not measured.
+    # The median round trip of 64 B; None if not measured.
     round_trip_s: float | None = None
     rates: tuple[Rate, ...] = ()
-    # What arrived otherwise than it was sent.
+    # Bytes that arrived damaged.
     damaged: tuple[str, ...] = ()
-    # Why there is no more; "" if all was measured.
+    # Why the measurement is incomplete; "" if it is complete.
     error: str = ""
 
 
@@ -84,9 +86,9 @@ class Trial:
 class PeerReport:
     """The findings on two hosts, and between them."""
 
-    # Where the peer listens.
+    # The address on which the peer listens.
     address: str
-    # The host of the doctor that measures, and that of its peer if it is known.
+    # The host of the doctor that measures, and the peer's host if it is known.
     here: Examination
     there: Examination | None
     trials: tuple[Trial, ...]
@@ -104,7 +106,7 @@ class PeerReport:
 class DoctorBench(ServedBench):
     """Serves one connection of a doctor that listens."""
 
-    # What the peer has found, if it sent that.
+    # The peer's report, if it sent one.
     given: PeerReport | None = None
 
     def __init__(
@@ -156,7 +158,9 @@ async def try_out(
                         if sizes:
                             trial = await _measured(ask, sizes, trial)
                 else:
-                    other = "the peer is no `kvwire doctor --listen` of this version"
+                    other = (
+                        "the peer does not run `kvwire doctor --listen` of this version"
+                    )
                     trial = replace(trial, error=f"{other}: nothing to measure")
             finally:
                 # Last: a transport may have failed at its first use.
@@ -182,7 +186,7 @@ async def examine_peer(
     progress("what both sides choose")
     choice, there = await try_out(communicator, address, ())
     trials = [choice]
-    # The first trial has the reason why each other one is left out.
+    # The first trial has the reason against each other transport.
     for name in [c.name for c in choice.candidates if c.possible and there]:
         progress(f"transport {name}")
         trial, _ = await try_out(communicator, address, FRAGMENT_BYTES, transport=name)
@@ -202,7 +206,7 @@ async def _hand_over(
     connection = await communicator.connect(address)
     try:
         channel = ConnectionChannel(connection)
-        await channel.receive()  # it serves
+        await channel.receive()  # the peer serves
         await channel.send({"report": report})
     finally:
         await connection.close()

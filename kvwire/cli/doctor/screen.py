@@ -1,8 +1,8 @@
 """The doctor's output: a screen of 80 columns and 40 rows, and the report of a trial.
 
-Good findings are shortened until the screen fits; each warning keeps its reason and its
-remedy, whatever room they take. A peer's text is shown without characters that control
-a terminal.
+Good findings are shortened until the screen fits. Each warning keeps its reason and its
+remedy, however long they are. Control characters for the terminal are removed from a
+peer's text.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def negotiated(trial: Trial) -> RenderableType:
     table = _table()
     for candidate in trial.candidates:
         if trial.asked not in ("", candidate.name):
-            continue  # ruled out by what was asked
+            continue  # ruled out by the requirement
         mark = Text("taken", style="green") if candidate.taken else Text("refused")
         table.add_row(mark, *map(_line, (candidate.name, candidate.reason)))
     title = f"require {trial.asked}" if trial.asked else "what both sides choose"
@@ -134,7 +134,7 @@ def _findings(found: Iterable[Finding]) -> Table:
 
 
 def _table() -> Table:
-    # With a ratio, only the last column gives way where a row is too long.
+    # With a ratio, only the last column shrinks if a row is too long.
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(width=_MARK_COLUMNS)
     table.add_column(width=_NAME_COLUMNS)
@@ -145,20 +145,20 @@ def _table() -> Table:
 def _verdict(examination: Examination) -> Text:
     missing = list(examination.missing())
     if not missing:
-        return Text("everything that the configuration asks for is here", "green")
+        return Text("everything that the configuration requires is here", "green")
     names = ", ".join(finding.name for finding in missing)
-    return _line(f"missing, and the configuration asks for it: {names}", "bold red")
+    return _line(f"missing, but required by the configuration: {names}", "bold red")
 
 
 def _measured(trial: Trial) -> Iterator[RenderableType]:
     if trial.round_trip_s is not None:
-        yield _line(f"64 B there and back: {trial.round_trip_s * 1e6:.0f} us (median)")
+        yield _line(f"round trip of 64 B: {trial.round_trip_s * 1e6:.0f} us (median)")
     if trial.rates:
         yield _rates(trial.rates)
     for what in trial.damaged:
         yield _line(f"damaged: {what}", "bold red")
     if trial.rates and not trial.damaged:
-        yield _line("every byte compared: in order", "green")
+        yield _line("every byte compared: all equal", "green")
     if trial.error:
         yield _line(f"stopped: {trial.error}", "yellow")
 

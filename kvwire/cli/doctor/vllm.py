@@ -1,6 +1,7 @@
-"""``kvwire doctor --vllm``: whether engines of vLLM share prompts.
+"""``kvwire doctor --vllm``: whether vLLM's engines share prompts.
 
-A proxy has its findings about each engine; of one engine its own metrics are read.
+A proxy reports its findings about each engine. For a single engine, its metrics are
+read.
 """
 
 from __future__ import annotations
@@ -69,13 +70,14 @@ class VllmReport:
 
 
 async def examine_vllm(url: str) -> VllmReport:
-    """Find out from a proxy or an engine whether engines share prompts.
+    """Find out, from a proxy or an engine, whether engines share prompts.
 
     Cancel safety: safe, it only reads.
 
     Raises:
-        UsageError: The URL is no ``http://host:port``, or neither answers there.
-        KVWireError: Nobody answers.
+        UsageError: The URL is not ``http://host:port``, or neither a proxy nor an
+            engine answers there.
+        KVWireError: Nothing answers.
     """
     url = http_url(url)
     client = EngineClient()
@@ -85,7 +87,7 @@ async def examine_vllm(url: str) -> VllmReport:
             found = await _fleet(client, asked)
             engines = found or (_report(url, await read_engine(client, asked)),)
     except (EngineFailed, TimeoutError) as exc:
-        why = exc.why if isinstance(exc, EngineFailed) else "it is silent"
+        why = exc.why if isinstance(exc, EngineFailed) else "it does not answer"
         raise KVWireError(f"--vllm {url}: {why}") from None
     finally:
         await client.close()
@@ -93,7 +95,7 @@ async def examine_vllm(url: str) -> VllmReport:
 
 
 async def _fleet(client: EngineClient, proxy: VllmEngine) -> tuple[EngineReport, ...]:
-    """Return a proxy's engines; nothing if the URL is an engine's."""
+    """Return a proxy's engines; () if the URL belongs to an engine."""
     async with client.ask(proxy, "/fleet") as said:
         content = await said.body(PROXY_METRICS_BYTES_MAX)
     if said.status != HTTPStatus.OK:
@@ -113,7 +115,7 @@ def _of_fleet(engine: _Found) -> Iterator[Finding]:
         yield Finding(name="state", state="warn", text=engine.state)
     yield from engine.findings
     if not engine.findings:
-        text = f"nothing is wrong after {engine.answered} answers"
+        text = f"no problem found after {engine.answered} answers"
         yield Finding(name="prompts", state="ok", text=text)
 
 

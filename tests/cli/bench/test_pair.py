@@ -44,7 +44,7 @@ def test_bytes_that_change_on_the_way_are_found(
             part[-1] ^= 1
 
         monkeypatch.setattr(bare, "receive_into", damaged)
-        with pytest.raises(BenchError, match="what arrived is not what was sent"):
+        with pytest.raises(BenchError, match="the received bytes differ"):
             found.round(BULK[0], checks=True)
 
 

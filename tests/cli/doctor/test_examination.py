@@ -37,7 +37,7 @@ def asked_of(config: kvwire.Config, *transports: Transport) -> dict[str, Finding
             {"prefer": ("ucx",)},
             "prefer",
             "warn",
-            "ucx cannot run here: what comes after it is used",
+            "ucx cannot run here: the next preference is used",
         ),
     ],
 )

@@ -80,7 +80,7 @@ async def test_damage_is_named(
     (damage,) = trial.damaged
     digest = "[0-9a-f]{32}"
     assert re.fullmatch(
-        rf"{verb} of 262144 B fragments: what arrived is not what was sent: {digest}"
+        rf"{verb} of 262144 B fragments: the received bytes differ: {digest}"
         rf"{' and more on the left side' * beside} on the left, {digest} on the right",
         damage,
     )

@@ -53,7 +53,7 @@ def test_a_host_where_all_is_well() -> None:
     assert found[0].startswith("kvwire 0.1.0")
     assert any(line.split() == ["ok", "tcp", "sockets"] for line in found)
     assert any(line.split() == ["ok", "descriptors", "20,000"] for line in found)
-    assert found[-1] == "everything that the configuration asks for is here"
+    assert found[-1] == "everything that the configuration requires is here"
     missing = Finding(name="require", state="missing", text="cannot run here: ucx")
     found = lines(fitting(examination(asked=(missing,), pid=4711), console()))
     assert found[-1].endswith("asks for it: require")
@@ -143,10 +143,10 @@ def test_a_choice_with_its_reasons_and_rates() -> None:
     assert found[0] == "what both sides choose"
     assert found[1].split() == ["taken", "tcp", "offered", "by", "both", "sides"]
     assert found[2].split()[:2] == ["refused", "ucx"]
-    assert "64 B there and back: 71 us (median)" in found
+    assert "round trip of 64 B: 71 us (median)" in found
     (rates,) = [line for line in found if "GB/s" in line]
     assert rates.split() == ["1", "MiB", "2.200", "GB/s", "3.100", "GB/s"]
-    assert found[-1] == "every byte compared: in order"
+    assert found[-1] == "every byte compared: all equal"
     # Of one transport, that one alone.
     found = lines(negotiated(replace(TRIAL, asked="tcp", damaged=("put of 4096 B",))))
     assert found[0] == "require tcp"

@@ -117,7 +117,7 @@ async def test_an_engine_without_metrics(
 ) -> None:
     async with _engine(FakeVllm(), status) as url:
         assert await _doctor(url) == 0
-    assert "has none of vLLM's" in " ".join(capsys.readouterr().out.split())
+    assert "has no metrics of vLLM" in " ".join(capsys.readouterr().out.split())
 
 
 async def test_metrics_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:

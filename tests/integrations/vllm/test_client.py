@@ -72,7 +72,7 @@ async def test_names_of_headers_are_in_small_letters() -> None:
     [
         (b"", "Server disconnected$"),
         (HEAD, "Server disconnected$"),
-        (b"no HTTP\r\n\r\n", "what it says is no HTTP"),
+        (b"no HTTP\r\n\r\n", "its answer is not valid HTTP"),
         (HEAD.replace(b"200", b"101") + b"\r\n", "no HTTP: status 101"),
         (HEAD.replace(b"200", b"099") + b"\r\n", "no HTTP: status 99"),
         (HEAD.replace(b"200", b"600") + b"\r\n", "no HTTP: status 600"),

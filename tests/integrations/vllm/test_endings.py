@@ -106,4 +106,4 @@ async def test_the_client_of_a_stream_that_is_cut() -> None:
         await client.close()
     assert told.status_code == 200
     assert told.content.startswith(EVENT)
-    assert "its stream has no end" in told.text
+    assert "its stream is incomplete" in told.text

@@ -386,7 +386,7 @@ async def test_a_parser_that_shows_too_late() -> None:
     await read(application, **CHAT)
     decode.parsed = "reasoning"
     found = await read(application, **CHAT)
-    assert b"its stream begins otherwise than those before" in found
+    assert b"its stream begins in a different form than earlier" in found
     assert b'"reasoning":"' not in found
     found = await read(application, **CHAT)
     assert found.count(b'"reasoning":"') == COUNT

@@ -262,7 +262,7 @@ def test_only_engines_of_one_model_share_a_request() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"address": "tcp://10.0.0.1:1"}, "10.0.0.1.*not a host that --allow"),
+        ({"address": "tcp://10.0.0.1:1"}, "10.0.0.1.*not allowed: add it"),
         ({"address": "inproc://x"}, "tcp://host:port"),
         ({"role": "store"}, "role 'store'"),
         ({"http": "http://169.254.169.254"}, "not a host"),
@@ -274,7 +274,7 @@ def test_only_engines_of_one_model_share_a_request() -> None:
         ({"http": "http://127.0.0.1:99999"}, "http"),
         ({"http": "http://[::1"}, "http"),
         ({"http": ""}, "not an http://"),
-        ({"kv_events": "tcp://10.0.0.1:1"}, "not a host that --allow"),
+        ({"kv_events": "tcp://10.0.0.1:1"}, "not allowed: add it"),
         ({"kv_events": "inproc://x"}, "not a tcp://host:port"),
         ({"rank": "-1"}, "`int` >= 0.*rank"),
         ({"rank": "2", "ranks": "2"}, "rank 2 of 2"),
@@ -318,7 +318,7 @@ def test_hosts_that_are_allowed(
     for host in fine:
         hosts.check(host)
     for host in not_fine:
-        with pytest.raises(UsageError, match="not a host that --allow permits"):
+        with pytest.raises(UsageError, match="not allowed: add it to --allow"):
             hosts.check(host)
 
 

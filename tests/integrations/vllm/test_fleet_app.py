@@ -180,7 +180,7 @@ async def test_an_engine_that_is_given_up_costs_another_try(
     fleet.engines[0].give_up()
     assert (await asking).json() == {"tokens": 9}
     assert network.hosts() == ["d1", "d2"]
-    assert f"{D1.url}: it is silent" in caplog.text
+    assert f"{D1.url}: it does not answer" in caplog.text
 
 
 async def test_what_is_known_of_engines() -> None:

@@ -324,7 +324,7 @@ async def test_a_finding_ends(caplog: pytest.LogCaptureFixture) -> None:
         while (await _findings(application))["d1"]:
             await post(application)
     assert decode.results[MOVED] <= 20
-    assert "no finding about prompts any more" in caplog.text
+    assert "the finding about prompts is gone" in caplog.text
 
 
 async def test_a_thousand_engines_are_read_some_at_a_time(

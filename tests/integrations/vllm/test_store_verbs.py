@@ -144,7 +144,7 @@ async def test_a_request_under_way_names_its_prompt(site: Site) -> None:
     assert (await asking).status_code == 200
     status, told = await site.order("locate", request="mine")
     assert status == 404
-    assert "no request under way has the id 'mine'" in told["error"]["message"]
+    assert "no running request has the id 'mine'" in told["error"]["message"]
 
 
 async def test_a_locate_shows_engines_that_report_their_blocks(

@@ -246,7 +246,7 @@ class Measures:
             open_bytes = taken()[0]
         await self._meet()
         for end in ends:
-            end.abort("the benchmark has what it needs")
+            end.abort("the benchmark is done")
             await end.drained()
         return {"bytes": open_bytes / count}
 

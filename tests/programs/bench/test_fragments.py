@@ -119,7 +119,7 @@ def forged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Contender:
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        ("0", "what arrived is not what was sent"),
+        ("0", "the received bytes differ"),
         ("-1", "a batch of 256 fragments returned -1"),
     ],
 )

@@ -1,5 +1,5 @@
-"""An OpenAI-compatible front for prefill and decode engines of vLLM.
+"""An OpenAI-compatible proxy in front of vLLM's prefill and decode engines.
 
-``python -m kvwire.integrations.vllm.proxy --help``; docs/howto/vllm.md shows
-it with ``vllm serve``. Needs aiohttp and prometheus-client, which vLLM brings.
+Start it with ``python -m kvwire.integrations.vllm.proxy``. docs/howto/vllm.md shows it
+with ``vllm serve``. It needs aiohttp and prometheus-client, which vLLM brings.
 """

@@ -6,9 +6,9 @@ import sys
 
 def run() -> None:
     """Run the proxy, and end the process with its exit status."""
-    # During imports Ctrl-C ends the process without a traceback; once it serves, it
-    # stops in order. A process that was started to ignore Ctrl-C continues to ignore
-    # it.
+    # During imports, Ctrl-C ends the process without a traceback. While the proxy
+    # serves, Ctrl-C stops it gracefully. If the process was started to ignore Ctrl-C,
+    # it keeps ignoring it.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvwire.integrations.vllm.proxy.command import main  # noqa: PLC0415

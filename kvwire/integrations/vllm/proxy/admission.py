@@ -21,15 +21,16 @@ from kvwire.types import in_bytes
 
 
 class QueueFull(Exception):
-    """Report that the proxy has no room for a request."""
+    """Reports that the proxy has no room for a request."""
 
     def __init__(self, why: str, retry_after_s: int) -> None:
         super().__init__(f"{why}; try again in {retry_after_s} s")
-        self.retry_after_s = retry_after_s  # whole seconds until there may be room
+        # Whole seconds after which there may be room.
+        self.retry_after_s = retry_after_s
 
 
 class Admission:
-    """Limit how many requests run and how many wait, in order of arrival."""
+    """Limits how many requests run and how many wait; they run in order of arrival."""
 
     def __init__(
         self,
@@ -65,7 +66,9 @@ class Admission:
         def take(nbytes: int) -> None:
             nonlocal held
             if self._held + nbytes > PROXY_BODIES_BYTES_MAX:
-                raise self._full(f"requests of {in_bytes(self._held)} are under way")
+                raise self._full(
+                    f"requests of {in_bytes(self._held)} are being handled"
+                )
             self._held += nbytes
             held += nbytes
 
@@ -109,7 +112,7 @@ class Admission:
 
 
 class RetryBudget:
-    """Limit retries to a share of all requests."""
+    """Limits retries to a share of all requests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

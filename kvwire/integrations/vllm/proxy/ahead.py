@@ -1,9 +1,9 @@
 """Copies prefixes to an engine before it gets requests for them.
 
-A policy chooses prefixes and engines. To copy a prefix, the proxy requests one token
-after it from the chosen engine. That engine loads the prefix from a shared store, or
-gets it from a prefill engine, or else computes it. From then on the prefix is in the
-engine's own cache.
+A policy chooses prefixes and engines. To copy a prefix to an engine, the proxy requests
+one token after the prefix from it. The engine then loads the prefix from a shared
+store, fetches it from a prefill engine, or computes it, and from then on has it in its
+own cache.
 
 To use your own policy, register a subclass of :class:`AheadPolicy` under a name in the
 entry-point group ``kvwire.copy_ahead``, and give the proxy ``--copy-ahead NAME``.
@@ -27,13 +27,13 @@ from kvwire.integrations.vllm.proxy.policy import prefix_digest
 AHEAD_GROUP: Final = "kvwire.copy_ahead"
 HOT_PREFIXES: Final = "hot-prefixes"
 
-# A prefix is hot when requests that had it count so much; each counts 1, and half after
-# that long.
+# A prefix is hot when the requests that had it add up to this. Each counts 1 at first,
+# and half as much after each such time.
 _HOT: Final = 3.5
 _HALF_LIFE_S: Final = 60.0
-# Its beginning is a few of its blocks at least, or a copy is not worth a request.
+# A prefix has at least a few blocks; otherwise a copy is not worth a request.
 _SHARED_MIN: Final = 256
-# Of a prompt that is kept to compare the next one with: as much as 64 Ki tokens.
+# How much of a prompt is kept for comparison with the next one: up to 64 Ki tokens.
 _KEPT_MAX: Final = 65_536
 
 
@@ -44,7 +44,7 @@ class AheadPolicy(ABC):
     def answered(
         self, body: Mapping[str, Any], engine: str, now_s: float
     ) -> Mapping[str, Any] | None:
-        """Return the prefix to copy when an engine answers a request, or None.
+        """Return the prefix to copy, if any, once an engine has answered a request.
 
         Args:
             body: The client's request, decoded from JSON and not checked. Do not
@@ -53,13 +53,13 @@ class AheadPolicy(ABC):
             now_s: The time, in seconds.
 
         Returns:
-            The body of a request with the prefix, ``prompt`` or ``messages``.
+            The body of a request with the prefix, ``prompt`` or ``messages``; or None.
         """
 
 
 @dataclass(slots=True)
 class _Prefix:
-    """A prefix of several requests."""
+    """A prefix that several requests share."""
 
     count: float = 0.0
     since_s: float = 0.0
@@ -68,9 +68,9 @@ class _Prefix:
 
 
 class HotPrefixes(AheadPolicy):
-    """Copies a prefix to a second engine once four requests had it in quick succession.
+    """Copies a prefix to a second engine after four requests within a short time.
 
-    What they share is found by comparing two of their prompts.
+    The shared prefix is found by comparing two of their prompts.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class HotPrefixes(AheadPolicy):
     def answered(
         self, body: Mapping[str, Any], engine: str, now_s: float
     ) -> Mapping[str, Any] | None:
-        """Return a popular beginning of the prompt."""
+        """Return the beginning of the prompt, if it is hot."""
         digest = prefix_digest(body)
         seen = self._seen.setdefault(digest, _Prefix(since_s=now_s))
         self._seen.move_to_end(digest)
@@ -102,7 +102,7 @@ class HotPrefixes(AheadPolicy):
 
 
 def make_ahead(name: str) -> AheadPolicy:
-    """Return a policy by its name among the entry points ``kvwire.copy_ahead``."""
+    """Return the policy with this name among the entry points ``kvwire.copy_ahead``."""
     try:
         kind = plug_in(AHEAD_GROUP, name, AheadPolicy)
         if kind is None:

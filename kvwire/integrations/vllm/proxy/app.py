@@ -1,4 +1,4 @@
-"""The routes of the proxy, whichever HTTP server calls them."""
+"""The proxy's routes, independent of the HTTP server that calls them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ with needed_by("the proxy", extra="vllm"):
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# Request headers that engines get; the others concern one connection, or the client.
+# Request headers that are passed to engines. The others concern one connection, or are
+# meant for the proxy.
 _PASSED_HEADERS: Final = (
     "authorization",
     "x-request-id",
@@ -102,7 +103,7 @@ _PASSED_HEADERS: Final = (
     "tracestate",
     "origin",  # the page's origin: engines decide whether it may read the answer
 )
-# Answer headers that clients get, beside those that engines set for pages.
+# Answer headers that are passed to clients, beside those that engines set for pages.
 _KEPT_HEADERS: Final = (
     "content-type",
     "content-encoding",
@@ -113,12 +114,12 @@ _KEPT_HEADERS: Final = (
     "vary",
 )
 _OF_PAGES: Final = "access-control-"
-# A field whose value is larger than this is forwarded as it came, without re-encoding.
+# A larger field is forwarded unchanged, without decoding and encoding it.
 _LARGE_BYTES: Final = 64 * KIB
-# The answer's header that says which hints of a request were not taken, and why.
+# The answer header that lists the refused hints of a request, with reasons.
 _REFUSED_HINTS: Final = "x-kvwire-hints-refused"
 _REFUSED_CHARS: Final = 1024
-# How many values of PROXY_BODY_VALUES_MAX each object and each list counts as.
+# How many of the PROXY_BODY_VALUES_MAX values each object or list counts as.
 _CONTAINER_VALUES: Final = 8
 _LENGTH_DIGITS: Final = 18
 _EVENTS: Final = "text/event-stream"
@@ -198,14 +199,14 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
 
 
 class ProxyApp:
-    """Answer HTTP requests; also usable as an ASGI application."""
+    """Answers HTTP requests; also usable as an ASGI application."""
 
     def __init__(
         self,
         front: _Front,
         run: Callable[[], contextlib.AbstractAsyncContextManager[None]],
     ) -> None:
-        #: Runs what goes on beside the requests while it is open.
+        #: Runs the background work while it is open.
         self.running = run
         self._front = front
         read = ("GET", "HEAD")
@@ -227,9 +228,9 @@ class ProxyApp:
     async def __call__(
         self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
     ) -> None:
-        """Handle one scope of an ASGI server.
+        """Handle one scope from an ASGI server.
 
-        Cancel safety: safe, the request is given up.
+        Cancel safety: safe, the request is cancelled.
         """
         await asgi.serve(self, scope, receive, send)
 
@@ -237,7 +238,7 @@ class ProxyApp:
     async def answered(self, asked: HttpRequest) -> AsyncIterator[HttpAnswer]:
         """Answer a request; its resources are released when the block ends.
 
-        Cancel safety: safe, the requests to engines end.
+        Cancel safety: safe, its requests to engines are cancelled.
         """
         async with AsyncExitStack() as stack:
             try:
@@ -251,9 +252,10 @@ class ProxyApp:
         passed = methods_of(asked.path), self._front.passed
         methods, handler = self._routes.get(asked.path, passed)
         if not methods:
-            why = f"{asked.path} is not passed to engines; ask one itself"
+            why = f"{asked.path} is not passed to engines; send it to one directly"
             raise Refused(HTTPStatus.NOT_FOUND, why)
-        # Browsers send it to learn what a page may request; engines know the answer.
+        # Browsers send OPTIONS to learn what a page may request; engines know the
+        # answer.
         if asked.method == "OPTIONS" and handler in (passed[1], self._front.generate):
             return self._front.passed
         if asked.method not in methods:
@@ -269,7 +271,9 @@ def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
     def say_why(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            logger.error("the search for engines has ended", exc_info=task.exception())
+            logger.error(
+                "the discovery of engines has failed", exc_info=task.exception()
+            )
 
     task.add_done_callback(say_why)
     return task
@@ -277,7 +281,7 @@ def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Front:
-    """Implement the routes of the proxy."""
+    """Implements the routes of the proxy."""
 
     dispatcher: Dispatcher
     state: ProxyState
@@ -286,7 +290,7 @@ class _Front:
     registry: CollectorRegistry
     ending: Ending
     fleet_page: FleetPage
-    # Whether engines get clients' KV hints.
+    # Whether clients' KV hints are passed to engines.
     hints: bool = False
     verbs: StoreVerbs | None = None
     ahead: CopyAhead | None = None
@@ -314,14 +318,14 @@ class _Front:
         return answer
 
     async def _generated(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        # Before the body is read, so that the limits also cover bodies that come slowly
-        # or never.
+        # Before the body is read, so that the limits also apply to requests whose body
+        # arrives slowly or never.
         take = stack.enter_context(self.state.admission.place())
         content = await _read(asked, PROXY_BODY_BYTES_MAX, take)
         async with self._alone(content):
             body, large = _decoded(content)
         del content  # large values are kept in the fields
-        # Only the proxy may name engines to each other.
+        # Only the proxy may give engines the names of other engines.
         body.pop("kv_transfer_params", None)
         headers = _passed_on(asked)
         since = self.state.fleet.clock()
@@ -350,9 +354,9 @@ class _Front:
 
     @asynccontextmanager
     async def _alone(self, content: bytes) -> AsyncIterator[None]:
-        """Decode large bodies one at a time, and only one per turn of the loop.
+        """Wait until a large body may be decoded: one at a time, and one per loop turn.
 
-        Several bodies that arrive together are also complete at the same moment.
+        Without this, bodies that arrive together would also be decoded together.
         """
         if len(content) < _LARGE_BYTES:
             yield
@@ -387,7 +391,7 @@ class _Front:
     async def health(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
         if self.state.fleet.lives():
             return as_json({"status": "ok"})
-        why = "no engine lives"
+        why = "no engine is up"
         return as_json({"status": why}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def metrics(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
@@ -398,7 +402,7 @@ class _Front:
         return as_json(fleet_view(self.state))
 
     async def page(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
-        """Answer with a file of the page for people, or with what it shows."""
+        """Answer with a file of the web page, or with the data that it shows."""
         if (file := page_file(asked.path)) is not None:
             headers, content = file
             return HttpAnswer(headers=headers, body=content)
@@ -406,9 +410,9 @@ class _Front:
         return HttpAnswer(headers=headers, body=content)
 
     async def drain(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
-        """Send an engine no new requests, and move its streams if possible.
+        """Stop sending new requests to an engine, and move its streams if possible.
 
-        The answer comes when the engine has no request left, or after ``wait_s``.
+        Answer when the engine has no requests left, or after ``wait_s``.
         """
         self._check_operator(asked)
         wanted = await _order(asked, _Drain)
@@ -433,17 +437,17 @@ class _Front:
             return await self.verbs.carry_out(asked.path, order, asked.headers)
 
     def _prompt_of(self, name: str) -> dict[str, Any]:
-        """Return the prompt of a running request, by its id or its answer's id."""
+        """Return a running request's prompt, by its own id or its answer's id."""
         moving = self.moves.named(name)
         for one in (*moving, *self.state.requests):
             if one in moving or one.headers.get("x-request-id") == name:
                 named = (*TOKENIZED, SALT_FIELD)
                 return {k: one.body[k] for k in named if k in one.body}
-        why = f"no request under way has the id {name!r}"
+        why = f"no running request has the id {name!r}"
         raise Refused(HTTPStatus.NOT_FOUND, why)
 
     async def migrate(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
-        """Move one request, or all requests of one engine, to another engine."""
+        """Move one request, or all requests of an engine, to another engine."""
         self._check_operator(asked)
         if not self.moves.migrate:
             why = "the proxy was started without --migrate"
@@ -453,7 +457,7 @@ class _Front:
         if not wanted.request:
             moving = self._at(self.state.fleet.at(wanted.engine))
         elif not (moving := self.moves.named(wanted.request)):
-            why = f"no answer under way that can move has the id {wanted.request!r}"
+            why = f"no running request that can move has the id {wanted.request!r}"
             raise Refused(HTTPStatus.NOT_FOUND, why)
         async with self.ending.limits():
             moved = await self.moves.move(moving, to)
@@ -490,7 +494,7 @@ class _Front:
             if allowed and (why := why_foreign(asked.headers, remedy)):
                 raise Refused(HTTPStatus.FORBIDDEN, why)
         if not allowed:
-            why = "ask from this host, or with the operator's key"
+            why = "send it from this host, or with the operator's key"
             raise Refused(HTTPStatus.FORBIDDEN, why)
 
     async def _asked(
@@ -508,7 +512,7 @@ class _Front:
     def _relayed(
         self, answer: EngineResponse, stack: AsyncExitStack, *, passed: bool = False
     ) -> HttpAnswer:
-        """Return an engine's answer with the headers that a client may see."""
+        """Return an engine's answer with only the headers that a client may see."""
         kept = for_client(answer.headers)
         if not passed:
             kept = {
@@ -516,8 +520,9 @@ class _Front:
                 for name, value in kept.items()
                 if name in _KEPT_HEADERS or name.startswith(_OF_PAGES)
             }
-        # Without a length, servers send chunks, which an HTTP/1.0 client does not
-        # understand. But an error may still be appended to a stream of events.
+        # Without a length, servers send chunks, which HTTP/1.0 clients do not
+        # understand. A stream of events keeps no length, because an error may be
+        # appended to it.
         added = not passed and _is_events(answer)
         if added or not kept.get("content-length", "").isdecimal():
             kept.pop("content-length", None)
@@ -527,7 +532,7 @@ class _Front:
 
 
 def _works(asked: HttpRequest) -> bool:
-    """Return whether a request needs an engine, and so waits for its turn."""
+    """Return whether a request needs an engine and so has to wait for its turn."""
     return asked.method == "POST"
 
 
@@ -560,8 +565,8 @@ async def _order(asked: HttpRequest, kind: type[T]) -> T:
 def _decoded(content: bytes) -> tuple[dict[str, Any], dict[str, msgspec.Raw]]:
     """Decode a request; return its fields, and the raw bytes of the large ones.
 
-    NaN and lone surrogates are refused: Python's own decoder would accept them, but a
-    request to an engine could not encode them.
+    NaN and lone surrogates are refused: Python's own decoder accepts them, but they
+    cannot be encoded again for an engine.
     """
     with _as_wanted():
         if len(content) < _LARGE_BYTES:
@@ -578,7 +583,7 @@ def _as_wanted() -> Iterator[None]:
     try:
         yield
     except DECODE_ERRORS as exc:
-        why = f"the body is not JSON as it is wanted: {exc}"
+        why = f"the body is not the expected JSON: {exc}"
         raise Refused(HTTPStatus.BAD_REQUEST, why) from None
 
 
@@ -589,7 +594,7 @@ async def _read(
     for name in ("content-encoding", "transfer-encoding"):
         coding = asked.headers.get(name, "identity")
         if coding.lower() not in ("identity", "chunked"):
-            why = f"{name} {coding}: send the body as it is"
+            why = f"{name} {coding}: send the body uncompressed"
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
     length = asked.headers.get("content-length", "")
     too_large = Refused(
@@ -619,7 +624,7 @@ async def _read(
                 wait.reschedule(began + PROXY_BODY_S + here_s)
     except TimeoutError:
         in_s = asyncio.get_running_loop().time() - began
-        why = f"of the body {in_bytes(len(content))} have come in {in_s:.0f} s"
+        why = f"only {in_bytes(len(content))} of the body arrived within {in_s:.0f} s"
         raise Refused(HTTPStatus.REQUEST_TIMEOUT, why) from None
     return bytes(content)
 
@@ -645,12 +650,12 @@ async def _relay(
             yield part
     except EngineFailed as exc:
         logger.warning("an answer was cut off: %s", exc)
-        # An error can be added only to the proxy's own kind of streams.
+        # An error can be appended only to a stream of the kind that the proxy writes.
         if passed or not _is_events(answer):
             raise
         why = f"the engine broke off: {exc.why}" if exc.engine else exc.why
         said = _openai_error(HTTPStatus.BAD_GATEWAY, why)
-        # The part sent before may have ended in the middle of an event.
+        # The last part sent may have ended in the middle of an event.
         yield b"\n\ndata: " + msgspec.json.encode(said) + b"\n\ndata: [DONE]\n\n"
 
 

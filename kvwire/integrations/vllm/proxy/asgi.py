@@ -1,6 +1,6 @@
 """The proxy as an ASGI application, for use behind any ASGI server.
 
-The proxy's own server, server.py, does not use this.
+The proxy's own server, server.py, does not use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Application(Protocol):
-    """Answer requests, and run background work between start and stop of the server."""
+    """An application with HTTP routes, and background work while the server runs."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Run the background work while the block is open."""
@@ -57,7 +57,7 @@ async def _live(app: Application, receive: Receive, send: Send) -> None:
 
 
 class _Exchange:
-    """Answer one request, which ends early when its client disconnects."""
+    """Answers one request; stops early if its client disconnects."""
 
     def __init__(
         self, app: Application, scope: Scope, receive: Receive, send: Send
@@ -70,7 +70,7 @@ class _Exchange:
         self._app = app
         self._receive = receive
         self._send = send
-        # An HTTP/1.0 client does not understand chunks, which servers would send.
+        # HTTP/1.0 clients do not understand chunks, which servers would send.
         self._whole = scope.get("http_version") == "1.0"
         self._read = asyncio.Event()
         if scope["method"] != "POST":
@@ -101,7 +101,8 @@ class _Exchange:
             if isinstance(body, bytes):
                 await self._part(body, more=False)
                 return
-            # Servers then close the connection, which marks the answer as cut.
+            # Servers then close the connection, which shows that the answer is
+            # incomplete.
             with suppress(EngineFailed):
                 async for part in body:
                     await self._part(part, more=True)
@@ -135,7 +136,7 @@ class _Exchange:
                 return
 
     async def _gone(self) -> None:
-        # Until then, received messages are the body.
+        # Until the body is complete, received messages are parts of it.
         await self._read.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass

@@ -1,7 +1,8 @@
-"""Read engines' metrics beside the requests, and keep the findings about each.
+"""Checks engines' metrics in the background, and keeps the findings about each engine.
 
-No request waits for that: ``/metrics`` is read at most once a second while an engine is
-new or has a finding, and once in 15 s otherwise, if it had requests since.
+No request waits for these checks. While an engine is new or has a finding, its
+``/metrics`` is read at most once a second; otherwise once in 15 s, if it got requests
+since the last time.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 SOON_S: Final = 1.0
 LATER_S: Final = 15.0
-# Engines that are read at once: each answer has some 200 KB.
+# How many engines are read at once: each answer has about 200 KB.
 _AT_ONCE: Final = 32
-# An engine is new until it has answered so many requests.
+# An engine is new until it has answered this many requests.
 _NEW: Final = 20
 
 
 async def read_engine(client: EngineClient, engine: VllmEngine) -> EngineReading:
     """Read an engine's ``/metrics``.
 
-    Cancel safety: safe, the request ends.
+    Cancel safety: safe, the request is cancelled.
 
     Raises:
-        EngineFailed: It could not be reached, or is silent.
+        EngineFailed: It could not be reached, or did not answer in time.
     """
     try:
         async with asyncio.timeout(SILENT_S), client.ask(engine, "/metrics") as said:
             text = await said.body(PROXY_METRICS_BYTES_MAX)
     except TimeoutError:
-        raise EngineFailed(engine, "it is silent", silent=True) from None
+        raise EngineFailed(engine, "it does not answer", silent=True) from None
     if said.is_error:
         return EngineReading()
     try:
@@ -58,7 +59,7 @@ async def read_engine(client: EngineClient, engine: VllmEngine) -> EngineReading
 
 
 class SharingCheck:
-    """Read engines' metrics, and keep the findings about each engine."""
+    """Reads engines' metrics, and keeps the findings about each engine."""
 
     def __init__(self, fleet: EngineFleet, client: EngineClient, order: str) -> None:
         self._fleet = fleet
@@ -68,7 +69,7 @@ class SharingCheck:
         self._reading: dict[VllmEngine, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Check again and again until cancelled.
+        """Check repeatedly until cancelled.
 
         Cancel safety: safe, open requests are cancelled.
         """
@@ -86,7 +87,7 @@ class SharingCheck:
             e: task for e, task in self._reading.items() if not task.done()
         }
         engines = self._fleet.engines
-        # Without another role, engines answer alone, and nothing is shared.
+        # If all engines have one role, each answers alone and nothing is shared.
         shares = any(e.does(PREFILL) for e in engines)
         versions: dict[str, set[str]] = {}  # by model
         for engine in engines if shares else ():
@@ -123,7 +124,7 @@ class SharingCheck:
             if one.name not in before:
                 logger.warning("%s: %s -> %s", engine.url, one.text, one.remedy)
         for name in sorted(before - after):
-            logger.info("%s: no finding about %s any more", engine.url, name)
+            logger.info("%s: the finding about %s is gone", engine.url, name)
         shared.findings = tuple(found)
 
 
@@ -140,6 +141,6 @@ def _versions(own: str, versions: set[str]) -> Iterator[Finding]:
         yield Finding(
             name="versions",
             state="warn",
-            text=f"it has kvwire {own}, and others that share with it {others[0]}",
+            text=f"it has kvwire {own}, but others that share with it have {others[0]}",
             remedy="install one release of kvwire on all engines",
         )

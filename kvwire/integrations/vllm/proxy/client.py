@@ -4,11 +4,11 @@ Each engine's health is checked twice a second::
 
     it answers            ready; it gets requests
     it answers 5xx        failed: vLLM answers so when its engine has died
-    connection refused    down at once; running requests go on, as in a graceful stop
-    silent for 1 s        slow: other engines are preferred. An API server that is busy
-                          with long prompts is silent for a second or two
-    silent for 10 s       its waiting requests are retried elsewhere, and it is down
-                          until it answers
+    connection refused    down at once; running requests continue, as in a graceful stop
+    no answer for 1 s     slow: other engines are preferred. An API server that is busy
+                          with long prompts may not answer for a second or two
+    no answer for 10 s    down until it answers; its waiting requests are retried on
+                          other engines
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ PROBE_S: Final = 0.5
 _PROBES_PER_S: Final = 200
 SLOW_S: Final = 1.0
 SILENT_S: Final = 10.0
-# The time limit for connecting. An answer may take minutes to begin (a queue, a long
-# prompt).
+# The time limit for connecting. There is none for the answer, which may take minutes to
+# begin (a queue, a long prompt).
 _CONNECT_S: Final = 5.0
-# uvicorn, which serves vLLM, closes an idle connection after 5 s. A request sent at
-# that moment would fail.
+# uvicorn, which serves vLLM, closes an idle connection after 5 s. A request that is
+# sent at that moment would fail.
 _KEPT_OPEN_S: Final = 2.0
-# Statuses that can be passed on: not a switch of protocols, nor an unknown number.
+# Statuses that can be passed on: neither a protocol switch nor an unknown number.
 _STATUSES: Final = range(200, 600)
-# Errors of this process or machine, not of an engine.
+# Errors of this process or machine, for which no engine is at fault.
 _OURS: Final = (errno.EMFILE, errno.ENFILE)
-# How much of a library's text is quoted.
+# How much of a library's error text is quoted.
 _QUOTED_CHARS: Final = 200
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
 class EngineFailed(Exception):
-    """Report an engine that could not be reached or gave no usable answer."""
+    """Reports an engine that could not be reached or gave no usable answer."""
 
     def __init__(
         self,
@@ -73,12 +73,15 @@ class EngineFailed(Exception):
         ours: bool = False,
     ) -> None:
         super().__init__(f"{engine.url}: {why}" if engine else why)
-        self.engine = engine  # the engine; None if there was none to ask
+        # The engine; None if there was none to send the request to.
+        self.engine = engine
         self.why = why  # for the client, so without the engine's address
         self.status = status  # the answer's status; None without an answer
-        self.silent = silent  # it may be running but does not answer
-        self.reached = reached  # it got the request, which may have caused the failure
-        self.ours = ours  # this process failed, for example without free descriptors
+        self.silent = silent  # whether it may be running but does not answer
+        # Whether it got the request, which may have caused the failure.
+        self.reached = reached
+        # Whether this process failed, for example for lack of descriptors.
+        self.ours = ours
         self.retry_after = ""  # its Retry-After header
 
     @property
@@ -89,7 +92,7 @@ class EngineFailed(Exception):
 
 @dataclass(slots=True)
 class EngineResponse:
-    """Hold an engine's response, whose body arrives in parts."""
+    """An engine's response, whose body arrives in parts."""
 
     engine: VllmEngine
     status: int  # the HTTP status
@@ -106,7 +109,9 @@ class EngineResponse:
         async for part in self.parts:
             read += part
             if size_max is not None and len(read) > size_max:
-                raise EngineFailed(self.engine, f"it says more than {size_max} bytes")
+                raise EngineFailed(
+                    self.engine, f"its answer has more than {size_max} bytes"
+                )
         return bytes(read)
 
     @property
@@ -116,16 +121,16 @@ class EngineResponse:
 
     @property
     def is_failure(self) -> bool:
-        """Whether the engine failed; any other error is the client's answer.
+        """Whether the engine failed; any other error is an answer for the client.
 
-        501 is no failure: the model, or this version of vLLM, lacks the feature.
+        501 is not a failure: the model, or this version of vLLM, lacks the feature.
         """
         of_engine = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
         return of_engine and self.status != HTTPStatus.NOT_IMPLEMENTED
 
 
 class EngineClient:
-    """Send requests to engines, all on the loop of the first one."""
+    """Sends requests to engines, all on the loop of the first request."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -144,7 +149,7 @@ class EngineClient:
         A body of bytes is sent unchanged, with the given headers, and requires
         `method`. The path may contain a query.
 
-        Cancel safety: safe, the connection to the engine ends.
+        Cancel safety: safe, the connection to the engine is closed.
         """
         async with AsyncExitStack() as stack:
             async with _answering(engine):
@@ -152,7 +157,9 @@ class EngineClient:
                 sent = self._request(method, engine.url + path, headers, body)
                 status, said, parts = await stack.enter_async_context(sent)
             if status not in _STATUSES:
-                raise EngineFailed(engine, f"what it says is no HTTP: status {status}")
+                raise EngineFailed(
+                    engine, f"its answer is not valid HTTP: status {status}"
+                )
             yield EngineResponse(engine, status, said, _Answered(engine, parts))
 
     async def close(self) -> None:
@@ -178,7 +185,7 @@ class EngineClient:
             headers = {**headers, "content-type": "application/json"}
         else:
             content = body or b""
-        # Given as bytes, the transport would copy the whole body again and again.
+        # A generator, since the transport would copy bytes again and again.
         data = io.BytesIO(content) if content else None
         del content  # it is large, and the answer may take long
         where, mark, query = url.partition("?")
@@ -201,20 +208,20 @@ class EngineClient:
 
 @asynccontextmanager
 async def _answering(engine: VllmEngine) -> AsyncIterator[None]:
-    """Raise :exc:`EngineFailed` for any error, and if the prober gives up."""
+    """Convert all errors to :exc:`EngineFailed`; raise it if the prober gives up."""
     try:
         async with asyncio.timeout(None) as wait:
             with engine.waited_for(wait):
                 yield
     except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
         if wait.expired():
-            raise EngineFailed(engine, "it is silent", silent=True) from None
+            raise EngineFailed(engine, "it does not answer", silent=True) from None
         raise _failure(engine, exc) from None
 
 
 @dataclass(slots=True)
 class _Answered(AsyncIterator[bytes]):
-    """Iterate a body; a reader may stop in the middle without closing anything."""
+    """Iterates over a body; a reader may stop midway without closing anything."""
 
     engine: VllmEngine
     parts: AsyncIterator[bytes]
@@ -236,33 +243,33 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
-    """Return the reason without an address, which clients must not see."""
+    """Return the error without an engine's address, which clients must not see."""
     if isinstance(error, TimeoutError):
         why = f"no connection within {_CONNECT_S:g} s"
         return EngineFailed(engine, why, silent=True, reached=False)
     if isinstance(error, aiohttp.ClientConnectorError):
         code = error.os_error.errno or 0
-        why = os.strerror(code) if code > 0 else "nobody has this name"
+        why = os.strerror(code) if code > 0 else "its host name does not resolve"
         if isinstance(error.os_error, ssl.SSLError):  # SSL has its own numbers
             why = f"TLS: {error.os_error.reason}"
             code = 0
         ours = code in _OURS
         return EngineFailed(engine, why, reached=False, ours=ours)
     if isinstance(error, aiohttp.ClientResponseError):
-        why = f"what it says is no HTTP: {error.message[:_QUOTED_CHARS]}"
+        why = f"its answer is not valid HTTP: {error.message[:_QUOTED_CHARS]}"
         return EngineFailed(engine, why)
     if isinstance(error, aiohttp.ClientPayloadError):
-        return EngineFailed(engine, "its answer has no end")
+        return EngineFailed(engine, "its answer is incomplete")
     if isinstance(error, aiohttp.ServerDisconnectedError):
-        # aiohttp's text may contain all it has of a broken answer.
+        # aiohttp's text may contain the whole buffer of a broken answer.
         return EngineFailed(engine, "Server disconnected")
-    # An invalid URL will never be answered, but that does not mean the engine has died.
+    # An invalid URL will never work, but that does not mean that the engine has died.
     why = str(error)[:_QUOTED_CHARS] or type(error).__name__
     return EngineFailed(engine, why, silent=isinstance(error, ValueError))
 
 
 class Prober:
-    """Check the health of all engines of a fleet."""
+    """Checks the health of all engines in a fleet."""
 
     def __init__(self, fleet: EngineFleet, client: EngineClient) -> None:
         self._fleet = fleet
@@ -276,7 +283,7 @@ class Prober:
         self._woken.set()
 
     async def run(self) -> None:
-        """Check again and again until cancelled.
+        """Check repeatedly until cancelled.
 
         Cancel safety: safe, open checks are cancelled.
         """

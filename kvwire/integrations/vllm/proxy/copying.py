@@ -40,7 +40,7 @@ class CopyAhead:
         self._running: set[asyncio.Task[None]] = set()
 
     def answered(self, request: ClientRequest) -> None:
-        """Record an engine's answer, and copy ahead if the policy says so."""
+        """Record an engine's answer, and start a copy if the policy asks for one."""
         engine = request.decode
         if engine is None:
             return
@@ -59,7 +59,7 @@ class CopyAhead:
         body: Mapping[str, Any],
         without: Collection[VllmEngine] = (),
     ) -> bool:
-        """Start to copy a prefix to an engine; return whether the copy has started."""
+        """Start to copy a prefix to an engine; return whether the copy was started."""
         to = self._fleet.pick(DECODE, body, without)
         if to is None or len(self._running) >= PROXY_COPIES_MAX:
             return False

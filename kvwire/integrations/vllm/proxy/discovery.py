@@ -1,4 +1,4 @@
-"""Follows a directory, and reports new and lost engines to a fleet."""
+"""Watches a directory, and reports new and lost engines to a fleet."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ class Discovery:
         self._fleet = fleet
         self._allowed = allowed
         self._selector = selector
-        # Keys whose records' faults were logged. bounded: MEMBERS_MAX
+        # Keys of the records whose faults were logged. bounded: MEMBERS_MAX
         self._said: set[str] = set()
-        self.refused: int = 0  # how many records were unusable
-        self.wake: Callable[[], None] = lambda: None  # an engine may be new
+        self.refused: int = 0  # the number of unusable records
+        # Called when there may be a new engine.
+        self.wake: Callable[[], None] = lambda: None
 
     @property
     def ignored(self) -> int:
-        """Count the entries that were not valid records, or not allowed."""
+        """The number of entries that were not valid records, or not allowed."""
         return self._directory.ignored + self.refused
 
     async def watch(self) -> None:
-        """Follow the directory until cancelled; while it is down, wait for its return.
+        """Watch the directory until cancelled; while it is down, wait until it is back.
 
         Cancel safety: safe, it only reads.
         """
@@ -57,7 +58,7 @@ class Discovery:
 
     def _take(self, change: Change) -> None:
         key = change.record.key
-        # A store, or a peer other than vLLM, may be in the same directory.
+        # The directory may also hold a store, or a peer other than vLLM.
         if change.kind is ChangeKind.LEFT or "http" not in change.record.labels:
             self._said.discard(key)
             self._fleet.left(key)

@@ -1,23 +1,23 @@
-"""Send one request to two engines, and retry until an answer begins.
+"""Sends a request to two engines, and retries until an answer begins.
 
 ::
 
     at once       prefill and decode get the request together; decode waits for the KV
-    in sequence   decode gets the request when prefill has answered
-    alone         no prefill engine is well, and decode computes the prompt itself; or
-                  no decode engine is well, and a prefill engine answers
+    in sequence   decode gets the request once prefill has answered
+    alone         no prefill engine is up, and decode computes the prompt itself; or no
+                  decode engine is up, and a prefill engine answers
 
-If a prefill engine fails before the answer has begun, the request is retried. The
-decode part of the failed try ends first, so that it does not wait for KV that will not
-come. The same holds for a decode engine that cannot be reached, or answers with a
-failure. Once the answer has begun it belongs to the client, and an engine that dies
-then ends it. A 4xx answer of either engine goes to the client too: the request is at
-fault, and another engine would answer the same.
+If a prefill engine fails before the answer has begun, the request is retried. First the
+decode request of the failed try is cancelled, so that it does not wait for KV that will
+not come. The same holds for a decode engine that cannot be reached, or that answers
+with a failure. Once the answer has begun, it is passed to the client, and an engine
+that dies then cuts it off. A 4xx answer of either engine is passed to the client too:
+the request is at fault, and another engine would give the same answer.
 
-Retries are paid from a budget shared by all requests. When the budget is spent, the
-next try uses one healthy engine alone; engines that are down are not tried any more. A
-request on which two previously healthy engines have failed is not retried, since it may
-be the cause.
+Retries are paid from a budget that all requests share. When it is spent, the next try
+uses a single healthy engine, and engines that are down are no longer tried. A request
+on which two previously healthy engines have failed is not retried, since it may be the
+cause.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# Options for decoding that make no sense for a prefill with one token.
+# Decoding options that make no sense for a prefill with one token.
 _OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")
 _COPIES: Final = ("n", "best_of")
 EVENTS: Final = "text/event-stream"
-# The last event of a stream; white space may follow.
+# The last event of a stream; white space may follow it.
 _DONE: Final = b"[DONE]"
 _DATA: Final = b"data: "
 _ERROR: Final = b'data: {"error"'
 _END_BYTES: Final = 64
-# Headers that mark the end of an answer.
+# Headers by which a client can detect the end of an answer.
 FRAMES: Final = frozenset(("content-length", "transfer-encoding"))
-# The location of a prompt's KV if prefill does not send it.
+# How decode names the location of a prompt's KV if prefill does not report it.
 _NOT_SENT: Final[dict[str, Any]] = {}
 # How much of an engine's error text is quoted.
 _QUOTED_CHARS: Final = 500
@@ -87,7 +87,7 @@ _QUOTED_CHARS: Final = 500
 
 @dataclass(eq=False, slots=True)
 class ClientRequest:
-    """Hold a client's request."""
+    """A client's request."""
 
     path: str  # the API's path, such as `/v1/completions`
     body: dict[str, Any]  # as the client sent it
@@ -95,20 +95,20 @@ class ClientRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
     since: float = 0.0  # arrival, on the fleet's clock
     method: str = "POST"  # the HTTP method
-    # The body of a request that is passed to one engine unchanged; None for any other.
+    # The body of a request that is passed unchanged to one engine; None for any other.
     content: bytes | None = None
     query: str = ""  # the URL's query, with its question mark
-    # The raw bytes of large fields, which engines get unchanged.
+    # The raw bytes of large fields, which are passed to engines unchanged.
     large: Mapping[str, msgspec.Raw] = field(default_factory=dict)
-    waits_for: str = "its turn"  # the next thing to happen
+    waits_for: str = "its turn"  # the event it is waiting for
     engines: tuple[str, ...] = ()  # URLs of its engines
     decode: VllmEngine | None = None  # the engine that answers
-    hints: Any = None  # KV hints for the engine that answers; None without any
-    # Its first token, if prefill may send that; None if decode answers all of it.
+    hints: Any = None  # KV hints for the engine that answers; None if there are none
+    # Its first token, if prefill may send it; None if decode sends the whole answer.
     first: FirstToken | None = None
 
     def sent(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a body for an engine, its large fields as the client sent them."""
+        """Return a body for an engine, with large fields as the client sent them."""
         kept = {
             name: raw
             for name, raw in self.large.items()
@@ -118,7 +118,7 @@ class ClientRequest:
 
 
 class Dispatcher:
-    """Send requests to engines."""
+    """Sends requests to engines."""
 
     def __init__(
         self,
@@ -136,24 +136,24 @@ class Dispatcher:
         self.budget: RetryBudget = RetryBudget(fleet.clock)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
-        """Have a request answered; return once the answer's first part is here.
+        """Get a request answered; return once the first part of the answer is here.
 
-        Cancel safety: safe; the requests to both engines end.
+        Cancel safety: safe; the requests to both engines are cancelled.
         """
         self.budget.deposit()
         tried: set[VllmEngine] = set()
         failed_on = 0
         alone = False
         last = EngineFailed(None, "no engine takes requests")
-        # Reasons by role, since clients need not know engines' addresses.
+        # Reasons by role, since clients must not learn engines' addresses.
         whys: dict[str, None] = {}
-        # Nothing is left to decode behind one token, so a prefill engine answers alone.
+        # With a limit of one token nothing is left to decode, so prefill answers alone.
         single = asked.content is None and limit_of(asked.body) == 1
         roles = (PREFILL, DECODE) if single else (DECODE, PREFILL)
         pick = self._fleet.pick_to_answer
         while (decode := pick(asked.body, tried, roles=roles)) is not None:
             now = self._fleet.clock()
-            # If no engine was reached, a further try costs no engine any work.
+            # If no engine was reached, another try costs no engine any work.
             if tried and (last.reached or decode.is_down(now)):
                 alone = not self.budget.spend()
                 if alone and decode.is_down(now):
@@ -196,7 +196,7 @@ class Dispatcher:
         tried: set[VllmEngine],
         last: EngineFailed,
     ) -> VllmEngine | None:
-        """Return an engine to compute the prompt; None if `decode` does it."""
+        """Return the engine that computes the prompt; None if `decode` computes it."""
         if asked.content is not None or not decode.does(DECODE):
             return None
         if not is_for_two(asked.body):
@@ -209,9 +209,10 @@ class Dispatcher:
         return None
 
     async def _broke_with(self, last: EngineFailed, engine: VllmEngine) -> bool:
-        """Return whether an engine had failed before it got this request.
+        """Return whether an engine had already failed before it got this request.
 
-        Otherwise an engine that is broken anyway would count as broken by the request.
+        Otherwise the request would be suspected of breaking an engine that was already
+        broken.
         """
         if last.engine is None or last.status is None or last.engine.role != PREFILL:
             return False
@@ -222,7 +223,7 @@ class Dispatcher:
             ):
                 await said.body(PROXY_HEALTH_BYTES_MAX)
         except (EngineFailed, TimeoutError):
-            return False  # ask_once will find out, and report it
+            return False  # ask_once will notice and report it
         if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._fleet.down(engine)
             return True
@@ -251,7 +252,7 @@ class Dispatcher:
             more = first.of_both(source)
             first = first if more is not None else None
             wanted = {**wanted, **(more or {})}
-        # In sequence, prefill names the KV when it has it.
+        # In sequence, prefill reports where the KV is once it has computed it.
         in_sequence = self._order == IN_SEQUENCE
         name = "" if in_sequence else secrets.token_hex(16)
         named = name, self._references
@@ -259,7 +260,8 @@ class Dispatcher:
         if first is not None:
             body["return_token_ids"] = True
         computed = asyncio.ensure_future(self._compute(source, asked, body))
-        # Its answer comes at about the time of decode's, and is not cut off then.
+        # Its answer comes at about the same time as decode's, and is not cancelled
+        # then.
         attempt.push_async_callback(end_task, computed)
         body = for_decode(wanted, source.server, *named)
         asked.engines = (source.url, to.url)
@@ -270,7 +272,7 @@ class Dispatcher:
             if prompt.response.is_error:
                 return prompt.response
             params = prompt.params or _NOT_SENT
-            # Prefill knows best which of its ranks has the KV, and where.
+            # Prefill itself knows which of its ranks has the KV, and where.
             body["kv_transfer_params"] = params
         found = None
         if params != _NOT_SENT:
@@ -288,16 +290,16 @@ class Dispatcher:
     ) -> EngineResponse | None:
         """Return the answer of an engine that fetches KV; see :func:`_first_of`.
 
-        If prefill has given the first token, it returns at once, and the answer goes on
+        If prefill has given the first token, return at once; the answer then continues
         with that engine's.
 
-        Return None also if the engine reports a failure: unless configured to
-        recompute, vLLM fails a request whose KV was lost, and the engine itself may be
+        Return None also if the engine reports a failure: unless vLLM is configured to
+        recompute, it fails a request whose KV was lost, although the engine may be
         healthy.
         """
         waiting = await attempt.enter_async_context(AsyncExitStack())
         answer = asyncio.ensure_future(self._answer(engine, asked, body, waiting))
-        # It ends before its connection does.
+        # Cancelled before its connection is closed.
         attempt.push_async_callback(end_task, answer)
         found: EngineResponse | None = None
         try:
@@ -311,7 +313,7 @@ class Dispatcher:
             if exc.engine is not engine or exc.status != lost:
                 raise
             logger.warning("%s; sending the request without KV", exc)
-            self.budget.spend()  # paid like any other try of one engine alone
+            self.budget.spend()  # paid like any other try on a single engine
             found = None
         if found is None or found.engine is not engine:
             await end_task(answer)
@@ -329,9 +331,9 @@ class Dispatcher:
                 content = await said.body(PROXY_EVENT_BYTES_MAX)
         if said.is_failure:
             raise _failure(said, content)
-        said.parts = _Chained(content)  # this gives its connection back
-        # Python's decoder would accept half of a surrogate pair, which cannot be sent
-        # to decode.
+        said.parts = _Chained(content)  # this releases its connection
+        # Python's decoder would accept half of a surrogate pair, which cannot be
+        # encoded again for decode.
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
             fields = msgspec.json.decode(content)
             params = fields.get("kv_transfer_params")
@@ -340,8 +342,8 @@ class Dispatcher:
             params = params if isinstance(params, dict) else _NOT_SENT
             engine.seeds = params.get("seeds") is True
             named = body["kv_transfer_params"]["transfer_id"]
-            # Decode would wait for a prompt of another connector in vain, unless it has
-            # that connector too and is asked behind prefill.
+            # Decode would wait in vain for a prompt of another connector, unless it has
+            # that connector too and gets the request after prefill's answer.
             right = engine.shared.note_params(params, named)
             params = params if right or not named else _NOT_SENT
             return _Computed(said, params, fields)
@@ -366,8 +368,7 @@ class Dispatcher:
         )
         if said.is_failure:
             raise _failure(said, await said.body(PROXY_EVENT_BYTES_MAX))
-        # Headers are sent before the first token, so they do not count as an answer
-        # yet.
+        # Headers are sent before the first token, so they are not an answer yet.
         first = await _begun(said, passed=asked.content is not None)
         said.parts = _Chained(first, said.parts)
         return said
@@ -375,7 +376,7 @@ class Dispatcher:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """Hold prefill's answer."""
+    """Prefill's answer."""
 
     response: EngineResponse
     params: dict[str, Any] | None  # where the KV is; None if it cannot be parsed
@@ -398,11 +399,11 @@ class _Chained(AsyncIterator[bytes]):
 
 
 async def _begun(said: EngineResponse, *, passed: bool) -> bytes:
-    """Return the first part of an answer; a truncated answer raises.
+    """Return the first part of an answer; raise if the answer is truncated.
 
     HTTP marks the end of an answer by a length or by chunks. An answer with neither
-    looks complete when its engine dies, so its content has to show the end. Of passed
-    requests only JSON answers are checked.
+    looks complete even if its engine has died, so its content must show the end. For
+    requests that are passed unchanged, only JSON answers are checked.
     """
     kind = said.headers.get("content-type", "")
     if said.is_error or (passed and not kind.startswith("application/json")):
@@ -418,14 +419,14 @@ async def _begun(said: EngineResponse, *, passed: bool) -> bytes:
         try:
             msgspec.json.decode(content)
         except DECODE_ERRORS:
-            raise EngineFailed(said.engine, "its answer has no end") from None
+            raise EngineFailed(said.engine, "its answer is incomplete") from None
         return content
     return await anext(said.parts, b"")
 
 
 @dataclass(slots=True)
 class _Stream(AsyncIterator[bytes]):
-    """Read a stream of events, which is complete if its last event marks the end."""
+    """Reads a stream of events, which is complete if its last event marks the end."""
 
     engine: VllmEngine
     parts: AsyncIterator[bytes]
@@ -437,7 +438,7 @@ class _Stream(AsyncIterator[bytes]):
         except StopAsyncIteration:
             if self.last.rstrip().endswith(_DONE):
                 raise
-            raise EngineFailed(self.engine, "its stream has no end") from None
+            raise EngineFailed(self.engine, "its stream is incomplete") from None
         self.last = (self.last + part)[-_END_BYTES:]
         return part
 
@@ -446,14 +447,14 @@ async def _first_of(
     answer: asyncio.Future[EngineResponse],
     computed: asyncio.Future[_Computed],
 ) -> EngineResponse | None:
-    """Return decode's answer, or prefill's if that fails or refuses first.
+    """Return decode's answer, or prefill's if prefill fails or refuses first.
 
-    Decode waits for as long as prefill has not answered, however busy prefill is.
-    Return None if prefill reports that it sends no KV, since decode would wait in vain.
+    Decode waits until prefill has answered, however busy prefill is. Return None if
+    prefill reports that it sends no KV, since decode would wait in vain.
     """
     await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)
     if computed.done() and (not answer.done() or answer.exception() is not None):
-        # If both have failed, decode may have failed because it got no KV.
+        # If both have failed, decode may have failed only because it got no KV.
         prompt = computed.result()
         if prompt.response.is_error:
             return prompt.response
@@ -505,8 +506,7 @@ async def _learn(
 def _failure(said: EngineResponse, content: bytes) -> EngineFailed:
     """Return the error for an answer with a status of 500 or above.
 
-    An engine that has no room, or is about to exit, has not failed because of the
-    request.
+    If the engine has no room, or is about to exit, the request is not to blame.
     """
     reached = said.status != HTTPStatus.SERVICE_UNAVAILABLE
     failed = EngineFailed(said.engine, _quoted(content), said.status, reached=reached)
@@ -529,17 +529,17 @@ def _failed_at_once(said: EngineResponse, event: bytes) -> EngineFailed | None:
 def _quoted(body: bytes) -> str:
     """Return an engine's error text: OpenAI's ``error.message``, or the body."""
     text = body.decode(errors="replace")
-    # As above: it could not be sent to the client either.
+    # It could not be encoded again for the client either.
     with contextlib.suppress(*DECODE_ERRORS, TypeError, KeyError):
         text = str(msgspec.json.decode(body)["error"]["message"])
     return text[:_QUOTED_CHARS] or "no text"
 
 
-# --- what each of the two is asked ---------------------------------------------------
+# --- the requests to the two engines ------------------------------------------------
 
 
 def limit_of(body: Mapping[str, Any]) -> Any:
-    """Return a request's limit of tokens; None if it sets none."""
+    """Return a request's token limit; None if it sets none."""
     newer = body.get("max_completion_tokens")
     return body.get("max_tokens") if newer is None else newer
 
@@ -547,8 +547,9 @@ def limit_of(body: Mapping[str, Any]) -> Any:
 def is_for_two(body: dict[str, Any]) -> bool:
     """Return whether two engines can share a request.
 
-    One transfer serves one sequence. A request for the prompt's own probabilities needs
-    the whole prompt computed, so KV from another engine does not help it.
+    One transfer serves one sequence. A request for the probabilities of the prompt's
+    own tokens needs the whole prompt computed, so KV from another engine does not help
+    it.
     """
     # An engine may accept "2" or 2.0 as well.
     if any(body.get(key) not in (None, 1) for key in _COPIES):
@@ -566,7 +567,7 @@ def is_for_two(body: dict[str, Any]) -> bool:
 def without_decoding(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request for the same prompt and one token."""
     asked = {key: value for key, value in body.items() if key not in _OF_DECODING}
-    # Then the first token does not end the answer.
+    # Otherwise the first token could end the answer.
     if body.get("min_tokens"):
         asked["min_tokens"] = 1
     asked["max_tokens"] = 1

@@ -16,14 +16,15 @@ from kvwire.integrations.vllm.announce import BOTH
 from kvwire.integrations.vllm.proxy.sharing import SharedPrompts
 from kvwire.types import Address
 
-# An engine that failed a request gets no other for this time, while another engine can
-# answer. A restart of vLLM takes longer; then /health shows when it is back.
+# An engine that failed a request gets no other one for this time, if another engine can
+# answer. A restart of vLLM takes longer; after it, /health shows that the engine is
+# back.
 DOWN_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class VllmServer:
-    """Name one vLLM server."""
+    """The addresses of one vLLM server."""
 
     url: str  # URL of its HTTP server
     # Addresses of its ranks' KV listeners, stage by stage, in rank order.
@@ -57,47 +58,47 @@ def _is_url(text: str) -> bool:
         where = parts.hostname and parts.port != 0
     except ValueError:
         return False
-    # /fleet shows engines' URLs to everybody who asks, so they may contain no password.
+    # Anybody can read engines' URLs from /fleet, so they must not contain a password.
     more = parts.query or parts.fragment or parts.username is not None
     return parts.scheme in ("http", "https") and bool(where) and not more
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Hold the form in which an engine begins its streams."""
+    """The form in which an engine begins its streams."""
 
     content_type: str  # of the stream
-    # Its first events, up to the first token; none if it makes more of an answer than
-    # its text.
+    # Its first events, up to the first token; none if the engine returns parsed content
+    # and not only text.
     events: list[dict[str, Any]]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class VllmEngine:
-    """Follow one engine from its start to its end; a restart is another object."""
+    """The state of one engine between two restarts; a restart makes a new object."""
 
     server: VllmServer  # its addresses
     role: str  # its role: `"prefill"`, `"decode"` or `"both"`
     start: str = ""  # distinguishes restarts at the same place
-    model: str = ""  # a fingerprint; only engines with the same one exchange KV
+    model: str = ""  # a fingerprint; only engines with equal ones exchange KV
     load: float = 0.0  # the load it reports: 0 is idle, 1 is full
-    slots: int = 0  # requests it computes at once; 0 if unknown
+    slots: int = 0  # how many requests it computes at once; 0 if unknown
     # Its other labels, for policies and for people.
     labels: dict[str, str] = field(default_factory=dict)
     transports: tuple[str, ...] = ()  # transports that can carry KV there
     listed: bool = True  # whether the directory, or the command line, lists it
     ready: bool = True  # whether it has answered, or is on the command line
-    draining: bool = False  # whether an operator has stopped its new requests
-    gone: bool = False  # whether nobody listens there, or it was silent for long
+    draining: bool = False  # whether an operator has stopped new requests to it
+    gone: bool = False  # whether nothing listens there, or it did not answer for long
     slow: bool = False  # whether its health check is late
     # Until then, another engine that can answer is preferred.
     down_until: float = float("-inf")
     running: int = 0  # its running requests from this proxy
     answered: int = 0  # requests it has answered
     failed: int = 0  # requests it has failed
-    # What became of the prompts that it shares with another engine.
+    # The results of prompts that it shares with another engine.
     shared: SharedPrompts = field(default_factory=SharedPrompts)
-    # Whether it says that any request may have a seed.
+    # Whether its answers state that any request may have a seed.
     seeds: bool = False
     # How its streams begin, by path, and by whether each event counts tokens.
     beginnings: dict[tuple[str, bool], Beginning] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class VllmEngine:
 
     @property
     def computes_twice(self) -> bool:
-        """Whether both engines compute the prompts that it shares."""
+        """Whether prompts that it shares are computed by both engines."""
         return any(one.state == "missing" for one in self.shared.findings)
 
     def does(self, role: str) -> bool:
@@ -182,7 +183,7 @@ class VllmEngine:
             self._waits.discard(wait)
 
     def give_up(self) -> None:
-        """End all waits for its answers, since it no longer responds."""
+        """Cancel all waits for its answers, since it no longer responds."""
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
             wait.reschedule(now)

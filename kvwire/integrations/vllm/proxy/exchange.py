@@ -20,20 +20,20 @@ CLIENT_CLOSED = 499
 
 
 class Refused(Exception):
-    """Report that a request gets an error answer because the client is at fault."""
+    """Reports a request that gets an error answer because the client is at fault."""
 
     def __init__(
         self, status: int, why: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(why)
         self.status = int(status)  # the HTTP status
-        self.headers = dict(headers or {})  # beside those of any error
+        self.headers = dict(headers or {})  # headers beside those of every error answer
         self.why = why  # a text for the client
 
 
 @dataclass(slots=True)
 class HttpRequest:
-    """Hold a request; its body arrives in parts."""
+    """A request, whose body arrives in parts."""
 
     method: str  # the HTTP method
     path: str  # without the query
@@ -46,7 +46,7 @@ class HttpRequest:
 
 @dataclass(slots=True)
 class HttpAnswer:
-    """Hold an answer, whole or in parts."""
+    """An answer, whole or in parts."""
 
     status: int = HTTPStatus.OK  # the HTTP status
     headers: Mapping[str, str] = field(default_factory=dict)

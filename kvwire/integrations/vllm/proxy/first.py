@@ -1,23 +1,23 @@
-"""A stream's first token from prefill, and the rest from decode.
+"""Streams that begin with prefill's first token and continue with decode's tokens.
 
 ::
 
-    prefill's answer   its one token is the beginning of the stream, at once
-    decode's stream    begins with the same      only the rest of it is passed on
-                       begins otherwise          moving.py goes on behind the token that
-                                                 the client has
+    prefill's answer   its one token begins the stream, at once
+    decode's stream    begins with the same token: only the rest of it is passed on
+                       begins with another one: moving.py continues after the token that
+                       the client has
 
-Decode gets the client's whole request. It computes the last token of a prompt itself
-and so has a first token of its own, which is compared with that of prefill. From there
-on its stream needs no change: stop strings, half characters, the state of a seed and
-the counts of tokens are decode's own.
+Decode gets the client's whole request. It computes the last token of the prompt itself,
+so it also has a first token, which is compared with prefill's. Apart from that its
+stream needs no change: stop strings, half characters, the state of a seed and token
+counts are decode's own.
 
-Two engines sample the same token only with the same seed, so a request without one gets
-a random one, where prefill takes seeds.
+Two engines sample the same token only with the same seed. So a request without a seed
+gets a random one, if prefill accepts seeds.
 
-The beginning has the form of the events of that decode engine: the proxy keeps the
-first ones that it has seen of each kind of request, and fills them in. Until then, and
-if an engine makes more of an answer than its text, decode begins the stream.
+The beginning has the form of this decode engine's events: for each kind of request, the
+proxy keeps the first events that it has seen, and fills them in. Before that, and if an
+engine returns parsed content and not only text, decode begins the stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvwire.wire.control import DECODE_ERRORS
 
 COMPLETIONS: Final = "/v1/completions"
 
-# Why decode begins a stream; moving.py adds fields of the request.
+# Reasons why decode begins a stream; moving.py adds fields of the request.
 ONE_ENGINE: Final = "one engine"
 DECODE_FIRST: Final = "decode was first"
 FIRST_OF_ITS_KIND: Final = "first of its kind"
@@ -48,7 +48,7 @@ NO_SEED: Final = "no seed"
 STOP: Final = "stop"
 
 _SEED_BITS: Final = 63
-# What an answer raises that lacks a field, or has another value in it.
+# The exceptions for an answer that lacks a field or has an unexpected value in it.
 _ODD: Final = (
     AttributeError,
     IndexError,
@@ -58,9 +58,9 @@ _ODD: Final = (
     *DECODE_ERRORS,
 )
 _LISTED: Final = ("token_ids", "prompt_token_ids")
-# Fields of a choice that are filled in; all others are null at the beginning.
+# Fields of a choice that are filled in; all others are null in the beginning.
 _FILLED: Final = frozenset(("index", "text", "delta", "logprobs", *_LISTED))
-# Fields that name an answer; each of the two engines has values of its own.
+# Fields that name an answer; the two engines have different values.
 _NAMES: Final = ("id", "created", "model")
 # How much of an engine's error text is quoted.
 _QUOTED_CHARS: Final = 500
@@ -71,7 +71,7 @@ class OtherToken(EngineFailed):
 
     @property
     def down(self) -> bool:
-        """False: a different order of sums may choose another token."""
+        """False: a different order of summation may choose another token."""
         return False
 
 
@@ -81,25 +81,25 @@ class FirstToken:
 
     path: str  # the API's path
     body: Mapping[str, Any]  # as the client sent it
-    why: str = ONE_ENGINE  # why decode begins the stream; "" if prefill has begun it
-    # What the client gets at once; and the text of the token that it gets later, since
-    # it may be the beginning of a stop string.
+    why: str = ONE_ENGINE  # why decode begins the stream; "" if prefill does
+    # The bytes that the client gets at once; and the part of the token's text that it
+    # gets later, since it may be the beginning of a stop string.
     events: list[dict[str, Any]] = field(default_factory=list)
     kept: str = ""
     prompt: list[int] = field(default_factory=list)  # the prompt's tokens
     token: int = -1  # the token
-    seen: bool = True  # whether the client sees anything of it
+    seen: bool = True  # whether the client sees any of its text
     seed: int = field(default_factory=lambda: secrets.randbits(_SEED_BITS))
 
     @property
     def count(self) -> int:
-        """The number of events of the beginning; a chat has one more, for the role."""
+        """The number of events in the beginning; a chat has one more, for the role."""
         return 1 if self.path == COMPLETIONS else 2
 
     def of_both(self, prefill: VllmEngine) -> Mapping[str, Any] | None:
-        """Return the extra fields for both engines' requests.
+        """Return the extra fields that both engines' requests need for the same token.
 
-        Return None if they may sample different tokens.
+        Return None if the two engines may sample different tokens.
         """
         if self.body.get("seed") is not None or self.body.get("temperature") == 0:
             return {}
@@ -109,7 +109,7 @@ class FirstToken:
         return None
 
     def begin(self, decode: VllmEngine, said: Any) -> str:
-        """Begin decode's stream with prefill's answer, if that is possible.
+        """Begin the stream with prefill's answer, if that is possible.
 
         Returns:
             The content type of the stream; "" if decode begins it.
@@ -149,11 +149,11 @@ class FirstToken:
         decode.beginnings[self._kind] = Beginning(kind, events if plain else [])
 
     def behind(self, decode: VllmEngine, content: bytes) -> tuple[bytes, Any]:
-        """Return the part of decode's beginning that the client lacks.
+        """Return the part of decode's beginning that the client does not have yet.
 
         Raises:
-            OtherToken: The client has another token.
-            EngineFailed: It has another form than those before.
+            OtherToken: The client has a different token.
+            EngineFailed: The beginning has a different form than earlier ones.
         """
         try:
             event = _decoded(content)[-1]
@@ -162,11 +162,12 @@ class FirstToken:
             left = _has_content(choice)
         except _ODD:
             decode.beginnings[self._kind] = Beginning("", [])
-            self.prompt.clear()  # it says more than tokens, so nothing follows them
-            why = "its stream begins otherwise than those before"
+            # It has more than tokens, so nothing can continue from them.
+            self.prompt.clear()
+            why = "its stream begins in a different form than earlier ones"
             raise EngineFailed(decode, why) from None
         if not same:
-            raise OtherToken(decode, "its first token is not the one of prefill")
+            raise OtherToken(decode, "its first token differs from prefill's")
         said = {name: event.get(name) for name in _NAMES}
         event |= {name: self.events[0][name] for name in _NAMES}
         rest = b"data: " + msgspec.json.encode(event) + b"\n\n" if left else b""
@@ -248,7 +249,7 @@ class FirstToken:
         holder = choice.get("delta", choice)
         name = "text" if holder is choice else "content"
         shown = _text_of(given) or ""
-        # A parser of the engine has made something else of the same token.
+        # The engine's parser has turned the same token into something else.
         if shown and name not in holder:
             raise KeyError(name)
         if shown:
@@ -282,7 +283,7 @@ class Continued(AsyncIterator[bytes]):
         self._decode = decode
         self._answer = answer
         self._parts: AsyncIterator[bytes] | None = None
-        # How its events name the answer, and how the client knows it.
+        # The name in its events, and the name that the client knows.
         self._renames: list[tuple[bytes, bytes]] = []
         self._tail = b""  # a part of an event. bounded: PROXY_EVENT_BYTES_MAX
 
@@ -292,7 +293,7 @@ class Continued(AsyncIterator[bytes]):
         return None if self._renames else self._parts
 
     async def __anext__(self) -> bytes:
-        """Return the next part.
+        """Return the next part of decode's stream.
 
         Raises:
             EngineFailed: Decode does not continue what the client has.
@@ -326,7 +327,7 @@ class Continued(AsyncIterator[bytes]):
             return part
         events, mark, self._tail = (self._tail + part).rpartition(b"\n\n")
         if len(self._tail) > PROXY_EVENT_BYTES_MAX:
-            why = f"an event of over {PROXY_EVENT_BYTES_MAX} bytes"
+            why = f"an event has more than {PROXY_EVENT_BYTES_MAX} bytes"
             raise EngineFailed(self._decode, why)
         # In a text, quotation marks have a backslash before them.
         for old, new in self._renames:
@@ -365,7 +366,7 @@ def _decoded(content: bytes) -> list[dict[str, Any]]:
 
 
 def _text_of(choice: Mapping[str, Any]) -> str | None:
-    """Return a choice's text; None if its engine has parsed more than text."""
+    """Return a choice's text; None if its engine has parsed the text."""
     if "text" in choice:
         text = choice["text"]
     else:
@@ -393,10 +394,11 @@ def _tokens_in(logprobs: Any) -> list[str]:
 
 
 def _shown(body: Mapping[str, Any], text: str) -> str | None:
-    """Return the part of a first token's text that vLLM sends at once.
+    """Return the part of a first token's text that vLLM would send at once.
 
-    It keeps back as many characters as a stop string may need. Return None if the text
-    ends like the beginning of one: then the answer does not follow from tokens alone.
+    vLLM keeps back as many characters as a stop string may need. Return None if the
+    text ends like the beginning of a stop string: then tokens alone do not determine
+    the answer.
     """
     stop = body.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop

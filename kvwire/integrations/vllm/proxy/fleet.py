@@ -1,8 +1,8 @@
 """The engines that the proxy may use: from the command line, and from a directory.
 
 An engine in a directory has one URL, and each of its ranks has its own record. The
-engine is complete when all of its ranks are listed. If two records claim one rank, the
-later one counts, so that a restart replaces a record that has not expired yet. A
+engine is complete when all of its ranks are listed. If two records claim the same rank,
+the later one counts, so a restart replaces a record that has not expired yet. A
 restarted engine is a new engine: the old one's state (draining, failures) does not
 carry over.
 
@@ -24,7 +24,7 @@ from kvwire.integrations.vllm.proxy.policy import LEAST_LOADED, make_policy
 
 
 class EngineFleet:
-    """Hold the engines, and pick among them."""
+    """Holds the engines, and picks among them."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class EngineFleet:
     ) -> VllmEngine | None:
         """Return the engine that answers a request, or None.
 
-        A prefill engine can answer alone, which is better than no answer. An engine
-        that is down is picked only if all are down, since it may be back.
+        If no decode engine is up, a prefill engine answers alone. An engine that is
+        down is picked only if all are down, since it may be back.
         """
         for down in (False, True):
             for role in roles:
@@ -106,7 +106,7 @@ class EngineFleet:
         return None
 
     def lives(self) -> bool:
-        """Return whether any engine takes requests, since each can answer alone."""
+        """Return whether any engine accepts requests; a single one can answer alone."""
         now = self.clock()
         return any(engine.state(now) in _TAKING for engine in self.engines)
 
@@ -144,7 +144,7 @@ class EngineFleet:
         for policy in self._policies.values():
             await policy.close()
 
-    # --- what a directory says --------------------------------------------------------
+    # --- records from a directory -----------------------------------------------------
 
     def joined(self, key: str, member: VllmMember) -> None:
         """Add or update one rank's record."""

@@ -1,9 +1,9 @@
 """Routing by cached blocks: ``--route kv-events``.
 
 vLLM publishes over ZeroMQ which blocks its cache adds and removes
-(``--kv-events-config``). A block is identified here by a hash of its tokens and all
-tokens before them, whatever hash the engine uses. A forged message costs cache hits and
-nothing else.
+(``--kv-events-config``). Here a block is identified by a hash of its tokens and all
+tokens before them, independent of the engine's own hash. A forged message can only cost
+cache hits.
 
 Missed messages are not requested again: a gap in the numbers of an engine's messages,
 or its restart, makes its cache unknown. Blocks with an adapter, a picture or a salt are
@@ -36,11 +36,11 @@ with needed_by("--route kv-events", extra="kv-events"):
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 BlockHash: TypeAlias = int | bytes
-# For a cache hit, an engine may have this many requests more than the idlest one.
+# To get a cache hit, an engine may have this many requests more than the idlest one.
 _BUSIER_MAX: Final = 4
 _OF_GPU: Final = (None, "GPU")
-# The tokens of a prompt that decide its route; with more, each request would cost the
-# loop tens of milliseconds.
+# Only this many tokens of a prompt decide its route. With more, each request would cost
+# the loop tens of milliseconds.
 _TOKENS_MAX: Final = 262_144
 
 
@@ -96,7 +96,7 @@ class EngineBlocks:
 
 
 class ByKvEvents(Policy):
-    """Prefer the engine that caches most of a prompt, unless it is much busier."""
+    """Prefers the engine that caches most of a prompt, unless it is much busier."""
 
     def __init__(self) -> None:
         self._idlest = LeastLoaded()

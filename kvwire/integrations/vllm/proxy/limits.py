@@ -1,4 +1,4 @@
-"""Bounds of the proxy before engines, each with its reason."""
+"""Bounds of the proxy, each with its reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from kvwire.limits import KIB, MIB
 
-# Requests that run on engines, and that wait for one: 10 KiB each, plus their bodies.
+# Requests that run on engines, and requests that wait: 10 KiB each, plus their bodies.
 PROXY_RUNNING_MAX: Final = 1024
 PROXY_WAITING_MAX: Final = 1024
 # Running requests may take this long to end after SIGTERM. By default Kubernetes kills
@@ -15,14 +15,14 @@ PROXY_STOP_S: Final = 25.0
 PROXY_STOP_S_MAX: Final = 86400.0
 # The longest wait that a rejected client is asked for.
 PROXY_RETRY_AFTER_S_MAX: Final = 60
-# Tries beyond each request's first: a fifth of the requests, so that a failing fleet
-# gets 1.2 times the work and not a multiple. As many are in reserve, and one more is
-# added each second, so that a proxy with few requests can retry as well.
+# Retries may add a fifth to all requests, so that a failing fleet gets 1.2 times the
+# work and not a multiple. The reserve is just as large, and grows by one each second,
+# so that a proxy with few requests can retry too.
 PROXY_RETRY_SHARE: Final = 0.2
 PROXY_RETRY_RESERVE: Final = 20.0
 PROXY_RETRY_MAX: Final = 200.0
-# On how many engines a request may fail: it may be the cause of their death, and a
-# further one would cost a fleet half as much again.
+# How many engines one request may fail on: it may have caused the failures, and one
+# more failure would cost a fleet half as much again.
 PROXY_FAILED_ON_MAX: Final = 2
 # The body of a client's request: a prompt of a million tokens has 7 MB, pictures some
 # more.
@@ -41,12 +41,12 @@ PROXY_ORDER_BYTES_MAX: Final = 64 * KIB
 # A request's line, each of its headers, and their number: as much as nginx accepts.
 PROXY_HEADER_BYTES_MAX: Final = 8 * KIB
 PROXY_HEADERS_MAX: Final = 100
-# A connection without a request is closed after this time, also if it has sent half a
-# head. Load balancers keep idle connections for 60 s.
+# A connection without a complete request is closed after this time. Load balancers keep
+# idle connections for 60 s.
 PROXY_IDLE_S: Final = 75.0
-# Connections beyond those with a request; above it, the oldest idle one is closed.
+# Idle connections beyond those with a request; above it, the oldest one is closed.
 PROXY_IDLE_MAX: Final = 1024
-# A client that reads nothing of its answer for this long is cut.
+# A client that reads none of its answer for this long is disconnected.
 PROXY_UNREAD_S: Final = 60.0
 # An engine's answer to /health; vLLM sends only a status.
 PROXY_HEALTH_BYTES_MAX: Final = 64 * KIB
@@ -56,16 +56,17 @@ PROXY_METRICS_BYTES_MAX: Final = 16 * MIB
 # One event of a stream; the first one lists the prompt's tokens, and a million of those
 # are 7 MB.
 PROXY_EVENT_BYTES_MAX: Final = 16 * MIB
-# A moving request has no tokens for at most this time; after it, its engine keeps it.
+# A moving request gets no tokens for at most this time; then it stays at its engine.
 PROXY_MOVE_S: Final = 10.0
-# Prefixes that are copied ahead at once, each for at most this time: they must not take
-# engines from requests. And prefixes that are counted, each with a prompt to compare.
+# How many prefixes are copied ahead at once, and for how long at most, so that they do
+# not take engines from requests; and how many are counted, each with a prompt to
+# compare.
 PROXY_COPIES_MAX: Final = 2
 PROXY_COPY_S: Final = 60.0
 PROXY_PREFIXES_MAX: Final = 256
 # Requests moved at once from a drained engine: each costs its target a prompt's KV.
 PROXY_MOVES_MAX: Final = 8
-# Blocks that the proxy knows of one engine's cache, of 200 bytes each: 141 GB of a GPU
-# are some 100,000 blocks of 16 tokens. And the bytes of one message about them.
+# Blocks that the proxy tracks for one engine's cache, of 200 bytes each: a GPU's 141 GB
+# hold about 100,000 blocks of 16 tokens. And the bytes of one message about them.
 KV_EVENT_BLOCKS_MAX: Final = 1_000_000
 KV_EVENT_BYTES_MAX: Final = 16 * MIB

@@ -1,10 +1,10 @@
-"""Engines in a directory's records, and the check whether to accept them.
+"""Engines from a directory's records, with the checks before one is accepted.
 
 Records are not trusted, since anybody with write access to the directory can forge
-them. A record has passed the checks of :mod:`kvwire.directory.record`. Here its labels
-are parsed, each within its own bounds, and both of its addresses must be on hosts that
-the operator allows: the HTTP address, which receives prompts and the clients' keys, and
-the KV address, which is sent to engines.
+them. :mod:`kvwire.directory.record` has already checked each record's form. Here its
+labels are parsed, each within its own bounds, and its two addresses must be on hosts
+that the operator allows: the HTTP address, which receives prompts and clients' keys,
+and the KV address, which is sent to engines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvwire.types import Address, is_loopback
 
 @dataclass(frozen=True, slots=True)
 class VllmMember:
-    """Describe one rank of an engine, as its record does."""
+    """One rank of an engine, from its record."""
 
     url: str  # URL of the engine's HTTP server
     address: str  # address of this rank's KV listener
@@ -67,7 +67,7 @@ class AllowedHosts:
             fine = any(ip in network for network in self._networks)
             fine = fine or (self._this_host and is_loopback(host))
         if not fine:
-            raise UsageError(f"{shown(host)} is not a host that --allow permits")
+            raise UsageError(f"{shown(host)} is not allowed: add it to --allow")
 
 
 def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:

@@ -2,19 +2,19 @@
 
 ::
 
-    copy ahead    the engine gets its own tokens so far as a prompt, whose KV goes to
-                  the target; it has them in its prefix cache
-    stop          no more of its tokens are passed on; it goes on computing
-    go on         the same once more for the tokens added since, and the target answers
-                  the rest
-    hand over     the first part of that answer is here, and the engine is stopped
+    copy ahead    the source engine gets its own tokens so far as a prompt, whose KV
+                  goes to the target; the source has them in its prefix cache stop
+                  no more of the source's tokens are passed on; it keeps computing go on
+                  the same again for the tokens added since, and the target computes the
+                  rest of the answer hand over     once the first part of that answer
+                  has arrived, the source is stopped
 
-Until the hand-over nothing is given up: if any step fails, the engine's stream is read
-on from where it stopped. An engine may also die, or be stopped and abort its requests.
-Then the target computes all tokens again that its store lacks. No token is lost or
-repeated, because the target's prompt is exactly the tokens that the client has, by
-their ids. That is why a chat continues as a completion, whose events are translated to
-those of a chat for the client.
+Until the hand-over nothing is given up: if a step fails, the source's stream is read on
+from where it stopped. An engine may also die, or be stopped and abort its requests.
+Then the target computes again all tokens that its store lacks. No token is lost or
+repeated, because the target's prompt consists of exactly the token ids that the client
+has. That is why a chat continues as a completion, whose events are translated back to
+chat events for the client.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ MOVED: Final = "moved"
 STAYED: Final = "stayed"
 REGAINED: Final = "regained"
 
-# Fields with the same effect whether a token is in the prompt or in the answer. Any
-# other field may treat the two differently, so a request with it cannot move.
+# Fields that have the same effect on a token in the prompt and in the answer. Any other
+# field may treat the two differently, so a request with it cannot move.
 _EXACT: Final = frozenset(
     (
         "model",
@@ -105,8 +105,8 @@ _OF_CHATS: Final = (
     "chat_template_kwargs",
     "max_completion_tokens",
 )
-# Fields whose effect is over once the answer has begun. Tools that the model must not
-# call are a part of the prompt and nothing else.
+# Fields that have no effect once the answer has begun. Tools that the model must not
+# call only appear in the prompt.
 _DONE: Final = frozenset(
     (
         "truncate_prompt_tokens",
@@ -117,12 +117,12 @@ _DONE: Final = frozenset(
         *_OF_CHATS,
     )
 )
-# Reasons why decode sends a first token, beside those of first.py.
+# Reasons why decode sends the first token, beside those in first.py.
 OFF: Final = "off"
 SINGLE: Final = "one token"
 NOT_STREAMED: Final = "not streamed"
 _OTHER_FIELD: Final = "another field"
-# Fields that are such a reason; clients may send any others.
+# Fields that are such a reason; clients may send any other fields.
 _NAMED: Final = frozenset(
     (
         "stream",
@@ -149,14 +149,14 @@ _NAMED: Final = frozenset(
         NOT_STREAMED,
     )
 )
-# Of the names that the proxy gives to requests.
+# The prefix of names that the proxy gives to requests.
 _NAME_BYTES: Final = 16
 _ENDED: Final = "it has ended"
-# The reason that vLLM gives for the end of an answer when it is stopped.
+# vLLM's reason for the end of an answer when the engine is stopped.
 _ABORT: Final = "abort"
 _PARSED: Final = "its engine parses the answer"
 _OF_ANSWER: Final = ("id", "object", "created", "model")
-# Fields of an answer's usage that are about the prompt's tokens.
+# Fields of an answer's usage that count the prompt's tokens.
 _OF_PROMPT: Final = frozenset(("cached_tokens", "created_cache_tokens"))
 _QUOTED_CHARS: Final = 500
 # Values that change nothing.
@@ -200,11 +200,11 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
 
 
 def waiting_field(path: str, body: Mapping[str, Any]) -> str:
-    """Return the field for which decode begins a stream; "" if prefill may begin it.
+    """Return the field because of which decode must begin a stream, or "".
 
-    Behind a first token, a request goes on at decode itself unless the two engines
-    sample different ones. Only then its rest has to follow from the tokens, and a seed
-    may go on as another one.
+    After the first token, a request continues on the same decode engine, unless the two
+    engines sample different tokens. Only then does the rest have to follow from the
+    tokens alone, and the seed may change.
     """
     if limit_of(body) == 1:
         return SINGLE
@@ -230,7 +230,7 @@ def _limit(path: str, body: Mapping[str, Any]) -> Any:
 def _logged(path: str, body: Mapping[str, Any]) -> int | None:
     """Return the ``logprobs`` for a completion that replaces a request, or None.
 
-    A completion has as many beside each token as its request says, and a chat one less.
+    A completion returns as many beside each token as requested, and a chat one less.
     """
     logged = body.get("logprobs")
     if path != COMPLETIONS:
@@ -250,14 +250,14 @@ def _is_text(messages: Any) -> bool:
 
 
 class MovableStream:
-    """Pass on an engine's stream of events, and move it to another engine."""
+    """Passes on an engine's stream of events, and moves it to another engine."""
 
     def __init__(
         self, moves: Moves, asked: ClientRequest, *, follows: bool = True
     ) -> None:
         self._moves = moves
         self._asked = asked
-        self._follows = follows  # whether it can move until its end
+        self._follows = follows  # whether it can move until it ends
         self._gives_up = AsyncExitStack()
         self._parts: AsyncIterator[bytes] | None = None
         self._read = b""  # bounded: PROXY_EVENT_BYTES_MAX
@@ -269,26 +269,26 @@ class MovableStream:
         self._before = 0
         self._lost_at = -1
         self._first: dict[str, Any] = {}
-        # A parser of thoughts or tools has a state that does not follow from tokens.
-        # Such a parser shows in the answer: it has more than content, or no content at
-        # the beginning.
+        # A parser for thoughts or tools has a state that does not follow from the
+        # tokens. Such a parser shows in the answer, which then has more than content,
+        # or begins without content.
         self._chat = asked.path != COMPLETIONS
         self._plain = not self._chat
         self._parsed = False
         self._over = False
         self._moving = False
         self._order: tuple[VllmEngine, asyncio.Future[str]] | None = None
-        # Of a stream that prefill began, if decode fails to continue it: the end of the
-        # token's text, and how far the text of tokens has come.
+        # If prefill began the stream and decode failed to continue it: where the
+        # token's text ends, and how far the text of the tokens has come.
         self._kept = ""
         self._offset = 0
         # The answer's id, as the client sees it; "" before the answer has begun.
         self.id: str = ""
 
     async def begin(self, stack: AsyncExitStack) -> EngineResponse:
-        """Have the request answered; see :meth:`Dispatcher.ask`.
+        """Get the request answered; see :meth:`Dispatcher.ask`.
 
-        Cancel safety: safe, as that.
+        Cancel safety: safe, like that method.
         """
         await stack.enter_async_context(self._gives_up)
         stack.callback(self._end)
@@ -327,7 +327,7 @@ class MovableStream:
     async def move(self, to: VllmEngine | None) -> str:
         """Move to another engine; return why it stays, or "" if it moved.
 
-        Cancel safety: it is moved or stays.
+        Cancel safety: the stream has moved or stays.
         """
         here = self._asked.decode
         if self._moving or here is None or not self._prompt:
@@ -337,7 +337,7 @@ class MovableStream:
         if to is None:
             to = self._moves.fleet.pick(DECODE, self._asked.body, {here}, here.model)
         if to is None or to is here or to.model != here.model or not to.takes(DECODE):
-            return "no other engine takes it"
+            return "no other engine accepts it"
         self._moving = True
         try:
             await self._copy_ahead(here, to)
@@ -345,11 +345,11 @@ class MovableStream:
                 return _ENDED
             told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             self._order = to, told
-            # It moves between two events, and a client may read none.
+            # It moves between two events, but the client may not be reading any.
             async with asyncio.timeout(2 * PROXY_MOVE_S):
                 return await told
         except TimeoutError:
-            return "no token of it is passed on"
+            return "its tokens are not being passed on"
         finally:
             self._moving = False
             self._order = None
@@ -382,7 +382,7 @@ class MovableStream:
                 self._kept = first.kept if first.seen else ""
                 self._offset = _end_of(first.events[-1])
             else:
-                # What follows is decode's own, and no longer passes through here.
+                # The rest is decode's own stream, and no longer passes through here.
                 answer.parts = parts.unchanged or parts
                 yield part
                 return
@@ -403,7 +403,8 @@ class MovableStream:
                     continue
                 if event is None or not isinstance(exc, _Aborted):
                     raise
-                # No other engine goes on, so the client gets this engine's end.
+                # No other engine continues it, so the client gets this engine's last
+                # event.
                 self._over = True
                 passed = self._take(event)
             for one in passed:
@@ -419,7 +420,7 @@ class MovableStream:
         assert self._parts is not None
         while b"\n\n" not in self._read:
             if len(self._read) > PROXY_EVENT_BYTES_MAX:
-                why = f"an event of over {PROXY_EVENT_BYTES_MAX} bytes"
+                why = f"an event has more than {PROXY_EVENT_BYTES_MAX} bytes"
                 raise EngineFailed(self._asked.decode, why)
             part = await anext(self._parts, None)
             if part is None:
@@ -485,7 +486,7 @@ class MovableStream:
             logged["text_offset"] = [self._offset + n for n in logged["text_offset"]]
 
     def _count(self, usage: dict[str, Any]) -> None:
-        """Correct the usage to that of a single engine."""
+        """Correct the usage to what a single engine would have reported."""
         usage["prompt_tokens"] -= self._before
         usage["completion_tokens"] += self._before
         details = usage.get("prompt_tokens_details") or {}
@@ -494,7 +495,7 @@ class MovableStream:
             details[name] = count and min(count, usage["prompt_tokens"])
 
     def _translate(self, choice: dict[str, Any]) -> bool:
-        """Turn a choice into the client's kind; return whether it has any content."""
+        """Convert a choice to the client's kind; return whether it has any content."""
         if not self._chat:
             return bool(choice.get("text"))
         if "text" in choice:
@@ -509,7 +510,7 @@ class MovableStream:
         return bool(told)
 
     def _release(self, last: Event) -> list[Event]:
-        """Return the held events, and one more."""
+        """Return the held events followed by `last`."""
         out = [*self._held, last]
         self._tokens += self._held_ids  # bounded: max_tokens
         self._held = []
@@ -531,7 +532,7 @@ class MovableStream:
         if here is None or not self._can_move:
             return False
         logger.warning("%s cut off its answer: %s", here.url, error.why)
-        # It is well if it has another first token, or lacks KV that was lost.
+        # If it sampled another first token, or lacks KV that was lost, it is healthy.
         if not error.down or error.status == HTTPStatus.INTERNAL_SERVER_ERROR:
             self._moves.dispatcher.budget.spend()
             if not await self._switch(here, None):
@@ -549,7 +550,8 @@ class MovableStream:
         while to := fleet.pick_to_answer(body, tried, here.model):
             if len(tried) > PROXY_FAILED_ON_MAX:
                 return False
-            # As for a request: only a try at an engine that is down must be paid.
+            # As for requests: only a try on an engine that is down is paid from the
+            # budget.
             if not self._moves.dispatcher.budget.spend() and to.is_down(fleet.clock()):
                 return False
             if not await self._switch(to, None):
@@ -588,7 +590,7 @@ class MovableStream:
     # --- the operator's task ----------------------------------------------------------
 
     async def _copy_ahead(self, here: VllmEngine, to: VllmEngine) -> None:
-        """Fill the target's prefix cache so far; failures do not matter."""
+        """Copy the tokens so far to the target's prefix cache; failures are ignored."""
         asked = self._remainder()
         for name in ("stream", "stream_options", "min_tokens"):
             asked.body.pop(name, None)
@@ -612,9 +614,11 @@ class MovableStream:
         if (logged := _logged(asked.path, body)) is not None:
             body["logprobs"] = logged
         else:
-            body.pop("logprobs", None)  # a chat may say false, which completions number
+            # A chat may say false, where a completion has a number.
+            body.pop("logprobs", None)
         body.pop("top_logprobs", None)
-        # Its numbers so far are used; the same ones again would depend on them.
+        # The seed's random numbers so far are used up; the same ones must not come
+        # again.
         if type(body.get("seed")) is int:
             body["seed"] += done
         body["return_token_ids"] = True
@@ -668,7 +672,7 @@ async def _once(part: bytes) -> AsyncIterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Move the proxy's streams."""
+    """The proxy's streams that can move."""
 
     dispatcher: Dispatcher
     fleet: EngineFleet
@@ -680,15 +684,15 @@ class Moves:
     streams: dict[ClientRequest, MovableStream] = field(default_factory=dict)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
-        """Have a request answered by a stream that can move; see `Dispatcher.ask`.
+        """Get a request answered by a stream that can move; see `Dispatcher.ask`.
 
-        Cancel safety: safe, as that.
+        Cancel safety: safe, like that method.
         """
         follows = self.migrate and not immovable_field(asked.path, asked.body)
         why = waiting_field(asked.path, asked.body) if self.early else OFF
         if not why:
             asked.first = FirstToken(asked.path, asked.body)
-            # By it, both engines name the answer alike.
+            # With this field, both engines give the answer the same name.
             name = secrets.token_hex(_NAME_BYTES)
             asked.headers = {"x-request-id": name, **asked.headers}
         try:
@@ -711,7 +715,7 @@ class Moves:
     ) -> list[dict[str, str]]:
         """Move requests; return each id with its new engine or the reason to stay.
 
-        Cancel safety: each is moved or stays.
+        Cancel safety: each stream has moved or stays.
         """
         turns = asyncio.Semaphore(PROXY_MOVES_MAX)
 

@@ -47,12 +47,12 @@ PASSED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Regular expressions of paths, each with its methods."""
 
-# The path of an answer that an engine keeps. Ids have only characters without a meaning
-# in URLs.
+# The path of an answer that an engine keeps. Ids consist of characters that have no
+# special meaning in URLs.
 _KEPT_ANSWER: Final = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?")
 
-# Headers of one connection, or that each hop writes anew; and cookies, which belong to
-# the host that set them.
+# Headers that concern one connection or that each hop writes anew; and cookies, which
+# belong to the host that set them.
 _OF_A_HOP: Final = frozenset(
     (
         "connection",
@@ -76,13 +76,13 @@ _OF_A_REQUEST: Final = _OF_A_HOP | {
     "http2-settings",
 }
 _OF_AN_ANSWER: Final = _OF_A_HOP | {"date", "server"}
-# Some HTTP servers and clients accept them in a header, others do not send them.
+# Control characters: some HTTP servers and clients accept them, others do not.
 CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _QUERY: Final = re.compile(r"[!-~]*")
 
 
 def methods_of(path: str) -> tuple[str, ...]:
-    """Return the HTTP methods of a path that is passed on; otherwise none."""
+    """Return the HTTP methods with which a path is passed on; () if it is not."""
     if (kept := _KEPT_ANSWER.fullmatch(path)) is not None:
         return _WRITE if kept[1] else _READ
     return PASSED.get(path, ())
@@ -109,7 +109,8 @@ def query_of(query: str) -> str:
     """Return a query in its URL form, with the question mark."""
     if not _QUERY.fullmatch(query):
         raise Refused(
-            HTTPStatus.BAD_REQUEST, "the query has a character that no URL may have"
+            HTTPStatus.BAD_REQUEST,
+            "the query has a character that is not allowed in URLs",
         )
     return f"?{query}" if query else ""
 
@@ -124,12 +125,12 @@ def body_of(content: bytes, headers: Mapping[str, str]) -> bytes:
     """Return the body without references to engines, which only the proxy sets."""
     if not content or is_form(headers):
         return content
-    # Engines would accept UTF-16 and NaN as well. A body that cannot be parsed here is
-    # not passed on.
+    # Engines would also accept UTF-16 and NaN. A body that cannot be parsed here is not
+    # passed on.
     try:
         fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
     except DECODE_ERRORS as exc:
-        why = f"the body is not JSON as it is wanted: {exc}"
+        why = f"the body is not the expected JSON: {exc}"
         raise Refused(HTTPStatus.BAD_REQUEST, why) from None
     if "kv_transfer_params" not in fields:
         return content

@@ -15,20 +15,20 @@ import xxhash
 from kvwire.errors import UsageError, nearest
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 
-# The orders in which the two engines of a request are asked.
+# The orders in which a request is sent to its two engines.
 AT_ONCE: Final = "at-once"
 IN_SEQUENCE: Final = "in-sequence"
 # Names of policies.
 LEAST_LOADED: Final = "least-loaded"
 BY_KV_EVENTS: Final = "kv-events"
 
-# This much of a prompt decides its engine: about the beginning of a system prompt.
+# How much of a prompt decides its engine: about the beginning of a system prompt.
 _PREFIX_TOKENS: Final = 256
 _PREFIX_CHARS: Final = 1024
 
 
 class Policy(ABC):
-    """Choose engines for requests. Each role has its own policy object."""
+    """Chooses engines for requests. Each role has its own policy object."""
 
     @abstractmethod
     def choose(

@@ -2,10 +2,10 @@
 
 ::
 
-    SIGTERM           no new connection; running requests go on
+    SIGTERM           no new connection is accepted; running requests continue
     stop_s later      waiting requests get 503, and streams an error, as if their engine
                       had died
-    2 s after that    connections of clients that do not read or write are cut
+    2 s after that    connections whose client does not read or write are closed
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if [int(n) for n in re.findall(r"\d+", _THERE)] < [int(n) for n in _OLDEST.split
     )
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
-# Clients' malformed requests are answered, but not worth a log line.
+# Malformed requests get an answer, but are not worth a log line.
 _quiet: logging.Logger = logging.getLogger("kvwire.vllm.http")
 _quiet.setLevel(logging.CRITICAL)
 
@@ -64,14 +64,14 @@ _UNREAD_S: Final = 2.0
 # aiohttp's method for a request that it could not parse.
 _NO_REQUEST: Final = "UNKNOWN"
 _BACKLOG: Final = 1024
-# The same status as uvicorn's, for scripts that know it.
+# The same status as uvicorn's, so that scripts recognise it.
 _NO_PORT: Final = 3
 # Otherwise aiohttp sends its version and Python's.
 _SERVER: Final = {"server": "kvwire"}
 
 
 class ProxyServer:
-    """Serve the proxy until a signal, then let running requests end within a limit."""
+    """Serves the proxy until a signal, then lets requests end, up to a limit."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class ProxyServer:
             _abort(connection)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request; it is cancelled when its client disconnects."""
+        """Answer a request; the task is cancelled when the client disconnects."""
         headers = headers_of(request.raw_headers)
         where = request.method, request.path
         query = request.raw_path.partition("?")[2]
@@ -256,7 +256,7 @@ async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamRespo
         async with asyncio.timeout(PROXY_UNREAD_S):
             await response.write_eof()
     except EngineFailed:
-        # It is logged. The client notices, since the answer has no end.
+        # aiohttp has logged it. The client notices, since the answer is incomplete.
         if request.transport is not None:
             request.transport.close()
     except TimeoutError:
@@ -290,7 +290,7 @@ def _abort(connection: web.RequestHandler) -> None:
 
 
 class _Refusing(asyncio.Protocol):
-    """End a connection for which there is no room."""
+    """Closes a connection for which there is no room."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close the connection."""

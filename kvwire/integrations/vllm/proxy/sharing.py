@@ -1,12 +1,13 @@
-"""Whether engines share prompts, or each of the two computes them.
+"""Findings on whether engines share prompts, or both compute them.
 
-A request that two engines share costs one prefill only if prefill sends its KV and
-decode fetches it. When an engine lacks the connector, or cannot reach the other one,
-decode computes the prompt again and the answer is the same. What shows it::
+A request on two engines costs only one prefill if prefill sends its KV and decode
+fetches it. If an engine lacks the connector, or cannot reach the other one, decode
+computes the prompt again, and the answer is the same. The signs are::
 
-    engine is ready       its /metrics: has it the connector, which kv_role and version?
-    prefill has answered  its kv_transfer_params: none, or another connector's?
-    requests have ended   its /metrics: how many prompts have moved, why not the others?
+    engine is ready       its /metrics: does it have the connector, which kv_role,
+    version? prefill has answered  its kv_transfer_params: missing, or from another
+    connector? requests have ended   its /metrics: how many prompts moved, and why
+    others did not
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ MOVED: Final = "moved"
 UNSENT: Final = "unsent"
 FOREIGN: Final = "foreign"
 
-# Results of this many prompts are kept; the older half is worth half.
+# Results of this many prompts are kept; the older half counts half.
 _WINDOW: Final = 20
-# So many prompts, and more than half of the recent ones, make a finding.
+# A finding needs this many prompts, and more than half of the recent ones.
 _BAD_MIN: Final = 3
 
-# The lines of /metrics that are read: no times of creation, and of buckets only that of
-# prompts that lack nothing.
+# The lines of /metrics that are read: no creation times, and of all buckets only the
+# one for prompts without missing blocks.
 _WHOLE: Final = "vllm:kvwire_missing_blocks_bucket"
 _LINES: Final = re.compile(
     rf'^(?:{_WHOLE}{{[^\n]*le="0.0"|vllm:kvwire_(?!\w+_(?:bucket|created))|'
     r"vllm:prompt_tokens_by_source_total)[^\n]*$",
     re.MULTILINE,
 )
-# Other connectors, by how names of their metrics begin.
+# Other connectors, by the prefix of their metrics' names.
 _OTHERS: Final = {
     "\nvllm:nixl_": "NixlConnector",
     "\nvllm:mooncake_": "MooncakeConnector",
@@ -80,15 +81,16 @@ KV_ROLES: Final = {PREFILL: "kv_producer", DECODE: "kv_consumer", BOTH: "kv_both
 class EngineReading:
     """The connector's figures in an engine's ``/metrics``."""
 
-    is_vllm: bool = False  # whether it has any metric of vLLM
+    is_vllm: bool = False  # whether it has any of vLLM's metrics
     version: str = ""  # kvwire's release; "" without the connector
-    kv_role: str = ""  # as vLLM was started
+    kv_role: str = ""  # the role with which vLLM was started
     others: tuple[str, ...] = ()  # other connectors that have metrics there
-    stores: tuple[str, ...] = ()  # likewise those that share KV by a store alone
-    sent: int = 0  # prompts that it has sent
-    # Prompts that it wanted, since its start, by what became of them.
+    # The same for connectors that only share KV through a store.
+    stores: tuple[str, ...] = ()
+    sent: int = 0  # how many prompts it has sent
+    # The prompts that it wanted since its start, by result.
     results: Mapping[str, int] = field(default_factory=dict)
-    external: int = 0  # tokens that it has of another engine, or of a store
+    external: int = 0  # tokens that it got from another engine or a store
 
 
 def read_metrics(text: str) -> EngineReading:
@@ -120,9 +122,9 @@ def _named(marks: Mapping[str, str], text: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class SharedPrompts:
-    """The results of prompts that an engine shares with another one."""
+    """The results of the prompts that an engine shares with another one."""
 
-    # None until it was read.
+    # None until the engine's metrics have been read.
     reading: EngineReading | None = None
     # Recent prompts by result: MOVED, UNSENT, FOREIGN, or one of REASONS.
     recent: Counter[str] = field(default_factory=Counter)
@@ -173,12 +175,12 @@ def judge(shared: SharedPrompts, role: str, *, in_sequence: bool) -> Iterator[Fi
         yield Finding(
             name="metrics",
             state="warn",
-            text="its /metrics has none of vLLM's, so lost prompts are not noticed",
+            text="its /metrics has no metrics of vLLM, so lost prompts are not noticed",
             remedy="start it without --disable-log-stats",
         )
     elif reading is not None and not reading.version:
         if in_sequence and (reading.others or reading.external):
-            return  # what another connector, or a store, does with prompts
+            return  # another connector, or a store, handles the prompts
         names = (*reading.others, *reading.stores)
         other = f", but {' and '.join(names)}" if names else ""
         yield Finding(
@@ -211,7 +213,7 @@ def _lost(recent: Counter[str]) -> Iterator[Finding]:
     if bad < _BAD_MIN or 2 * bad <= total:
         return
     names = [name for name in _TEXTS if recent[name]]
-    # The engine's own reason says more than its answer.
+    # The engine's own reason explains more than its answer does.
     for name in [name for name in names if name != UNSENT] or names:
         yield Finding(
             name="prompts",

@@ -1,4 +1,4 @@
-"""How running requests end when the proxy stops; server.py decides when."""
+"""Ends running requests when the proxy stops; server.py decides when."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ending:
             raise stopped from None
 
     def end(self) -> None:
-        """Declare the time over: every block under `limits` raises."""
+        """End all blocks under `limits` now: each raises."""
         self._over = True
         now = asyncio.get_running_loop().time()
         for wait in self._waits:

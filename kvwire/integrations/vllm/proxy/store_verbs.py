@@ -1,13 +1,13 @@
-"""Verbs of a store at the proxy: ``POST /kv/pin`` for a prompt or a running request.
+"""A store's verbs at the proxy: ``POST /kv/pin`` for a prompt or a running request.
 
-The store server carries them out and checks the client's key (``Authorization``), see
-:mod:`kvwire.store.server.orders`. The proxy only knows more ways to name blocks: by
-a request that is under way, or by a prompt, which an engine tokenizes.
+The store server executes the verbs and checks the client's key (``Authorization``), see
+:mod:`kvwire.store.server.orders`. The proxy adds two ways to name blocks: by a running
+request, or by a prompt, which an engine tokenizes.
 
-A move whose ``to`` is the URL of an engine is the proxy's own. No engine takes blocks
-from outside into its cache: it loads those of a prompt when it is asked for that. So
-the store is asked which leading blocks it has, and the engine for one token of exactly
-these.
+The proxy itself executes a move whose ``to`` is an engine's URL. No engine accepts
+blocks from outside into its cache: it loads a prompt's blocks when it gets a request.
+So the proxy finds out which leading blocks the store has, and requests one token after
+exactly these from the engine.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ SALT_FIELD: Final = "cache_salt"
 
 @dataclass(frozen=True, slots=True)
 class StoreBehind:
-    """The store to which engines save.
+    """The store to which the engines save.
 
     Attributes:
-        url: The URL of its server's HTTP.
-        block_tokens: How many tokens a block of an engine has.
+        url: The URL of its server's HTTP interface.
+        block_tokens: The number of tokens in an engine's block.
     """
 
     url: str
@@ -82,15 +82,15 @@ class StoreVerbs:
 
         Args:
             path: The verb's path.
-            order: The order. With a prompt or messages in place of hashes, as in a
-                completion.
+            order: The order. It may have a prompt or messages, as in a completion,
+                instead of hashes.
             headers: The client's headers.
 
         Raises:
             Refused: The prompt cannot be tokenized.
             EngineFailed: The store, or an engine, cannot be reached.
 
-        Cancel safety: safe, the store may go on.
+        Cancel safety: safe, the store may still execute it.
         """
         to = str(order.get("to") or "")
         engine: VllmEngine | None = None
@@ -121,11 +121,11 @@ class StoreVerbs:
         return HttpAnswer(answer.status, {"content-type": "application/json"}, said)
 
     def _engine(self, to: str, order: Mapping[str, Any]) -> VllmEngine:
-        """Return the engine that a move is for."""
+        """Return the target engine of a move."""
         if not any(order.get(name) for name in _PROMPT):
             why = (
-                f"to={shown(to)}: an engine loads the blocks of a prompt, and no "
-                f"others: name them by prompt, messages or request"
+                f"to={shown(to)}: an engine loads only the blocks of a prompt: "
+                f"name them by prompt, messages or request"
             )
             raise Refused(HTTPStatus.BAD_REQUEST, why)
         try:
@@ -162,7 +162,7 @@ class StoreVerbs:
     async def _asked_for(
         self, engine: VllmEngine, tokens: Sequence[int], more: Mapping[str, Any]
     ) -> str:
-        """Ask an engine for one token after others; return why it did not answer."""
+        """Request one token after others from an engine; return why not, or ""."""
         body = {"prompt": list(tokens), "max_tokens": 1, **more}
         try:
             async with (
@@ -191,7 +191,7 @@ class StoreVerbs:
             return await _tokenized(answer)
 
     def _with_engines(self, told: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
-        """Add the engines whose own caches have the blocks to a locate's answer."""
+        """Add to a locate's answer the engines that cache the blocks themselves."""
         blocks = len(told["blocks"])
         for url, count in self._fleet.holders(tokens).items():
             here = count // self._store.block_tokens

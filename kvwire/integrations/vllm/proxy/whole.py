@@ -1,7 +1,7 @@
-"""One whole answer, assembled from the events of a stream.
+"""Assembles one whole answer from the events of a stream.
 
-A request without ``stream`` can move as well, because between the engines and the proxy
-it is a stream; only its client does not see one.
+A request without ``stream`` can move too, because the engines answer the proxy with a
+stream; only the client does not see one.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from kvwire.integrations.vllm.proxy.engines import VllmEngine
 
 Event: TypeAlias = dict[str, Any] | bytes
-"""What an event of a stream says; the bytes of one that is no object of JSON."""
+"""The content of a stream's event; its bytes if it is not a JSON object."""
 
 AS_STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
-"""What is asked of an engine beside the client's own fields."""
+"""The fields that are added to the client's own fields for an engine."""
 
-# Fields that come in pieces, whose characters or numbers are joined.
+# Fields that arrive in pieces, whose characters or numbers are concatenated.
 _TEXTS: Final = frozenset(
     ("text", "content", "reasoning", "reasoning_content", "refusal", "arguments")
 )
 _PIECES: Final = _TEXTS | {"token_ids"}
 _OBJECTS: Final = {"chat.completion.chunk": "chat.completion"}
 
-# Fields whose parts come in pieces themselves.
+# Fields whose members arrive in pieces.
 _NESTED: Final = frozenset(("delta", "function"))
 
-# Fields of vLLM's whole answers that its events leave out if they are empty.
+# Fields of vLLM's whole answers that are left out of its events if they are empty.
 _ANSWER: Final = dict.fromkeys(
     (
         "service_tier",
@@ -47,7 +47,7 @@ _ANSWER: Final = dict.fromkeys(
 _CHOICE: Final = dict.fromkeys(
     ("logprobs", "finish_reason", "stop_reason", "token_ids", "routed_experts")
 )
-# Fields of a completion's choice, which a chat has beside its choices.
+# Fields that a completion has in its choice, and a chat beside its choices.
 _PROMPT: Final = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
 _MESSAGE: Final = dict.fromkeys(
     (
@@ -82,7 +82,7 @@ async def in_one_piece(events: AsyncIterator[Event]) -> bytes:
                 _merge(choice, part)
             _merge(said, event)
     if choice.get("finish_reason") is None:
-        raise EngineFailed(None, "its answer has no end")
+        raise EngineFailed(None, "its answer is incomplete")
     with reading():
         return msgspec.json.encode(_whole(said, _joined(choice)))
 
@@ -110,7 +110,7 @@ def reading(engine: VllmEngine | None = None) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError) as exc:
-        why = f"its answer is none: {type(exc).__name__}: {exc}"
+        why = f"its answer is malformed: {type(exc).__name__}: {exc}"
         raise EngineFailed(engine, why) from None
 
 

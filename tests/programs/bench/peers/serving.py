@@ -182,7 +182,7 @@ def _left(peer: Peer, control: Lines, other: Lines) -> None:
         other.send(None)
         here = peer.digest() if asked["checks"] else ""
         its_cpu_s, there = other.receive()
-        damage = f"what arrived is not what was sent: {here}, {there}"
+        damage = f"the received bytes differ: {here}, {there}"
         control.send(
             {
                 "seconds": seconds,
