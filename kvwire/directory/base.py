@@ -64,8 +64,8 @@ class Directory(ABC):
 
     Attributes:
         options: The options that a URL may have, with their defaults.
-        read_only: The party that announces the members, if they cannot do so
-            themselves; or "".
+        read_only: The party that announces members, if they cannot do so themselves;
+            otherwise "".
         many_hosts: Whether a URL may name several hosts, separated by commas.
         ignored: The number of invalid records that watchers have found.
         reason: Why it cannot be watched; empty while it can.

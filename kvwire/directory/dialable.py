@@ -20,10 +20,10 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 # Letters of any language, and underscores, as in Docker's names.
 _NAME = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")
-# Texts that resolvers read as IPv4 addresses, such as 0x0 for 0.0.0.0.
+# Texts that resolvers accept as IPv4 addresses, such as 0x0 for 0.0.0.0.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)
 _PORT_MAX = 65_535
-# A healthy resolver has answered by then, and a start must not wait longer.
+# A healthy resolver answers within this time, and a start must not wait longer.
 _LOOK_UP_S = 2.0
 
 
@@ -31,14 +31,13 @@ def check_dialable(address: Address) -> None:
     """Refuse an address that other processes cannot dial.
 
     Raises:
-        UsageError: It stands for every interface, many hosts or no host, or has no
-            port.
+        UsageError: It means every interface, several hosts or no host, or has no port.
     """
     if address.scheme == "inproc" or address.host.startswith("/"):
         return
     why = _why_not(address.host)
     if not why and not 1 <= address.port <= _PORT_MAX:
-        why = f"its port is {address.port}, and 1 to {_PORT_MAX} can be dialled"
+        why = f"its port is {address.port}; use 1 to {_PORT_MAX}"
     if why:
         raise UsageError(f"nobody can dial {address}: {why}")
 
@@ -64,8 +63,8 @@ def read_advertised(text: str) -> Address:
 async def warn_of_unknown_name(address: Address) -> None:
     """Log a warning if this host cannot resolve an advertised name.
 
-    This is no error: maybe only other hosts can resolve it, or this host a little
-    later.
+    This is not an error: perhaps only other hosts can resolve the name, or this host
+    can do so a little later.
 
     Cancel safety: safe.
     """
@@ -88,15 +87,15 @@ def _why_not(host: str) -> str:
     if ip is None:
         last = host.rstrip(".").rpartition(".")[2]
         if not _NAME.fullmatch(host) or _NUMBER.fullmatch(last):
-            return f"{host!r} is no address and no name of a host"
+            return f"{host!r} is neither an address nor a host name"
         return ""
     plain = getattr(ip, "ipv4_mapped", None) or ip
     if plain.is_unspecified:
         return "it means every interface of the host that dials it"
     if plain.is_multicast or str(plain) == "255.255.255.255":
-        return "it means many hosts"
+        return "it is a multicast or broadcast address"
     if ip.version == 6 and ip.is_link_local and not ip.scope_id:
-        return f"it is of one link; say of which, such as {host}%eth0"
+        return f"it is valid on one link only; add the link, such as {host}%eth0"
     return ""
 
 

@@ -19,7 +19,7 @@ from kvwire.directory.record import Record
 from kvwire.errors import UsageError
 from kvwire.types import Address
 
-# The name does not exist or has no address, so there are no members.
+# The errors for a name that does not exist or has no address: there are no members.
 _NOBODY: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
@@ -32,7 +32,7 @@ class DnsDirectory(Directory):
         "model": "",
         "scheme": "tcp",
     }
-    read_only = "who keeps the zone"
+    read_only = "the zone's owner"
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -46,7 +46,7 @@ class DnsDirectory(Directory):
             self._host.encode("idna")  # the form in which a resolver gets it
         except UnicodeError as exc:
             raise UsageError(f"directory {self}: {self._host!r}: {exc}") from None
-        self._record("::1")  # checks the values from the URL
+        self._record("::1")  # checks the URL's values
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
         """Do nothing: members cannot announce themselves here."""

@@ -1,11 +1,11 @@
 """A folder as a directory, for the processes of one machine: one file per member.
 
 A file is written under another name and then renamed, so readers never see an
-incomplete file. Its modification time lies in the future, at the end of its lease. A
-file with an expired lease is ignored, unless the reader has known it before: then only
-the reader's own count of the lease matters, since the wall clock may have jumped. An
-expired file is removed after it has not changed for a minute. Files that are not
-records are left alone, because the folder may have been named by mistake. The folder is
+incomplete file. The end of its lease is stored as its modification time, which lies in
+the future. A file with an expired lease is ignored, unless the reader has known it
+before: then only the reader's own count of the lease matters, since the wall clock may
+have jumped. An expired file is removed once it has not changed for a minute. Files that
+are not
 read every ``interval_s``, since the system does not report changes.
 """
 

@@ -33,7 +33,7 @@ with needed_by("a directory in Kubernetes", extra="kubernetes"):
     import httpx
 
 _CONNECT_S: Final = 5.0
-# The API server ends a watch itself; if it is silent this long after that, it is gone.
+# The API server itself ends a watch. After this much more silence, the server is gone.
 _SILENCE_S: Final = 5.0
 _GONE: Final = 410
 

@@ -31,7 +31,7 @@ WITHDRAW_TIMEOUT_S: Final = 1.0
 # call per member, and a resolver a round trip.
 FILE_INTERVAL_S: Final = 0.5
 DNS_INTERVAL_S: Final = 5.0
-# How often the endpoints of Kubernetes are listed anew; changes come at once.
+# How often Kubernetes's endpoints are listed again; changes arrive at once.
 KUBERNETES_INTERVAL_S: Final = 30.0
 # The largest answer of the API server: 1,000 endpoints have half a megabyte.
 KUBERNETES_ANSWER_BYTES_MAX: Final = 16 * MIB

@@ -29,9 +29,9 @@ class ChangeKind(enum.StrEnum):
 
     JOINED = "joined"
     CHANGED = "changed"
-    """It says something else of itself, such as its load."""
+    """Its record has changed, for example its load."""
     LEFT = "left"
-    """It was withdrawn, its lease is over, or it is not meant any more."""
+    """It was withdrawn, its lease has expired, or the selector no longer matches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Change:
     record: Record
 
 
-# The most leases of members that have left, besides as many as there are members, so
-# that each departure costs little.
+# How many expired lease entries are kept, beyond one for each member, so that each
+# departure costs little.
 _GONE_LEASES: Final = 64
 
 
@@ -57,7 +57,7 @@ class _Member:
     raw: bytes
     record: Record
     until: float
-    written: bool = True  # since the directory's last return
+    written: bool = True  # since the directory was last reachable again
     doubted: bool = False  # its lease has expired, and all entries are being read again
 
 
@@ -108,7 +108,7 @@ class Members:
             heapq.heappush(self._leases, (until, key))
             return Change(ChangeKind.JOINED, record)
         if until < known.until:
-            # Its only entry may be too late now.
+            # Its only entry may now be too late.
             self._index_leases()
         if record == known.record:
             return None
@@ -154,7 +154,7 @@ class Members:
         return max(0.0, self._leases[0][0] - now)
 
     def suspend(self, now: float) -> bool:
-        """Suspend leases because the directory is unreachable; return if they ran."""
+        """Suspend leases, as the directory is unreachable; return whether they ran."""
         if self._suspended_at is not None:
             return False
         self._suspended_at = now

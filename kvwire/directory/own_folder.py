@@ -33,7 +33,7 @@ def own_folder(folder: Path, called: str) -> Path:
     if stat.S_ISLNK(found.st_mode):
         fault = "it is a symbolic link: name the folder itself"
     elif not stat.S_ISDIR(found.st_mode):
-        fault = "it is no folder"
+        fault = "it is not a folder"
     elif found.st_uid != os.geteuid():
         fault = (
             f"it belongs to user {found.st_uid}, and this process is user "
@@ -51,8 +51,8 @@ def own_folder(folder: Path, called: str) -> Path:
 def user_folder() -> Path:
     """Return the path of the folder that all processes of this user share.
 
-    It is in ``XDG_RUNTIME_DIR`` if this user owns that folder (after ``su`` another
-    user does), else among the host's temporary files.
+    It is in ``XDG_RUNTIME_DIR`` if this user owns that folder (after ``su``, another
+    user may own it), otherwise among the host's temporary files.
 
     Raises:
         UsageError: There is no folder for temporary files.

@@ -28,12 +28,13 @@ with needed_by("a directory on Ray", extra="ray"):
 
 NAMESPACE: Final = "kvwire"
 
-# A call that waits for a change returns after this time without one.
+# A call that waits for a change returns after this time if there is none.
 _WAIT_S: Final = 1.0
-# A call without an answer for this time shows a follower that the actor is unreachable,
-# well within a usual lease: no member leaves while that lasts.
+# If a call gets no answer within this time, the follower counts the actor as
+# unreachable. It is well within a usual lease, so no member leaves meanwhile.
 _SILENCE_S: Final = 3.0
-# A call without an answer for this time fails: the actor is unreachable, or starting.
+# If a call gets no answer within this time, it fails: the actor is unreachable or
+# starting.
 _CALL_S: Final = 15.0
 # The most followers that wait in the actor at a time; each is one call.
 _FOLLOWERS_MAX: Final = 10_000

@@ -35,15 +35,15 @@ with needed_by("a directory in Redis", extra="redis"):
     from redis.asyncio.client import PubSub
     from redis.exceptions import NoPermissionError
 
-# After this silence a channel is tested with our own message, which has the same time
-# to arrive. Other members' renewals also show that it works.
+# After this silence a channel is tested with a message of its own, which may take the
+# same time again. Other members' renewals also show that the channel works.
 _SILENCE_S: Final = 5.0
 # The limit for a connection, and for each answer.
 _TIMEOUT_S: Final = 5.0
-# Keys that are read at once.
+# How many keys are read at once.
 _PAGE: Final = 256
-# Keys that a server looks at in one step. A tier's blocks may be there as well: 2 s for
-# a million, and 6 s in steps of 256.
+# How many keys a server examines in one step. A tier's blocks may be there as well: for
+# a million of them, this takes 2 s, and in steps of 256 it takes 6 s.
 _STEP: Final = 5000
 
 

@@ -47,20 +47,21 @@ with needed_by("Redis", extra="redis"):
 logger: logging.Logger = logging.getLogger("kvwire.directory")
 
 FAULTS: Final = (Exception,)
-"""What the client may raise: its parser can break anywhere on an invalid answer."""
+"""The exceptions that the client may raise: an invalid answer can break its parser."""
 
 TLS_OPTIONS: Final[Mapping[str, str]] = {
     "tls_ca_file": "ssl_ca_certs",
     "tls_cert_file": "ssl_certfile",
     "tls_key_file": "ssl_keyfile",
 }
-"""Options of a URL, and what the client calls them."""
+"""A URL's options, with the client's names for them."""
 
 _SCHEMES: Final = {"valkey": "redis", "valkeys": "rediss"}
-# Errors of one command or one key. All others with a code (NOREPLICAS, MISCONF, BUSY,
-# ...) are about the server.
+# Errors that concern one command or one key. All others with a code (NOREPLICAS,
+# MISCONF, BUSY, ...) concern the server.
 _OF_COMMAND: Final = ("WRONGTYPE", "SELECT")
-# How many keys are tried to find one on a node, which has many of the 16,384 slots.
+# How many keys are tried to find one that belongs to a node; nodes have many of the
+# 16,384 slots.
 _KEYS_TRIED: Final = 50_000
 _CONNECTING: Final = re.compile(r"^Error \S+ connecting to \S+\. ")
 _CODE: Final = re.compile(r"[A-Z]{3,}\b")
@@ -109,7 +110,7 @@ class RedisClient:
 
     Attributes:
         commands: The client that sends commands.
-        channel: The client that publishes and subscribes; in a cluster, at any server.
+        channel: The client that publishes and subscribes; in a cluster, on any server.
         users: The number of calls that are using it.
     """
 
@@ -196,12 +197,13 @@ class RedisServers:
             "socket_connect_timeout": timeout_s,
             "socket_timeout": timeout_s,
             "socket_keepalive": True,
-            # The tier or directory tries again.
+            # The tier or directory itself retries.
             "retry": Retry(NoBackoff(), 0),
             # With RESP3, the client does not notice when an idle connection was closed.
             "protocol": 2,
         }
-        # Client releases before 6 do not check the name in a certificate by default.
+        # Before release 6, the client does not check the name in a certificate by
+        # default.
         self._tls: dict[str, Any] = {"ssl_check_hostname": True, **files}
         # As in kvwire.directory.tls. Older releases of the client have no such option.
         if "ssl_exclude_verify_flags" in signature(SSLConnection.__init__).parameters:
@@ -280,10 +282,10 @@ class RedisServers:
         if client is not None:
             await client.close()
 
-    # --- who takes writes -------------------------------------------------------------
+    # --- the server that accepts writes -----------------------------------------------
 
     async def _found(self) -> RedisClient:
-        """Return a client of the first place that takes writes."""
+        """Return a client for the first place that accepts writes."""
         places, faults = await self._places()
         trying: dict[asyncio.Task[RedisClient], Place] = {}
         found: RedisClient | None = None
@@ -339,7 +341,7 @@ class RedisServers:
         return places, faults
 
     async def _probe(self, place: Place) -> RedisClient:
-        """Return a client of a place, once it has taken a write."""
+        """Return a client for a place, once it has accepted a write."""
         secure = "connection_class" in place.url
         pool = ConnectionPool(
             **{
@@ -380,7 +382,7 @@ class RedisServers:
         return client
 
     async def _cluster(self, place: Place) -> RedisCluster:
-        """Return a client of a node's cluster, with its slots."""
+        """Return a client for a node's cluster, with its slots."""
         secure = "connection_class" in place.url
         cluster: RedisCluster = RedisCluster(
             # The certificate has to name the host.

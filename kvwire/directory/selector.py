@@ -11,7 +11,7 @@ from kvwire.errors import UsageError
 
 _TEXTS: Final = ("name", "role", "model", "address", "incarnation")
 FIELDS: Final = frozenset((*_TEXTS, "transport", "spec"))
-"""Keys that are no labels."""
+"""Keys of terms that are not labels."""
 _SHAPE: Final = 'write "role=decode,model=demo"; other keys are labels'
 
 

@@ -18,7 +18,7 @@ OTHER: Final = "other"
 
 
 class Distribution:
-    """Count values in buckets, as a Prometheus histogram does."""
+    """Counts values in buckets, like a Prometheus histogram."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -40,14 +40,14 @@ class Distribution:
 
 
 class TransferDistributions:
-    """Add up the transfers of one communicator; register it in ``watchers``.
+    """Adds up the transfers of one communicator; register it in ``watchers``.
 
     Attributes:
         exposed: Seconds of each transfer, without waiting for its peer or for the
             producer's compute.
         queue: Seconds that each transfer waited for its peer.
         nbytes: Payload bytes that landed.
-        peers: By peer, role and outcome: the number of ends, and of bytes.
+        peers: By peer, role and outcome: the number of ended transfers, and of bytes.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """HTTP for a served store: ``/metrics``, ``/health``, ``/top``, and verbs.
 
-A thread of its own answers, so that a blocked event loop cannot delay it: ``/health``
-asks the loop for a turn, and answers 503 if it gets none.
+A separate thread answers, so that a blocked event loop cannot delay it. ``/health``
+answers 503 if the loop is blocked.
 """
 
 from __future__ import annotations
@@ -30,38 +30,39 @@ with needed_by("kvwire.observe.http", extra="metrics"):
 T = TypeVar("T")
 _JSON: Final = "application/json"
 
-# A Kubernetes probe waits 1 s by default, and should get the reason by then.
+# A Kubernetes probe waits 1 s by default, and should have the answer by then.
 LOOP_TURN_S: Final = 0.5
 
 
 class ServerOrders(Orders, Protocol):
-    """Carries out the orders of a server's clients, and knows who may see what."""
+    """Executes the orders of a server's clients, and decides what each may see."""
 
     def reader(self, headers: Mapping[str, str], client: str) -> str:
-        """Return the tenant who asks, or "" for the operator; on a thread.
+        """Return the tenant that sent a request, or "" for the operator; on a thread.
 
         Raises:
-            OrderRefused: It is neither.
+            OrderRefused: The sender is neither.
         """
 
     def report(self, tenant: str) -> tuple[StatsReport, Snapshot | None]:
-        """Return what a tenant, or the operator, may see; on the loop."""
+        """Return the numbers that a tenant, or the operator, may see; on the loop."""
 
 
 class MetricsServer:
-    """Answer GET of these paths within ``with``, on the store's loop.
+    """Serves these paths over HTTP within ``with``, on the store's loop.
 
     Args:
         store: The store.
         communicator: The communicator of the store's server, to include its numbers.
         orders: Answers every POST, and decides who may read the page;
-            ``StoreOrders(server)`` of ``kvwire.store.server.orders`` carries out verbs.
-        address: The address to listen on; ``"host:0"`` takes any free port. Anybody who
-            reaches it can read names and addresses of tiers and clients, and numbers.
+            ``StoreOrders(server)`` of ``kvwire.store.server.orders`` executes verbs.
+        address: The address to listen on; ``"host:0"`` uses any free port. Anybody who
+            can connect to it can read the names and addresses of tiers and clients, and
+            numbers.
 
     Attributes:
         url: The URL of ``/metrics``, with the real port.
-        orders: Answers POST; None if nothing does, and nobody may read the page.
+        orders: Answers POST; None if nothing does, and then nobody may read the page.
 
     Raises:
         ListenError: It cannot listen there.
@@ -108,7 +109,7 @@ class MetricsServer:
                 return self._top(self.orders, headers, client)
             if (file := page_file(path)) is not None:
                 return HttpReply(HTTPStatus.OK, *file)
-        said = f"there are /metrics, /health and {PAGE}\n".encode()
+        said = f"the paths are /metrics, /health and {PAGE}\n".encode()
         return HttpReply.of(HTTPStatus.NOT_FOUND, "text/plain", said)
 
     def _top(
@@ -120,7 +121,7 @@ class MetricsServer:
             return HttpReply(exc.status, *page_data({"error": str(exc)}))
         found = self._on_loop(lambda: orders.report(tenant))
         if found is None:
-            why = "the server's event loop is blocked, or ends"
+            why = "the server's event loop is blocked, or is ending"
             return HttpReply(HTTPStatus.SERVICE_UNAVAILABLE, *page_data({"error": why}))
         report, snapshot = found
         processes = [snapshot] if snapshot is not None else []

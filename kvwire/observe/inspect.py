@@ -65,12 +65,12 @@ def _is_socket(path: Path) -> bool:
 
 
 def snapshots(paths: list[Path]) -> tuple[list[Snapshot], list[str]]:
-    """Ask each process for a snapshot; return the answers, and the failures."""
+    """Request a snapshot from each process; return the answers, and the failures."""
     return _ask_all(paths, "snapshot", Snapshot)
 
 
 def traces(paths: list[Path]) -> tuple[list[ProcessTrace], list[str]]:
-    """Ask each process for its last events, as :func:`snapshots`."""
+    """Request each process's last events; return the answers, and the failures."""
     return _ask_all(paths, "trace", ProcessTrace)
 
 
@@ -79,7 +79,7 @@ def _ask_all(
 ) -> tuple[list[T], list[str]]:
     answers = []
     silent = []
-    # In parallel, so that several silent processes take as long as one.
+    # In parallel, so that several unresponsive processes cost no more time than one.
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         for found in threads.map(lambda path: _answer(path, what, kind), paths):
             if isinstance(found, str):
@@ -136,5 +136,5 @@ def _why_silent(pid: int) -> str:
         return late
     named = f"pid {pid}, {shown(command.decode(errors='replace'))}"
     if state in "tT":
-        return f"{named}, is stopped; `kill -CONT {pid}` lets it go on"
+        return f"{named}, is stopped; `kill -CONT {pid}` resumes it"
     return f"{named}: {late}; its event loop is busy or blocked"

@@ -1,7 +1,7 @@
-"""The page of ``kvwire top`` about processes of this user, behind a key of its own.
+"""The page of ``kvwire top`` for this user's processes, protected by its own key.
 
-The sockets of these processes are for their user alone, and every user of the host can
-connect to a port. So the page is for those who have its link, which has a random key.
+These processes' sockets are only for their user, but every user of the host can connect
+to a port. So the page needs its link, which contains a random key.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _KEY_BYTES = 32
 
 
 class InspectPage:
-    """Answers a browser about the processes whose sockets are in a folder.
+    """Serves a browser the state of the processes whose sockets are in a folder.
 
     Attributes:
-        key: What a reader has to show, in hexadecimal; new for each object.
+        key: The key that a reader must present, in hexadecimal; new for each object.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -37,10 +37,11 @@ class InspectPage:
 
     @staticmethod
     def checked(address: str) -> Address:
-        """Return the address to listen on, which is one of this host.
+        """Return the address to listen on, which must be on this host.
 
         Raises:
-            UsageError: It is another one, to which the key would travel unencrypted.
+            UsageError: It is on another host, to which the key would travel
+                unencrypted.
         """
         where = Address.parse(address)
         if not (is_loopback(where.host) or where.host == "localhost"):
@@ -55,7 +56,7 @@ class InspectPage:
         if (file := page_file(path)) is not None:
             return HttpReply(HTTPStatus.OK, *file)
         if path != DATA:
-            said = f"there is {PAGE}\n".encode()
+            said = f"the path is {PAGE}\n".encode()
             return HttpReply.of(HTTPStatus.NOT_FOUND, "text/plain", said)
         shown = headers.get("authorization", "").encode()
         if not hmac.compare_digest(f"Bearer {self.key}".encode(), shown):
@@ -63,7 +64,7 @@ class InspectPage:
             return HttpReply(HTTPStatus.UNAUTHORIZED, *page_data({"error": why}))
         try:
             found, silent = snapshots(sockets(self._folder))
-        except KVWireError as exc:  # the folder has gone
+        except KVWireError as exc:  # the folder is gone
             found = []
             silent = [str(exc)]
         view = process_view(found, self._rates.before(found), silent)

@@ -1,11 +1,11 @@
-"""Bounds of what observes processes, each with its reason."""
+"""Bounds for observing processes, each with its reason."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# What a process answers to its inspector: a snapshot or a trace, several times over.
+# The largest answer to an inspector: several times a large snapshot or trace.
 INSPECT_ANSWER_BYTES_MAX: Final = 64 << 20
-# Connections of an HTTP server at once, a thread each: a few scrapers, probes and
-# people. Others are closed.
+# An HTTP server's connections at once, each with a thread: a few scrapers, probes and
+# people. Further connections are closed.
 HTTP_CONNECTIONS_MAX: Final = 16

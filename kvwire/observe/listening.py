@@ -1,7 +1,7 @@
-"""A small HTTP server on threads, for numbers and for people.
+"""A small HTTP server on threads, for scrapers, probes and people.
 
-Each request has a thread, so that a blocked event loop cannot delay it. Connections and
-their time are bounded: a few scrapers, probes and people.
+Each request has a thread, so that a blocked event loop cannot delay it. The number of
+connections and their time are bounded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HttpGet(Protocol):
 
 
 class Orders(Protocol):
-    """Carries out the orders that come by POST, with bodies up to a length."""
+    """Executes the orders that arrive by POST, with bodies up to a length."""
 
     bytes_max: int
 
@@ -61,7 +61,7 @@ class Orders(Protocol):
 
 
 class HttpThread:
-    """Answers HTTP within ``with``.
+    """Answers HTTP requests within ``with``.
 
     Args:
         address: The address to listen on; ``"host:0"`` takes any free port.
@@ -168,7 +168,7 @@ class _Request(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer one request."""
         client = self.client_address[0]
-        # From here on it is not the client who is slow.
+        # From here on, any slowness is not the client's.
         self.server.since.pop(self.connection, None)
         self._answer(self.server.get(self._path, self._headers, client))
 
@@ -176,7 +176,7 @@ class _Request(BaseHTTPRequestHandler):
         """Carry out one order."""
         orders = self.server.orders
         status = HTTPStatus.NOT_FOUND
-        told: dict[str, Any] = {"error": "no orders are taken here"}
+        told: dict[str, Any] = {"error": "this server accepts no orders"}
         length = self.headers.get("content-length", "")
         if orders is not None and not length.isdecimal():
             status = HTTPStatus.LENGTH_REQUIRED
@@ -186,7 +186,7 @@ class _Request(BaseHTTPRequestHandler):
             told = {"error": f"the body has more than {orders.bytes_max} bytes"}
         elif orders is not None:
             body = self.rfile.read(int(length))
-            # From here on it is not the client who is slow.
+            # From here on, any slowness is not the client's.
             self.server.since.pop(self.connection, None)
             client = self.client_address[0]
             status, told = orders.answer(self._path, self._headers, client, body)
@@ -210,4 +210,4 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(reply.body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Log nothing for each request."""
+        """Do not log each request."""

@@ -2,10 +2,10 @@
 
 >>> tracer = TransferTracer(comm)
 
-Each end of a transfer is one span, from the call to the outcome, below the span that is
-current at the call. The asking end sends its trace to its peer, so both ends share one
-trace. An end without a current span lies below the peer's span; an end that has one
-gets a link to it.
+Each end of a transfer is one span, from the call to the outcome. Its parent is the span
+that is current at the call. The requesting end sends its trace to its peer, so both
+ends share one trace. An end without a current span has the peer's span as its parent;
+an end with a current span gets a link to the peer's span.
 
 ==============================  ======================================================
 attribute                       meaning
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class TransferTracer:
-    """Trace the KV transfers of one communicator that begin from now on.
+    """Traces a communicator's KV transfers that begin from now on.
 
     Args:
         communicator: The communicator. Call this on its loop; with a
@@ -78,7 +78,9 @@ class TransferTracer:
         self._communicator.watchers.remove(self)
         for transfer in list(self._begun):
             span = self._span(transfer)
-            span.set_status(Status(StatusCode.ERROR, "not traced to its end"))
+            span.set_status(
+                Status(StatusCode.ERROR, "tracing ended before the transfer")
+            )
             span.end()
 
     def __enter__(self) -> Self:
@@ -132,7 +134,7 @@ class TransferTracer:
     def _span(self, transfer: Incoming | Outgoing) -> Span:
         """Start a transfer's span at its time of begin, in the trace of both ends.
 
-        Without a current span at the call, it lies below the peer's.
+        Without a current span at the call, its parent is the peer's span.
         """
         start_ns, context = self._begun.pop(transfer)
         shared = trace.get_current_span(_below(transfer.traceparent))

@@ -33,10 +33,10 @@ with needed_by("kvwire.observe.prometheus", extra="metrics"):
 # Exported fields of Counters, each with its description; the field ends the metric's
 # name.
 _COUNTS: Final = {
-    "connections": "Connections made, by either side",
+    "connections": "Connections made by either side",
     "connections_lost": "Connections lost, not closed",
     "lanes_raised": "Lanes that came up",
-    "lanes_failed": "Lanes that did not come up, or broke",
+    "lanes_failed": "Lanes that failed to come up, or broke",
     "lanes_restored": "Lanes raised again after a break",
     "transport_fallbacks": (
         "Times that data moved to a transport that was not the preferred one"
@@ -48,15 +48,15 @@ _COUNTS: Final = {
 _DISTRIBUTIONS: Final = (
     (
         "kvwire_transfer_exposed_seconds",
-        "Time of a KV transfer that waited neither for its peer nor for compute",
+        "Time of a KV transfer, without waiting for its peer or for compute",
         "exposed",
     ),
     (
         "kvwire_transfer_queue_seconds",
-        "Time that a KV transfer waited for its peer to come",
+        "Time that a KV transfer waited for its peer",
         "queue",
     ),
-    ("kvwire_transfer_bytes", "KV bytes of a transfer that landed", "nbytes"),
+    ("kvwire_transfer_bytes", "Landed KV bytes of a transfer", "nbytes"),
 )
 _OUTCOMES: Final = ("complete", "partial", "failed")
 # Exported properties of the communicator.
@@ -67,7 +67,7 @@ _GAUGES: Final = {
 
 
 class CommunicatorCollector(Collector):
-    """Collect one communicator's numbers, labelled with its name.
+    """Collects one communicator's numbers, labelled with its name.
 
     Args:
         communicator: The communicator; do not close it while it is registered. The
@@ -95,7 +95,7 @@ class CommunicatorCollector(Collector):
             CounterMetricFamily, "kvwire_", _COUNTS, labels, [((name,), counters)]
         )
         ends = CounterMetricFamily(
-            "kvwire_transfers", "KV transfer ends", labels=[*labels, "outcome"]
+            "kvwire_transfers", "Ended KV transfers", labels=[*labels, "outcome"]
         )
         for outcome in _OUTCOMES:
             ends.add_metric([name, outcome], getattr(counters, f"transfers_{outcome}"))
@@ -113,7 +113,7 @@ class CommunicatorCollector(Collector):
         )
         unreceived = GaugeMetricFamily(
             "kvwire_unreceived_messages",
-            "Messages that are here, or announced, and that nobody receives",
+            "Messages that have arrived or were announced, but have no receive",
             labels=labels,
         )
         unreceived.add_metric([name], sum(sum(c.unreceived.values()) for c in live))
@@ -144,7 +144,7 @@ class CommunicatorCollector(Collector):
         labels = ["communicator", "peer", "role", "outcome"]
         ends = CounterMetricFamily(
             "kvwire_peer_transfers",
-            'KV transfer ends by peer; "other" beyond 64 peers',
+            'Ended KV transfers by peer; "other" beyond 64 peers',
             labels=labels,
         )
         moved = CounterMetricFamily(
@@ -159,47 +159,47 @@ class CommunicatorCollector(Collector):
 
 # Exported fields of StoreCounters.
 _STORE_COUNTS: Final = {
-    "puts": "Puts that are over",
-    "gets": "Gets that are over",
-    "stored_blocks": "Blocks put that were new",
-    "present_blocks": "Blocks put that were there",
-    "refused_blocks": "Blocks put and not kept",
-    "hit_blocks": "Blocks got that landed",
-    "missed_blocks": "Blocks got that did not",
-    "put_bytes": "KV bytes put, new or not",
-    "got_bytes": "KV bytes that landed by gets",
+    "puts": "Ended puts",
+    "gets": "Ended gets",
+    "stored_blocks": "Blocks of puts that were new",
+    "present_blocks": "Blocks of puts that were already stored",
+    "refused_blocks": "Blocks of puts that were not stored",
+    "hit_blocks": "Blocks of gets that landed",
+    "missed_blocks": "Blocks of gets that did not land",
+    "put_bytes": "KV bytes of puts, new or not",
+    "got_bytes": "KV bytes that gets have read",
 }
 # Exported fields of TierStats, for each tier.
 _TIER_COUNTS: Final = {
-    "read_blocks": "Blocks that landed from a tier",
-    "written_blocks": "Blocks a tier has taken",
-    "evicted_blocks": "Blocks evicted for others",
-    "damaged_blocks": "Blocks that were damaged",
-    "failed_blocks": "Blocks not read or written",
+    "read_blocks": "Blocks read from a tier",
+    "written_blocks": "Blocks that a tier has stored",
+    "evicted_blocks": "Blocks evicted to make room",
+    "damaged_blocks": "Blocks found to be damaged",
+    "failed_blocks": "Blocks that could not be read or written",
 }
 _TIER_GAUGES: Final = {
     "blocks": "Blocks in a tier",
-    "used_bytes": "Bytes that blocks take in a tier",
-    "size_bytes": "Bytes that they may take",
+    "used_bytes": "Bytes that blocks use in a tier",
+    "size_bytes": "Bytes that blocks may use in a tier",
 }
 # Exported fields of StoreCounters and of TenantUse, for each tenant. A store's tenants
 # are fixed when it is opened, so their number is bounded.
 _TENANT_COUNTS: Final = {
-    "hit_blocks": "Blocks got that landed",
-    "missed_blocks": "Blocks got that did not",
-    "stored_blocks": "Blocks put that were new",
-    "refused_blocks": "Blocks put and not kept",
+    "hit_blocks": "Blocks of gets that landed",
+    "missed_blocks": "Blocks of gets that did not land",
+    "stored_blocks": "Blocks of puts that were new",
+    "refused_blocks": "Blocks of puts that were not stored",
 }
 _TENANT_GAUGES: Final = {
-    "used_bytes": "Bytes of a tenant in a tier",
-    "quota_bytes": "Bytes it may have; 0: any",
+    "used_bytes": "Bytes that a tenant uses in a tier",
+    "quota_bytes": "Bytes that a tenant may use in a tier; 0: no limit",
     "pinned_bytes": "Bytes that are pinned, or retained above priority 50",
     "evicted_blocks": "Blocks of a tenant evicted from a tier since it was opened",
 }
 
 
 class StoreCollector(Collector):
-    """Collect one store's numbers, labelled ``store``, and ``tier`` for each tier.
+    """Collects one store's numbers, labelled ``store``, and ``tier`` for each tier.
 
     The label ``tenant`` has the tenant's name, or "" for blocks without a tenant.
 

@@ -7,7 +7,7 @@ to each consumer's slice in the same trace. Times are those of each host's own c
 =================  ===================================================================
 event              details
 =================  ===================================================================
-``begin``          its id, or how many blocks; send, receive, put or get
+``begin``          its id, or the number of blocks; send, receive, put or get
 ``met``            the peer's name
 ``marked``         layers marked so far, layers
 ``sent``           first layer, layers, bytes of a segment

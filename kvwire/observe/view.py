@@ -1,7 +1,7 @@
-"""What ``kvwire top`` shows: tables, for a terminal and for a page in a browser.
+"""The content of ``kvwire top``: tables, for a terminal and for a page in a browser.
 
-Nothing here reads the clock or a socket: a view is made of the snapshots of processes
-and the report of a store server, and the proxy makes its own of its engines.
+Nothing here reads the clock or a socket. A view is built from processes' snapshots and
+a store server's report; the proxy builds its own view of its engines.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from kvwire.errors import printable
 from kvwire.store.server.messages import StatsReport
 from kvwire.types import in_bytes
 
-NOBODY: Final = "no process answers: are they started with KVWIRE_INSPECT?"
-# What a transfer waits for, if not for its peer.
+NOBODY: Final = "no process answers: were they started with KVWIRE_INSPECT?"
+# What a transfer waits for, other than its peer.
 _OWN: Final = {"program": "its own program", "device": "its device"}
 # How often an idle link sends a PING.
 _PING_S: Final = 2.0
 _SILENT_S: Final = 2 * _PING_S
-# Rates are of at least this time, so that several readers do not disturb each other,
-# and at most of this time, after which nobody has looked.
+# Rates cover at least this time, so that several readers do not disturb each other, and
+# at most this time, after which there was no reader.
 _RATE_S: Final = 0.5
 _RATE_S_MAX: Final = 10.0
 
 
 class Marked(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A text in a table that is more than text.
+    """A table cell's text, with a bar, a plot or an alarm.
 
     Attributes:
         text: The text.
-        share: How full or how far something is, from 0 to 1, as a bar shows it.
-        plot: The number, for a line over the last minutes.
-        alarm: Whether somebody should look at it.
+        share: How full or how far something is, from 0 to 1; shown as a bar.
+        plot: A number that is plotted over the last minutes.
+        alarm: Whether it needs attention.
     """
 
     text: str
@@ -54,11 +54,11 @@ def text_of(cell: Cell) -> str:
 
 
 class Column(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The head of a column.
+    """A column's head.
 
     Attributes:
         name: Its name.
-        about: What it shows, where the name does not say it.
+        about: Its meaning, if the name does not make it clear.
         number: Whether its texts are numbers.
     """
 
@@ -71,8 +71,8 @@ class Row(msgspec.Struct, frozen=True):
     """A row of a table.
 
     Attributes:
-        key: Tells it from other rows in later views.
-        cells: A text for each column, printable even if a peer has chosen it.
+        key: Identifies the row in later views.
+        cells: A text for each column; printable, even if a peer has chosen it.
     """
 
     key: str
@@ -89,10 +89,10 @@ class TopTable(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         name: A word for it, such as ``"transfers"``.
-        title: What it shows.
+        title: Its title.
         columns: Its columns.
         rows: Its rows, the most urgent first.
-        total: How many rows there would be, if some were left out.
+        total: The number of rows before any were left out.
     """
 
     name: str
@@ -103,12 +103,12 @@ class TopTable(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TopView(msgspec.Struct, frozen=True):
-    """All that is shown at one time.
+    """Everything that is shown at one time.
 
     Attributes:
-        name: What is looked at, such as a server's name.
+        name: The subject, such as a server's name.
         tables: The tables; some may have no rows.
-        notes: Sentences about what no table shows.
+        notes: Sentences about facts that are in no table.
     """
 
     name: str
@@ -117,17 +117,17 @@ class TopView(msgspec.Struct, frozen=True):
 
 
 class RateMemory:
-    """Remembers the snapshots before, so that a view can show rates. Thread-safe."""
+    """Keeps earlier snapshots, so that a view can show rates. Thread-safe."""
 
     def __init__(self, most_s: float = _RATE_S_MAX) -> None:
         self._lock = threading.Lock()
         self._most_s = most_s
-        # By incarnation. bounded: by the processes of the last look
+        # By incarnation. bounded: by the processes of the last call
         self._last: dict[str, Snapshot] = {}
         self._before: dict[str, Snapshot] = {}
 
     def before(self, found: Sequence[Snapshot]) -> Sequence[Snapshot]:
-        """Return earlier snapshots of the same processes, and keep these."""
+        """Return earlier snapshots of the same processes, and store these."""
         with self._lock:
             before: dict[str, Snapshot] = {}
             last: dict[str, Snapshot] = {}
@@ -147,15 +147,15 @@ class RateMemory:
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """One reason for which something does not go on.
+    """A reason why something does not continue.
 
     Attributes:
-        who: Who waits.
-        on: Whom or what it waits for.
-        what: What is held up, such as a transfer.
-        age_s: For how long; None if that is not known.
-        why: What has to happen next, in words.
-        alarm: Whether that may never happen by itself.
+        who: The party that waits.
+        on: The party or thing that it waits for.
+        what: What is delayed, such as a transfer.
+        age_s: For how many seconds; None if unknown.
+        why: What has to happen next, as text.
+        alarm: Whether it may wait for ever.
     """
 
     who: str
@@ -167,7 +167,7 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 def waits_table(waits: Iterable[Wait]) -> TopTable:
-    """Return who waits for whom and why: a row for each pair, the longest first."""
+    """Return a table of who waits for whom and why: one row per pair, longest first."""
     groups: dict[tuple[str, str], list[Wait]] = {}
     for one in waits:
         groups.setdefault((one.who, one.on), []).append(one)
@@ -200,7 +200,7 @@ def waits_table(waits: Iterable[Wait]) -> TopTable:
 
 
 def oldest_first(aged: Iterable[tuple[float, Row]]) -> tuple[Row, ...]:
-    """Return rows with the oldest first; those of one age do not change places."""
+    """Return rows with the oldest first; rows of equal age keep their order."""
     rows = sorted(aged, key=lambda item: (-round(item[0], 1), item[1].key))
     return tuple(row for _, row in rows)
 
@@ -242,7 +242,7 @@ def process_view(
 
 
 def _waits(found: Sequence[Snapshot]) -> Iterator[Wait]:
-    # Why producers do not go on, by themselves and the transfer: consumers show it too.
+    # Why producers wait, by producer and transfer: consumers show it too.
     at_producers = {
         (one.name, transfer.id): f"; at {one.name}, {transfer.waits_for}"
         for one in found
@@ -314,8 +314,10 @@ def _processes(found: Sequence[Snapshot], before: Sequence[Snapshot]) -> TopTabl
             Column("open", "transfers without an outcome", number=True),
             Column("done", "transfers that are complete", number=True),
             Column("failed", "transfers that lack blocks", number=True),
-            Column("in/s", "KV bytes that have landed, a second", number=True),
-            Column("out/s", "KV bytes that peers have taken, a second", number=True),
+            Column("in/s", "KV bytes that landed, per second", number=True),
+            Column(
+                "out/s", "KV bytes that peers have received, per second", number=True
+            ),
         ),
         tuple(rows),
     )
@@ -381,7 +383,7 @@ def _stores(found: Sequence[Snapshot]) -> TopTable:
         (
             Column("process"),
             Column("store"),
-            Column("calls", "the oldest puts and gets under way"),
+            Column("calls", "the oldest running puts and gets"),
             Column("pinned", "blocks that may not be evicted now", number=True),
             Column("hits", "blocks that gets have found", number=True),
             Column("misses", "blocks that gets have not found", number=True),
@@ -452,9 +454,11 @@ def store_view(
     processes = process_tables(found, before) if found else ()
     notes = list(report_notes(report))
     if report.dropped:
-        notes.append(f"{report.dropped:,} clients broke a rule and were dropped")
+        notes.append(
+            f"{report.dropped:,} clients were disconnected for breaking a rule"
+        )
     name = report.name + (", read-only" if report.read_only else "")
-    # First what waits, then the server's own numbers.
+    # Waits come first, then the server's own numbers.
     tables = (*processes[:1], *report_tables(report), *processes[1:])
     return TopView(printable(name), tables, tuple(notes))
 
@@ -498,7 +502,7 @@ def _tiers(report: StatsReport) -> TopTable:
 
 
 def _share(used_bytes: int, most_bytes: int) -> float | None:
-    """Return the used part as a bar shows it; None without a limit."""
+    """Return the used share, for a bar; None without a limit."""
     return min(1.0, used_bytes / most_bytes) if most_bytes else None
 
 
@@ -553,7 +557,7 @@ def _clients(report: StatsReport) -> TopTable:
         "Clients of the store",
         (
             Column("client"),
-            Column("open", "requests under way", number=True),
+            Column("open", "running requests", number=True),
             Column("requests", "requests since it connected", number=True),
             Column("read", number=True),
             Column("written", number=True),

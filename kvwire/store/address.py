@@ -21,7 +21,7 @@ from kvwire.types import read_bytes
 
 @dataclass(frozen=True, slots=True)
 class TierAddress:
-    """A tier's address, as the user wrote it."""
+    """The address of a tier, as the user wrote it."""
 
     text: str
     scheme: str
@@ -77,12 +77,12 @@ class TierAddress:
         return nbytes
 
     def size_option(self, name: str, otherwise: int) -> int:
-        """Return an option that is a size in bytes."""
+        """Return an option that is a size in bytes; `otherwise` if it is not given."""
         text = self.options.get(name)
         return otherwise if text is None else self.size(text, name)
 
     def number(self, name: str, otherwise: float, most: float) -> float:
-        """Return an option that is a number above 0."""
+        """Return an option that is a number above 0; `otherwise` if it is not given."""
         text = self.options.get(name)
         if text is None:
             return otherwise
@@ -98,7 +98,7 @@ class TierAddress:
         return number
 
     def choice(self, name: str, known: Collection[str], otherwise: str) -> str:
-        """Return an option that is one of several words."""
+        """Return an option that is one of several words; `otherwise` if not given."""
         text = self.options.get(name, otherwise)
         if text not in known:
             raise UsageError(
@@ -107,7 +107,7 @@ class TierAddress:
         return text
 
     def slab_bytes(self, nbytes: int) -> int:
-        """Return a slab's size: the user's, or one that fits the tier's size."""
+        """Return the slab size: the user's, or one that fits the tier's size."""
         slab = max(nbytes // STORE_SLABS, min(STORE_SLAB_BYTES_MIN, nbytes))
         slab = self.size_option("slab", min(slab, STORE_SLAB_BYTES))
         slab -= slab % GRAIN_BYTES

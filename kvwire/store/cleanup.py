@@ -1,4 +1,4 @@
-"""Ending a request and waiting until its memory is free."""
+"""Ends a request, and waits until its memory is free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def drain_or_abort(request: Request[int], connection: Connection) -> None:
     Cancel safety: safe, it may be called again.
     """
     request.cancel()
-    why = "it keeps the memory of a request that is over"
+    why = "it holds the memory of a request that has ended"
     stuck = asyncio.get_running_loop().call_later(STORE_GRACE_S, connection.abort, why)
     try:
         await request.released()

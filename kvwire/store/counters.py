@@ -13,13 +13,13 @@ class StoreCounters(msgspec.Struct):
     """Counts since the store was opened. A block here is one hash.
 
     Attributes:
-        puts: Puts that have ended.
-        gets: Gets that have ended.
-        stored_blocks: Blocks in puts that the store lacked, and stored.
-        present_blocks: Blocks in puts that it had already.
-        refused_blocks: Blocks in puts that it could not store in every required tier.
-        hit_blocks: Blocks in gets that landed.
-        missed_blocks: Blocks in gets that did not.
+        puts: Ended puts.
+        gets: Ended gets.
+        stored_blocks: Blocks of puts that the store lacked and has stored.
+        present_blocks: Blocks of puts that it already had.
+        refused_blocks: Blocks of puts that it could not store in every required tier.
+        hit_blocks: Blocks of gets that landed.
+        missed_blocks: Blocks of gets that did not land.
         put_bytes: Bytes of the stored blocks in puts, new or not.
         got_bytes: Bytes that landed by gets.
     """

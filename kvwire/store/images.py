@@ -61,7 +61,7 @@ def views_of(images: Fragments) -> list[memoryview]:
 
 
 def line_of(images: Fragments) -> memoryview:
-    """Return images as contiguous memory: their own, or a copy."""
+    """Return images as contiguous memory: the images' own memory, or a copy."""
     payload = payload_of(images)
     if isinstance(payload, memoryview):
         return payload

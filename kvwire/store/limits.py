@@ -13,7 +13,8 @@ STORE_SLABS: Final = 16
 STORE_SLAB_BYTES: Final = 64 * MIB
 STORE_SLAB_BYTES_MIN: Final = 64 * KIB
 STORE_SLAB_BYTES_MAX: Final = 16 * GIB
-# Slots of one slab, so that tables by slot stay short: 64 KiB each in one of 64 MiB.
+# Slots per slab, so that tables by slot stay short: 64 KiB per slot in a slab of 64
+# MiB.
 STORE_SLOTS_MAX: Final = 1024
 STORE_TIER_BYTES_MAX: Final = 1024 * TIB
 # SHA-256 has 32 bytes; engines append the number of the cache group.
@@ -24,10 +25,10 @@ STORE_BATCH_BYTES: Final = 16 * MIB
 # Memory kept free of blocks that no other tier has, so that a put rarely waits for a
 # disk.
 STORE_HEADROOM_BYTES: Final = 64 * MIB
-# Up to this size a put writes to a store server without asking first which blocks it
-# has. If it has them all, this much was sent in vain.
+# A put of up to this size writes to a store server without first finding out which
+# blocks the server has. If the server has them all, this much was sent in vain.
 STORE_UNASKED_BYTES: Final = 2 * MIB
-# The most models, shards and groups that a disk has descriptions of.
+# How many models, shards and groups a disk describes at most.
 STORE_NAMESPACES_MAX: Final = 4096
 # The most tenants of a store: each is a label value in metrics, and its number takes
 # one byte per slot.
@@ -36,18 +37,18 @@ STORE_TENANTS_MAX: Final = 64
 # evicted, so most of a tier must be unpinned.
 STORE_PINNED_SHARE: Final = 4
 STORE_TTL_S_MAX: Final = 10 * 365 * 24 * 3600.0
-# The most blocks in one request: 256 blocks of 64 KiB fill a berth, and the look-up for
-# a prompt of 64 thousand tokens at 16 per block still fits.
+# The most blocks in one request: 256 blocks of 64 KiB fill a berth, and a lookup for a
+# prompt of 64 thousand tokens, at 16 tokens per block, still fits.
 STORE_KEYS_MAX: Final = 4096
 # The body of a verb's HTTP request: 4,096 hashes, or half a million tokens.
 STORE_ORDER_BYTES_MAX: Final = 4 * MIB
-# Limits for the answer to a verb: a few reasons for each tier, a tier's name for each
-# of them, and the nodes of a tier on many nodes.
+# Limits for the answer to a verb: a few reasons per tier, each with the tier's name,
+# and the nodes of a tier with many nodes.
 STORE_REASONS_MAX: Final = 64
 STORE_PLACES_MAX: Final = 64
-# A verb may move a quarter of a server's memory, at the rate of a disk.
+# In this time a verb can move a quarter of a server's memory at the rate of a disk.
 STORE_VERB_TIMEOUT_S: Final = 120.0
-# With keys of 80 bytes each, a description, numbers, and images:
+# The longest message: keys of up to 80 bytes, a description, numbers, and images.
 STORE_REQUEST_BYTES_MAX: Final = 512 * KIB
 # Up to this size images are inside the request or the answer. It is not less than the
 # eager limit: a refused put would leave such a message, and its credit, behind.
@@ -71,23 +72,23 @@ STORE_BERTHS_BYTES: Final = 1024 * MIB
 STORE_LENT_SHARE: Final = 4
 # Namespaces that a server describes to a new client, for its error messages.
 STORE_NAMESPACES_TOLD: Final = 64
-# A berth's bytes take 10 s at 1.6 MB/s; a slower client does not gain from a store.
+# At 1.6 MB/s a berth's bytes take 10 s; a slower client gains nothing from a store.
 STORE_TIMEOUT_S: Final = 10.0
 STORE_TIMEOUT_S_MAX: Final = 600.0
-# The longest time from the end of a transfer to the release of its memory, after which
-# the link that keeps the memory is ended; likewise for an answer, after its deadline.
+# How long memory may stay in use after its transfer has ended, or an answer unread
+# after its deadline. Then the link that holds it is dropped.
 STORE_GRACE_S: Final = 1.0
-# An unreachable server is tried again after a pause that doubles. Ten seconds of a cold
-# cache after its return matter little beside the minutes of its restart.
+# An unreachable server is redialled after a pause that doubles, up to 10 s. That much
+# of a cold cache matters little after a restart that takes minutes.
 STORE_REDIAL_S: Final = 0.1
 STORE_REDIAL_S_MAX: Final = 10.0
 # The most servers of one sharded tier: each needs a connection, and a round trip for
 # every match.
 STORE_NODES_MAX: Final = 256
-# If one of many nodes is slower than this, waiting costs a prompt more than its blocks
-# are worth.
+# If one of many nodes takes longer than this, the wait costs a prompt more than the
+# node's blocks are worth.
 STORE_NODE_TIMEOUT_S: Final = 2.0
-# The most bytes in one Redis pipeline: its answers are in memory twice for a moment.
+# The most bytes in one Redis pipeline: for a moment, its answers are in memory twice.
 STORE_PIPELINE_BYTES: Final = 4 * MIB
 # Concurrent requests of one object tier: at 20 ms each, 32 of 2 MiB are 3 GB/s.
 STORE_OBJECT_REQUESTS: Final = 32
@@ -98,19 +99,19 @@ STORE_OBJECT_PART_BYTES: Final = 16 * MIB
 STORE_OBJECT_PARTS: Final = 4
 # The most keys whose presence an object tier remembers: 100 bytes each.
 STORE_OBJECTS_KNOWN: Final = 256 * 1024
-# How long an absent key is not looked up again, although others may have put it: a put
-# asks three times whether its blocks are there.
+# How long an absent key is not looked up again, although another store may have put it:
+# a put looks up its blocks three times.
 STORE_OBJECT_ABSENT_S: Final = 2.0
-# The most unreported uses of blocks: any beyond this number are lost. If a tier fails
+# The most unreported uses of blocks; beyond that, uses are lost. Also: if a tier fails
 # again this soon after a recovery, the failure is not logged again.
 STORE_LOG_AGAIN_S: Final = 60.0
 STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
-# Reads in place are reported this long after the first of them: a server with room for
-# a few seconds of puts evicts none of these blocks earlier.
+# Reads in place are reported this long after the first of them. A server that has room
+# for a few seconds of puts evicts none of these blocks earlier.
 STORE_TOUCHES_S: Final = 0.2
 # The size of all recordings in one directory: 10 bytes per requested block.
 STORE_RECORD_BYTES: Final = 1 * GIB
-# The most matches whose get has not been recorded: an engine's waiting prompts.
+# The most matches without a recorded get: one for each of an engine's waiting prompts.
 STORE_RECORD_CHAINS: Final = 256
 # The first and the longest pause between checks whether a server's memory is mapped.
 STORE_LOOK_S: Final = 0.01

@@ -39,7 +39,7 @@ class StoreManagement(AsyncWith):
     _tiers: TierStack
     _closed: bool
     _thread: LoopThread
-    # The running operations, for which a close waits.
+    # The running operations; a close waits for them.
     _calls: set[asyncio.Future[None]]
 
     @yields_before_raising
@@ -134,9 +134,9 @@ class StoreManagement(AsyncWith):
 
         Args:
             hashes: See :meth:`put`.
-            cache: A cache of the kind that the blocks belong to. By default the blocks
-                of all caches known to this store are meant, such as all shards of a
-                model; each hash gets the worst of their states.
+            cache: A cache of the kind that the blocks belong to. By default, the blocks
+                of all caches that this store knows are searched, such as all shards of
+                a model; then each hash gets the worst of their states.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
 
@@ -170,9 +170,9 @@ class StoreManagement(AsyncWith):
     ) -> Placement:
         """Copy blocks into a higher tier before a get needs them.
 
-        A block that is there already, or is being read or written, costs nothing.
-        Blocks are copied from the head of the chain on, as many as the tenant may move
-        at once.
+        A block that is already there, or is being read or written, costs nothing.
+        Blocks are copied from the head of the chain on, up to the number that the
+        tenant may move at once.
 
         Args:
             hashes: See :meth:`put`.
@@ -320,7 +320,7 @@ class StoreManagement(AsyncWith):
         hash_tokens: HashTokens = None,
         tenant: str = "",
     ) -> Placement:
-        """Evict blocks after, or before, others of their size.
+        """Evict blocks later or earlier than other blocks of their size.
 
         Each tier that has the blocks now evicts all blocks of a lower priority first.
         The priority is forgotten when the store closes, also on a disk. All other

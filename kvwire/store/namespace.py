@@ -26,16 +26,16 @@ from kvwire.kv.paged import CacheGroup
 from kvwire.kv.spec import KVSpec
 
 ORDERS: Final = tuple(itertools.permutations(("layer", "kv", "token", "head", "dim")))
-"""Every order of an image, outermost axis first; its place here is its number, for
-ever: numbers are on disk."""
+"""All orders of an image, outermost axis first. An order's position is its number,
+which never changes, because it is stored on disk."""
 
 ABSENT: Final = 255
-"""In the place of an order: there is no such block."""
+"""Stands for an order: there is no such block."""
 
 DIGEST_BYTES: Final = 16
 
 UNKNOWN: Final = 254
-"""In the place of an order: nobody has asked whether there is such a block."""
+"""Stands for an order: nobody has looked up the block."""
 
 assert len(ORDERS) < UNKNOWN
 

@@ -29,19 +29,19 @@ class BlockState(enum.IntEnum):
     """A verb's result for one block; the best comes first."""
 
     DONE = 0
-    """It is as the verb wants it."""
+    """It is in the state that the verb requests."""
     CLIPPED = 1
-    """It is beyond what may be pinned, retained or moved."""
+    """It is beyond the limit for pinning, retaining or moving."""
     DEFERRED = 2
     """It could not be done now; the same call may succeed later."""
     REFUSED = 3
-    """Its tier or server cannot do that."""
+    """Its tier or server does not support the verb."""
     MISSING = 4
     """It is not in the store, or its bytes are damaged."""
 
 
 class VerbKind(enum.IntEnum):
-    """The verbs; numbers are on the wire."""
+    """The verbs; their numbers are used on the wire."""
 
     LOCATE = 0
     PREFETCH = 1
@@ -53,15 +53,15 @@ class VerbKind(enum.IntEnum):
 
 
 READING: Final = (VerbKind.LOCATE, VerbKind.PREFETCH)
-"""Verbs after which a store has what it had before."""
+"""Verbs that do not change which blocks a store has."""
 
 _PROTECTING: Final = (VerbKind.PIN, VerbKind.UNPIN, VerbKind.RETAIN)
-# The states by what counts among several tiers: the least.
+# The states in the order in which they count if tiers differ: the lowest wins.
 _ANY: Final = np.arange(len(BlockState))
 _EACH: Final = np.where(_ANY == BlockState.DEFERRED, -1, _ANY)
 
 PRIORITY: Final = 50
-"""The priority of a block that nobody retains."""
+"""The priority of blocks that were not retained."""
 PRIORITY_MAX: Final = 100
 
 

@@ -14,7 +14,7 @@ from kvwire.store.eviction import Key, Keys, each
 
 KEPT: Final = 0
 RETAINED: Final = 1
-"""The two kinds of protection: one that ends eviction, and one that delays it."""
+"""The two kinds of protection: pins prevent eviction, and retentions delay it."""
 
 
 class Protections:

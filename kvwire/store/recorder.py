@@ -71,7 +71,7 @@ class Recorder:
             raise UsageError(f"record={text!r}: {with_remedy(exc)}") from exc
         self._left_bytes = size - there
         self._since = monotonic()
-        # By the number of the last block that was found.
+        # By the number of the last block found.
         self._chains: OrderedDict[int, _Chain] = OrderedDict()
 
     def matched(self, keys: Keys, found: int, namespace: Namespace) -> None:
@@ -142,6 +142,6 @@ class Recorder:
 
 def _ids(keys: Keys) -> Ids:
     """Return a number for each key, which is the same for equal keys."""
-    # Of bytes, it depends on a secret of this process.
+    # Computed from bytes, it depends on a secret of this process.
     numbers = np.fromiter(map(hash, keys.tolist()), np.int64, keys.size)
     return numbers & _BITS

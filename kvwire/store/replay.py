@@ -4,8 +4,8 @@ The virtual tiers (:mod:`kvwire.store.tiers.virtual`) make the same decisions as
 store's tiers, and each line runs the store's own put and get, without the copies. So a
 replay admits and evicts exactly as a store does, at the speed of the store's index.
 
-Lines are replayed one after the other. The clock is the trace's, also for the expiry of
-blocks whose tenant has a ``ttl``.
+Lines are replayed one after another. The trace's timestamps are the clock, also for the
+expiry of blocks whose tenant has a ``ttl``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ReplayPoint(msgspec.Struct, kw_only=True):
 
     Attributes:
         time_s: The end of the interval, in seconds of the trace.
-        asked_blocks: Blocks that were requested.
+        asked_blocks: Requested blocks.
         hit_blocks: Blocks that were read from each tier.
         evicted_blocks: Blocks that each tier evicted to make room for others.
         used_bytes: Bytes in use in each tier.
@@ -99,7 +99,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     Attributes:
         lines: Lines of the trace.
         accesses: Blocks that the lines name.
-        asked_blocks: Blocks that were requested: all of a request, a load or a get.
+        asked_blocks: Requested blocks: those of all prompts, loads and gets.
         hit_blocks: Requested blocks that were found.
         hit_rate: ``hit_blocks`` as a share of ``asked_blocks``.
         span_s: The time of the last line.
@@ -146,13 +146,13 @@ class Replay:
         Args:
             tiers: See :meth:`kvwire.BlockStore.open`; only ``memory:`` and ``disk:``. A
                 disk's directory is not touched.
-            write: As there.
-            tenants: As there.
+            write: See :meth:`kvwire.BlockStore.open`.
+            tenants: See :meth:`kvwire.BlockStore.open`.
             block_bytes: The size of a block, for lines that do not record it.
             ticks_per_s: The trace's time units per second.
 
         Raises:
-            UsageError: A tier or tenant cannot be parsed, or is of another kind.
+            UsageError: A tier or tenant cannot be parsed, or its kind is not supported.
         """
         memory, *below = map(TierAddress.parse, tiers)
         for address, kind in ((memory, "memory"), *((one, "disk") for one in below)):
@@ -357,10 +357,10 @@ class _NoCopy(Operation):
     """Counts the bytes of a copy instead of making it.
 
     Attributes:
-        copied_bytes: Their sum.
+        copied_bytes: The total of the bytes not copied.
     """
 
-    # There is no other work to alternate with.
+    # There is no other work that needs a turn.
     batch_bytes = sys.maxsize
     copied_bytes = 0
 
@@ -388,7 +388,7 @@ class _Put(_NoCopy, PutOperation):
 
 
 class _Timeline:
-    """The course of a replay, in a bounded number of intervals of equal length."""
+    """A replay's counts over time, in a bounded number of equal intervals."""
 
     def __init__(self, tiers: int) -> None:
         self.points: list[ReplayPoint] = []

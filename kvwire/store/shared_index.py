@@ -1,13 +1,13 @@
 """An index in shared memory: the block in each slot of a store's memory.
 
 Only the store's own process writes the index. Other processes on this host map it
-together with the store's memory, and look up and read blocks without asking.
+together with the store's memory, and look up and read blocks without a request.
 
 Theory
 ------
 A block's *name* is the 128-bit xxh3 of its key. An *entry* has three words of 64 bits:
 
-    tag    the first half of the name, or 0: then there is no entry
+    tag    the first half of the name; 0 means that there is no entry
     place  the slot, and in the highest byte the order of the image
     seal   the slot's generation, masked with the second half of the name and the place
 
@@ -56,9 +56,9 @@ from kvwire.store.eviction import Keys
 Orders: TypeAlias = npt.NDArray[np.uint8]
 """The order of each image; see :mod:`kvwire.store.namespace`."""
 NO_SLOT: Final = -1
-"""In the place of a slot: the block is not there."""
+"""Stands for a slot: the block is not there."""
 WAYS: Final = 8
-"""Entries of a bucket: its tags are one line of a cache."""
+"""Entries per bucket: a bucket's tags fill one cache line."""
 HEAD_WORDS: Final = 8
 """Words before the buckets; the first one is the number of unlisted blocks."""
 _WORDS: Final = 3
@@ -69,10 +69,10 @@ _ORDER_BIT: Final = 56
 _ORDER_SHIFT: Final = np.uint64(_ORDER_BIT)
 _SLOT_MASK: Final = (1 << _ORDER_BIT) - 1
 _ALL_BITS: Final = (1 << 64) - 1
-# An odd number with well-spread bits, so that different places make different masks.
+# An odd number with evenly spread bits, so that different places have different masks.
 _MIX: Final = 0x9E3779B97F4A7C15
 _FOLD: Final = 32
-# A slot without a block, or with a block without an entry.
+# A slot without a block, or whose block has no entry.
 _EMPTY: Final = -1
 _UNLISTED: Final = -2
 
@@ -142,7 +142,7 @@ class SharedIndex:
             choice = (rooms[:, 1] > rooms[:, 0]).view(np.int8)
             row = np.arange(left.size)
             bucket = buckets[left, choice]
-            # One block for each bucket at a time.
+            # One block per bucket at a time.
             row = np.unique(bucket, return_index=True)[1]
             row = row[rooms[row, choice[row]] > 0]
             if not row.size:
@@ -150,8 +150,8 @@ class SharedIndex:
             way = free[row, choice[row]].argmax(axis=1)
             at = bucket[row]
             which = left[row]
-            # The tag last, since entries without a tag are ignored. The order of the
-            # others does not matter.
+            # The tag is last, since entries without a tag are ignored. The order of the
+            # other words does not matter.
             for word in (_SEAL, _PLACE, _TAG):
                 self._entries[at, word, way] = entries[which, word]
             self._listed[slots[which]] = at.view(np.int64) * WAYS + way
@@ -342,7 +342,7 @@ def _keeps_order() -> bool:
 
 
 _FENCE: Final = threading.Lock()
-# Whether processors see each other's stores and loads in order.
+# Whether processors see each other's stores and loads in program order.
 _KEEPS_ORDER: Final = _keeps_order()
 _YES: Final[Bits] = np.ones(1, np.bool_)
 _NO: Final[Bits] = np.zeros(1, np.bool_)

@@ -67,7 +67,7 @@ from kvwire.store.tiers.slabs import Slabs
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 Write = Literal["through", "back"]
-# The overhead of a call, as the bytes that could be copied in that time.
+# The overhead of a call, as the number of bytes that could be copied in that time.
 _CALL_BYTES: Final = 64 * KIB
 _KIND: Final = attrgetter("namespace.digest", "keys.size")
 
@@ -106,7 +106,7 @@ class BlockStore(StoreManagement):
         self._tiers.recorder = recorder
         self._live: dict[asyncio.Future[Any], Operation] = {}
         self._calls = set()
-        # Closes the servers of this store.
+        # The close functions of this store's servers.
         self._servers: set[Callable[[], Awaitable[None]]] = set()
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -115,7 +115,7 @@ class BlockStore(StoreManagement):
         self._held_bytes = 0
         # The lower tiers that are not closed yet.
         self._open = list(below)
-        # Looked up once: a store call is too cheap to do this each time.
+        # Looked up only once, since a store call should stay cheap.
         self._logs = logger.isEnabledFor(logging.DEBUG)
         show_store(self)
 
@@ -335,9 +335,9 @@ class BlockStore(StoreManagement):
     def require_room(self, cache: PagedCache, *, tenant: str = "") -> None:
         """Check before a put that a block of a cache fits every tier.
 
-        Without this check, every put of too large blocks would store nothing and report
-        it again. A tier that cannot be reached counts as having room, and so does a
-        disk with a codec.
+        Without this check, every put of blocks that are too large would store nothing
+        and log that again. A tier that cannot be reached counts as having room, and so
+        does a disk with a codec.
 
         Args:
             cache: The cache whose blocks will be put.
@@ -390,7 +390,7 @@ class BlockStore(StoreManagement):
         """
         self._check("BlockStore.flush", None, optional=True)
         with self._under_way():
-            # Not the operations that begin meanwhile, or this might never end.
+            # Excludes operations that begin meanwhile, or this might never end.
             if so_far := tuple(self._live):
                 await asyncio.wait(so_far)
             await self._tiers.memory.settle()
@@ -405,10 +405,10 @@ class BlockStore(StoreManagement):
         call it again to wait for its end.
         """
         self._thread.check("BlockStore.close")
-        # A server of this store may begin operations until it is closed itself.
+        # A server of this store may begin operations until the server itself is closed.
         self._closed |= not self._servers
         if self._closing is None or self._closing.done():
-            # Again, in case the close has failed, or was cancelled with its loop.
+            # Closed again, in case the close failed or was cancelled with its loop.
             self._closing = start_task(self._close())
         await asyncio.shield(self._closing)
 
@@ -436,7 +436,7 @@ class BlockStore(StoreManagement):
             await self._open.pop(0).close()
         if self._tiers.recorder is not None:
             self._tiers.recorder.close()
-        # First, because a thread keeps its copied blocks until it has finished.
+        # First, because a thread holds its copied blocks until it has finished.
         self._threads.close()
         self._tiers.memory.close()
 
@@ -476,7 +476,7 @@ class BlockStore(StoreManagement):
             return None
         if self._logs or RINGS or not work.is_small:
             return None
-        # The loop gets a turn now and then, even if every call completes at once.
+        # The loop gets a turn at times, even if every call completes at once.
         self._held_bytes += max(work.nbytes, _CALL_BYTES)
         if self._held_bytes > TURN_BYTES or not work.at_once():
             self._held_bytes = 0

@@ -74,7 +74,7 @@ class Tenant:
         name = address.place
         options = address.options
         if not name and options:
-            # The bounds of blocks that belong to no tenant.
+            # The limits for blocks that belong to no tenant.
             address.require("pinned", "moving")
         elif not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
             raise UsageError(
@@ -184,7 +184,7 @@ class Tenants:
         return min(most, tenant.moving_bytes or most)
 
     def shares(self, kind: str, size_bytes: int) -> Shares:
-        """Return the bounds of all tenants in a tier of a kind and size."""
+        """Return all tenants' limits in a tier of this kind and size."""
         quotas = [one.quotas.get(kind, STORE_TIER_BYTES_MAX) for one in self.listed]
         most = [_most(size_bytes, quota) for quota in quotas]
         pinned = [

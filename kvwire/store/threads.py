@@ -13,7 +13,7 @@ from kvwire.memory.device.device_copies import DeviceCopies
 
 T = TypeVar("T")
 
-# For a concurrent put and get, one thread each that copies and one that waits for a
+# For a concurrent put and get: each needs one thread to copy and one to wait for a
 # disk.
 _THREADS: Final = 4
 # Copying less takes no longer than waking a thread, so the loop copies it itself.

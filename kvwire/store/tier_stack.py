@@ -29,11 +29,11 @@ from kvwire.store.tiers.base import LANDED, REFUSED, Batch, BlockResults, Tier
 from kvwire.store.tiers.memory import MemoryTier
 
 _digest = itemgetter(slice(DIGEST_BYTES))
-# How often a delete repeats, while others keep putting the same blocks.
+# How often a delete is repeated while others keep putting the same blocks.
 _ROUNDS: Final = 8
 NOT_THERE: Final = "it is not in the store"
-UNSAID: Final = "it was not taken below, where by now all is well"
-"""Of a tier that did not take all, and has taken what came after that."""
+UNSAID: Final = "a lower tier did not store it, but works again by now"
+"""The reason if a tier refused some blocks, but has stored later ones."""
 
 
 class TierStack:
@@ -154,9 +154,9 @@ class TierStack:
         return self.counters, self.by_tenant[number]
 
     async def source(self, keys: Keys, first: int) -> tuple[int, Orders]:
-        """Return the first tier from ``first`` on with some of the blocks, and those.
+        """Return the first tier from ``first`` on with any of the blocks, and orders.
 
-        The number is past the last tier if there is no such tier. If a tier's lookup
+        The number is past the last tier if no tier has any. If a tier's lookup
         takes as long as a read, the tier is assumed to have the blocks: usually a match
         has just found them.
 
@@ -210,15 +210,15 @@ class TierStack:
         """Write images to every lower tier that lacks them.
 
         Returns:
-            The result of each block in the best of the tiers that count.
+            The result of each block in the best of the tiers in :attr:`keepers`.
 
         Cancel safety: the writes are finished first.
         """
         tier = self.below[0]
         if len(self.below) > 1:
             return self._write_all(namespace, batch)
-        # A tier whose ``find`` needs a round trip was asked when the put began, or is
-        # not worth it.
+        # If a tier's ``find`` needs a round trip, the tier was asked when the put
+        # began, or the question is not worth it.
         if tier.asks and tier.taking:
             return tier.write(namespace, batch)
         return self._write(tier, namespace, batch)
@@ -266,7 +266,7 @@ class TierStack:
         """Delete every block of a namespace from all tiers.
 
         Returns:
-            The number of blocks in the tiers that have an index here.
+            The number of blocks in those tiers whose index is in this process.
 
         Cancel safety: safe, it may be called again.
         """
@@ -373,7 +373,7 @@ class TierStack:
                 yield mine, self.namespaces[digest]
 
     async def flush(self) -> None:
-        """Wait until all stored blocks would survive a power cut, if a tier can.
+        """Wait until all stored blocks would survive a power cut, if a tier can do so.
 
         It first writes blocks that a tier refused when they were put.
 
@@ -388,7 +388,7 @@ class TierStack:
         if not left:
             await flushed
             return
-        with suppress(OSError):  # the error reports that together with the blocks
+        with suppress(OSError):  # the error reports this together with the blocks
             await flushed
         said = (f"{tier.name}: {tier.error or UNSAID}" for tier in self.keepers)
         blocks = "1 block is" if left == 1 else f"{left} blocks are"
@@ -398,8 +398,8 @@ class TierStack:
         """Write blocks from memory to a tier that accepts them, unless one has them."""
         # The caller has pinned the blocks: they keep their slots until this returns.
         index = self.memory.index
-        # ``below`` marks blocks that a tier below had. A tier with an index here is
-        # asked again: that costs nothing, and it may have evicted them since.
+        # ``below`` marks blocks that a lower tier had. A tier with an index here is
+        # checked again: that costs nothing, and it may have evicted them since.
         lacking = ~self.memory.below[named.slots]
         tiers = self.keepers if self.through else self.below
         for tier in tiers:
@@ -407,12 +407,12 @@ class TierStack:
                 lacking[:] = True
                 break
         if index.shares.expire:
-            # The age of a block on a disk begins anew with a restart.
+            # After a restart, a disk counts a block's age from zero.
             lacking &= ~index.late(named.slots)
         for tier in tiers:
             if any_of(lacking):
                 lacking[lacking] = ~await tier.holds(named.keys[lacking])
-        # Until a tier has taken them these blocks are in memory only.
+        # Until a tier has stored these blocks, they are in memory only.
         self.memory.untaken[named.slots] = lacking
         if not any_of(lacking):
             return ""

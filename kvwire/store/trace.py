@@ -36,8 +36,8 @@ class TraceOp(enum.Enum):
     """The operation of a trace line on its blocks."""
 
     REQUEST = ""
-    """Get the leading blocks that are stored, and put the others. A published trace has
-    such lines only."""
+    """Get the leading blocks that are stored, and put the others. Published traces have
+    only such lines."""
     LOAD = "load"
     """Get the leading blocks that are stored."""
     GET = "get"
@@ -54,7 +54,7 @@ class TraceLine(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One line of a trace.
 
     Attributes:
-        timestamp: The time since the begin of the trace; mostly in milliseconds.
+        timestamp: The time since the start of the trace, usually in milliseconds.
         input_length: Tokens of the prompt, or of the blocks.
         output_length: Tokens of the answer; a replay does not use it.
         hash_ids: The blocks, in token order.

@@ -73,7 +73,7 @@ async def test_a_peer_by_a_name() -> None:
     where = "dns://localhost:{port}?role=decode"
     name, refused = await found_by(where)
     assert name == "far"
-    assert "who keeps the zone" in refused
+    assert "the zone's owner" in refused
 
 
 @pytest.mark.parametrize(

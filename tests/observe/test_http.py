@@ -285,7 +285,7 @@ async def test_without_keys_this_host_orders_and_a_reader_is_only_read() -> None
             assert (status, told["error"]) == (403, "this server is read-only")
         with MetricsServer(store, "127.0.0.1:0") as server:
             status, told = await asyncio.to_thread(ordered, server, "/kv/pin", wanted)
-            assert (status, told["error"]) == (404, "no orders are taken here")
+            assert (status, told["error"]) == (404, "this server accepts no orders")
 
 
 @pytest.mark.parametrize(

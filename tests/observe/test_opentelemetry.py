@@ -108,7 +108,7 @@ async def test_what_is_under_way_when_it_is_closed() -> None:
         tracer.close()
     (span,) = traces.spans().values()
     assert said(span)["kvwire.transfer.id"] == "x"
-    assert span.status.description == "not traced to its end"
+    assert span.status.description == "tracing ended before the transfer"
 
 
 @pytest.mark.parametrize("where", ["neither", "asker", "answerer", "both"])

@@ -63,7 +63,7 @@ def test_nothing_at_all() -> None:
     assert not any(one.rows for one in view.tables)
     assert view.notes == (
         "a.sock: no answer",
-        "no process answers: are they started with KVWIRE_INSPECT?",
+        "no process answers: were they started with KVWIRE_INSPECT?",
     )
 
 

@@ -248,7 +248,9 @@ async def test_no_more_is_moved_at_once_than_a_tenant_may(tmp_path: Path) -> Non
             await store.put(A, CACHE, range(4), tenant=tenant)
         told = await store.demote(A, CACHE, tenant="t")
         assert told.counts == {"done": 2, "clipped": 2}
-        assert told.reason(3) == "2 blocks are what its tenant may move at once"
+        assert (
+            told.reason(3) == "2 blocks are the most that its tenant may move at once"
+        )
         assert (await store.demote(A, CACHE, tenant="u")).complete
         inside.tiers(store).moving_bytes[1] = 4096
         told = await store.demote(A[2:], CACHE, tenant="t")

@@ -1,8 +1,8 @@
 """The page of ``kvwire top`` for browsers, for any HTTP server.
 
-The files are the same for everybody and contain nothing of the process. What they show
-is a :class:`~kvwire.observe.view.TopView`, which the page fetches from :data:`DATA`;
-the server that has it decides who may read it.
+The files are the same for everybody and contain nothing about the process. They display
+a :class:`~kvwire.observe.view.TopView`, which the page fetches from :data:`DATA`. The
+server that serves it decides who may read it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvwire.observe.view import TopView
 PAGE: Final = "/top"
 """The path of the page."""
 DATA: Final = "/top.json"
-"""The path of what it shows, beside it."""
+"""The path of the data that it displays."""
 
 _FILES: Final = {
     PAGE: ("top.html", "text/html"),
@@ -38,7 +38,7 @@ _POLICY: Final = (
     "base-uri 'none'",
     "form-action 'none'",
     "frame-ancestors 'none'",
-    # Browsers that know it refuse to make markup of a text.
+    # A browser that supports this never parses a text as markup.
     "require-trusted-types-for 'script'",
     "trusted-types 'none'",
 )
@@ -63,6 +63,6 @@ def page_file(path: str) -> tuple[Mapping[str, str], bytes] | None:
 
 
 def page_data(said: TopView | Mapping[str, str]) -> tuple[Mapping[str, str], bytes]:
-    """Return the headers and the content of what the page shows, or of an error."""
+    """Return the headers and the content of the page's data, or of an error."""
     headers = {"content-type": "application/json", **_SAFE}
     return headers, msgspec.json.encode(said)

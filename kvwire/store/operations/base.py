@@ -35,15 +35,16 @@ _LANDED: Final = 0
 
 
 class Operation(ABC):
-    """Move the blocks of one call. Subclassed by the two directions.
+    """The movement of one call's blocks. Subclassed for the two directions.
 
     Attributes:
         verb: The name of the call.
-        side: The side of a transfer that the caller's cache would be.
-        batch_bytes: The most that is moved before anything else has its turn.
+        side: The side that the caller's cache would have in a transfer.
+        batch_bytes: The most bytes that are moved before other work gets a turn.
         blocks: The number of blocks.
         nbytes: The bytes of their images.
-        is_small: Whether these are few enough to be copied in one turn of the loop.
+        is_small: Whether ``nbytes`` is small enough to be copied in one turn of the
+            loop.
         asked: For a caller with a cache: the cache, its blocks, and the plan for them.
         drained: Set when nothing touches the caller's blocks any more. It stays unset
             if a device failed while it wrote to them.
@@ -66,14 +67,14 @@ class Operation(ABC):
         self._quarantined = False
         self._requests = requests
         self._reasons: list[str] = [""]
-        # What each reason means for a verb.
+        # The state that each reason means for a verb.
         self._states: list[BlockState] = [BlockState.DONE]
         self._codes: dict[BlockRequest, Codes] = {}
-        # Of a get, the first tier below that has not been asked for each block.
+        # For a get: the first lower tier that has not been tried for each block.
         self._next: dict[BlockRequest, Ids] = {}
-        # Of which memory has let go of all slots at once, in the order of the chain.
+        # Blocks whose slots were all released at once, in the order of the chain.
         self._released: set[BlockRequest] = set()
-        # Of which memory has no block.
+        # Blocks that memory does not have.
         self.elsewhere: set[BlockRequest] = set()
         self.blocks: int = 0
         self.nbytes: int = 0
@@ -90,7 +91,7 @@ class Operation(ABC):
         """Move every block that can be moved, and record the result of each.
 
         Returns:
-            The outcome of a transfer, as :attr:`asked` describes it.
+            The outcome of a transfer with the plan in :attr:`asked`.
 
         Cancel safety: a running copy is finished first.
         """
@@ -111,7 +112,7 @@ class Operation(ABC):
         return self.end()
 
     async def _fired(self) -> None:
-        """Wait for the caller's kernels here, where no other call waits as well."""
+        """Wait for the caller's kernels here, so that other calls do not wait too."""
         assert self.asked is not None
         cache = self.asked[0]
         assert cache.device is not None, "host memory has no events"

@@ -34,7 +34,7 @@ _STATES: Final = {
     BlockResult.MISSING: BlockState.MISSING,
     BlockResult.DAMAGED: BlockState.MISSING,
 }
-# Other namespaces that are looked into to say why nothing was found.
+# How many other namespaces are searched to explain why nothing was found.
 _NAMESPACES_TRIED: Final = 16
 _NO_KEYS: Final = as_keys(())
 
@@ -45,7 +45,7 @@ class GetOperation(Operation):
     verb = "get"
     side = PlanSide.CONSUMER
     reads_in_place: ClassVar[bool] = True
-    """Whether blocks of a server of this host need not be in memory here."""
+    """Whether blocks in the memory of a server on this host may be read in place."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GetOperation(Operation):
         after: object = None,
     ) -> None:
         super().__init__(tiers, requests, after)
-        # Tiers that were read in place, and have evicted a block in the middle of it.
+        # Tiers that evicted a block while it was being read in place.
         self._changed: set[Tier] = set()
 
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
@@ -69,8 +69,8 @@ class GetOperation(Operation):
         """Copy all blocks in this turn, if all are in memory on this host.
 
         Returns:
-            Whether all have landed. If not, the call goes on as if this was not tried;
-            only the bytes in the caller's blocks may be others.
+            Whether all have landed. If not, the call continues as if this had not been
+            tried; only the bytes in the caller's blocks may have changed.
         """
         memory = self.tiers.memory
         in_place: list[tuple[Tier, int, int]] = []
@@ -115,8 +115,8 @@ class GetOperation(Operation):
         begun = memory.in_flight.begun
         slots = memory.index.find(keys)
         here = slots >= 0
-        # 1. Blocks in memory are handed out at once. They are pinned in the same turn
-        #    of the loop in which they were found, so no eviction comes between.
+        # 1. Blocks in memory are handed out at once. They are found and pinned in the
+        # same turn of the loop, so no eviction can come between.
         if any_of(here):
             memory.index.pin(keys[here], slots[here])
             await self._hand_out(request, positions[here], slots[here], None)
@@ -126,12 +126,14 @@ class GetOperation(Operation):
             here = await self._read_in_place(request, positions, tier, tier.mapped)
             if any_of(here):
                 return here
-        # 2. From here on none of the blocks is in memory. If another call brings one of
-        #    them, that is waited for, and nothing has ended: the caller steps again.
+        # 2. From here on, none of the blocks is in memory. If another call is loading
+        # one of them, this call waits for it and settles nothing: the caller steps
+        # again.
         if memory.in_flight.ends and await memory.in_flight.one_ended(keys):
             return here
-        # 3. Nobody brings them. Each block has a tier to try next; those that are the
-        #    least far go on, and a hash that is listed twice goes once.
+        # 3. No other call is loading them. Each block has a tier to try next. The
+        # blocks with the nearest tier are read now; a hash that is listed twice is read
+        # once.
         tried = self._next.get(request)
         first = 0
         which: Ids | slice = _ALL
@@ -142,7 +144,7 @@ class GetOperation(Operation):
             places = np.arange(keys.size)[which]
             which = places[once(keys[places])]
         asked = positions[which]
-        # 4. Memory may have changed during this await: ``begun`` tells ``_read``.
+        # 4. Memory may have changed during this await; `_read` detects that by `begun`.
         number, orders = await self.tiers.source(keys[which], first)
         if number == len(self.tiers.below):
             fresh = asked[self._codes[request][asked] == 0]
@@ -155,8 +157,8 @@ class GetOperation(Operation):
         there = asked[found]
         orders = orders[found]
         landed, lost = await self._read(request, there, orders, tier, begun)
-        # 5. What has landed has ended. What this tier has not, or did not give, is
-        #    tried at the next one by a later step; all others are where they were.
+        # 5. Blocks that landed are settled. Blocks that this tier lacked or did not
+        # deliver are tried at the next tier by a later step; all others are unchanged.
         if landed.size == positions.size:
             return ~here  # all
         if tried is None:
@@ -167,7 +169,7 @@ class GetOperation(Operation):
         return ended[positions]
 
     async def explain(self) -> None:
-        """Add to the reason of missing blocks whether another namespace has them.
+        """Add to the reasons for missing blocks whether another namespace has them.
 
         Cancel safety: safe, it only reads.
         """
@@ -184,7 +186,7 @@ class GetOperation(Operation):
                 for s in self.tiers.namespaces.values()
                 if s != request.namespace and s.tenant == request.namespace.tenant
             ][:_NAMESPACES_TRIED]
-            # In one call: a tier may be a round trip away.
+            # In one call, since a tier may need a round trip.
             keys = [_moved(request.keys[positions], other) for other in others]
             found = await self.tiers.find(np.concatenate((*keys, _NO_KEYS)))
             table = found.reshape(-1, positions.size)
@@ -211,8 +213,8 @@ class GetOperation(Operation):
         """Copy blocks from the memory of a server on this host into the cache.
 
         Returns:
-            Which have landed. If one has been evicted meanwhile, the server is asked
-            for all others.
+            Which blocks have landed. If one was evicted meanwhile, all others are
+            requested from the server.
         """
         nbytes = request.namespace.image_bytes
         found = mapped.find(request.keys[positions], nbytes)
@@ -261,9 +263,9 @@ class GetOperation(Operation):
             return positions[:0], positions
         taken = await memory.take(nbytes, positions.size, tenant)
         keys = request.keys[positions]
-        # Taking slots may have waited for an eviction. If anybody has begun to fill
-        # meanwhile, only blocks that memory lacks still are read: no key is filled
-        # twice. From ``begin`` to ``end`` others wait for these.
+        # Taking slots may have waited for an eviction. If a fill has begun meanwhile,
+        # only blocks that memory still lacks are read, so no key is filled twice. From
+        # `begin` to `end` other calls wait for these blocks.
         if memory.in_flight.begun != begun or taken.size < keys.size:
             mine, taken = self._lacking_still(keys, taken)
             keys = keys[mine]
@@ -287,7 +289,7 @@ class GetOperation(Operation):
                 landed = results == LANDED
                 whole = bool(all_of(landed))
                 if not whole:
-                    # What nobody had found was not evicted: it is just not there.
+                    # No lookup found it, so it was not evicted: it just does not exist.
                     told = found | (results != MISSING)
                     self._note(request, positions[told], results[told], tier)
                 if whole or any_of(landed):
@@ -308,7 +310,8 @@ class GetOperation(Operation):
         """Return the blocks that are still not in memory.
 
         Returns:
-            Their places, and as many of the slots; the other slots are given back.
+            The positions of these blocks, and as many slots; other slots are given
+            back.
         """
         memory = self.tiers.memory
         free = (memory.index.find(keys) < 0) & ~memory.in_flight.busy(keys)
@@ -346,7 +349,7 @@ class GetOperation(Operation):
             BlockResult.MISSING: f"it was evicted from {tier.name} before it was read",
             BlockResult.DAMAGED: f"its bytes in {tier.name} are damaged",
             BlockResult.FAILED: f"{tier.name} could not read it: {tier.error}",
-            BlockResult.REFUSED: f"{tier.name} did not give it: {tier.error}",
+            BlockResult.REFUSED: f"{tier.name} did not deliver it: {tier.error}",
         }
         for result, reason in reasons.items():
             if any_of(results == result):

@@ -1,8 +1,8 @@
-"""A call's part for one cache group: keys, and the places of images in the cache.
+"""One cache group's part of a call: keys, and the places of images in the cache.
 
-The image of a block is its bytes in one order of the axes, without a gap. A cache has
-the same bytes in as many pieces as its layout makes; :meth:`GroupRequest.fragments`
-lists them in the image's order. A copy then goes from one list of fragments to another.
+A block's image is its bytes in one order of the axes, without gaps. A cache holds the
+same bytes in several pieces, depending on its layout; :meth:`GroupRequest.fragments`
+lists them in the image's order. So a copy goes from one list of fragments to another.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class GroupRequest(BlockRequest):
         here = self.group.spec.block_tokens
         unit = self.namespace.spec.block_tokens
         granule = math.gcd(here, unit)
-        # Where a granule's elements lie, but for its block.
+        # The offsets of a granule's elements, relative to its block.
         steps = computed_once(
             self._cache,
             ("image", self.group.name, order, granule),
@@ -123,7 +123,7 @@ class GroupRequest(BlockRequest):
         )
         if here == unit:
             return steps.blocks(self._ids[positions])
-        # Only the blocks from the first to the last of them are looked at.
+        # Only blocks between the first and the last of them are examined.
         first = int(positions[0]) * unit // here
         last = -(-(int(positions[-1]) + 1) * unit // here)
         granules = (last - first) * (here // granule)
@@ -159,7 +159,7 @@ def group_requests(
     hashes: Hashes,
     namespaces: Mapping[str, Namespace],
 ) -> tuple[GroupRequest, ...]:
-    """Return a call's part for each group of a cache."""
+    """Return each cache group's part of a call."""
     named = by_group(hashes, tuple(cache.groups))
     if len(named) < len(cache.groups):
         raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
@@ -172,7 +172,7 @@ def group_requests(
 
 def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[bytes]]:
     """Return the hashes by group; without groups, all belong to the only one."""
-    # Abstract classes are asked last: that takes several times as long.
+    # Abstract classes are checked last, since that takes several times as long.
     if not isinstance(hashes, list | tuple):
         if isinstance(hashes, Mapping):
             if hashes.keys() - set(groups):
@@ -208,9 +208,9 @@ def keys_of(hashes: Sequence[bytes], namespace: Namespace) -> Keys:
 def _woven(stream: Fragments, walk: Canonical, per_hash: int) -> Fragments:
     """Return the granules of each hash as one image.
 
-    The walk visits one granule after the other, while an image has the tokens of all of
-    its granules along one axis. So each run of a granule, from the token axis inwards,
-    moves to its place among those of the other granules.
+    The walk visits one granule after another, but an image has the tokens of all its
+    granules along one axis. So each contiguous run of a granule, from the token axis
+    inwards, moves to its place among the other granules' runs.
     """
     inner = walk.order[walk.order.index("token") :]
     extents = walk.extents(len(walk.layers), 1)

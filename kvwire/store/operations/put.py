@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 NO_SLOTS: Final = np.empty(0, np.int64)
-"""None were taken for a put: it takes its own."""
+"""No slots were taken for a put: it takes its own."""
 
 
 class PutOperation(Operation):
@@ -31,8 +31,9 @@ class PutOperation(Operation):
         tiers: The store's tiers.
         requests: The call's part for each group.
         after: See Operation.
-        arrived: Slots that were taken for a single request, and hold its images. Where
-            one is named, ``NO_SLOT`` replaces it; the others stay the caller's.
+        arrived: Slots that were taken for a single request, and hold its images. If a
+            slot gets a key, ``NO_SLOT`` replaces it; the others still belong to the
+            caller.
     """
 
     verb = "put"
@@ -48,7 +49,7 @@ class PutOperation(Operation):
     ) -> None:
         super().__init__(tiers, requests, after)
         self._arrived = arrived
-        # Blocks that were there before.
+        # Blocks that were stored before.
         self._present = 0
 
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
@@ -110,8 +111,8 @@ class PutOperation(Operation):
     ) -> tuple[Bits, Ids]:
         """Copy missing blocks into the taken slots.
 
-        Taking may have waited, so memory is looked up again, unless it is known to be
-        ``fresh``: none of these blocks is there or on its way.
+        Taking slots may have waited, so memory is looked up again, unless it is
+        ``fresh``: then none of these blocks has arrived or is arriving.
 
         Returns:
             Which blocks are in memory now, and their slots, which are pinned.
@@ -131,7 +132,7 @@ class PutOperation(Operation):
         lacking = free.nonzero()[0]
         copying = not self._arrived.size
         if copying:
-            # Without room for all, the head of the chain comes last and stays.
+            # If there is not room for all, the head of the chain comes last and stays.
             mine = lacking[max(0, lacking.size - taken.size) :]
             if mine.size < taken.size:
                 memory.give_back(taken[mine.size :])

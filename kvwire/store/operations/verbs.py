@@ -1,10 +1,10 @@
-"""Executes verbs: locates, protects and moves blocks between tiers.
+"""Executes verbs, which locate, protect and move blocks between tiers.
 
-What moves goes through slots of memory, as gets and puts do, and by the same rules: a
-prefetch is a get without a cache, so it waits for fills that are under way and nobody
-fills a block twice. A block leaves a tier only once another one has it: a demote or
-move writes it first, and then gives up the copies above, except those that are in use
-or pinned. So no cancellation, at any await, loses a block.
+Moved blocks go through slots of memory, by the same rules as in gets and puts. A
+prefetch is a get without a cache: it waits for running fills, so no block is filled
+twice. A block leaves a tier only once another tier has it: a demote or move first
+writes it there, and then drops the copies above, except those that are in use or
+pinned. So a cancellation, at any await, never loses a block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvwire.store.tiers.base import LANDED, Batch, Tier
 from kvwire.store.tiers.slabs import rounded
 
 _MOVING: Final = (VerbKind.PREFETCH, VerbKind.DEMOTE, VerbKind.MOVE)
-_AGAIN: Final = "it was evicted again meanwhile: memory has no room for it"
+_AGAIN: Final = "it was evicted again: memory has no room for it"
 _STAYS: Final = "it is in use or pinned, and stays here as well"
 
 
@@ -80,10 +80,10 @@ async def carry_out(
     Args:
         tiers: The store's tiers.
         verb: What to do.
-        namespaces: The namespaces that the blocks are in: several are shards of one
-            model, of which the worst counts.
+        namespaces: The blocks' namespaces. If there are several, they are shards of one
+            model, and the worst result counts.
         hashes: The hashes, which may be listed twice.
-        target: Where a move goes; None if a tier of the store knows the place.
+        target: The destination of a move; None if one of the store's tiers knows it.
 
     Raises:
         UsageError: There is no such tier or node, or the hashes are invalid.
@@ -129,10 +129,12 @@ async def _carry_out(
     placing.rule(
         slice(now, most),
         BlockState.DEFERRED,
-        f"as much as {bound} is under way; call again",
+        f"as much as {bound} is being moved; call again",
     )
     placing.rule(
-        slice(most, None), BlockState.CLIPPED, f"{most} blocks are what {bound}"
+        slice(most, None),
+        BlockState.CLIPPED,
+        f"{most} blocks are the most that {bound}",
     )
     return placing.end()
 
@@ -143,7 +145,7 @@ def _allowed(
 ) -> Iterator[tuple[int, int]]:
     """Reserve room for blocks to be moved.
 
-    Yields how many may be moved now, and how many if nothing else were under way.
+    Yields how many may be moved now, and how many if no other verb were running.
     """
     tenant = tiers.tenants.number(namespace.tenant)
     most_bytes = tiers.tenants.moving_bytes(tenant, tiers.memory.counts.size_bytes)
@@ -169,12 +171,12 @@ class _Mover:
         self._namespace = namespace
         self._kind = verb.kind
         self._verb = verb
-        # The tiers that give the blocks up, of those that this store has to itself.
+        # The tiers that give blocks up, among the tiers that only this store uses.
         self._above: Sequence[Tier] = ()
         self._gives_up = verb.kind is VerbKind.DEMOTE
         self._target: Tier | None
         if verb.kind is VerbKind.MOVE:
-            # A place of its own decides where gets look for a block at many nodes.
+            # With many nodes, a block's placement determines where gets look for it.
             self._gives_up = target is not None and not verb.keep
             self._target = target or tiers.node(verb.place)
             self._above = tiers.below
@@ -220,7 +222,7 @@ class _Mover:
             for node in tier.nodes().values():
                 left = lacking[placing.states[lacking] == BlockState.MISSING]
                 if left.size:
-                    # As for a store that has this node and nothing else below.
+                    # Treated like a store whose only lower tier is this node.
                     alone = copy(self._tiers)
                     alone.below = (node,)
                     found = await self._to_memory(keys[left], alone)
@@ -255,7 +257,7 @@ class _Mover:
             why = f"{target.name}: {target.error}"
             placing.rule(here, BlockState.DEFERRED, why)
             return placing
-        # From here to the pins nothing is awaited.
+        # From here to the pins there is no await.
         slots = self._memory.index.find(keys[lacking])
         here = lacking[slots >= 0]
         slots = slots[slots >= 0]
@@ -302,14 +304,14 @@ class _Mover:
     async def _give_up(
         self, target: Tier, keys: Keys, placing: Placing, there: Ids
     ) -> None:
-        """Drop the copies above a tier of the blocks that it now has."""
+        """Drop the copies above a tier for blocks that the tier now has."""
         if any(tier.durable for tier in self._above):
             try:
                 await target.flush()
             except OSError as exc:
                 placing.rule(there, BlockState.DEFERRED, str(exc))
                 return
-        # It may have evicted some for the others.
+        # The tier may have evicted some of the blocks to make room for the others.
         held: Bits = await target.holds(keys[there])
         placing.rule(
             there[~held], BlockState.DEFERRED, f"{target.name} has no room for so many"

@@ -1,9 +1,9 @@
 """A client of a store server: requests, answers and redialling.
 
 Without an active connection a request fails at once, with the reason, so an engine
-continues without its store. A connection ends by itself, or is ended when the server
-does not answer within a request's deadline. The client then dials again, after pauses
-that grow.
+continues without its store. A connection may end by itself. The client ends it if the
+server does not answer within a request's deadline. The client then redials, after
+pauses that grow.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ async def apply_verb(
 ) -> Placement:
     """Let a server execute a verb on the blocks of some hashes.
 
-    The server looks in all namespaces of the tenant that it knows of.
+    The server searches all namespaces of the tenant that it knows.
 
     Cancel safety: safe, the server may go on.
     """
@@ -129,7 +129,7 @@ class ActiveConnection:
         self._within = timedelta(seconds=timeout_s)
         self._requests = asyncio.Semaphore(welcome.requests)
         self.berths: asyncio.Semaphore = asyncio.Semaphore(welcome.berths)
-        # Of requests, and of the messages that carry their blocks.
+        # The numbers of requests, and of the messages that carry their blocks.
         self.numbers: Iterator[int] = count(1)
         self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
         self.windows: HostWindows | None = None
@@ -186,10 +186,13 @@ class ActiveConnection:
             finally:
                 late.cancel()
                 self._answers.pop(request.number, None)
-                # Its exception holds this frame, and with it what moves, in a cycle.
+                # The exception refers to this frame and so to the moved blocks, in a
+                # cycle.
                 del answer
         if not isinstance(found, kind):
-            self.connection.abort(f"{type(found).__name__} is no answer to that")
+            self.connection.abort(
+                f"{type(found).__name__} does not answer this request"
+            )
             raise ConnectionLost(
                 "the server sent an answer that does not match the request"
             )
@@ -199,8 +202,8 @@ class ActiveConnection:
         """Let the server execute a verb.
 
         Raises:
-            KVWireError: It did not, or is too old to know verbs; or the connection has
-                ended.
+            KVWireError: The server did not execute it, or is too old to know verbs; or
+                the connection has ended.
 
         Cancel safety: safe, the server may go on.
         """
@@ -247,7 +250,8 @@ class ActiveConnection:
         self.connection.abort(why)
         for waiting in self._answers.values():
             if not waiting.done():
-                # One for each: it collects the frames of whom it is raised in.
+                # A separate exception for each waiter, since it collects the frames
+                # that it passes.
                 waiting.set_exception(ConnectionLost(why))
 
 
@@ -268,13 +272,13 @@ class StoreClient:
         *,
         in_place: bool = True,
     ) -> None:
-        self.reason: str = "it was not dialled yet"
+        self.reason: str = "it has not been dialled yet"
         self.active: ActiveConnection | None = None
         self._communicator = communicator
         self._address = address
         self._timeout_s = timeout_s
         self._changed = changed
-        # Whether it reads a server of this host in place.
+        # Whether a server on this host is read in place.
         self._in_place = in_place
         self._upkeep = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
 
@@ -285,7 +289,7 @@ class StoreClient:
         return self.active
 
     async def open(self) -> None:
-        """Dial for the first time, and redial later if the server is down.
+        """Dial for the first time; if the server is down, redial later.
 
         Raises:
             KVWireError: Dialling again would not help: the address or the key is wrong.
@@ -306,7 +310,7 @@ class StoreClient:
         """
         active = self.active
         await self._upkeep.close()
-        if active is not None:  # it may not have begun to listen
+        if active is not None:  # it may not have started to listen
             await active.close_windows()
 
     # --- inside -----------------------------------------------------------------------
@@ -331,7 +335,7 @@ class StoreClient:
             raise
         self.active = active
         self.reason = ""
-        # Not before it has answered something: only then are pauses short again.
+        # Pauses become short again only after the server has answered a request.
         active.works = self._upkeep.back
         self._changed()
         return active
@@ -344,7 +348,7 @@ class StoreClient:
         except DeadlineExceeded:
             raise DeadlineExceeded(
                 f"no welcome within {self._timeout_s:g} s: {self._address} speaks "
-                f"kvwire, and is stuck or is no store server"
+                f"kvwire, but is stuck or is not a store server"
             ) from None
         if not isinstance(welcome, Welcome):
             raise UsageError(

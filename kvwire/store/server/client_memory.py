@@ -1,9 +1,10 @@
-"""Bounds the memory that all clients of a store server hold together.
+"""A bound on the memory that all clients of a store server hold together.
 
 A client that reads no answers holds its requests, the answers and its berths until
-their deadlines. That is little for one client, but all memory of a machine for a few
-hundred. So there is one limit for all of them. When it is reached, the client that has
-read nothing for the longest time is disconnected, and clients that read go on.
+their deadlines. For one client that is little, but for a few hundred it is all of a
+machine's memory. So one limit applies to all clients together. When it is reached, the
+client that has not read anything for the longest time is disconnected; clients that
+read continue.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ClientMemory:
         self._has_room = asyncio.Event()
         self._room = asyncio.Semaphore(max(1, STORE_BERTHS_BYTES // berth_bytes))
         self._used: list[Berth] = []
-        # Holder of each berth and since when, the longest first.
+        # The holder of each berth, and since when; the longest first.
         self._lent: dict[object, tuple[float, MemoryHolder]] = {}
 
     def hold(self, client: MemoryHolder, nbytes: int) -> None:

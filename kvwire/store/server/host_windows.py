@@ -1,9 +1,9 @@
 """The windows through which a client on a server's host reads its memory.
 
-A server with no tenants exposes three: its memory, its index, and the generations of
-its slots. A client opens them once it is welcomed. As soon as a transport has mapped
-them, the client looks blocks up and copies them by itself. As long as none has, or if
-it is on another host, it asks for each block.
+A server without tenants exposes three windows: its memory, its index, and the
+generations of its slots. A client opens them after the welcome. Once a transport has
+mapped them, the client looks up and copies blocks by itself. Until then, or if it is on
+another host, it requests each block from the server.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WINDOWS: Final = ("store.images", "store.index", "store.generations")
 class HostWindows:
     """A client's windows on one connection to a server. Made by :meth:`open`.
 
-    A lane may come up later, and no event reports that a transport has mapped them. So
-    they look themselves, less and less often.
+    A lane may come up later, and no event reports that a transport has mapped the
+    windows. So this object checks by itself, at growing intervals.
 
     Attributes:
         blocks: The server's blocks, once they are mapped; cancelled by ``close``.
@@ -69,12 +69,12 @@ class HostWindows:
             connection: The connection to it.
             slab_bytes: See :class:`HostBlocks`.
             alone: See :class:`HostBlocks`.
-            timeout_s: The most seconds for the answer.
+            timeout_s: The time limit for the answer, in seconds.
 
         Raises:
-            KVWireError: The server has none.
+            KVWireError: The server has no windows.
 
-        Cancel safety: safe, they end with the connection.
+        Cancel safety: safe, the windows end with the connection.
         """
         within = timedelta(seconds=timeout_s)
         opening = (connection.window(name, deadline=within) for name in WINDOWS)

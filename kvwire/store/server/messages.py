@@ -1,14 +1,14 @@
 """The messages between a store server and its clients, apart from the blocks.
 
-Every request and reply is one kvwire message of :data:`TAG`: a msgspec array, with its
-kind in front and the range of every number spelled out. Fields are numbered by
-position: new ones go to the end and have defaults, old readers ignore them. The images
-of a request's blocks, one after the other, are in the message itself if they have at
-most ``STORE_INLINE_BYTES``, and otherwise in a message of their own, with a tag that is
-made from the request's number.
+Every request and reply is one kvwire message with the tag :data:`TAG`: a msgspec array
+whose first element is its kind, and in which every number has a fixed range. Fields are
+identified by position: new ones are added at the end with defaults, and old readers
+ignore them. The images of a request's blocks follow one another. They are in the
+message itself if they have at most ``STORE_INLINE_BYTES``; otherwise they are in a
+separate message, whose tag is derived from the request's number.
 
 =========  =======================  ==================================================
-client     server                   then
+client     server                   notes
 =========  =======================  ==================================================
 Hello      Welcome                  once, before anything else
 Find       Found
@@ -19,12 +19,12 @@ Get        Done                     large images follow: only those of landed bl
 Flush      Done
 Delete     Done
 Pin        Done                     results say which blocks are pinned now
-Apply      VerbDone                   what a verb has made of each block
+Apply      VerbDone                   the verb's result for each block
 Stats      Report
 =========  =======================  ==================================================
 
 So a small request takes one round trip: a message that fits the connection's credit is
-sent at once. A larger one waits until its receiver has memory for it.
+sent at once. A larger message waits until its receiver has memory for it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 _KEY_BYTES_MAX: Final = DIGEST_BYTES + STORE_HASH_BYTES_MAX
 _Width = Annotated[int, Meta(ge=DIGEST_BYTES + 1, le=_KEY_BYTES_MAX)]
 _Joined = Annotated[bytes, Meta(max_length=STORE_KEYS_MAX * _KEY_BYTES_MAX)]
-# Not copied when it is read: a view of the message.
+# Read without a copy, as a view of the message.
 _Images = Annotated[memoryview, Meta(max_length=STORE_INLINE_BYTES)]
 _NO_IMAGES: Final = memoryview(b"")
 _Milliseconds = Annotated[int, Meta(ge=1, le=int(STORE_TIMEOUT_S_MAX * 1000))]
@@ -169,7 +169,7 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
     tenant: _Text = ""
 
 
-# Each request names one: bounded, as what a peer may have described.
+# Each request names a namespace; bounded like the namespaces that a peer may describe.
 @lru_cache(STORE_NAMESPACES_TOLD)
 def text_of(namespace: Namespace) -> NamespaceText:
     """Return a namespace in full, as messages name it."""
@@ -204,11 +204,11 @@ class NumberedRequest(ClientMessage, array_like=True, frozen=True, gc=False):
 
 
 class Find(NumberedRequest, array_like=True, frozen=True, gc=False, tag=2):
-    """Asks for the blocks, of a list, that the server has.
+    """Finds out which of these blocks the server has.
 
     Attributes:
         names: Their keys.
-        kept: Whether a block counts only where a complete put would bring it: in a tier
+        kept: Count a block only if it is where a complete put would bring it: in a tier
             below, if the server has one and writes through. Older servers ignore it.
     """
 
@@ -220,9 +220,9 @@ class Touch(ClientMessage, array_like=True, frozen=True, gc=False, tag=3):
     """Reports that these blocks were used elsewhere, or read in place.
 
     Attributes:
-        names: Their keys, the one used last in front.
-        read_blocks: How many blocks were read in place since the last report.
-        read_bytes: Their bytes.
+        names: Their keys, the last used one first.
+        read_blocks: The number of blocks read in place since the last report.
+        read_bytes: The bytes of these blocks.
     """
 
     names: Names
@@ -258,13 +258,13 @@ class Stats(NumberedRequest, array_like=True, frozen=True, gc=False, tag=7):
 
 
 class Delete(NumberedRequest, array_like=True, frozen=True, gc=False, tag=8):
-    """Requests to delete these blocks, or all of a namespace, or of a tenant.
+    """Requests to delete these blocks, or all blocks of a namespace or of a tenant.
 
     Attributes:
-        names: Their keys; None for all of the namespace.
-        digest: The digest of a namespace; empty, without names, for all of the
-            tenant's.
-        tenant: The tenant, if the operator asks; "" for the client's own.
+        names: Their keys; None for all blocks of the namespace.
+        digest: The digest of a namespace; empty, and without names, for all blocks of
+            the tenant.
+        tenant: The tenant, if the operator sends it; "" for the client's own tenant.
     """
 
     names: Names | None
@@ -287,14 +287,14 @@ class Apply(NumberedRequest, array_like=True, frozen=True, gc=False, tag=10):
     """Requests a verb for these blocks.
 
     Attributes:
-        verb: Which one, a :class:`~kvwire.store.placement.VerbKind`.
+        verb: The verb, a :class:`~kvwire.store.placement.VerbKind`.
         names: Their keys.
-        namespace: Their namespace. None for every namespace of the tenant that the
-            server knows; then the keys' digests mean nothing.
-        place: The server's tier, or the node of a move; "" for the usual one.
+        namespace: Their namespace. None for all namespaces of the tenant that the
+            server knows; then the digests in the keys are ignored.
+        place: The server's tier, or the node of a move; "" for the default.
         ttl_ms: How long a pin or retention lasts; 0 for ever.
         priority: The priority of a retention.
-        tenant: The tenant, if the operator asks; "" for the client's own.
+        tenant: The tenant, if the operator sends it; "" for the client's own tenant.
     """
 
     verb: Annotated[int, Meta(ge=0, le=int(max(VerbKind)))]
@@ -336,14 +336,15 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
     """Answers :class:`StoreHello`.
 
     Attributes:
-        version: The highest that both speak; if there is none, the server's highest.
-        durable: Whether the blocks it takes survive its restart.
-        read_only: Whether it takes no blocks.
-        requests: How many requests of one client may be open.
-        berths: How many of them move blocks at once.
+        version: The highest version that both sides support; if there is none, the
+            server's highest.
+        durable: Whether stored blocks survive a restart of the server.
+        read_only: Whether it accepts no blocks.
+        requests: How many requests one client may have open.
+        berths: How many of these requests move blocks at once.
         berth_bytes: How many bytes of blocks one request may move.
         namespaces: The namespaces of its blocks.
-        slab_bytes: Bytes of a slab of its memory, which clients of its host may read in
+        slab_bytes: Bytes of a slab of its memory, which clients on its host may read in
             place; 0 if they may not.
         alone: Whether it has blocks in memory only.
         verbs: Whether it knows :class:`Apply`.
@@ -370,13 +371,13 @@ class NumberedReply(ServerMessage, array_like=True, frozen=True, gc=False):
 
 
 class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
-    """Gives the order of each block's image, a byte each, or ``ABSENT``."""
+    """Contains the order of each block's image, one byte each, or ``ABSENT``."""
 
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)]
 
     def __post_init__(self) -> None:
         if self.orders.translate(None, _KNOWN_ORDERS):
-            raise ValueError("an order that there is not")
+            raise ValueError("an unknown order")
 
     @property
     def table(self) -> Orders:
@@ -385,22 +386,22 @@ class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
 
 
 class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
-    """Gives each block's result as a byte, and the reason for failures."""
+    """Contains each block's result, one byte each, and the reason for failures."""
 
     results: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
     reason: _Reason = ""
-    # Of a get, the order of each image.
+    # For a get: the order of each image.
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
-    # Of a get of few bytes, those of the blocks that landed.
+    # For a get of few bytes: the images of the blocks that landed.
     images: _Images = _NO_IMAGES
-    # Of a delete of all that is a tenant's, how many there were.
+    # For a delete of all of a tenant's blocks: their number.
     deleted: _Number = 0
 
     def __post_init__(self) -> None:
         if self.results and max(self.results) > _RESULT_MAX:
             raise ValueError("an unknown block result")
         if self.orders.translate(None, _KNOWN_ORDERS):
-            raise ValueError("an order that there is not")
+            raise ValueError("an unknown order")
 
     @classmethod
     def of(
@@ -421,15 +422,15 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
 
 
 class VerbDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
-    """Gives a verb's result for each block.
+    """Contains a verb's result for each block.
 
     Attributes:
         states: The state of each block, a byte each.
         codes: For each block the position of its reason, plus 1; 0 for none.
         reasons: The reasons.
-        held: Of a locate, the names of places, and for each a byte for each block: 1
-            if it has the block.
-        reason: Why nothing was done at all; empty if something was.
+        held: For a locate: the names of places, each with one byte per block: 1 if the
+            place has the block.
+        reason: Why nothing was done at all; empty if anything was done.
     """
 
     states: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
@@ -445,7 +446,7 @@ class VerbDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
         if max(self.states, default=0) > max(BlockState):
             raise ValueError("an unknown block state")
         if max(self.codes, default=0) > len(self.reasons):
-            raise ValueError("a reason that there is not")
+            raise ValueError("an unknown reason")
         lengths = {len(self.states), len(self.codes), *(len(b) for _, b in self.held)}
         if len(lengths) > 1:
             raise ValueError("the lists differ in length")
@@ -511,7 +512,7 @@ class StatsReport(NumberedReply, array_like=True, frozen=True, gc=False, tag=4):
     tiers: Annotated[tuple[TierRow, ...], Meta(max_length=_TIERS_MAX)]
     clients: Annotated[tuple[ClientRow, ...], Meta(max_length=STORE_CLIENTS_MAX)]
     dropped: _Number
-    """Clients that broke a rule and were let go of."""
+    """The number of clients that were disconnected for breaking a rule."""
     tenants: Annotated[
         tuple[TenantRow, ...], Meta(max_length=STORE_TENANTS_MAX + 1)
     ] = ()

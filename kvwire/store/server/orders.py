@@ -1,7 +1,7 @@
 """Verbs by HTTP: ``POST /kv/pin``, with a key in ``Authorization``.
 
-Somebody else transports HTTP, on threads, such as
-:class:`kvwire.observe.http.MetricsServer`; here are who may ask, and what is answered.
+The HTTP server runs elsewhere, on threads, such as
+:class:`kvwire.observe.http.MetricsServer`. Here each order is authorized and executed.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class StoreOrders:
     def report(self, tenant: str) -> tuple[StatsReport, Snapshot | None]:
         """Return the server's numbers, and its process; on the server's loop.
 
-        A tenant gets only its own numbers, and nothing of the process.
+        A tenant gets only its own numbers, and nothing about the process.
         """
         report = self._served.report(0, tenant)
         return report, None if tenant else self._communicator.snapshot()
@@ -127,7 +127,8 @@ class StoreOrders:
         if path.removeprefix(_PATH) not in VERBS:
             why = f"there are {', '.join(_PATH + verb for verb in VERBS)}"
             raise OrderRefused(HTTPStatus.NOT_FOUND, why)
-        # No page of another host can send this without being asked first.
+        # A browser sends this type for a page of another host only after asking
+        # permission.
         if headers.get("content-type", "").partition(";")[0].strip() != _JSON:
             why = f"content-type: send {_JSON}"
             raise OrderRefused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
@@ -147,10 +148,10 @@ class StoreOrders:
                 return described(running.result(STORE_VERB_TIMEOUT_S))
             except (TimeoutError, CancelledError):
                 running.cancel()
-                why = f"it was not done within {STORE_VERB_TIMEOUT_S:g} s"
+                why = f"it did not finish within {STORE_VERB_TIMEOUT_S:g} s"
                 raise OrderRefused(_AWAY, why) from None
         except DECODE_ERRORS as exc:
-            why = f"the body is not JSON as it is wanted: {exc}"
+            why = f"the body is not the expected JSON: {exc}"
             raise OrderRefused(HTTPStatus.BAD_REQUEST, why) from None
         except UsageError as exc:
             raise OrderRefused(HTTPStatus.BAD_REQUEST, str(exc)) from None
@@ -169,7 +170,7 @@ class StoreOrders:
             raise OrderRefused(_AWAY, "the store is closed")
         tiers = self._served.access.tiers
         namespaces = tiers.of_tenant(tenant or order.tenant)
-        # The server's close waits for it.
+        # A close of the server waits for this task.
         task = asyncio.current_task()
         assert task is not None
         self._served.orders.add(task)  # bounded: by the threads of HTTP

@@ -43,18 +43,18 @@ class ServedStore:
 
     Attributes:
         store: The store.
-        read_only: Clients may get and not put.
+        read_only: Whether clients may get but not put.
         berths: How many requests of one client may move blocks at once.
-        berth_bytes: The most bytes of blocks that one of them moves.
+        berth_bytes: The most bytes of blocks that one of these requests moves.
         proofs: Tenants by their proof: the id of a key, or an identity.
         name: The server's name, once it listens.
-        orders: The verbs under way that came by HTTP.
+        orders: The running verbs that came by HTTP.
         clients: The connected clients, each with the task that serves it.
         dropped: The number of clients that were disconnected for breaking a rule.
         lent_bytes: Bytes of the slots that are pinned while clients move them.
         memory: The other memory that all clients hold.
         access: The store's internal parts.
-        slab_bytes: Bytes of a slab, if clients of this host may read memory in place.
+        slab_bytes: Bytes of a slab, if clients on this host may read memory in place.
     """
 
     store: BlockStore
@@ -76,7 +76,7 @@ class ServedStore:
         self.access = access_to(self.store)
 
     def lend(self, nbytes: int) -> bool:
-        """Count bytes of pinned slots; return False if they exceed the limit."""
+        """Count bytes of pinned slots; return False if they would exceed the limit."""
         size_bytes = self.access.tiers.memory.counts.size_bytes
         if nbytes > 0 and self.lent_bytes + nbytes > size_bytes // STORE_LENT_SHARE:
             return False
@@ -88,9 +88,9 @@ class ServedStore:
         return self.proofs.get(peer.identity or peer.key_id, "")
 
     def welcome(self, tenant: str, version: int) -> Welcome:
-        """Return the welcome for a new client, of a tenant or of none.
+        """Return the welcome for a new client, which may be a tenant.
 
-        ``version`` is the one that both sides speak, or 0.
+        ``version`` is the version that both sides support, or 0.
         """
         tiers = self.access.tiers
         mine = [one for one in tiers.namespaces.values() if one.tenant == tenant]
@@ -165,7 +165,7 @@ class TransferBuffers:
     async def one(self) -> AsyncIterator[Berth]:
         """Lend a buffer; see :meth:`ClientMemory.berth`.
 
-        Cancel safety: as there.
+        Cancel safety: like that method.
         """
         async with self._room, self._memory.berth(self._client) as berth:
             yield berth

@@ -4,12 +4,13 @@
 ...     async with kvwire.StoreServer(store, "10.0.0.5:7500", psk_file=key) as server:
 ...         await server.closed()
 
-A client that proves the key may read, and write unless the server is read-only. Hashes
-are not checked: a client that writes wrong bytes under a hash poisons it for all others
-of the same tenant. A client is a tenant if it proves the tenant's key, or has the
-tenant's name in its certificate; its keys are its own, so it cannot find, get, replace
-or delete another tenant's blocks. A client with the server's own key, or a certificate
-that belongs to no tenant, is the operator: it is no tenant, and may act for each.
+A client that proves the key may read, and may write unless the server is read-only.
+Hashes are not checked: a client that writes wrong bytes under a hash poisons it for all
+others of the same tenant. A client is a tenant if it proves the tenant's key, or if its
+certificate has the tenant's name. It has its own blocks, so it cannot find, get,
+replace or delete another tenant's blocks. A client with the server's own key, or with a
+certificate that belongs to no tenant, is the operator: it is no tenant, and may act for
+each.
 
 Each client has its own berths, its own task, and its own limits; see
 :mod:`kvwire.store.server.session`. A client that breaks a rule is disconnected and
@@ -65,21 +66,23 @@ class StoreServer:
     Args:
         store: The store to serve. Close it yourself, after the server.
         address: Where to listen; ``"host:0"`` takes any free port.
-        config: As for :func:`kvwire.open`.
-        read_only: Clients may get and not put.
+        config: The configuration, as for :func:`kvwire.open`.
+        read_only: Whether clients may get but not put.
         berths: How many transfers of one client may move at once.
-        berth_bytes: The most that one transfer moves, so the largest block. A client
-            takes up to ``berths * berth_bytes`` of memory, as it uses them.
-        labels: Announces it in the directory of the configuration as a member of the
-            role "store", with these labels; None for not at all.
-        advertise: The address under which others reach it, if it listens on all
-            interfaces: a host, and a port if that differs from the one it listens on.
+        berth_bytes: The most bytes that one transfer moves, and so the largest block. A
+            client uses up to ``berths * berth_bytes`` of memory.
+        labels: Labels with which the server is announced in the configuration's
+            directory, as a member with the role "store"; None to announce nothing.
+        advertise: The address that others dial, if the server listens on all
+            interfaces: a host, with a port if that differs from the port on which it
+            listens.
         **arguments: Keys of :class:`kvwire.Config`, such as ``psk_file``.
 
     Attributes:
-        address: Where it listens, with the real port; once it is entered.
-        communicator: The communicator of its clients, for
-            :class:`~kvwire.observe.http.MetricsServer`; once it is entered.
+        address: The address on which it listens, with the real port; set by entering
+            it.
+        communicator: The communicator for its clients, to pass to
+            :class:`~kvwire.observe.http.MetricsServer`; set by entering it.
 
     Raises:
         UsageError: An argument cannot be used.
@@ -171,8 +174,8 @@ class StoreServer:
     def _share(self) -> None:
         """Let this host's clients read memory in place, if all may read all of it.
 
-        Tenants share the memory's slabs, so that none of it lies idle. Whoever maps it
-        reads the blocks of all, so with tenants nobody does.
+        Tenants share the slabs, so that no memory stays unused. A process that maps the
+        memory can read all blocks in it, so a server with tenants shares nothing.
         """
         tiers = self._served.access.tiers
         if len(tiers.tenants) or self._config.one_sided_windows == "off":
@@ -182,7 +185,8 @@ class StoreServer:
             if shared is None:
                 return
             for name, memory in zip(WINDOWS, shared.regions, strict=True):
-                # Nothing is offered in these blocks: they have their own generations.
+                # These windows offer nothing themselves: their blocks have their own
+                # generations.
                 block_bytes = math.gcd(memory.nbytes, GIB)
                 window = self.communicator.expose(name, memory, block_bytes=block_bytes)
                 self._windows.append(window)
@@ -226,7 +230,7 @@ class StoreServer:
             await self.communicator.close()
             await asyncio.wait((self._accepting,))
         while self._windows:
-            # Its memory may be freed once nothing of it is left here.
+            # Its memory may be freed once nothing here refers to it.
             await self._windows.pop().close()
         while under_way := (*self._served.clients.values(), *self._served.orders):
             await asyncio.wait(under_way)
@@ -314,9 +318,9 @@ def _config(
         tls_peers=tuple(dict.fromkeys((*loaded.tls_peers, *identities))),
         # A receive allocates what a client announces, up to this.
         message_bytes=STORE_REQUEST_BYTES_MAX,
-        # A thousand keys, or a small block, go at once.
+        # A thousand keys, or a small block, are sent at once.
         eager_bytes=EAGER_BYTES_MAX,
-        # The answer to a request is lost with its connection, so its transfer is.
+        # If a connection is lost, the request's answer is lost, and so is its transfer.
         resume=False,
         connections_max=min(loaded.connections_max, STORE_CLIENTS_MAX),
     )

@@ -1,14 +1,14 @@
 """One client of a store server: its requests, and their blocks.
 
-Each request is a task, and ends by itself: its blocks by their deadline, everything at
-the end of the connection. Nothing here is ever cancelled, so a berth is given back only
-when neither the link nor the store uses it any more.
+Each request is a task that ends by itself: blocks at their deadline, everything when
+the connection ends. Nothing here is ever cancelled, so a berth is given back only when
+neither the link nor the store uses it any more.
 
-Blocks that a get finds in memory are sent from there, without a copy: their slots are
-pinned until the link has sent them, or until the deadline. Blocks of a put are received
-into free slots in the same way, and get their keys when all of them have arrived. So
-that stalled clients cannot pin all of memory, only a part of it may be pinned like
-this; beyond that blocks go through a berth, as blocks of other tiers do.
+Blocks that a get finds in memory are sent from there without a copy: their slots stay
+pinned until the link has sent them, or until the deadline. A put's blocks are received
+into free slots in the same way, and get their keys when all of them have arrived. Only
+a part of memory may be pinned like this, so that stalled clients cannot pin all of it.
+Beyond that, blocks go through a berth, as blocks in other tiers do.
 """
 
 from __future__ import annotations
@@ -114,16 +114,15 @@ class ClientSession:
         self._tiers = served.access.tiers
         self._move = served.access.run
         self._connection = connection
-        # The tenant whose keys it names; "" without one.
+        # The tenant that the client is; "" without one.
         self._tenant = served.tenant_of(connection.peer)
         self._berths = TransferBuffers(served.berths, served.memory, self)
         self._open: set[asyncio.Task[None]] = set()
         # Answers that the client has not read yet, and since when; the oldest first.
         self._unsent: dict[object, float] = {}
-        # Of the answer to the request that is being begun.
+        # The memory of the answer to the request that is now being started.
         self._begun_bytes = 0
-        # Of those the gets of which only the images are not through yet; each has a
-        # berth.
+        # How many gets have only their images left to send; each of them has a berth.
         self._answered = 0
         self._asked = 0
         self._read_bytes = self._written_bytes = 0
@@ -159,7 +158,8 @@ class ClientSession:
                 )
             theirs = hello.version_min, hello.version_max
             version = common_version(VERSIONS, theirs)
-            # Also without a common version: its user is to learn which one is here.
+            # Sent even without a common version, so that the client can report the
+            # server's.
             await self._send(self._served.welcome(self._tenant, version))
             if not version:
                 raise version_mismatch(VERSIONS, theirs, "the client")
@@ -172,7 +172,7 @@ class ClientSession:
         except KVWireError as exc:
             self.drop(str(exc))
         except Exception:
-            # A bug of ours ends only this client's connection.
+            # A bug here ends only this client's connection.
             logger.exception("store server: %s cannot be served", self._connection.peer)
             self.drop("it cannot be served here")
         finally:
@@ -208,7 +208,7 @@ class ClientSession:
                 putting = self._put(request)
                 if not request.images or self._tiers.below:
                     return putting
-                # Room is mostly there: then it is answered in this turn.
+                # There is usually room, and the request is then answered in this turn.
                 try:
                     return _going_on(putting, putting.send(None))
                 except StopIteration:
@@ -263,7 +263,7 @@ class ClientSession:
             task = asyncio.current_task()
             if task in self._open:
                 self._release_after(task, len(body))
-            else:  # the request is being begun
+            else:  # the request is being started
                 self._begun_bytes += len(body)
         return sent
 
@@ -300,7 +300,7 @@ class ClientSession:
         nbytes = keys.size * image_bytes
         if len(request.images) != (nbytes if nbytes <= STORE_INLINE_BYTES else 0):
             raise UsageError(
-                f"the put has {len(request.images)} bytes of images, not {nbytes}"
+                f"the put has {len(request.images)} bytes of images instead of {nbytes}"
             )
         refusal = refusal or self._write_refusal(namespace)
         if refusal:
@@ -380,13 +380,15 @@ class ClientSession:
         try:
             came = await images
         except RequestError as exc:
-            return f"its blocks did not come: {error_text(exc)}"
+            return f"its blocks did not arrive: {error_text(exc)}"
         finally:
             await drain_or_abort(images, self._connection)
-        return "" if came == into.nbytes else f"{came} bytes came of {into.nbytes}"
+        return (
+            "" if came == into.nbytes else f"only {came} of {into.nbytes} bytes arrived"
+        )
 
     def _get(self, request: Get) -> Awaitable[object] | None:
-        """Send few bytes at once if all are in memory; else return the work."""
+        """Send a few bytes at once if all are in memory; otherwise return the work."""
         memory = self._tiers.memory
         keys = request.names.keys_of(self._tenant)
         namespace, refusal = self._namespace(request, keys.size)
@@ -404,7 +406,7 @@ class ClientSession:
         sent = self._send(
             StoreDone(request.number, bytes(keys.size), "", orders, images)
         )
-        # Mostly it is sent at once, without any waiting.
+        # Usually it is sent at once, without waiting.
         return None if succeeded(sent) else sent
 
     async def _get_many(self, request: Get, namespace: Namespace, keys: Keys) -> None:
@@ -446,12 +448,13 @@ class ClientSession:
         found: Fragments,
     ) -> None:
         """Answer a get, and send the images of the blocks that landed."""
-        # Which way they go is told by what was asked, since the client knows no more.
+        # The request determines where images are sent, since the client knows nothing
+        # else.
         asked_bytes = results.size * namespace_told(request.namespace).image_bytes
         inline = asked_bytes <= STORE_INLINE_BYTES
         images = line_of(found) if inline else memoryview(b"")
         self._read_bytes += len(images)
-        # From here on the client counts it as answered, and may ask for something else.
+        # From here on the client counts it as answered, and may send another request.
         self._answered += 1
         done = StoreDone.of(request.number, results, reason, orders.tobytes(), images)
         try:
@@ -474,7 +477,7 @@ class ClientSession:
             await self._send(done)
             self._read_bytes += await sent
         except RequestError as exc:
-            # The client took none by its deadline.
+            # The client did not take the images by their deadline.
             logger.debug("store server: blocks were not taken: %s", error_text(exc))
         finally:
             await drain_or_abort(sent, self._connection)
@@ -488,7 +491,7 @@ class ClientSession:
     async def _done(self, request: Flush | Delete | Pin) -> StoreDone:
         """Execute a request; the answer has the reason if it failed."""
         if self._served.read_only:
-            # Nothing was put here, so there is nothing to flush.
+            # Nothing was put through this server, so there is nothing to flush.
             reason = "" if isinstance(request, Flush) else _READ_ONLY
             return StoreDone(request.number, reason=reason)
         try:
@@ -499,7 +502,7 @@ class ClientSession:
                     deleted = await self._delete(request)
                     return StoreDone(request.number, deleted=deleted)
                 case Pin():
-                    # Of clients that are older than verbs.
+                    # From clients that are older than verbs.
                     keys = request.names.keys_of(self._tenant)
                     kind = VerbKind.PIN if request.pinned else VerbKind.UNPIN
                     done = np.zeros(keys.size, np.bool_)
@@ -544,7 +547,7 @@ class ClientSession:
         if request.digest:
             digest = of_tenant(request.digest, self._tenant)
             return await self._tiers.delete_namespace(digest)
-        # A tenant's name for itself is taken; its own goes before another's.
+        # A tenant may name itself; its own tenant takes precedence over another's.
         return await self._store.delete_all(tenant=self._tenant or request.tenant)
 
     def _namespace(self, request: TransferMessage, count: int) -> tuple[Namespace, str]:
@@ -559,11 +562,11 @@ class ClientSession:
                 return asked, _not_another(self._tenant, asked.tenant)
             namespace = namespace_told(request.namespace, self._tenant)
         if not request.names.all_in(asked):
-            return namespace, "a key is of another namespace than the request"
+            return namespace, "a key has another namespace than the request"
         if count * namespace.image_bytes > self._berths.nbytes:
             return namespace, (
                 f"{count} blocks of {namespace.image_bytes} bytes are "
-                f"more than the {self._berths.nbytes} that one transfer may have here"
+                f"more than the {self._berths.nbytes} that one transfer may move here"
             )
         return namespace, ""
 
@@ -572,7 +575,7 @@ class ClientSession:
             return _READ_ONLY
         known = self._tiers.namespaces
         if namespace.digest not in known and len(known) >= STORE_NAMESPACES_MAX:
-            return f"it has blocks of {STORE_NAMESPACES_MAX} kinds of caches already"
+            return f"it already has blocks of {STORE_NAMESPACES_MAX} kinds of caches"
         return ""
 
 

@@ -84,16 +84,16 @@ class BlockResult(enum.IntEnum):
 
     LANDED = 0
     MISSING = 1
-    """It is not there, or not any more."""
+    """It was never there, or is not there any more."""
     DAMAGED = 2
-    """What is there are not the bytes that were written."""
+    """The stored bytes are not the bytes that were written."""
     FAILED = 3
     """Reading or writing failed; see ``error``."""
     REFUSED = 4
-    """It does not fit, or nothing is taken at the moment; see ``error``."""
+    """It does not fit, or the tier accepts nothing at the moment; see ``error``."""
 
 
-# As arrays have them: what a member of an enum is, NumPy asks in four calls of Python.
+# As values for arrays: for an enum member, NumPy needs four Python calls.
 LANDED: Final = np.uint8(BlockResult.LANDED)
 MISSING: Final = np.uint8(BlockResult.MISSING)
 DAMAGED: Final = np.uint8(BlockResult.DAMAGED)
@@ -115,7 +115,8 @@ class Batch(NamedTuple):
         sizes: In a read, an array that receives the stored bytes of each block; None if
             only whole images can be used.
         born: When each block was put, in seconds since 1970; a read sets it if known.
-            None means now in a write, and that a read need not return it.
+            None in a write means now; None in a read means that the times are not
+            needed.
     """
 
     keys: Keys
@@ -140,8 +141,8 @@ class Batch(NamedTuple):
     def stored(self, sizes: Ids) -> tuple[Batch, Bits]:
         """Return the batch with these lengths, and which blocks fit.
 
-        A block that does not fit keeps its whole memory, whose content after the read
-        is useless.
+        A block that does not fit keeps its whole memory, whose content is undefined
+        after the read.
         """
         most = self.images.lengths.astype(np.int64)
         fit = (sizes > 0) & (sizes <= most)
@@ -234,15 +235,15 @@ def uses_of(index: Index) -> tuple[TenantUse, ...]:
 
 
 class Touches:
-    """Uses of blocks that have not been reported to a remote tier.
+    """Uses of blocks that have not been reported to a remote tier yet.
 
     A read or write in that tier counts as a use already, so it is not reported.
     """
 
     def __init__(self) -> None:
-        # Not told of yet; the one used last at the end.
+        # Not reported yet; the last used one at the end.
         self.used: dict[Key, None] = {}
-        # Moved, and not yet touched for that here.
+        # Read or written there, and not used here since.
         self._moved: set[Key] = set()
 
     def moved(self, keys: Keys) -> None:
@@ -302,7 +303,7 @@ class Tier(ABC):
         self.name = name
         self._counts = TierStats()
         self._error = ""
-        # Whether the trouble's beginning was logged, and when its end was.
+        # Whether the beginning of the trouble was logged, and when its end was.
         self._logged = False
         self._ended_at = -math.inf
 
@@ -401,7 +402,7 @@ class Tier(ABC):
         """Read blocks, even if the caller is cancelled meanwhile."""
 
     def touch(self, keys: Keys) -> None:  # noqa: B027 - not everybody is told
-        """Record uses of blocks in another tier, to evict them later here."""
+        """Record uses of blocks in another tier, so they are evicted later here."""
 
     @abstractmethod
     async def delete(self, keys: Keys) -> None:

@@ -1,17 +1,18 @@
 """Tiers that keep entries of a codec: writes encode, reads decode.
 
-A put encodes each image, and the tier keeps the entry if it is shorter, else the image.
-A get decodes into the image's own memory, whatever codec the tier was opened with: the
-length shows whether an image or an entry was kept, and an entry names its codec. So a
-tier whose ``codec=`` is changed or left out can still read its older blocks.
+A put encodes each image. The tier keeps the entry if it is shorter than the image, and
+the image otherwise. A get decodes into the image's own memory. This works with any
+codec that the tier was opened with: the length shows whether an image or an entry was
+stored, and an entry names its codec. So a tier whose ``codec=`` is changed or removed
+can still read its older blocks.
 
-A codec that loses bits is agreed upon by name. A key never names two contents, and such
-a codec returns another content than was put: its blocks have keys of their own, which
-include the codec's name (:mod:`kvwire.store.namespace`). A store that is opened with
-another codec does not find them, so only users that asked for the loss get them.
+A lossy codec is agreed upon by name. A key never names two contents, but a lossy codec
+returns other content than was put. So its blocks have separate keys, which include the
+codec's name (:mod:`kvwire.store.namespace`). A store with another codec does not find
+them: only users that chose the loss get these blocks.
 
-All of it runs on threads. Encoding needs as much memory again as the images of the few
-batches that are being encoded.
+Encoding and decoding run on threads. Encoding needs additional memory: as much as the
+images of the few batches that are being encoded.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import FAILED, LANDED, Batch, BlockResults, Tier
 from kvwire.store.tiers.slabs import rounded
 
-# Lengths of entries in a tier of slots: so many for images of one size. A slab has
-# slots of one length, and each length that there is takes slabs of its own.
+# How many different entry lengths a tier with slots has for images of one size. A slab
+# has slots of one length, so each length needs its own slabs.
 _LENGTHS: Final = 16
 # Threads that encode or decode one batch.
 _LANES: Final = 4
 
 REDIS: Final = ("redis", "rediss", "valkey", "valkeys")
 _NOT_CODED: Final[Mapping[str, str]] = {
-    "memory": "blocks are copied to caches from here; put coded ones into a tier below "
+    "memory": "its blocks are copied directly to caches; use the codec in a tier below "
     "it, which may be in memory: disk:/dev/shm/DIRECTORY?size=SIZE&codec=NAME",
-    "kvwire": "the server's own tiers may have one: kvwire store serve",
+    "kvwire": "set it for the server's own tiers: kvwire store serve",
     **dict.fromkeys(
-        (*REDIS, "mooncake"), "values are images; put coded ones into disk or object"
+        (*REDIS, "mooncake"), "its values are images; use a codec in disk or object"
     ),
 }
 
 
 def codec_of(address: TierAddress) -> BlockCodec | None:
-    """Return the codec with which blocks are put, or None."""
+    """Return the codec that encodes new blocks, or None."""
     name = address.options.get("codec")
     if name is None:
         return None
@@ -149,7 +150,7 @@ class CodedTier(Tier):
         return lengths
 
     def _padded(self, nbytes: int, image_bytes: int) -> int:
-        """Return the bytes to keep: of a padded entry, or of the whole image."""
+        """Return the bytes to store: a padded entry, or the whole image."""
         if not nbytes:
             return image_bytes
         step = rounded(-(-image_bytes // _LENGTHS)) if self.slotted else 1
@@ -175,7 +176,7 @@ _Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 
 def _lanes(count: int) -> list[Ids]:
-    """Split positions into a part for each thread."""
+    """Split positions into one part per thread."""
     return [p for p in np.array_split(np.arange(count), _LANES) if p.size]
 
 

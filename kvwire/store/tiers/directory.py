@@ -1,7 +1,7 @@
 """The directory of a disk tier: the index, and the file of images beside it.
 
-Every system call that moves bytes of images is a method of its own, so that a test can
-make any of them fail, or kill the process before it.
+Every system call that moves bytes of images has its own method, so that a test can make
+any of them fail, or kill the process before it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class TierDirectory:
         with contextlib.ExitStack() as opened:
             self.file: File = file_type(path / _IMAGES)
             opened.callback(self.file.close)
-            # SQLite's ends when this process closes any descriptor of its file; and its
-            # first sync makes the names of both files safe.
+            # SQLite's lock ends when this process closes any descriptor of its file;
+            # and its first sync makes the names of both files durable.
             if not self.file.lock():
                 raise UsageError(
                     f"{path}: {self.file.locked_by()} has this store open; give each "
@@ -59,10 +59,10 @@ class TierDirectory:
             self.whole: bool = self.index.closed
             self._names = self._named()
             self._resize(self.slabs * slab_bytes)
-            opened.pop_all()  # they are this one's now
+            opened.pop_all()  # they now belong to this object
 
     def check(self) -> None:
-        """Check that the directory still has the opened files.
+        """Check that the directory still contains the opened files.
 
         Raises:
             OSError: The directory was removed or replaced, so blocks written now would
@@ -80,7 +80,7 @@ class TierDirectory:
             )
 
     def _named(self) -> list[tuple[int, int]]:
-        """Return the identity of the files that currently have its two names."""
+        """Return the identities of the files that have the two names now."""
         found = ((self._path / name).stat() for name in (_IMAGES, _INDEX))
         return [(one.st_dev, one.st_ino) for one in found]
 
@@ -93,18 +93,18 @@ class TierDirectory:
 
     def _resize(self, nbytes: int) -> None:
         if self.file.nbytes > nbytes:
-            # First their rows: they would fit nothing once the file grows again.
+            # Their rows first: they would be wrong once the file grows again.
             end = self.slabs * stride_of(self.index.slab_bytes)
             self.index.erase([range(end, 2**62)])
         elif self.file.nbytes < nbytes:
-            # Somebody may have cut it, or taken it away.
+            # Another process may have truncated or removed it.
             self.whole = False
         self.file.resize(nbytes)
 
 
 Views: TypeAlias = list[memoryview]
 
-# What Linux takes in one call.
+# The most buffers that Linux accepts in one call.
 _VIEWS: Final = 1024
 
 
@@ -144,7 +144,7 @@ class File:
             self.allocate(have, nbytes - have)
 
     def lock(self) -> bool:
-        """Lock it until it is closed; return False if another process has it locked."""
+        """Lock it until it is closed; return False if another process has locked it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

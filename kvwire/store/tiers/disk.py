@@ -1,15 +1,16 @@
 """A tier of slots in one file, which survives restarts.
 
-An index in memory records which slot has which image, and SQLite does so on the disk.
-One thread at a time writes: images first, then the rows that name them, in one
-transaction. A read pins its slots, so that nothing else is written there. A disk error
-fails the requests it happened to, with a reason; later ones are tried anew.
+An index in memory, and SQLite on the disk, record which image is in which slot. Only
+one thread writes at a time: first images, then the rows that name them, in one
+transaction. A read pins its slots, so that nothing is written to them. A disk error
+fails only the requests during which it occurred, with a reason; later requests try
+again.
 
 Trust
 -----
 If the tier was not closed in order, a row may name an image that was being overwritten.
-So such a block is found, but not *held* until it was read and compared: a put of it
-reads it first, and writes it again unless it is whole.
+So such a block is found, but does not count as *held* until it has been read and
+compared. A put of it first reads it, and writes it again if it is damaged.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
 _ABSENT: Final = np.uint8(ABSENT)
 _SYNCS: Final = ("flush", "put")
 _SERIALS_PER_S: Final = 1_000_000
-# Of a write that has no room for all, beside others who go on reading and writing.
+# Rounds of a write that lacks room, while other calls keep reading and writing.
 _ROUNDS: Final = 8
-# To read that little of what the kernel has takes no longer than to wake a thread.
+# Reading this little from the kernel's cache takes no longer than waking a thread.
 _AT_ONCE_BYTES: Final = 256 * KIB
-# Python cannot read all that SQLite quotes of a damaged file.
+# The last one: Python cannot decode everything that SQLite quotes from a damaged file.
 _ERRORS: Final = (OSError, sqlite3.Error, UnicodeDecodeError)
 # SQLite's errors about the disk; all others are about a damaged file.
 _NOT_DAMAGE: Final = tuple(
@@ -105,20 +106,20 @@ class DiskTier(CodedTier):
         self._sums = np.zeros(self._slabs.slots, np.uint64)
         self._nbytes = np.zeros(self._slabs.slots, np.int64)
         self._trusted = np.zeros(self._slabs.slots, np.bool_)
-        # The size of slots that the rows of each slab are of; 0 without any.
+        # For each slab, the slot size that its rows have; 0 without rows.
         self._named_bytes = np.zeros(len(self._slabs), np.int64)
-        # Slots whose rows name what is not there any more.
+        # Slots with a row for an image that is not there any more.
         self._stale: set[int] = set()
         self._index.unnamed = self._stale
         self._serial = 0
-        # Of the blocks that are there after a write, those that were not before.
+        # Written blocks that were not there before.
         self._written_blocks = 0
         self._counts.size_bytes = nbytes
         self._in_flight = InFlightFills()
-        # Who reads or writes slots now.
+        # The running reads and writes of slots.
         self._users: set[asyncio.Future[None]] = set()
         self._writing = asyncio.Lock()
-        # What a flush has failed with since it was opened.
+        # The first failure of a flush since the tier was opened.
         self._unflushed = ""
         self._restore()
 
@@ -150,12 +151,12 @@ class DiskTier(CodedTier):
         try:
             return await threads.run(open_it)
         except BaseException as exc:
-            # Also when this was cancelled while the thread was opening it.
+            # Also if this was cancelled while the thread was opening it.
             for directory in opened:
                 directory.close(in_order=False)
-            # Of an error with a name the system could make no file, large or small.
+            # An error with a file name means that no file could be made, of any size.
             if _is_full(exc) and not getattr(exc, "filename", None):
-                text = f"the disk has no room for {nbytes} bytes; give it less: ?size="
+                text = f"the disk has no room for {nbytes} bytes; set a smaller ?size="
                 raise UsageError(f"tier {address.text!r}: {text}") from exc
             if isinstance(exc, _ERRORS):
                 raise UsageError(f"tier {address.text!r}: {_why(exc)}") from exc
@@ -208,8 +209,8 @@ class DiskTier(CodedTier):
             return ""
         if self._slabs.capacity(nbytes):
             return (
-                f"a block of {nbytes} bytes is more than half of what tenant "
-                f"{namespace.tenant} may have on this disk"
+                f"a block of {nbytes} bytes is more than half of the quota that tenant "
+                f"{namespace.tenant} has on this disk"
             )
         return (
             f"a block of {nbytes} bytes has no room in a slab of "
@@ -229,7 +230,7 @@ class DiskTier(CodedTier):
                 break
             await asyncio.wait(users)
         if any_of(results == REFUSED):
-            self.error = "it has no room for so many blocks, beside what is in use"
+            self.error = "it has no room for so many blocks besides those in use"
         return results
 
     async def _write_some(
@@ -238,7 +239,7 @@ class DiskTier(CodedTier):
         """Write the absent blocks, as far as there is room.
 
         Returns:
-            The results, and the futures to wait for before others may have room.
+            The results, and the futures to wait for before there may be more room.
         """
         results = np.full(batch.keys.size, LANDED, np.uint8)
         held = await self._look(namespace, batch.keys)
@@ -247,7 +248,7 @@ class DiskTier(CodedTier):
         self.touch(names)
         if not lacking.size:
             return results, ()
-        # Not evicted for the others.
+        # Pinned, so that these blocks are not evicted for the others.
         mine = self._index.find(names)
         if mine.size:
             self._index.pin(names, mine)
@@ -271,7 +272,7 @@ class DiskTier(CodedTier):
         here = np.flatnonzero(slots >= 0)
         if not here.size:
             return results
-        # In the order that it has by now: it may have been put anew since it was found.
+        # Its order now: it may have been put again since it was found.
         batch.orders[here] = self._index.orders(slots[here])
         part = batch.selected(here)
         slots = slots[here]
@@ -292,7 +293,7 @@ class DiskTier(CodedTier):
             results[here] = got
             batch.tell(here, part)
             self._trusted[slots[got == LANDED]] = True
-            # One that could not be read may be whole, and be read the next time.
+            # A block that could not be read may be whole, and readable the next time.
             self._trusted[slots[got == FAILED]] = False
             bad = got == DAMAGED
         finally:
@@ -320,7 +321,7 @@ class DiskTier(CodedTier):
         await self.delete(np.concatenate((coming, self.known(digest))))
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
-        """See Tier. Pins are on the disk too; if that fails, they are as before."""
+        """See Tier. Pins are stored on the disk too; if that fails, nothing changes."""
         match verb.kind:
             case VerbKind.PIN | VerbKind.UNPIN:
                 return await self._pin(verb, keys)
@@ -346,14 +347,14 @@ class DiskTier(CodedTier):
         return tuple(self._rows.namespaces.values())
 
     async def flush(self) -> None:
-        # A disk may have dropped what it has failed to take once, so an error lasts
-        # until the tier is closed.
+        # A disk may have dropped data that it failed to write, so the error stays until
+        # the tier is closed.
         async with self._writing:
             try:
                 await self._threads.run(self._sync)
             except _ERRORS as exc:
                 self._failed("flushing", exc)
-                # An index that has no room has all that it was told in its log still.
+                # If an index is only full, its log still has all changes.
                 if isinstance(exc, OSError) or not _is_full(exc):
                     self._unflushed = self.error
                 raise OSError(f"{self.name}: {self.error}") from exc
@@ -368,7 +369,7 @@ class DiskTier(CodedTier):
             named = self._index.named().slots
             in_order &= not self._stale and bool(self._trusted[named].all())
         except OSError:
-            in_order = False  # `error` says why
+            in_order = False  # `error` has the reason
         finally:
             closing = partial(self._directory.close, in_order=in_order)
             try:
@@ -381,7 +382,7 @@ class DiskTier(CodedTier):
     # --- on the loop ------------------------------------------------------------------
 
     async def _pin(self, verb: Verb, keys: Keys) -> Placement:
-        """Pin or unpin blocks, in the index on the disk as well."""
+        """Pin or unpin blocks, also in the index on the disk."""
         before = self._index.kept(keys)
         placement = self._index.apply(verb, keys)
         done = placement.done
@@ -417,7 +418,8 @@ class DiskTier(CodedTier):
     async def _look(self, namespace: Namespace, keys: Keys) -> Bits:
         """Wait for running writes of these blocks; return which are held.
 
-        All others are absent. Nothing was awaited between the last look and the return.
+        All other blocks are absent. Between the last lookup and the return there is no
+        await.
         """
         while True:
             slots = self._index.find(keys)
@@ -465,7 +467,7 @@ class DiskTier(CodedTier):
         try:
             with self._in_use():
                 async with self._writing:
-                    # What is said of them is not so from here on, whatever happens.
+                    # From here on the old rows are wrong, whatever happens.
                     self._stale.update(slots.tolist())
                     await self._threads.run(
                         partial(self._write_slots, namespace, batch, slots)
@@ -522,14 +524,14 @@ class DiskTier(CodedTier):
 
     def _failed(self, what: str, error: Exception) -> None:
         if _is_full(error):
-            # SQLite has no number for it, and words of its own.
+            # SQLite has no error number for it, only a text.
             error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.error = f"{what} failed: {with_remedy(error)}"
 
     # --- on a thread ------------------------------------------------------------------
 
     def _restore(self) -> None:
-        """Load the index; of two slots with one key, the later one counts."""
+        """Load the index; if two slots have the same key, the later one counts."""
         found = list(self._rows.rows())
         if not found:
             return
@@ -539,7 +541,7 @@ class DiskTier(CodedTier):
         rows = rows.selected(newest)
         slabs = rows.slots // self._slabs.stride
         sizes = rounded(rows.nbytes)
-        # All rows of a slab are of slots of one size; those that are not make no sense.
+        # All rows of a slab have one slot size; rows with another size are invalid.
         inside = slabs < len(self._slabs)
         known, first = np.unique(slabs[inside], return_index=True)
         self._named_bytes[known] = sizes[inside][first]
@@ -560,8 +562,8 @@ class DiskTier(CodedTier):
         for taken in np.split(slots, borders):
             slab = int(taken[0]) // self._slabs.stride
             self._slabs.restore(slab, int(self._named_bytes[slab]), taken)
-        # A size that was written to last is the one that was used last.
-        # And by a clock that ran ahead nothing grows old.
+        # The size with the newest write counts as the last used one. Times in the
+        # future, from a wrong clock, are replaced by now, so that blocks can expire.
         born = np.minimum(rows.serials / _SERIALS_PER_S, time())
         owners = self._owners(rows.keys)
         for size in reversed(dict.fromkeys(sizes.tolist())):
@@ -580,7 +582,7 @@ class DiskTier(CodedTier):
         self._index.trim()
 
     def _owners(self, keys: Keys) -> Ids:
-        """Return the number of each block's tenant."""
+        """Return the tenant's number for each block."""
         numbers = {
             digest: self._tenants.number(namespace.tenant)
             for digest, namespace in self._rows.namespaces.items()
@@ -598,7 +600,7 @@ class DiskTier(CodedTier):
         before = self._named_bytes[slabs]
         moved = slabs[(before != size) & (before > 0)]
         if moved.size:
-            # Slots of another size begin elsewhere: these rows will fit nothing.
+            # Slots of the new size begin elsewhere, so the old rows become invalid.
             begins = (moved * self._slabs.stride).tolist()
             self._rows.erase(range(at, at + self._slabs.stride) for at in begins)
         self._named_bytes[slabs] = size
@@ -607,8 +609,8 @@ class DiskTier(CodedTier):
             self._file.write(_padded(batch.images.selected(run)), offset)
         if self._directory.synced:
             self._file.sync()
-        # The head of a chain is younger than what follows it; see Index.unpin. They are
-        # microseconds since 1970 as well, and never less than before.
+        # A chain's head is newer than the blocks after it; see Index.unpin. Serial
+        # numbers are also microseconds since 1970, and never decrease.
         self._serial = max(self._serial, int(time() * _SERIALS_PER_S))
         serials = self._serial + np.arange(slots.size, 0, -1)
         self._serial += slots.size
@@ -671,7 +673,7 @@ def _why(error: BaseException) -> str:
             f"its index: {error}; see that the disk works, that this user may write "
             f"there, and that this process may open more files (ulimit -n)"
         )
-    return f"its index is damaged: {error}; delete the directory, or give another one"
+    return f"its index is damaged: {error}; delete the directory, or use another one"
 
 
 def _is_full(error: BaseException) -> bool:
@@ -680,7 +682,7 @@ def _is_full(error: BaseException) -> bool:
     return name == "SQLITE_FULL" or getattr(error, "errno", 0) == errno.ENOSPC
 
 
-# Read and written where a slot is longer than its image; nobody looks at it.
+# The padding after an image that is shorter than its slot; its content does not matter.
 _PAD: Final = memoryview(bytearray(GRAIN_BYTES))
 
 

@@ -1,8 +1,8 @@
 """The index of a disk tier in SQLite: the image in each slot.
 
-A row of ``blocks`` describes a slot of the file of images: key, order and length, a
-checksum over these and the image, and when it was written. If the image was not
-written, or was overwritten since, the checksum does not fit. See docs/adr/0017.
+A row of ``blocks`` describes one slot of the file of images: the key, the order, the
+length, a checksum over these and the image, and when it was written. If the image was
+not written, or was overwritten since then, the checksum differs. See docs/adr/0017.
 
 The index records whether it was *closed in order*: the mark is cleared before the first
 image is written, and set after the last row. Without the mark, rows may name images
@@ -38,10 +38,10 @@ from kvwire.store.tiers.slabs import GRAIN_BYTES
 from kvwire.wire.control import DECODE_ERRORS
 
 FORMAT: Final = 1
-"""Of the tables and the file of images."""
+"""The format's version, for the tables and the file of images."""
 
 _SETTINGS: Final = (
-    # One process has it: no lock and no shared memory for each transaction.
+    # Only one process uses it: no lock and no shared memory per transaction.
     "locking_mode=EXCLUSIVE",
     "journal_mode=WAL",
     "wal_autocheckpoint=4096",
@@ -56,11 +56,13 @@ _TABLES: Final = (
         slot INTEGER PRIMARY KEY, key BLOB NOT NULL, image_order INTEGER NOT NULL,
         nbytes INTEGER NOT NULL, checksum INTEGER NOT NULL, serial INTEGER NOT NULL
     )""",
-    # A pin is for the row that had this serial number in this slot, and no later one.
+    # A pin applies only to the row with this serial number in this slot, not to later
+    # rows.
     "CREATE TABLE pins (slot INTEGER PRIMARY KEY, serial INTEGER NOT NULL)",
     f"PRAGMA user_version={FORMAT}",
 )
-# Made when a directory is opened: a kvwire that does not know it pins without an end.
+# Made when a directory is opened. A kvwire that does not know this table writes pins
+# without an end.
 _ENDS: Final = """CREATE TABLE IF NOT EXISTS timed_pins (
     slot INTEGER PRIMARY KEY, serial INTEGER NOT NULL, until REAL NOT NULL
 )"""
@@ -76,7 +78,7 @@ _PINS: Final = """
     UNION ALL SELECT slot, until FROM timed_pins NATURAL JOIN blocks
     WHERE typeof(until) = 'real'
 """
-# To SQLite, a text is more than any number: whoever is between two of them is one.
+# In SQLite any text is greater than any number, but a BETWEEN two numbers excludes it.
 _ROWS: Final = """
     SELECT slot, key, image_order, nbytes, checksum, serial FROM blocks
     WHERE typeof(slot) = 'integer' AND slot BETWEEN 0 AND ? AND typeof(key) = 'blob'
@@ -94,7 +96,7 @@ _LIMITS: Final = (
     2**62,
 )
 _SLABS: Final = range(GRAIN_BYTES, STORE_SLAB_BYTES_MAX + 1, GRAIN_BYTES)
-# Rows that are read at once: some of Python's objects for each.
+# How many rows are read at once: each needs several Python objects.
 _AT_ONCE: Final = 64 * 1024
 
 
@@ -135,7 +137,7 @@ class DiskIndex:
     """
 
     def __init__(self, path: Path, slab_bytes: int, *, synced: bool) -> None:
-        # By the system itself, which says why it cannot be opened; SQLite does not.
+        # Opened by Python first, whose error gives the reason; SQLite's does not.
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600))
         self._synced = synced
         self._db = sqlite3.connect(
@@ -212,7 +214,7 @@ class DiskIndex:
         listed = slots.tolist()
         with self._transaction():
             for table in ("pins", "timed_pins"):
-                delete = f"DELETE FROM {table} WHERE slot=?"  # noqa: S608 - of two names
+                delete = f"DELETE FROM {table} WHERE slot=?"  # noqa: S608 - one of two names
                 self._db.executemany(delete, ((slot,) for slot in listed))
             if ends is not None:
                 named = list(zip(listed, keys.tolist(), ends.tolist(), strict=True))
@@ -235,7 +237,8 @@ class DiskIndex:
         """Close it.
 
         Args:
-            in_order: Whether every row fits its image, and both are safe on the disk.
+            in_order: Whether every row matches its image, and both are safe on the
+                disk.
         """
         try:
             if in_order and not self.closed:

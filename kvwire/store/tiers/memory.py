@@ -1,21 +1,21 @@
-"""The first tier: slots of one arena, through which every block of a store goes.
+"""The first tier: slots in one arena, through which every block of a store passes.
 
-A put copies from a cache into slots, a get from slots into a cache; moves from and to
-the tiers below use slots as well. So a block that was read from a disk is in memory
-already, and an evicted one lies in one piece for the tier that takes it.
+A put copies from a cache into slots, and a get from slots into a cache. Moves from and
+to the lower tiers use slots too. So a block that was read from a disk is in memory
+already, and an evicted block is contiguous for the tier that stores it.
 
 Room
 ----
-:meth:`MemoryTier.take` returns free slots, or slots of evicted blocks. Blocks that no
-tier below has are written there before they are evicted; they are pinned and can still
-be found meanwhile, and a block that is used by then stays. If there is a tier below, a
-part of memory is kept free in the background, so that a put seldom waits for such a
+:meth:`MemoryTier.take` returns free slots, or the slots of evicted blocks. Blocks that
+no lower tier has are written to one before they are evicted. Meanwhile they are pinned
+and can still be found, and a block that is used again stays. If there is a lower tier,
+a part of memory is kept free in the background, so that a put rarely waits for such a
 write. No other memory is needed: blocks on their way down stay in their slots. If every
-put is written through, eviction need not wait: blocks that a tier below has are evicted
-when their room is needed, a few more at once than that.
+put is written through, eviction need not wait: blocks that a lower tier has are evicted
+when room is needed, and a few more at the same time.
 
-If every slot is pinned, ``take`` waits. A caller of it must hold no pin: all pins then
-belong to copies, reads and writes that are under way, so some slot will be freed.
+If every slot is pinned, ``take`` waits. Its caller must not hold any pin: then all pins
+belong to running copies, reads and writes, so some slot will be freed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from kvwire.store.tiers.slabs import rounded
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 Demote = Callable[[IndexedSlots], Awaitable[str]]
-"""Gives blocks to the tiers below that lack them; why some of them were not taken."""
+"""Writes blocks to lower tiers that lack them; returns why some were refused."""
 _Bytes = npt.NDArray[np.uint8]
 _IS_LINUX: Final = sys.platform == "linux"
 
@@ -68,26 +68,29 @@ class MemoryTier:
         self._leaving = InFlightFills()
         self._busy = (self.in_flight, self._leaving)
         self.counts: TierStats = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
-        # By slot: whether a tier below had the block when it came.
+        # By slot: whether a lower tier had the block when it arrived.
         self.below: Bits = np.zeros(slabs.slots, np.bool_)
-        # By slot: whether a tier below was to have the block, and none has taken it.
+        # By slot: whether the block should be in a lower tier, but none has accepted
+        # it.
         self.untaken: Bits = np.zeros(slabs.slots, np.bool_)
         self._arena, self._bytes = self._allocate(self.counts.size_bytes)
-        # Of the type of what it is added to; see `images`.
+        # Has the type of the numbers that are added to it; see `images`.
         self._base = np.int64(self._bytes.ctypes.data)
         self._shared: SharedMemory | None = None
         self._headroom_bytes = min(
             STORE_HEADROOM_BYTES, self.counts.size_bytes // STORE_SLABS
         )
-        # Whether room is cleared before somebody needs it; if not, what goes with it.
+        # Whether room is made before it is needed; otherwise more is evicted than
+        # needed.
         self._ahead = demote is not None and ahead
         through = demote is not None and not ahead
         self._more_bytes = self._headroom_bytes // 4 if through else 0
         self._demote = demote
         self._logged: set[str] = set()
-        # Whether the last blocks that went were taken by no tier below.
+        # Whether no lower tier accepted the last evicted blocks.
         self._losing = False
-        # Set and gone when room may have become free; made by who waits for that.
+        # Set and removed when room may have become free; created by the calls that
+        # wait.
         self._changed: asyncio.Event | None = None
         self._clearing: asyncio.Task[None] | None = None
 
@@ -164,7 +167,7 @@ class MemoryTier:
             slots = self.index.take(nbytes, count, tenant)
             if slots.size == count:
                 break
-            # A tenant's quota is for its own blocks: no more of them go than have to.
+            # Under a tenant's quota only its own blocks go, so no more than necessary.
             more_bytes = 0 if tenant or self._losing else self._more_bytes
             lacking = count - slots.size
             needed = max(lacking, more_bytes // nbytes)
@@ -179,7 +182,7 @@ class MemoryTier:
             if slots.size:
                 break
             if more is None:
-                # Nothing has been waited for since there was no room.
+                # There was no await since the lookup found no room.
                 changed = self._changed = self._changed or asyncio.Event()
                 await changed.wait()
         if self._ahead:
@@ -225,7 +228,7 @@ class MemoryTier:
         await self.delete(self.of_namespace(digest))
 
     def of_namespace(self, digest: bytes) -> Keys:
-        """Return the blocks of a namespace that are here, arriving or leaving."""
+        """Return the blocks of a namespace that are here, arriving or being deleted."""
         known = [one.of_namespace(digest) for one in (*self._busy, self.index)]
         return np.concatenate(known)
 
@@ -233,7 +236,7 @@ class MemoryTier:
         """Evict blocks now, except those that are in use or pinned.
 
         Returns:
-            Which are not here any more.
+            Which blocks are not here any more.
         """
         slots = self.index.find(keys)
         gone = slots < 0
@@ -320,7 +323,8 @@ class MemoryTier:
         arena = self._arena
         self._arena = None
         if not arena.release():
-            # Somebody keeps an exception, which keeps the frames that it went through.
+            # An exception that is still referenced refers to frames that use the
+            # memory.
             logger.warning(
                 "%d bytes of a store's memory stay in use", self.counts.size_bytes
             )
@@ -347,13 +351,13 @@ class MemoryTier:
     ) -> Ids | None:
         """Evict blocks, and take up to ``count`` of the slots that this frees.
 
-        Without ``lose``, blocks that no tier below has taken stay.
+        Without ``lose``, blocks that no lower tier has accepted stay.
 
         Returns:
             The slots taken; None if none can have become free.
         """
-        # Pinned until their images are below or dropped: nobody reuses the slots while
-        # a tier reads them.
+        # Pinned until their images are in a lower tier or dropped, so that no slot is
+        # reused while a tier reads it.
         named = self.index.victims(nbytes, count, tenant)
         if not named.slots.size:
             return None
@@ -373,7 +377,7 @@ class MemoryTier:
         return taken
 
     def _keep_headroom(self, nbytes: int) -> None:
-        """Start to free some room, unless there is enough or that is running."""
+        """Start to free some room, unless there is enough or this runs already."""
         if self._lacks_headroom(nbytes) and (
             self._clearing is None or self._clearing.done()
         ):
@@ -382,7 +386,7 @@ class MemoryTier:
     async def _clear(self, nbytes: int) -> None:
         step = max(1, self._headroom_bytes // 4 // nbytes)
         while self._lacks_headroom(nbytes):
-            # No call waits for this room, so no block may be lost for it.
+            # No call waits for this room, so it is not worth losing a block.
             if await self._evict(nbytes, step, lose=False) is None:
                 return
 
@@ -433,7 +437,7 @@ class InFlightFills:
     wait for a fill ends, whether or not the waiting call holds pins.
 
     Attributes:
-        begun: Fills so far: while it is the same, no block has arrived in memory.
+        begun: The number of fills so far; if unchanged, no block has arrived in memory.
         ends: For each key being filled, the event that is set at the end of its fill.
     """
 

@@ -1,16 +1,16 @@
-"""A tier in a Mooncake Store: its master locates objects, its segments hold them.
+"""A tier in a Mooncake Store: its master locates objects, its segments store them.
 
-Placement, replicas, eviction and transports are Mooncake's; this side adds the rest of
-a tier's contract.
+Mooncake handles placement, replicas, eviction and transports. This module implements
+the rest of a tier's contract.
 
-Mooncake's client blocks, cannot be cancelled, and moves memory that was registered with
-it. So every call has a *stage*, a piece of registered memory of ours: images are copied
-to it before the call, or from it afterwards. A call that misses its deadline is
-abandoned with its stage, which is reused when the call returns; an abandoned call never
-touches an image. Another stage replaces it, up to a limit. When none is left, or the
+Mooncake's client blocks, cannot be cancelled, and moves only memory that was registered
+with it. So every call has a *stage*, a registered buffer: images are copied into it
+before the call, or out of it afterwards. A call that misses its deadline is abandoned
+together with its stage, and never touches an image. The stage is reused once the call
+returns; meanwhile another stage replaces it, up to a limit. If no stage is left, or the
 master cannot be reached, the tier is skipped until the master answers again. Closing
-the client in the middle of a call would kill the process, so it is closed when the last
-call has returned, possibly long after the tier.
+the client during a call would kill the process. So it is closed once the last call has
+returned, which may be long after the tier was closed.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ with needed_by("a tier in Mooncake Store", extra="mooncake"):
 T = TypeVar("T")
 Stage = npt.NDArray[np.uint8]
 
-# One is filled or emptied while another one moves.
+# One stage is filled or emptied while another one is in a call.
 _STAGES: Final = 2
-# With those of calls that were given up.
+# The limit, including the stages of abandoned calls.
 _STAGES_MAX: Final = 8
-# Of Mooncake's own errors, `toErrorCode` in its types.h.
+# Mooncake's error codes, from `toErrorCode` in its types.h.
 _NO_ROOM: Final = -200
 _NOT_FOUND: Final = -704
 _OPTIONS: Final = (
@@ -70,7 +70,7 @@ _OPTIONS: Final = (
     "device",
     "segment",
 )
-# Their own buffer, for calls that we do not make.
+# The size of the client's own buffer, for calls that are not used here.
 _LOCAL_BYTES: Final = 16 * MIB
 
 
@@ -95,7 +95,7 @@ class MooncakeTier(KeyValueTier):
         host, _, port = master.rpartition(":")
         self._master = host, int(port)
         self._buffer_bytes = address.size_option("buffer", 32 * MIB)
-        # Of the `setup` of their client.
+        # The arguments for the client's `setup`.
         self._arguments = (
             options.get("host", "127.0.0.1"),
             options.get("metadata", "P2PHANDSHAKE"),
@@ -106,7 +106,7 @@ class MooncakeTier(KeyValueTier):
             master,
         )
         self._native: Any = None
-        # Of each call that is under way, what its return sets.
+        # For each running call, the event that is set when it returns.
         self._calls: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._stages: asyncio.Queue[Stage] = asyncio.Queue()
         self._stages_made = 0
@@ -272,7 +272,7 @@ class MooncakeTier(KeyValueTier):
         finally:
             if future is None or future.done():
                 self._stages.put_nowait(memory)
-            else:  # given up, or nobody waits for it any more
+            else:  # abandoned, or nothing waits for it any more
                 future.add_done_callback(lambda _: self._stages.put_nowait(memory))
 
     def _start(self, call: Callable[[], T]) -> asyncio.Future[T]:
@@ -286,7 +286,8 @@ class MooncakeTier(KeyValueTier):
                 future.set_result(cast("T", result))
             else:
                 future.set_exception(error)
-                future.exception()  # seen: it may have been given up
+                # Retrieved here, since the call may have been abandoned.
+                future.exception()
 
         def run() -> None:
             result = None
@@ -296,7 +297,7 @@ class MooncakeTier(KeyValueTier):
             except Exception as exc:  # noqa: BLE001 - whatever their binding raises
                 error = exc
             returned.set()
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
+            with suppress(RuntimeError):  # the loop is closed, so nothing waits
                 loop.call_soon_threadsafe(settle, result, error)
 
         threading.Thread(target=run, name="kvwire-mooncake", daemon=True).start()
@@ -305,11 +306,11 @@ class MooncakeTier(KeyValueTier):
     def _names(self, keys: Keys) -> list[str]:
         return list(map(self.value_name, keys.tolist()))
 
-    # --- who is there -----------------------------------------------------------------
+    # --- the connection ---------------------------------------------------------------
 
     async def connect(self) -> None:
         """Create the client and its stages."""
-        # Their client waits for a minute where nobody listens.
+        # Where nothing listens, Mooncake's client would wait for a minute.
         async with asyncio.timeout(self._timeout_s):
             _, writer = await asyncio.open_connection(*self._master)
         writer.close()
@@ -320,7 +321,7 @@ class MooncakeTier(KeyValueTier):
             for _ in range(_STAGES):
                 self._add_stage(native)
         except BaseException:
-            # The next client does not know the stages that were registered with it.
+            # A new client does not know the stages that were registered with this one.
             self._stages = asyncio.Queue()
             self._stages_made = 0
             self._start(native.close)

@@ -4,15 +4,15 @@ A block's name follows from its key, so nothing has to be listed, and no index i
 any number of stores share a prefix without coordination. See
 docs/adr/0014-a-store-server-and-objects.md.
 
-``find`` reads the head of each object that it does not remember; ``read`` fetches whole
-objects, large ones by several ranges at once, and compares them with their checksums.
-An object that is not the block its name says counts as missing, and the next put of the
-block writes it again.
+``find`` reads the head of each object that it does not remember. ``read`` fetches whole
+objects, large ones in several ranges at once, and compares them with their checksums.
+If an object is not the block that its name implies, it counts as missing, and the next
+put of the block replaces it.
 
-After a failure the store is not asked again until a pause is over, which grows with
-each failure; until then every call fails at once, with the reason. Before the first
-request, and after each failure, the tier checks whether the store redirects to another
-host: no block is sent there.
+After a failure the store is left alone for a pause, which grows with each failure;
+until then every call fails at once, with the reason. Before the first request, and
+after each failure, the tier checks whether the store redirects to another host, because
+no block may be sent there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _SCHEMES: Final = (
     "file",
     "memory",
 )
-# They would be in every report and log that names the tier.
+# Options with these words would appear in every report and log that names the tier.
 _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
 
 
@@ -103,9 +103,9 @@ class ObjectTier(KeyValueTier):
 
         self._obstore = obstore
         self._upkeep = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
-        # Of writes alone: a store that refuses them may still be read.
+        # For writes only: a store that refuses them may still be readable.
         self._writes = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
-        # Whether one of the two has a reason: asked with each request.
+        # Whether one of the two has failed; checked before each request.
         self._away = False
 
     @property
@@ -134,9 +134,10 @@ class ObjectTier(KeyValueTier):
             key = batch.keys[at]
             data = objects[at].data
             in_parts = data.nbytes > STORE_OBJECT_PART_BYTES
-            # obstore bounds each request, and takes back the parts of an upload that
-            # fails. Those of one that is cut short from here stay, and cost money: only
-            # what hangs may be, after a beginning, rounds of parts, end and abort.
+            # obstore limits the time of each request, and removes the parts of a failed
+            # upload. If this time limit cuts an upload short, its parts remain and cost
+            # money. So it is long enough for all but a stuck one: a begin, rounds of
+            # parts, an end and an abort.
             rounds = math.ceil(
                 data.nbytes / (STORE_OBJECT_PART_BYTES * STORE_OBJECT_PARTS)
             )
@@ -156,7 +157,7 @@ class ObjectTier(KeyValueTier):
             if not isinstance(done, BlockResult):
                 results[at] = LANDED
 
-        # The head of a chain first: without it the tail is worth nothing.
+        # The head of a chain first: without it, the tail is worthless.
         await self._each(put, range(batch.keys.size))
         return results
 
@@ -198,7 +199,7 @@ class ObjectTier(KeyValueTier):
             delete = partial(self._obstore.delete_async, self._bucket, paths)
             if await self._ask(delete) is None:
                 continue
-            # One was gone by then, and what came behind it is there still.
+            # One of them was already gone, so obstore stopped before the later ones.
             if left := len(await self._delete(paths)):
                 raise OSError(
                     f"{self.name}: could not delete {left} objects: {self.error}"
@@ -280,11 +281,13 @@ class ObjectTier(KeyValueTier):
                     if self._unproved:
                         await self._prove()
                     found = await call()
-            except BaseException as exc:  # of what obstore raises one kind is no less
+            # Not all of obstore's exceptions are subclasses of Exception.
+            except BaseException as exc:
                 known = isinstance(exc, OSError | self._obstore.exceptions.BaseError)
                 if not known and not _is_panic(exc):
                     raise
-                # A thread of obstore may still have it when the store is closed.
+                # A thread of obstore may still hold the exception when the store is
+                # closed.
                 drop_frames(exc)
                 if not writes and is_no_object(exc):
                     return BlockResult.MISSING
@@ -324,7 +327,7 @@ class ObjectTier(KeyValueTier):
 
     def _came_back(self, writes: bool) -> None:
         if self._resting(writes):
-            return  # it is an answer from before a failure
+            return  # an answer to a request from before a failure
         self._upkeep.back()
         if writes:
             self._writes.back()
@@ -335,7 +338,7 @@ class ObjectTier(KeyValueTier):
     def _became_unavailable(self, error: BaseException, *, writes: bool) -> None:
         """Record a failed request, and pause further requests of its kind."""
         words = words_of(error) or f"no answer in {self._timeout_s:g} s"
-        # A reason that the store named is not replaced by a nameless one.
+        # A reason from the store is not replaced by an error without one.
         if is_named(error) or not self.error:
             self.error = words
         self._unproved = self._url
@@ -380,10 +383,12 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
             config=settings,
             client_options={
                 "timeout": timedelta(seconds=timeout_s),
-                # Who writes http:// means it: a server of one's own, without TLS.
+                # An http:// endpoint was chosen on purpose: a private server without
+                # TLS.
                 "allow_http": endpoint.startswith("http://"),
             },
-            # It ends before the tier gives up, so its error has the last answer.
+            # It ends before the tier's own time limit, so its error contains the last
+            # answer.
             retry_config={
                 "retry_timeout": timedelta(seconds=0.7 * timeout_s),
                 "backoff": {
@@ -394,7 +399,7 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
             },
         )
     except BaseException as exc:
-        # obstore panics at options that it knows for another part of itself.
+        # obstore panics if it gets an option that belongs to another part of it.
         if not isinstance(exc, BaseError | ValueError) and not _is_panic(exc):
             raise
         text = str(exc).partition("\n")[0]
@@ -418,7 +423,7 @@ def _settings(address: TierAddress) -> dict[str, str]:
 
 
 def _endpoint(settings: Mapping[str, str]) -> str:
-    """Return the endpoint that the address names, or the environment."""
+    """Return the endpoint from the address, or from the environment."""
     names = ("aws_endpoint_url", "aws_endpoint", "endpoint_url", "endpoint")
     given = {name.lower(): value for name, value in settings.items()}
     named = [given[name] for name in names if name in given]
@@ -427,5 +432,5 @@ def _endpoint(settings: Mapping[str, str]) -> str:
 
 
 def _is_panic(error: BaseException) -> bool:
-    # Of obstore itself, and of what it runs in its own threads.
+    # The panics of obstore itself, and those of its threads.
     return type(error).__name__ in ("PanicException", "RustPanic")

@@ -21,7 +21,7 @@ from kvwire.limits import REASON_CHARS_MAX
 _CODE: Final = re.compile(r"<Code>\s*(\w{1,64})\s*</Code>")
 _MESSAGE: Final = re.compile(r"<Message>\s*(.{1,1000}?)\s*</Message>", re.DOTALL)
 _STATUS: Final = re.compile(r"status code: (\d{3}[\w -]*)")
-# The request and its retries; the tier's name has the host already.
+# The request and its retries, which are removed; the tier's name already has the host.
 _REQUEST: Final = re.compile(r"^.*Error performing .{1,2000}? - (?=\w)")
 _CAUSE: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
 # Names in obstore's text for failures without a message.
@@ -30,10 +30,10 @@ _CAUSES: Final[Mapping[str, str]] = {
     "InvalidContentType": "it has no TLS there; write endpoint=http://",
 }
 _HOST: Final = re.compile(r"Error performing \w+ (\w+://[^/\s]+)")
-# What obstore writes behind its text for those who debug it.
+# Details for debugging that obstore appends to its text.
 _DEBUG: Final = "\n\nDebug source:"
-# Of one object. Every other answer of 404 is about a bucket, a container or a path that
-# leads to no object store at all.
+# The codes for one missing object. Any other 404 is about a bucket, a container or a
+# path that does not lead to an object store.
 _NO_OBJECT: Final = frozenset({"NoSuchKey", "BlobNotFound"})
 _KEYS: Final = "the credentials in this process's environment"
 _REMEDIES: Final[Mapping[str, str]] = {
@@ -96,7 +96,7 @@ def words_of(error: BaseException) -> str:
     if status is not None:
         host = _HOST.search(text)
         who = host[1] if host else "it"
-        return printable(f"{who} answers {status[1].strip()}, and names no reason")
+        return printable(f"{who} answers {status[1].strip()}, without a reason")
     first = _REQUEST.sub("", text.partition("\n")[0])
     causes = [words for name, words in _CAUSES.items() if name in str(error)]
     causes = causes or _CAUSE.findall(str(error))
@@ -119,7 +119,7 @@ def sent_elsewhere(url: str, timeout_s: float) -> str:
             answer = asking.getresponse()
             where = urljoin(url, answer.getheader("Location") or "")
     except (OSError, HTTPException, ValueError):
-        return ""  # who asks it for an object is told more
+        return ""  # a server that does not answer now is checked again by real requests
     there = urlsplit(where)
     if answer.status not in _REDIRECTS or here[:2] == there[:2]:
         return ""

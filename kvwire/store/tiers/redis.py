@@ -1,15 +1,15 @@
 """A tier in Redis or Valkey: ``redis://host:6379``, one value for each block.
 
-A single server or a cluster: sharding, replication, failover, eviction and expiry are
-the service's.
+A single server or a cluster: the service itself handles sharding, replication,
+failover, eviction and expiry.
 
-The keys of a call are grouped by server, and each server gets its group as pipelines,
-all servers at the same time. A server that fails, or misses the deadline, is skipped
-until a task has found a server that takes writes, or has reread the cluster's slot
-table; see :mod:`kvwire.directory.redis_servers`.
+A call's keys are grouped by server. Each server gets its group as pipelines, and all
+servers are called at the same time. A server that fails, or misses the deadline, is
+skipped until a task has found a server that accepts writes, or has reread the cluster's
+slot table; see :mod:`kvwire.directory.redis_servers`.
 
-An image is copied once before a write, behind its head: redis-py may touch the memory
-it was given as long as its connection lives, and does not report when it is done.
+An image is copied once, after its head, before it is written: redis-py may touch the
+memory that it gets for as long as its connection lives, and does not report its end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ with needed_by("a tier in Redis", extra="redis"):
 
 Command: TypeAlias = tuple[Any, ...]
 
-# Keys that one SCAN looks at.
+# How many keys one SCAN examines.
 _PAGE: Final = 1000
 
 
@@ -64,13 +64,13 @@ class RedisTier(KeyValueTier):
     """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`.
 
     Its address is ``redis://HOST:PORT,HOST:PORT?prefix=NAME&ttl=SECONDS``. ``rediss``
-    is TLS; ``valkey`` and ``valkeys`` mean the same two. The first server that takes
-    writes reports whether it is a cluster.
+    means TLS; ``valkey`` and ``valkeys`` mean the same as ``redis`` and ``rediss``. The
+    first server that accepts writes reports whether it is part of a cluster.
     """
 
     faults: ClassVar[tuple[type[Exception], ...]] = FAULTS
     refusals: ClassVar[tuple[type[Exception], ...]] = (AuthenticationError, UsageError)
-    # As in a directory's keys, so that one pattern of a user's rights covers all.
+    # The same as in a directory's keys, so that one access-control pattern covers both.
     separator: ClassVar[str] = ":"
 
     def __init__(self, address: TierAddress) -> None:
@@ -86,7 +86,7 @@ class RedisTier(KeyValueTier):
         ttl_s = address.number("ttl", 0, STORE_TTL_S_MAX)
         self._expiry: Command = ("PX", max(1, int(ttl_s * 1000))) if ttl_s else ()
         self._touches = Touches()
-        # Servers that have failed since it was last asked who is there.
+        # Servers that have failed since the servers were last looked up.
         self._failing: set[str] = set()
 
     @property
@@ -113,7 +113,7 @@ class RedisTier(KeyValueTier):
             return "TOUCH", name
 
         answers = await self._ask(np.concatenate([keys, touched]), command)
-        # An answer of another type is no head.
+        # An answer of another type is not a head.
         return [
             one if isinstance(one, bytes) else BlockResult.FAILED
             for one in answers[: keys.size]
@@ -236,14 +236,14 @@ class RedisTier(KeyValueTier):
         for at, key in enumerate(keys.tolist()):
             try:
                 node = client.commands.get_node_from_key(self.value_name(key))
-            except FAULTS as exc:  # nobody has the slot
+            except FAULTS as exc:  # no server has the slot
                 self._lost(client, exc, "?")
                 continue
             if node is not None:
                 servers.setdefault(node.name, []).append(at)
         return servers
 
-    # --- who is there -----------------------------------------------------------------
+    # --- the connection ---------------------------------------------------------------
 
     def _lost(self, client: RedisClient, error: BaseException, server: str) -> None:
         """Stop using a server, unless another client has already replaced this one."""

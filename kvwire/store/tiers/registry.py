@@ -18,11 +18,11 @@ from kvwire.store.tiers.remote import RemoteTier
 from kvwire.store.tiers.sharded import ShardedTier
 
 ELSEWHERE: Final = frozenset({"kvwire", "object", "mooncake", *REDIS})
-"""Kinds that may be the only tier: others have the blocks as well."""
+"""Kinds that may be the only tier, because other processes have their blocks too."""
 GROUP: Final = "kvwire.tiers"
-"""The entry points of kinds that other distributions have, by their schemes."""
+"""The entry-point group for kinds from other distributions; names are schemes."""
 PASSAGE: Final = "memory:256MiB"
-"""What blocks pass through where there is no memory tier: a few batches each way."""
+"""The memory that blocks pass through if there is no memory tier: a few batches."""
 
 
 async def _open_kvwire(address: TierAddress) -> Tier:
@@ -44,7 +44,7 @@ async def _open_mooncake(address: TierAddress) -> Tier:
     return await MooncakeTier.open(address)
 
 
-# Who keeps blocks elsewhere bounds no tenant: who is there does.
+# Kinds whose blocks another program keeps: that program limits tenants, not this store.
 _KINDS: Final[dict[str, Callable[[TierAddress], Awaitable[Tier]]]] = {
     "kvwire": _open_kvwire,
     "object": ObjectTier.open,

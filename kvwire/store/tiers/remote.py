@@ -1,9 +1,9 @@
 """A tier in another process: ``kvwire://host:port``, which a store server serves.
 
-Images go out of the store's memory and into it without a copy here. While the server
-cannot be reached, calls fail at once with a reason; see
+Images move out of the store's memory and into it without a copy on this side. While the
+server cannot be reached, calls fail at once with a reason; see
 :mod:`kvwire.store.server.client`. Each block has its own result: blocks that had landed
-when a server died stay landed.
+before a server died stay landed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RemoteTier(Tier):
         self._client = StoreClient(communicator, where, timeout_s, self._changed)
         self._touches = Touches()
         self._within = timedelta(seconds=timeout_s)
-        # Sends what was used, if no request does before; and what was read in place.
+        # Reports uses, unless a request does so first; and counts of reads in place.
         self._telling: asyncio.TimerHandle | None = None
         self._read_blocks = 0
         self._read_bytes = 0
@@ -103,8 +103,8 @@ class RemoteTier(Tier):
         Instead of a key: ``tls_cert_file``, ``tls_key_file``, ``tls_ca_file`` and
         ``tls_peers`` (with commas between them), as in :class:`kvwire.Config`.
 
-        ``KVWIRE_*`` environment variables count as for every communicator. If the
-        server cannot be reached, ``error`` has the reason, and it is dialled again.
+        ``KVWIRE_*`` environment variables also apply, as for every communicator. If the
+        server cannot be reached, ``error`` has the reason, and it is redialled.
 
         Cancel safety: nothing stays open.
         """
@@ -135,14 +135,15 @@ class RemoteTier(Tier):
         return active is not None and not active.welcome.read_only
 
     async def holds(self, keys: Keys) -> Bits:
-        """See Tier. Where a server has tiers below, memory alone does not count."""
+        """See Tier. If a server has lower tiers, blocks only in memory do not count."""
         held: Bits = await self.find(keys, kept=True) != ABSENT
         return held
 
     async def find(self, keys: Keys, *, kept: bool = False) -> Orders:
         """Return the order of each block's image, or ``ABSENT``.
 
-        One round trip, unless the server's memory is read in place and that suffices.
+        Needs one round trip, unless the server's memory is read in place and that
+        suffices.
 
         Args:
             keys: The blocks' keys.
@@ -175,8 +176,8 @@ class RemoteTier(Tier):
     def touch(self, keys: Keys) -> None:
         """Record a use, which is sent with the next request.
 
-        Where its memory is read in place, a request may not come for long. Then it is
-        sent soon, with all others until then.
+        If the server's memory is read in place, the next request may be far off. Then
+        the recorded uses are sent together after a short time.
         """
         self._touches.add(keys)
         if self.mapped is not None and self._telling is None:
@@ -221,7 +222,7 @@ class RemoteTier(Tier):
     async def _apply_before_verbs(
         self, verb: Verb, namespace: Namespace, keys: Keys
     ) -> Placement:
-        """Pin, unpin and locate blocks at an older server without verbs."""
+        """Pin, unpin and locate blocks at a server that is too old for verbs."""
         pins = verb.kind is VerbKind.PIN and not verb.ttl_s
         if not (pins or verb.kind is VerbKind.UNPIN):
             told = await super().apply(verb, namespace, keys)
@@ -302,7 +303,7 @@ class RemoteTier(Tier):
         active = self._client.active
         self.error = self.reason = self._client.reason
         self.mapped = None if active is None else active.mapped
-        # Without blocks elsewhere its index tells nearly always.
+        # If its blocks are only in memory, the mapped index nearly always suffices.
         alone = self.mapped is not None and self.mapped.alone
         self.asks = active is not None and not alone
         if active is not None:
@@ -317,7 +318,7 @@ class RemoteTier(Tier):
             start_task(self._tell_or_lose(self._client.active))
 
     async def _tell_or_lose(self, active: ActiveConnection) -> None:
-        # A connection that was lost is reported by whoever needs it.
+        # A lost connection is reported by the next call that needs it.
         with suppress(KVWireError):
             await self._tell_touches(active)
 
@@ -411,8 +412,8 @@ class RemoteTier(Tier):
                     _put_into(done.images, room)
                 return results
             raise _lie(active, f"{len(done.images)} bytes of {len(room)} blocks")
-        # Their memory is ready before they are asked for: so they need no word of
-        # this side's when they come.
+        # The receive is posted before the request, so that the images can be sent
+        # without waiting for this side.
         images = active.connection.recv(
             payload_tag(get.number), payload_of(batch.images), deadline=self._within
         )
@@ -426,7 +427,7 @@ class RemoteTier(Tier):
         finally:
             await drain_or_abort(images, active.connection)
         if 0 < len(room) < results.size:
-            # They came one after the other into the first ones' memory.
+            # The images arrived contiguously, in the memory of the first blocks.
             came = bytearray(room.nbytes)
             copy(batch.images.slice(0, room.nbytes), memoryview(came))
             _put_into(memoryview(came), room)
@@ -490,9 +491,9 @@ def client_config(address: TierAddress) -> Config:
     """Return the configuration of a store client, from a tier's options."""
     arguments: dict[str, Any] = {
         "message_bytes": STORE_REQUEST_BYTES_MAX,
-        # A thousand keys, or a small block, go at once.
+        # A thousand keys, or a small block, are sent at once.
         "eager_bytes": EAGER_BYTES_MAX,
-        # What a lost connection interrupts is asked for again, or is not.
+        # After a lost connection, requests are sent again or dropped.
         "resume": False,
     }
     if "directory" in address.options:
@@ -538,7 +539,7 @@ def _cut(batch: Batch, kinds: Orders, most: int) -> Iterator[tuple[Ids, Batch]]:
 
 def _namespaces(told: Iterable[NamespaceText]) -> Iterator[Namespace]:
     for text in told:
-        # What a newer server knows of, and this side does not, has no blocks for it.
+        # A namespace that only a newer server understands has no blocks for this side.
         with suppress(UsageError):
             yield namespace_told(text)
 

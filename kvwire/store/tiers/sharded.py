@@ -1,18 +1,18 @@
 """A tier on many store servers: ``kvwire://role=store?directory=redis://host:6379``.
 
-The place is a selector, as for a peer. The members of the directory that match it are
-the nodes, and each block lies at one of them, see :func:`placed`. Only nodes to which
-this side is connected are used: a node whose connection is lost, or which missed a
-deadline, is skipped until it has been dialled again, and its blocks are missing
-meanwhile. Nothing is copied from one node to another.
+The address has a selector, as for a peer. The directory's members that match it are the
+nodes, and each block is stored on one of them, see :func:`placed`. Only connected nodes
+are used: a node whose connection is lost, or which missed a deadline, is skipped until
+it has been redialled, and its blocks are missing meanwhile. Nothing is copied from one
+node to another.
 
-A node's name is the label ``node`` of its record, or else its address: it keeps its
-share of the blocks as long as the name stays.
+A node's name is the label ``node`` in its record, or else its address. It keeps its
+share of the blocks as long as its name stays the same.
 
-Every client computes the same number for each pair of a block and a node; the node with
-the highest number has the block (rendezvous hashing). So no table is kept. A node that
-joins takes its share from all others, and nothing else moves; when a node leaves, its
-share goes to all others.
+Every client computes the same number for each pair of block and node, and the node with
+the highest number has the block (rendezvous hashing). So no table is needed. A new node
+takes its share from all others, and nothing else moves. When a node leaves, its share
+is spread over all others.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class ShardedTier(Tier):
     async def open(cls, address: TierAddress) -> ShardedTier:
         """Open a tier ``kvwire://SELECTOR?directory=URL``, with one server's options.
 
-        Without ``directory`` the configuration's is used. If the directory or a node
+        Without ``directory``, the configuration's directory is used. If the directory
+        or a node
         cannot be reached, ``error`` has the reason, and it is tried again.
 
         Cancel safety: nothing stays open.
@@ -101,7 +102,7 @@ class ShardedTier(Tier):
             raise UsageError(f"tier {without_password(address.text)!r}: {exc}") from exc
         communicator = await kvwire.open(config)
         name = address.text
-        if "@" in name:  # a password of the directory
+        if "@" in name:  # the directory's password
             name = f"kvwire://{selector}?directory={directory}"
         tier = cls(name, communicator, directory, selector, timeout_s)
         try:
@@ -178,7 +179,7 @@ class ShardedTier(Tier):
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
         """See Tier. Asks all nodes: an older placement may have put blocks there.
 
-        A prefetch is for the node where a get looks.
+        A prefetch goes only to the node where a get looks.
         """
         placing = Placing(keys.size)
         if self.reason:
@@ -272,7 +273,7 @@ class ShardedTier(Tier):
         if opening := [node.opening for node in self._nodes.values()]:
             await asyncio.wait(opening)
 
-    # --- who is there -----------------------------------------------------------------
+    # --- the nodes --------------------------------------------------------------------
 
     async def _begin(self) -> None:
         """Wait for the nodes known now, then follow the directory."""
@@ -326,7 +327,7 @@ async def _open(tier: RemoteTier) -> None:
     try:
         await tier.dial()
     except KVWireError as exc:
-        # A record may say anything; it costs its reader this attempt.
+        # A record may contain anything; it costs its reader only this attempt.
         tier.error = tier.reason = error_text(exc)
 
 
@@ -335,7 +336,7 @@ async def _leave(node: _Node) -> None:
     await node.tier.hang_up()
 
 
-# The finalizer of SplitMix64: each bit of what goes in turns half of what comes out.
+# The finalizer of SplitMix64: each input bit flips half of the output bits.
 _STEPS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST: Final = 31
 

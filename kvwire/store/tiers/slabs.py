@@ -21,7 +21,7 @@ from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB
 from kvwire.store.limits import STORE_SLOTS_MAX
 
-# Of a disk's sectors and of memory's pages: what is aligned to it is aligned to both.
+# A multiple of disk sectors and of memory pages.
 GRAIN_BYTES: Final = 4 * KIB
 
 
@@ -72,9 +72,9 @@ class Slabs:
         self.used: npt.NDArray[np.int64] = np.zeros(slabs, np.int64)
         self.begins: Ids = np.zeros(slabs * self.stride, np.int64)
         self._free: list[list[int]] = [[] for _ in range(slabs)]
-        # For each size the slabs with a free slot, the one to be filled first in front.
+        # For each size, the slabs with a free slot; the next one to fill is first.
         self._open: dict[int, dict[int, None]] = {}
-        # The slabs of no size, the one to be taken first at the end.
+        # The slabs without a size; the next one to take is last.
         self._blank = dict.fromkeys(range(slabs - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ class Slabs:
         self.begins[begin : begin + count] = np.arange(
             first, first + count * slot_bytes, slot_bytes
         )
-        # Taken from the end: those in front first, so that they lie side by side.
+        # Taken from the end. So the first slots are taken first, and are adjacent.
         self._free[slab] = list(range(begin + count - 1, begin - 1, -1))
         self._open.setdefault(slot_bytes, {})[slab] = None
 

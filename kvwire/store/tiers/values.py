@@ -1,12 +1,12 @@
 """Tiers in services that keep values under names: object stores, Redis, Mooncake.
 
-:class:`ValueIO` moves values, which is all in which the services differ.
-:class:`KeyValueTier` is the same for all of them: the format of a value, which blocks
-are known to be there or absent, checks for damage, and reconnecting.
+:class:`ValueIO` moves values; the services differ only in this. :class:`KeyValueTier`
+is the same for all of them: the format of a value, which blocks are known to exist or
+to be absent, checks for damage, and reconnecting.
 
-A value is one block: a head with the key, the order and checksums, and then the image
-or an entry of a codec, see :mod:`kvwire.store.tiers.object_format`. So a value that was
-cut, replaced or returned by mistake is not taken for the block.
+A value is one block: a head with the key, the order and checksums, followed by the
+image or a codec's entry, see :mod:`kvwire.store.tiers.object_format`. So a value that
+was cut off, replaced or returned by mistake is not taken for the block.
 
 While a service cannot be reached every call fails at once, with the reason.
 """
@@ -50,7 +50,7 @@ from kvwire.store.tiers.coded import CodedTier
 from kvwire.store.tiers.object_format import ObjectHead, path_of, read_objects
 
 Head: TypeAlias = bytes | memoryview | BlockResult
-"""The beginning of a value, or MISSING, or FAILED; LANDED if nobody has read it."""
+"""A value's beginning, or MISSING, or FAILED; LANDED if it exists but was not read."""
 
 
 class ValueIO(ABC):
@@ -97,17 +97,17 @@ class ValueIO(ABC):
 
 
 class KeyValueTier(ValueIO, CodedTier):
-    """Keep each block as a value of a service. Subclassed; made by :meth:`open`.
+    """Keeps each block as a value of a service. Subclassed; made by :meth:`open`.
 
     Attributes:
         faults: The exceptions of its client if the service cannot be reached.
-        refusals: Those of them that another attempt would not change.
+        refusals: The exceptions among ``faults`` that another attempt would not change.
         timeout_s: How long it waits for an answer, unless the address has a
             ``timeout``.
         separator: The text between the prefix and the block in a value's name; "" if
             the address's place includes the prefix.
-        remembers: Whether this side may remember which blocks are there; not if the
-            service evicts values.
+        remembers: Whether this side may cache which blocks exist; False if the service
+            evicts values.
     """
 
     faults: ClassVar[tuple[type[Exception], ...]] = (OSError,)
@@ -173,7 +173,7 @@ class KeyValueTier(ValueIO, CodedTier):
             else:
                 order = _order(key, head)
             if memory is not None:
-                # An answer from before a put or a delete means nothing after it.
+                # An answer from before a put or delete is outdated after it.
                 unchanged = memory.state_of(key) == before[number]
                 if unchanged and order == ABSENT and head is not BlockResult.FAILED:
                     memory.lacks(key, STORE_OBJECT_ABSENT_S)
@@ -190,7 +190,7 @@ class KeyValueTier(ValueIO, CodedTier):
             memory.begin(keys)
         try:
             left = int((~await self.remove(keys)).sum())
-        finally:  # what has failed may have been done
+        finally:  # a failed operation may still have been executed
             if memory is not None:
                 memory.end(keys, repeat(ABSENT))
         if left:
@@ -257,14 +257,14 @@ class KeyValueTier(ValueIO, CodedTier):
         before = [] if memory is None else memory.state(batch.keys)
         results = await self.get_into(batch)
         if memory is None:
-            # The next put would take it that these blocks are there.
+            # Otherwise the next put would assume that these blocks exist.
             if (damaged := batch.keys[results == DAMAGED]).size:
                 await self.remove(damaged)
             return results
         columns = batch.keys.tolist(), results.tolist(), before
         for key, result, state in zip(*columns, strict=True):
             if result in (MISSING, DAMAGED) and memory.state_of(key) == state:
-                # What is damaged stays so until a put replaces it.
+                # A damaged value stays damaged until a put replaces it.
                 until_put = math.inf if result == DAMAGED else STORE_OBJECT_ABSENT_S
                 memory.lacks(key, until_put)
         return results
@@ -298,11 +298,12 @@ class _Memory:
     """
 
     def __init__(self) -> None:
-        # The orders of blocks that are there, the ones found last at the end.
+        # The orders of existing blocks; the last found one at the end.
         self.present: OrderedDict[Key, int] = OrderedDict()
-        # Until when blocks are taken to be absent.
+        # The times until which blocks are assumed to be absent.
         self._absent: OrderedDict[Key, float] = OrderedDict()
-        # How many puts and deletes of a block are under way, and of which several were.
+        # How many puts and deletes of a block are running, and which blocks had
+        # several.
         self._changing: dict[Key, int] = {}
         self._contested: set[Key] = set()
 
@@ -321,7 +322,7 @@ class _Memory:
             if left:
                 self._changing[key] = left
             if key in self._contested:
-                self.lacks(key, 0.0)  # so it is asked for
+                self.lacks(key, 0.0)  # so that it is looked up
                 if not left:
                     self._contested.remove(key)
             elif order is not None:

@@ -1,8 +1,8 @@
 """Tiers without bytes, for a replay: they decide like real tiers but copy nothing.
 
-Which block has room, which one goes for it, what is written below and what is brought
-up again is decided by the classes that a store has. Only what moves images is replaced,
-and threads, since there is nothing to wait for.
+A store's own classes decide which block gets room, which block is evicted for it, and
+which blocks are written to lower tiers and read back. Only the code that moves images
+is replaced, and the threads, since there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class VirtualMemory(MemoryTier):
         return None, np.empty(0, np.uint8)
 
 
-# Nobody looks at the addresses, so those of one size are all alike.
+# The addresses are never used, so all images of one size have the same ones.
 @lru_cache(4096)
 def _images(count: int, nbytes: int) -> Fragments:
     lengths, starts = rows(count, nbytes)
@@ -59,7 +59,8 @@ class VirtualClock:
     """The time of a replay.
 
     Attributes:
-        now_s: The time, in seconds. It is above 0: what was born at 0 never expires.
+        now_s: The time, in seconds. It is above 0, because blocks born at 0 never
+            expire.
     """
 
     now_s = 1.0
@@ -77,7 +78,7 @@ class VirtualDisk(DiskTier):
         written_bytes: Bytes of the images that were written.
     """
 
-    # What is copied in one turn gets no task of its own.
+    # A read that is copied in one turn needs no task.
     at_once_bytes = sys.maxsize
 
     def __init__(

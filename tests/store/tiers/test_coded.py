@@ -179,7 +179,7 @@ async def test_entries_of_a_disk_have_few_lengths(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    (["memory:1MiB?codec=fp8"], "put coded ones into a tier below"),
+    (["memory:1MiB?codec=fp8"], "use the codec in a tier below"),
     (["memory:1MiB", "kvwire://a:1?codec=fp8"], "the server's own tiers"),
     (["memory:1MiB", "disk:D?size=1MiB&codec=fp9"], "did you mean 'fp8'"),
     (

@@ -118,7 +118,7 @@ def _in_its_place(index: Path) -> None:
     [
         (lambda index: os.truncate(index, 5000), "malformed; delete the directory"),
         (lambda index: index.write_bytes(b"x" * 9000), "not a database; delete the"),
-        (_renamed, "is damaged: .*; delete the directory, or give another one"),
+        (_renamed, "is damaged: .*; delete the directory, or use another one"),
         (lambda index: change(index.parent, "DROP TABLE tier"), "no such .*; delete"),
         (_in_its_place, "index.sqlite: Is a directory"),
         (lambda index: Path(f"{index}-journal").mkdir(), "see that the disk works"),
