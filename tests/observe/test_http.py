@@ -254,7 +254,7 @@ async def test_verbs_are_carried_out_for_those_who_have_a_key(tmp_path: Path) ->
                 ("/kv/locate", wanted, "x", 401, "authorization"),
                 ("/kv/lock", wanted, keys["x"], 404, "/kv/locate"),
                 ("/kv/pin", {"hash": "ab"}, keys["x"], 400, "unknown field"),
-                ("/kv/pin", b"{", keys["x"], 400, "not JSON"),
+                ("/kv/pin", b"{", keys["x"], 400, "not the expected JSON"),
                 ("/kv/pin", {"hashes": ["x"]}, keys["x"], 400, "hashes"),
                 ("/kv/move", {**wanted, "to": "n"}, keys["x"], 400, "no node"),
                 ("/kv/move", abroad, keys["x"], 400, "kvwire:// servers"),

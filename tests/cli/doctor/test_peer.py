@@ -91,7 +91,7 @@ async def test_a_server_that_is_no_doctor_is_not_asked() -> None:
     async with kvwire.open() as there, kvwire.open(require=("tcp",)) as here:
         address = await there.listen("127.0.0.1:0")
         trial, _ = await peer.try_out(here, address, (MIB,))
-        assert "no `kvwire doctor --listen`" in trial.error
+        assert "does not run `kvwire doctor --listen`" in trial.error
         assert [c.name for c in trial.candidates if c.taken] == ["tcp"]
         report = await peer.examine_peer(here, address, examination(), lambda _: None)
         assert len(report.trials) == 1

@@ -56,7 +56,7 @@ def test_a_host_where_all_is_well() -> None:
     assert found[-1] == "everything that the configuration requires is here"
     missing = Finding(name="require", state="missing", text="cannot run here: ucx")
     found = lines(fitting(examination(asked=(missing,), pid=4711), console()))
-    assert found[-1].endswith("asks for it: require")
+    assert found[-1].endswith("by the configuration: require")
     assert "machine and process 4711" in found
 
 

@@ -314,7 +314,7 @@ async def test_bodies_of_all_requests_together(monkeypatch: pytest.MonkeyPatch) 
     await turns_until(lambda: len(engines.asked) == 2)
     refused = await post(application, body)
     assert refused.status_code == 429
-    assert " B are under way" in refused.json()["error"]["message"]
+    assert " B are being handled" in refused.json()["error"]["message"]
     may_answer.set()
     assert (await first).status_code == 200
     assert (await post(application, body)).status_code == 200

@@ -448,7 +448,7 @@ async def test_what_engines_could_not_be_sent(content: bytes) -> None:
     engines = Engines()
     said = await call(app(engines), "POST", "/v1/completions", content=content)
     assert said.status_code == 400
-    assert "not JSON" in said.json()["error"]["message"]
+    assert "not the expected JSON" in said.json()["error"]["message"]
     assert not engines.asked
 
 

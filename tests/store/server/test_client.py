@@ -18,7 +18,7 @@ from tests.support.pairs import connected
 async def test_what_is_asked_while_it_is_down_fails_at_once() -> None:
     async with kvwire.open() as communicator:
         line = StoreClient(communicator, "127.0.0.1:9", 1.0, lambda: None)
-        with pytest.raises(ConnectionLost, match="not dialled yet"):
+        with pytest.raises(ConnectionLost, match="has not been dialled yet"):
             line.now()
         await line.open()
         with pytest.raises(ConnectionLost, match="Connection refused"):
