@@ -85,6 +85,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
                 References.of(config, settings.peers),
                 holes=self._holes,
                 seeds=device != "cpu",
+                limits=_answer_limits(vllm_config.model_config),
             )
             return
         named = {
@@ -225,6 +226,22 @@ def _hole_fills(
         block_tokens=first.block_tokens,
         ranks=first.ranks * first.stage[1],
     )
+
+
+def _answer_limits(model: Any) -> dict[str, int]:
+    """Return the limits of an answer's tokens that the engine's own settings have.
+
+    A proxy needs them to continue an answer as another request.
+    """
+    # As vLLM's servers take a limit from `generation_config`: one that an operator has
+    # set bounds every request, and a model's own one those without a limit.
+    usual = model.get_diff_sampling_param().get("max_tokens")
+    if model.generation_config in ("auto", "vllm"):
+        most = model.override_generation_config.get("max_new_tokens")
+    else:
+        most = usual
+    limits = {"answer_tokens": usual, "answer_tokens_max": most}
+    return {name: limit for name, limit in limits.items() if limit}
 
 
 def _without_halves(settings: VllmSettings, parallel: Any) -> VllmSettings:

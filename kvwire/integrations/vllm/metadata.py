@@ -22,6 +22,7 @@ from kvwire.types import Address
 
 # The most ranks of one engine: as many as kvwire allows shards per group.
 _REMOTES_MAX: Final = 1024
+NO_LIMITS: Final[Mapping[str, int]] = {}
 
 Blocks = dict[str, list[int]]
 """Block ids in token order, by block table; by cache group once a worker has translated
@@ -250,16 +251,19 @@ def answer(
     computed: bool = True,
     ticket: str = "",
     seeds: bool = False,
+    limits: Mapping[str, int] = NO_LIMITS,
 ) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` by which decode finds prefill's KV.
 
-    With `seeds`, a proxy may add a seed to any request for this engine.
+    With `seeds`, a proxy may add a seed to any request for this engine. `limits` are
+    this engine's own limits of an answer's tokens.
     """
     more: dict[str, Any] = {"stages": stages} if stages > 1 else {}
     if ticket:
         more["ticket"] = ticket
     if seeds:
         more["seeds"] = True
+    more |= limits
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -40,6 +40,7 @@ from kvwire.integrations.vllm.config import REQUEST, VllmSettings
 from kvwire.integrations.vllm.holes import HOLE, HoleFills
 from kvwire.integrations.vllm.identity import identity_of, tokens_say_all
 from kvwire.integrations.vllm.metadata import (
+    NO_LIMITS,
     Blocks,
     ComputedTokens,
     LoadPrompt,
@@ -100,9 +101,11 @@ class SchedulerSide:
         holes: HoleFills | None = None,
         *,
         seeds: bool = False,
+        limits: Mapping[str, int] = NO_LIMITS,
     ) -> None:
         self._settings = settings
         self._seeds = seeds  # whether a proxy may add a seed to any request
+        self._limits = limits  # its configuration's limits of an answer's tokens
         self._references = references
         self._shapes = tuple(shapes)
         # The layers of one block table read the same blocks, so one shape represents
@@ -257,6 +260,7 @@ class SchedulerSide:
             stages,
             ticket=ticket,
             seeds=self._seeds,
+            limits=self._limits,
         )
         return True, self._references.signed(said)
 

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.utils import get_pp_indices
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.utils.hashing import sha256_cbor
     from vllm.v1.core import single_type_kv_cache_manager as managers
     from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
@@ -51,7 +52,12 @@ with warnings.catch_warnings():
         stage_layers,
     )
     from kvwire.integrations.vllm.config import Layout
-    from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
+    from kvwire.integrations.vllm.connector import (
+        KvwireConnector,
+        _answer_limits,
+        _with_own_gpu,
+    )
+    from kvwire.integrations.vllm.proxy.moving import COMPLETION_TOKENS
     from kvwire.integrations.vllm.proxy.sharing import (
         MOVED,
         EngineReading,
@@ -106,6 +112,32 @@ def test_what_nothing_was_run_on_is_refused(
     said.model_config.enable_sleep_mode = True
     with pytest.raises(UsageError, match="without --enable-sleep-mode"):
         made()
+
+
+@pytest.mark.parametrize(
+    ("source", "override", "said"),
+    [
+        ("auto", {}, {"answer_tokens": 7}),
+        ("auto", {"max_new_tokens": 5}, {"answer_tokens": 5, "answer_tokens_max": 5}),
+        ("/folder", {}, {"answer_tokens": 7, "answer_tokens_max": 7}),
+    ],
+)
+def test_limits_of_answers_are_those_of_the_server(
+    source: str, override: dict[str, int], said: dict[str, int]
+) -> None:
+    """vLLM's own two lines: `OpenAIServingCompletion`, and `get_max_tokens`."""
+    model = configs(attention())[0].model_config
+    found = {"max_tokens": override.get("max_new_tokens", 7)}
+    model.get_diff_sampling_param = lambda: found
+    model.generation_config = source
+    model.override_generation_config = override
+    assert _answer_limits(model) == said
+
+
+def test_a_completion_whose_limit_is_null_has_sixteen_tokens() -> None:
+    """So a chat without a limit needs one when it continues as a completion."""
+    request = CompletionRequest(model="m", prompt=[1], max_tokens=None)
+    assert request.max_tokens == COMPLETION_TOKENS == 16
 
 
 @pytest.mark.parametrize("kind", [KvwireConnector, KvwireStoreConnector])

@@ -7,9 +7,17 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.support.engines.fleets import TOKENS, Fleet, asking, fleet_of, own
+from tests.support.engines.fleets import (
+    TOKENS,
+    Fleet,
+    Stream,
+    asking,
+    fleet_of,
+    own,
+)
 from tests.support.engines.models import make_model
 from tests.support.engines.serving import NEEDS_VLLM, Engine, prompt
 from tests.support.waiting import eventually
@@ -43,6 +51,15 @@ def test_a_request_moves_there_and_back(two: Fleet) -> None:
 def test_a_chat_moves(two: Fleet) -> None:
     """It goes on as a completion, of the same tokens."""
     two.check_stream(prompt(900, 150), 12, two.migrate, chat=True)
+
+
+def test_a_chat_without_a_limit_moves(two: Fleet) -> None:
+    """It ends with the context, although what it goes on as needs a limit."""
+    one = Stream(chat=True)
+    one.read(two.proxy.url, prompt(3900, 151), 12, two.migrate, max_tokens=None)
+    models = httpx.get(f"{two.engines[0].url}/v1/models").json()["data"]
+    assert len(one.prompt) + len(one.tokens) == models[0]["max_model_len"]
+    assert one.tokens == own(two.engines[0], one.prompt, len(one.tokens))
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -60,8 +60,13 @@ class Vllm:
         self.cuts = 0  # it dies behind so many tokens
         self.ends = "length"
         self.seeds = True
+        self.context: int | None = 40  # tokens of a prompt and its answer
+        self.limits: dict[str, Any] = {}  # of its configuration
 
     async def __call__(self, body: dict[str, Any]) -> Said:
+        if not body:  # /v1/models
+            cards = [{"id": "m", "max_model_len": self.context}, {"id": "adapter"}]
+            return answer(200, {"data": cards})
         self.asked.append(body)
         if not body.get("stream"):
             return answer(200, self.whole(body))
@@ -88,7 +93,7 @@ class Vllm:
         said["usage"] = {"prompt_tokens": len(asked), "completion_tokens": 1}
         name = body.get("kv_transfer_params", {}).get("transfer_id") or "t"
         where = {"do_remote_prefill": True, "transfer_id": name, "seeds": self.seeds}
-        return said | {"kv_transfer_params": where}
+        return said | {"kv_transfer_params": where | self.limits}
 
     def logprobs(self, body: dict[str, Any], tokens: list[int]) -> Any:
         if body.get("logprobs") is None:
@@ -325,6 +330,55 @@ async def test_a_completion_without_a_limit() -> None:
     decode.tokens = OTHER
     assert text_of(await read(application, max_tokens=None)) == "aé d"
     assert decode.asked[-1]["max_tokens"] == 15
+
+
+@pytest.mark.parametrize(
+    ("limits", "rest"),
+    [
+        ({}, 40 - 3 - 1),
+        ({"answer_tokens": 20}, 19),
+        ({"answer_tokens": 9, "answer_tokens_max": 9}, 8),
+        ({"answer_tokens": 64}, 40 - 3 - 1),
+        ({"answer_tokens": "many", "answer_tokens_max": -1}, 40 - 3 - 1),
+    ],
+)
+async def test_a_chat_without_a_limit(limits: dict[str, Any], rest: int) -> None:
+    """Its rest is a completion, for which vLLM takes null for 16."""
+    application, prefill, decode, network = made()
+    prefill.limits = limits
+    await read(application, **CHAT)
+    decode.tokens = OTHER
+    for _ in range(2):
+        assert text_of(await read(application, **CHAT, max_tokens=None)) == "aé d"
+        assert decode.asked[-1]["max_tokens"] == rest
+    asked_for = [url for _, url, _ in network.sent if url.endswith("/v1/models")]
+    assert asked_for == ["http://d1/v1/models"]
+
+
+async def test_an_engine_that_limits_every_answer() -> None:
+    application, prefill, decode, _ = made()
+    prefill.limits = {"answer_tokens": 3, "answer_tokens_max": 3}
+    await read(application)
+    decode.tokens = OTHER
+    await read(application)
+    assert decode.asked[-1]["max_tokens"] == 3 - 1
+
+
+async def test_an_engine_that_does_not_say_its_context() -> None:
+    """A chat without a limit ends rather than after as many tokens as it happens."""
+    application, prefill, decode, _ = made()
+    prefill.context = decode.context = None
+    await read(application, **CHAT)
+    decode.tokens = OTHER
+    assert b'"code":502' in await read(application, **CHAT, max_tokens=None)
+
+
+async def test_a_completion_has_no_limit_of_chats() -> None:
+    """vLLM ignores it there."""
+    application, *_ = made()
+    await read(application)
+    await read(application, max_completion_tokens=1)
+    assert "one token" not in await ways(application)
 
 
 async def test_tools_that_must_not_be_called() -> None:

@@ -2,12 +2,14 @@
 
 ``python -m tests.programs.first_token.times``, where vLLM is installed. The three ways
 are asked in turns, each with a prompt of its own: the engine alone, the proxy, and the
-proxy with ``--first-token decode``.
+proxy with ``--first-token decode``. Each engine has a core of its own, as in the
+benchmark of handovers: else an engine alone computes on both.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
@@ -19,13 +21,16 @@ from typing import Final
 
 import httpx
 
+from tests.programs.bench import vllm_servers
+from tests.programs.bench.vllm_servers import SHAPES, Contender
+from tests.support.engines import serving
 from tests.support.engines.models import make_model
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import (
     ANSWERS_WITHIN_S,
+    Front,
     asked,
     before,
-    engine,
     front,
     prompt,
 )
@@ -35,28 +40,47 @@ TOKENS: Final = 8
 ALONE: Final = "alone"
 EARLY: Final = "first token of prefill"
 LATE: Final = "first token of decode"
+# Engines still free blocks when they have answered.
+SETTLES_S: Final = 0.3
+_KVWIRE: Final = Contender(
+    "kvwire",
+    "first",
+    lambda _, listen: serving.kvwire_config(listen, {"require": ["tcp"]}),
+    # With numbers that a model has, both engines choose one token.
+    arguments=("--load-format", "auto"),
+)
 
 
 def main() -> int:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--model", default="wide")
+    parser.add_argument("--shape", choices=SHAPES, default="64KiB", help="of the model")
     options = parser.parse_args()
+    # Servers are process groups of their own: they would outlive a bench that is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_model(options.model, folder)
-        transfer = {"require": ["tcp"]}
+        model = make_model("gqa", folder, **SHAPES[options.shape])
         engines = [
-            engine(model, folder, name, core, transfer)
-            for core, name in enumerate(("prefill", "decode"))
+            vllm_servers.server(_KVWIRE, role, core, model, folder)
+            for core, role in enumerate(("kv_producer", "kv_consumer"))
         ]
         early = front(folder, *before(engines))
         late = front(folder, *before(engines), "--first-token", "decode")
         ways = {ALONE: engines[0].url, EARLY: early.url, LATE: late.url}
         with running(*engines, early, late), httpx.Client() as client:
             _measure(client, ways, options.rounds)
-    return 0
+            return _check(early)
+
+
+def _check(early: Front) -> int:
+    """Show how many streams prefill began; 1 if decode chose another token in any."""
+    text = httpx.get(f"{early.url}/metrics", timeout=ANSWERS_WITHIN_S).text
+    moved = serving.metric_of(text, "kvwire_proxy_moves_total")
+    begun = serving.metric_of(text, "kvwire_proxy_first_tokens_total", "prefill")
+    print(f"prefill began {begun:g} streams, of which {moved:g} continued elsewhere")
+    return int(bool(moved))
 
 
 def _measure(client: httpx.Client, ways: dict[str, str], rounds: int) -> None:
@@ -66,26 +90,28 @@ def _measure(client: httpx.Client, ways: dict[str, str], rounds: int) -> None:
         for _ in range(rounds):
             for way, url in ways.items():
                 seed += 1
+                time.sleep(SETTLES_S)
                 found[way].append(_times(client, url, prompt(length, seed)))
         if length not in LENGTHS:
             continue  # it was to warm up
+        alone = found[ALONE]
         step = statistics.median(
-            later - sooner
-            for times in found[ALONE]
-            for sooner, later in pairwise(times[1:])
+            later - sooner for times in alone for sooner, later in pairwise(times[1:])
         )
         print(f"{length} tokens; a decode step takes {step * 1e3:.1f} ms")
         for way, all_times in found.items():
             first = [times[0] for times in all_times]
             second = [times[1] - times[0] for times in all_times]
             ratio = statistics.median(
-                mine / alone[0] for mine, alone in zip(first, found[ALONE], strict=True)
+                mine / other[0] for mine, other in zip(first, alone, strict=True)
             )
             behind = statistics.median(second)
+            more = (behind - statistics.median(one[1] - one[0] for one in alone)) / step
             print(
-                f"  {way}: first {statistics.median(first) * 1e3:.1f} ms, "
+                f"  {way}: first {statistics.median(first) * 1e3:.1f} ms "
+                f"({min(first) * 1e3:.1f} to {max(first) * 1e3:.1f}), "
                 f"{ratio:.3f} of alone; second {behind * 1e3:.1f} ms behind it, "
-                f"{behind / step:.2f} steps",
+                f"{more:+.2f} steps to alone",
                 flush=True,
             )
 

@@ -48,6 +48,7 @@ from kvwire.integrations.vllm.proxy.client import (
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.first import (
+    COMPLETIONS,
     DECODE_FIRST,
     FIRST_OF_ITS_KIND,
     ONE_ENGINE,
@@ -106,6 +107,10 @@ class ClientRequest:
     hints: Any = None  # KV hints for the engine that answers; None if there are none
     # Its first token, if prefill may send it; None if decode sends the whole answer.
     first: FirstToken | None = None
+    # Limits of its engines' configuration, in tokens of an answer; 0 without one. The
+    # first one is for requests that set no limit themselves.
+    answer_tokens: int = 0
+    answer_tokens_max: int = 0
 
     def sent(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a body for an engine, with large fields as the client sent them."""
@@ -148,7 +153,7 @@ class Dispatcher:
         # Reasons by role, since clients must not learn engines' addresses.
         whys: dict[str, None] = {}
         # With a limit of one token nothing is left to decode, so prefill answers alone.
-        single = asked.content is None and limit_of(asked.body) == 1
+        single = asked.content is None and limit_of(asked.path, asked.body) == 1
         roles = (PREFILL, DECODE) if single else (DECODE, PREFILL)
         pick = self._fleet.pick_to_answer
         while (decode := pick(asked.body, tried, roles=roles)) is not None:
@@ -228,6 +233,26 @@ class Dispatcher:
             self._fleet.down(engine)
             return True
         return False
+
+    async def context_of(self, engine: VllmEngine, headers: Mapping[str, str]) -> int:
+        """Return the most tokens of a prompt and its answer at an engine.
+
+        Raises:
+            EngineFailed: It does not say.
+
+        Cancel safety: safe, it only asks.
+        """
+        if not engine.context:
+            async with self._client.ask(engine, "/v1/models", headers) as said:
+                content = await said.body(PROXY_EVENT_BYTES_MAX)
+            # An adapter's entry has no length.
+            with contextlib.suppress(*DECODE_ERRORS, TypeError, KeyError):
+                entries = msgspec.json.decode(content)["data"]
+                known = [_count(one.get("max_model_len")) for one in entries]
+                engine.context = max(known, default=0)
+        if not engine.context:
+            raise EngineFailed(engine, "/v1/models has no max_model_len")
+        return engine.context
 
     # --- one try ----------------------------------------------------------------------
 
@@ -341,6 +366,8 @@ class Dispatcher:
                 return _Computed(said, _NOT_SENT, fields)
             params = params if isinstance(params, dict) else _NOT_SENT
             engine.seeds = params.get("seeds") is True
+            asked.answer_tokens = _count(params.get("answer_tokens"))
+            asked.answer_tokens_max = _count(params.get("answer_tokens_max"))
             named = body["kv_transfer_params"]["transfer_id"]
             # Decode would wait in vain for a prompt of another connector, unless it has
             # that connector too and gets the request after prefill's answer.
@@ -538,10 +565,15 @@ def _quoted(body: bytes) -> str:
 # --- the requests to the two engines ------------------------------------------------
 
 
-def limit_of(body: Mapping[str, Any]) -> Any:
+def limit_of(path: str, body: Mapping[str, Any]) -> Any:
     """Return a request's token limit; None if it sets none."""
-    newer = body.get("max_completion_tokens")
+    newer = None if path == COMPLETIONS else body.get("max_completion_tokens")
     return body.get("max_tokens") if newer is None else newer
+
+
+def _count(value: Any) -> int:
+    """Return a number of tokens; 0 if an engine's answer has none there."""
+    return value if type(value) is int and value > 0 else 0
 
 
 def is_for_two(body: dict[str, Any]) -> bool:

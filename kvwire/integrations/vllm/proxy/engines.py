@@ -100,6 +100,7 @@ class VllmEngine:
     shared: SharedPrompts = field(default_factory=SharedPrompts)
     # Whether its answers state that any request may have a seed.
     seeds: bool = False
+    context: int = 0  # the most tokens of a prompt and its answer; 0 if unknown
     # How its streams begin, by path, and by whether each event counts tokens.
     beginnings: dict[tuple[str, bool], Beginning] = field(default_factory=dict)
     seed: int = field(init=False)  # a hash of its URL, for rendezvous hashing

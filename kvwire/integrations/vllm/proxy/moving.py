@@ -170,7 +170,7 @@ _USUAL: Final[Mapping[str, Any]] = {
     "response_format": {"type": "text"},
 }
 # How many tokens a completion has if its request sets no limit.
-_COMPLETION_TOKENS: Final = 16
+COMPLETION_TOKENS: Final = 16
 # One character in UTF-8 is at most this many tokens.
 _HELD_TOKENS_MAX: Final = 4
 
@@ -184,7 +184,7 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
         return "stream"
     if not body.get("stream") and body.get("stream_options") is not None:
         return "stream_options"
-    # Without a limit, a chat ends at the end of its engine's context.
+    # Without a limit, a chat ends where its engine's configuration says.
     limit = _limit(path, body)
     if type(limit) is not int and not (chat and limit is None):
         return "max_tokens"
@@ -206,7 +206,7 @@ def waiting_field(path: str, body: Mapping[str, Any]) -> str:
     engines sample different tokens. Only then does the rest have to follow from the
     tokens alone, and the seed may change.
     """
-    if limit_of(body) == 1:
+    if limit_of(path, body) == 1:
         return SINGLE
     if not body.get("stream"):
         return NOT_STREAMED
@@ -222,9 +222,9 @@ def waiting_field(path: str, body: Mapping[str, Any]) -> str:
 
 
 def _limit(path: str, body: Mapping[str, Any]) -> Any:
-    """Return an answer's limit of tokens; None if only the context limits it."""
-    limit = limit_of(body)
-    return _COMPLETION_TOKENS if limit is None and path == COMPLETIONS else limit
+    """Return an answer's limit of tokens; None if only its engine limits it."""
+    limit = limit_of(path, body)
+    return COMPLETION_TOKENS if limit is None and path == COMPLETIONS else limit
 
 
 def _logged(path: str, body: Mapping[str, Any]) -> int | None:
@@ -563,12 +563,13 @@ class MovableStream:
     async def _switch(self, to: VllmEngine, source: VllmEngine | None) -> str:
         """Continue on another engine with this one's KV; return why not, or ""."""
         asked = self._remainder()
-        if asked.body["max_tokens"] == 0:
-            return _ENDED
         async with AsyncExitStack() as attempt:
             try:
                 # Without KV everything is computed again, so there is no limit.
                 async with asyncio.timeout(PROXY_MOVE_S if source else None):
+                    asked.body["max_tokens"] = await self._left(to)
+                    if not asked.body["max_tokens"]:
+                        return _ENDED
                     answer = await self._moves.dispatcher.ask_once(
                         source, to, asked, attempt
                     )
@@ -600,15 +601,27 @@ class MovableStream:
                 said = await self._moves.dispatcher.ask_once(here, to, asked, attempt)
                 await said.body(PROXY_EVENT_BYTES_MAX)
 
+    async def _left(self, to: VllmEngine) -> int:
+        """Return how many tokens the rest of the answer may have at an engine.
+
+        A chat without a limit continues as a completion, which needs one: vLLM takes
+        null for 16.
+        """
+        asked = self._asked
+        limit = _limit(asked.path, asked.body)
+        if limit is None:
+            context = await self._moves.dispatcher.context_of(to, asked.headers)
+            limit = context - len(self._prompt)
+            limit = min(limit, asked.answer_tokens or limit)
+        limit = min(limit, asked.answer_tokens_max or limit)
+        return max(0, limit - len(self._tokens))
+
     def _remainder(self) -> ClientRequest:
-        """Return the request for the part that the client does not have yet."""
+        """Return the request for the part that the client lacks, without its limit."""
         asked = self._asked
         done = len(self._tokens)
         body = {key: value for key, value in asked.body.items() if key not in _DONE}
         body["prompt"] = [*self._prompt, *self._tokens]
-        if (limit := _limit(asked.path, asked.body)) is not None:
-            limit = max(0, limit - done)
-        body["max_tokens"] = limit
         if type(body.get("min_tokens")) is int:
             body["min_tokens"] = max(0, body["min_tokens"] - done)
         if (logged := _logged(asked.path, body)) is not None:
