@@ -1,9 +1,9 @@
 """How long the first two tokens take, through the proxy and of its prefill engine.
 
-``python -m tests.programs.first_token.times``, where vLLM is installed. The three ways
-are asked in turns, each with a prompt of its own: the engine alone, the proxy, and the
-proxy with ``--first-token decode``. Each engine has a core of its own, as in the
-benchmark of handovers: else an engine alone computes on both.
+``python -m tests.programs.first_token.times``, where vLLM is installed. The ways are
+asked in turns, each with a prompt of its own: the engine alone, both engines without a
+proxy, the proxy, and the proxy with ``--first-token decode``. Each engine has a core of
+its own, as in the benchmark of handovers: else an engine alone computes on both.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -22,12 +24,14 @@ from typing import Final
 import httpx
 
 from tests.programs.bench import vllm_servers
+from tests.programs.bench.vllm_requests import ask_at_once
 from tests.programs.bench.vllm_servers import SHAPES, Contender
 from tests.support.engines import serving
 from tests.support.engines.models import make_model
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import (
     ANSWERS_WITHIN_S,
+    Engine,
     Front,
     asked,
     before,
@@ -38,6 +42,7 @@ from tests.support.engines.serving import (
 LENGTHS: Final = (300, 1500, 4000)
 TOKENS: Final = 8
 ALONE: Final = "alone"
+BOTH: Final = "both engines, no proxy"
 EARLY: Final = "first token of prefill"
 LATE: Final = "first token of decode"
 # Engines still free blocks when they have answered.
@@ -68,9 +73,14 @@ def main() -> int:
         ]
         early = front(folder, *before(engines))
         late = front(folder, *before(engines), "--first-token", "decode")
-        ways = {ALONE: engines[0].url, EARLY: early.url, LATE: late.url}
         with running(*engines, early, late), httpx.Client() as client:
-            _measure(client, ways, options.rounds)
+            ways = {
+                ALONE: partial(_times, client, engines[0].url),
+                BOTH: partial(_times_of_both, engines[0], engines[1]),
+                EARLY: partial(_times, client, early.url),
+                LATE: partial(_times, client, late.url),
+            }
+            _measure(ways, options.rounds)
             return _check(early)
 
 
@@ -83,15 +93,17 @@ def _check(early: Front) -> int:
     return int(bool(moved))
 
 
-def _measure(client: httpx.Client, ways: dict[str, str], rounds: int) -> None:
+def _measure(
+    ways: Mapping[str, Callable[[list[int]], list[float]]], rounds: int
+) -> None:
     seed = 0
     for length in (40, *LENGTHS):
         found: dict[str, list[list[float]]] = defaultdict(list)
         for _ in range(rounds):
-            for way, url in ways.items():
+            for way, times_of in ways.items():
                 seed += 1
                 time.sleep(SETTLES_S)
-                found[way].append(_times(client, url, prompt(length, seed)))
+                found[way].append(times_of(prompt(length, seed)))
         if length not in LENGTHS:
             continue  # it was to warm up
         alone = found[ALONE]
@@ -128,6 +140,12 @@ def _times(client: httpx.Client, url: str, ids: list[int]) -> list[float]:
             for line in said.iter_lines()
             if '"text"' in line
         ]
+
+
+def _times_of_both(prefill: Engine, decode: Engine, ids: list[int]) -> list[float]:
+    """When prefill had answered, and when decode had its second token."""
+    found = ask_at_once(prefill, decode, ids)
+    return [found.prefill_s, found.prefill_s + found.handover_s + found.step_s]
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ CHECKS = (
         beyond=(
             "tests/programs/agents/",
             "tests/programs/bench/",
+            "tests/programs/first_token/times.py",
             "tests/programs/soak/",
             "tests/programs/torture/",
             "tests/support/proxy.py",

@@ -608,7 +608,7 @@ class MovableStream:
         null for 16.
         """
         asked = self._asked
-        limit = _limit(asked.path, asked.body)
+        limit: int | None = _limit(asked.path, asked.body)
         if limit is None:
             context = await self._moves.dispatcher.context_of(to, asked.headers)
             limit = context - len(self._prompt)
