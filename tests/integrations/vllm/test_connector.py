@@ -323,13 +323,13 @@ def test_halves_of_a_batch_are_not_marked_by_hooks(
 ) -> None:
     with worker(use_ubatching=False) as made:
         assert made._worker._settings.stream == "layer"
-    assert not any("halves of a batch" in message for message in caplog.messages)
+    assert not any("halves of each batch" in message for message in caplog.messages)
     with (
         caplog.at_level(logging.WARNING, "kvwire"),
         worker(use_ubatching=True) as made,
     ):
         assert made._worker._settings.stream == "chunk"
-    assert any("halves of a batch" in message for message in caplog.messages)
+    assert any("halves of each batch" in message for message in caplog.messages)
 
 
 def test_full_cuda_graphs_are_possible_where_no_hook_is_needed() -> None:

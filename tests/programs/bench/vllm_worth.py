@@ -46,6 +46,9 @@ _KVWIRE: Final = Contender(
     "kvwire",
     "worth",
     lambda _, listen: serving.kvwire_config(listen, {"require": ["local"]}),
+    # With random numbers, two tokens are often equally likely, and decode would begin
+    # anew behind prefill's.
+    arguments=("--load-format", "auto"),
 )
 _COLOURS: Final = {SPLIT: "#0b6e4f", EQUALS: "#d17a22", ONE: "#808080"}
 
@@ -198,6 +201,10 @@ def _check_split(front: Front) -> None:
     wrong = [one["findings"] for one in fleet["engines"] if one["findings"]]
     if wrong:
         raise SystemExit(f"prompts were computed twice: {wrong}")
+    metrics = CLIENT.get(f"{front.url}/metrics").text
+    begun = serving.metric_of(metrics, "kvwire_proxy_first_tokens_total", "prefill")
+    moved = serving.metric_of(metrics, "kvwire_proxy_moves_total")
+    print(f"prefill began {begun:g} streams; {moved:g} had another token at decode")
 
 
 # --- what is said ---------------------------------------------------------------------

@@ -51,7 +51,8 @@ _KVWIRE: Final = Contender(
     "kvwire",
     "first",
     lambda _, listen: serving.kvwire_config(listen, {"require": ["tcp"]}),
-    # With numbers that a model has, both engines choose one token.
+    # With random numbers, two tokens are often equally likely, and decode would begin
+    # anew behind prefill's.
     arguments=("--load-format", "auto"),
 )
 
