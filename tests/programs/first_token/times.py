@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -39,8 +39,8 @@ from tests.support.engines.serving import (
     prompt,
 )
 
-LENGTHS: Final = (300, 1500, 4000)
 TOKENS: Final = 8
+_TO_WARM_UP: Final = 40  # the length of prompts that are not shown
 ALONE: Final = "alone"
 BOTH: Final = "both engines, no proxy"
 EARLY: Final = "first token of prefill"
@@ -61,6 +61,7 @@ def main() -> int:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--lengths", default="300,1500,4000", help="of prompts")
     parser.add_argument("--shape", choices=SHAPES, default="64KiB", help="of the model")
     options = parser.parse_args()
     # Servers are process groups of their own: they would outlive a bench that is ended.
@@ -81,7 +82,8 @@ def main() -> int:
                 EARLY: partial(_times, client, early.url),
                 LATE: partial(_times, client, late.url),
             }
-            _measure(ways, options.rounds)
+            lengths = [int(length) for length in options.lengths.split(",")]
+            _measure(ways, lengths, options.rounds)
             return _check(early)
 
 
@@ -95,18 +97,20 @@ def _check(early: Front) -> int:
 
 
 def _measure(
-    ways: Mapping[str, Callable[[list[int]], list[float]]], rounds: int
+    ways: Mapping[str, Callable[[list[int]], list[float]]],
+    lengths: Sequence[int],
+    rounds: int,
 ) -> None:
     seed = 0
-    for length in (40, *LENGTHS):
+    for length in (_TO_WARM_UP, *lengths):
         found: dict[str, list[list[float]]] = defaultdict(list)
         for _ in range(rounds):
             for way, times_of in ways.items():
                 seed += 1
                 time.sleep(SETTLES_S)
                 found[way].append(times_of(prompt(length, seed)))
-        if length not in LENGTHS:
-            continue  # it was to warm up
+        if length == _TO_WARM_UP:
+            continue
         alone = found[ALONE]
         step = statistics.median(
             later - sooner for times in alone for sooner, later in pairwise(times[1:])
