@@ -24,7 +24,7 @@ class Threads:
     """Run the work of one store on a few threads, started when first needed.
 
     Args:
-        inline: Call everything in the caller's turn instead, for work that is brief.
+        inline: Run everything in the caller's turn instead; for brief work.
     """
 
     def __init__(self, *, inline: bool = False) -> None:

@@ -152,7 +152,7 @@ def joined(
 ) -> Benchmark:
     """Add other contenders to a benchmark, each to the rows with its wire.
 
-    Those in ``streams`` move contiguous bytes, which have no layout, so they are
+    Contenders in ``streams`` move contiguous bytes, which have no layout, so they are
     measured once.
     """
 

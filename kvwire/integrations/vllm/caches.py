@@ -299,8 +299,8 @@ def _total_heads(spec: Any, vllm_config: Any) -> int:
     """Return a layer's number of KV heads on all ranks together.
 
     If there are more ranks than heads, some ranks hold copies. The number is the
-    model's, or its draft model's. Where it could be either, each rank counts as having
-    heads of its own, and only engines with the same number of ranks match.
+    model's or its draft model's. If it is unclear which, all ranks count as having
+    different heads, and only engines with the same number of ranks match.
     """
     ranks = vllm_config.parallel_config.tensor_parallel_size
     said = getattr(vllm_config, "speculative_config", None)

@@ -180,7 +180,7 @@ class GetOperation(Operation):
             away = [t for t in self.tiers.below if t.reason]
             if away:
                 why = "; ".join(f"{t.name}: {t.reason}" for t in away)
-                self.lost(request, positions, f"{NOT_THERE}, but for {why}")
+                self.lost(request, positions, f"{NOT_THERE}; not searched: {why}")
             others = [
                 s
                 for s in self.tiers.namespaces.values()

@@ -57,7 +57,7 @@ class ClientMemory:
         self._lent: dict[object, tuple[float, MemoryHolder]] = {}
 
     def hold(self, client: MemoryHolder, nbytes: int) -> None:
-        """Count memory as held for a client; drop the slowest one over the limit."""
+        """Count memory that a client holds; over the limit, drop the slowest client."""
         self.held_bytes += nbytes
         self._held[client] = self._held.get(client, 0) + nbytes
         if client in self._leaving:

@@ -258,7 +258,7 @@ async def test_a_killed_server_is_missed_and_found_again() -> None:
             assert tier.mapped is None
             outcome = await store.get(chain(8), target.cache, range(8))
             assert len(outcome.missing) == 8
-            assert "but for" in outcome.missing.reasons[0]
+            assert "not searched" in outcome.missing.reasons[0]
             async with serving("--tier", "memory:1MiB", port=server.port) as again:
                 await put(again.where, chain(4), Filled(seed=2))
                 await until(lambda: tier.mapped is not None)

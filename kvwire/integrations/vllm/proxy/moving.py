@@ -230,7 +230,7 @@ def _limit(path: str, body: Mapping[str, Any]) -> Any:
 def _logged(path: str, body: Mapping[str, Any]) -> int | None:
     """Return the ``logprobs`` for a completion that replaces a request, or None.
 
-    A completion returns as many beside each token as requested, and a chat one less.
+    With the number n, a completion returns n alternatives per token, a chat n - 1.
     """
     logged = body.get("logprobs")
     if path != COMPLETIONS:

@@ -47,7 +47,7 @@ PASSED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Regular expressions of paths, each with its methods."""
 
-# The path of an answer that an engine keeps. Ids consist of characters that have no
+# The path of an answer that an engine stores. Ids consist of characters that have no
 # special meaning in URLs.
 _KEPT_ANSWER: Final = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?")
 
