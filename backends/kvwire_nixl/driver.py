@@ -64,7 +64,7 @@ _LOOK_S_MAX: Final = 2e-3
 # interval.
 _WORD_S: Final = 0.1
 
-# Many times the time of connecting, some 10 ms, because the machine may be busy.
+# Connecting takes some 10 ms; the limit is far longer, because the machine may be busy.
 _LINGER_S: Final = 0.5
 
 _PAGE_BYTES: Final = 4096

@@ -31,7 +31,7 @@ from kvwire.memory.copy import as_fragments
 from kvwire_nixl.library import NixlAgent
 
 # If pieces are shorter than this on average, they are gathered: NIXL takes about 5 us
-# for each descriptor of a list, in which time a copy moves this much.
+# for each descriptor of a list, and a copy moves this much in 5 us.
 PIECE_BYTES_MIN: Final = 32 * KIB
 # The most arrays registered over one lane's life: enough for 128 layers with separate
 # keys and values, in four groups.

@@ -4,8 +4,8 @@ A *bootstrap* names the agent. The server's also has the agent's address; the cl
 cannot, since its agent is still being created, so the address comes with the first
 payload. A *descriptor* names a payload's place, and describes registered memory that
 the peer does not know yet. A *note* accompanies a read, and has the number of payloads
-read so far. All but the bootstrap, which the control link protects, carry a proof of
-the lane's secret.
+read so far. Each message carries a proof of the lane's secret, except the bootstrap,
+which the control link protects.
 """
 
 from __future__ import annotations

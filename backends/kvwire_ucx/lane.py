@@ -22,7 +22,8 @@ and shared memory through which other processes could reach our memory. ``lane_c
 is called after that.
 
 *Hello.* UCX connects at the first use, so a newly created lane proves nothing. The
-client sends a hello, and its join waits for the answer. Both prove the lane's secret.
+client sends a hello, and its join waits for the answer. Both messages prove that their
+senders know the lane's secret.
 
 *Bye.* Over shared memory UCX does not detect that a living peer has closed an endpoint,
 and the peer may be reading our memory at that moment. So a side that ends with sends in

@@ -305,8 +305,8 @@ class UcxRequests:
             request.handle = 0  # the worker's destruction has freed it
         self.tell()
 
-    # UCX calls these functions from inside its own. They must not raise, and a report
-    # could post again; so they only record the end.
+    # UCX calls these two functions from inside its own functions. So they must not
+    # raise; and they only record the end, since a report could post another request.
 
     def _sent(self, _request: int, status: int, number: int) -> None:
         self.over.append((number, status, 0))

@@ -76,7 +76,7 @@ class Tokenizer:
 
 
 def passages(count: int) -> dict[str, str]:
-    """Return the text behind the first ``count`` anchors, more of it than is needed."""
+    """Return 4,000 characters from each of the first ``count`` anchors on."""
     book = (CHECKPOINT / "alice.txt").read_text(encoding="ascii")
     chosen = list(ANCHORS.items())[:count]
     return {name: book[book.index(anchor) :][:4000] for name, anchor in chosen}

@@ -19,7 +19,7 @@ CONTEXT: Final = 512
 """The length of the sequences that the model was trained on, in tokens."""
 
 BLOCK_TOKENS: Final = 16
-"""The tokens per block, with the field's usual value."""
+"""The number of tokens per block, which is 16 in most engines."""
 
 OnWritten = Callable[[int, int, int], None]
 """Called with a layer, the first and the end of its tokens, once they are written."""

@@ -48,7 +48,7 @@ class DeviceRequests:
     def post(
         self, request: Request[int], device: Device, buffer: BufferId
     ) -> RequestRecord:
-        """Start a request in the core; its memory is touched only behind its event.
+        """Start a request in the core; its memory is not touched before its event.
 
         Raises:
             BackendUnavailable: The device does not work, or this connection cannot move

@@ -188,7 +188,7 @@ async def _listen_once(
         else:
             listeners.append(listener)  # bounded: the addresses of one name
     if not listeners:
-        assert missing is not None, "a name stands for one address at least"
+        assert missing is not None, "a name has at least one address"
         raise missing
 
 

@@ -373,9 +373,8 @@ class ClientHandshake(Handshake):
         if accept.incarnation == identity.incarnation:
             self.refuse(WireCode.OTHER)
             raise HandshakeError(
-                "this communicator dialled its own address: dial the other one's "
-                "address, and check the address that the other one announces or "
-                "advertises",
+                "this communicator dialled its own address: dial the peer's address, "
+                "and check the address that the peer announces or advertises",
                 fields=(OWN_INCARNATION,),
             )
         self._accept = accept

@@ -474,9 +474,9 @@ class Transfers:
 
     def data_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         """Count a chunk of a segment that has landed, or mark the segment damaged."""
-        # Before: the arrival holds the buffer. After: it does not; and if the segment
-        # has all its bytes it is over: acknowledged if intact, else named by
-        # COMMIT_ACK.
+        # Before: the arrival holds the buffer. After: it does not; and if all bytes of
+        # the segment are here, the segment is over: acknowledged if intact, otherwise
+        # listed in COMMIT_ACK.
         segment = arrival.segment
         assert segment is not None
         # First, even if the transfer has ended: its memory drains when this hold is
@@ -544,7 +544,7 @@ class Transfers:
                 continue
             if request.kind is not RequestKind.INCOMING:
                 raise UnexpectedFrame(
-                    "KVW-TR-08", f"the last word on a {request.kind.value}"
+                    "KVW-TR-08", f"`done` names a {request.kind.value}"
                 )
             self.confirmed(request)
 

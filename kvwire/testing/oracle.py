@@ -68,7 +68,7 @@ def _mixed(words: Words, factor: np.uint64) -> Words:
 
 
 class Wrong(AssertionError):
-    """A broken promise: words are not the expected ones, or another failure.
+    """A broken promise: unexpected words, or another failure.
 
     Attributes:
         rule: The broken promise; a transport's is a key of :data:`RULES`.

@@ -57,7 +57,7 @@ class EventWaiter:
         self, waiters: StreamWaiters, event: object, call: Callable[[Failure], None]
     ) -> None:
         try:
-            # A producer's events fire in order, so the transfer stands for its stream.
+            # A producer's events fire in order, as those of one stream do.
             waiters.wait(event, lambda error: call(_error_text(error)), source=self)
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
             call(_error_text(exc))

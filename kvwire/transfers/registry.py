@@ -106,7 +106,7 @@ class Past(NamedTuple):
     known: frozenset[bytes]
 
 
-_UNKNOWN: Final = Past(WireCode.OTHER, "nothing is known of it", b"", 0, frozenset())
+_UNKNOWN: Final = Past(WireCode.OTHER, "nothing is known about it", b"", 0, frozenset())
 
 
 class Slot:

@@ -228,7 +228,7 @@ async def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_los
             assert produced.complete
         else:
             (reason,) = produced.missing.reasons
-            assert "nothing is known of it" in reason
+            assert "nothing is known about it" in reason
         await w.until(lambda: not inside.registry(d).unsettled)
         assert not inside.questions(d)
         link: Any = inside.link(pull_side)
