@@ -131,6 +131,11 @@ class StoreScheduler:
         ):
             return 0, False
         tracked = self._tracked(request)
+        # Its last token is computed in any case, so nothing is left to load if vLLM has
+        # all other full blocks. Then the request does not wait for the store.
+        usable = (len(request.all_token_ids) - 1) // self._block_tokens
+        if usable * self._block_tokens <= computed:
+            return 0, False
         asked = self._answer(tracked)
         try:
             found = asked.result(_PATIENCE_S) * self._block_tokens - computed

@@ -72,6 +72,15 @@ def matched(
     return side, request, side.matched(request, computed)
 
 
+def test_what_vllm_has_itself_waits_for_no_answer() -> None:
+    store = Store()
+    side = StoreScheduler(BLOCK_TOKENS, store.ask)
+    request = Request("r", TOKENS)
+    side.begun(request)
+    assert side.matched(request, 4) == (None, False)
+    assert side.matched(request, 8) == (0, False)
+
+
 def first(ids: list[int], computed: int, tokens: int) -> Output:
     return Output({"r": tokens}, [New("r", (ids,), computed)])
 

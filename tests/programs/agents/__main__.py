@@ -36,7 +36,7 @@ from tests.support.engines.pairs import running
 from tests.support.engines.serving import Engine, before, engine, front, metric_of
 from tests.support.engines.store_server import StoreServer
 
-ARMS: Final = ("own cache", "hints", "store", "alone", "direct")
+ARMS: Final = ("own cache", "hints", "store", "direct", "alone")
 _SOURCES: Final = ("local_compute", "external_kv_transfer", "local_cache_hit")
 # Of 128 tokens each: a tenth of what 100 sessions have.
 _FEW_BLOCKS: Final = "96"
