@@ -47,7 +47,8 @@ _WAITS_S: Final = 60
 def main() -> int:
     """Run it; the exit status is 1 if an answer differs between arms."""
     options = _options()
-    trace = draw(options.sessions, options.tools, options.each, options.seed)
+    sizes = options.seed, options.prompt_tokens
+    trace = draw(options.sessions, options.tools, options.each, *sizes)
     found: dict[str, Played] = {}
     with tempfile.TemporaryDirectory(prefix="kvwire-agents-") as made:
         model = make_model("wide", Path(made), num_hidden_layers=options.layers)
@@ -194,6 +195,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--lead", type=float, default=1.0, help="seconds from an announcement to a call"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=750, help="of a session's first prompt"
     )
     parser.add_argument("--layers", type=int, default=4, help="of the model")
     parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)

@@ -19,8 +19,7 @@ import httpx
 
 from tests.support.engines.serving import ANSWERS_WITHIN_S, asked, prompt
 
-# Of the first prompt, of a tool's output, and of an answer.
-_PROMPT_TOKENS: Final = (600, 900)
+# Of a tool's output, and of an answer.
 _TOOL_TOKENS: Final = (40, 120)
 ANSWER_TOKENS: Final = 12
 # Until a tool's output is there; meanwhile other sessions use the engine's cache.
@@ -44,8 +43,13 @@ class Session:
     tools: Sequence[Tool]
 
 
-def draw(sessions: int, tools: int, each_s: float, seed: int) -> list[Session]:
-    """Draw a trace in which a session begins every `each_s` seconds on average."""
+def draw(
+    sessions: int, tools: int, each_s: float, seed: int, tokens: int = 750
+) -> list[Session]:
+    """Draw a trace in which a session begins every `each_s` seconds on average.
+
+    Its first prompt has about so many tokens.
+    """
     chance = random.Random(seed)
     made = []
     begins_s = 0.0
@@ -57,7 +61,9 @@ def draw(sessions: int, tools: int, each_s: float, seed: int) -> list[Session]:
             )
             for _ in range(tools)
         ]
-        ids = prompt(chance.randint(*_PROMPT_TOKENS), 1000 * seed + number)
+        ids = prompt(
+            chance.randint(tokens * 4 // 5, tokens * 6 // 5), 1000 * seed + number
+        )
         made.append(Session(begins_s, ids, calls))
         begins_s += chance.expovariate(1 / each_s)
     return made

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import re
@@ -54,8 +55,8 @@ from tests.support.engines.serving import (
 _PROMPTS: Final = 12
 _BLOCKS: Final = 6  # of each prompt
 _TOKENS: Final = 4  # of an answer
-# A block has 256 KiB: room for 12 of 72 in memory, for 48 on the disk.
-_MEMORY: Final = "memory:3MiB"
+# A block has 256 KiB: room for 16 of 72 in memory, for 48 on the disk.
+_MEMORY: Final = "memory:4MiB?slab=1MiB"
 _DISK: Final = "size=12MiB&slab=1MiB"
 # So that engines forget most prompts as well; vLLM takes no less for a full context.
 _CACHE_BLOCKS: Final = "36"
@@ -302,8 +303,9 @@ class Place:
         return Truth(memory, disk, kept, there)
 
 
-async def play(folder: Path, acts: int, seed: int) -> Counter[str]:
+async def play(folder: Path, acts: int, seed: int, seconds: float) -> Counter[str]:
     """Start everything, carry out verbs, and return what was counted."""
+    end = time.monotonic() + seconds
     model = make_model("gqa", folder)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -337,6 +339,8 @@ async def play(folder: Path, acts: int, seed: int) -> Counter[str]:
         )
         await place.begin()
         while sum(place.counts[verb] for verb in VERBS) < acts:
+            if time.monotonic() > end:
+                break
             what = place.draw.random()
             if what < 0.1:
                 await place.several()
@@ -357,10 +361,12 @@ def main() -> int:
     )
     parser.add_argument("--acts", type=int, default=1000, help="in all")
     parser.add_argument("--seed", type=int, default=1)
+    of_seconds = "no act begins later, counted from before the engines start"
+    parser.add_argument("--seconds", type=float, default=math.inf, help=of_seconds)
     asked = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvwire-verbs-") as folder:
-        found = asyncio.run(play(Path(folder), asked.acts, asked.seed))
+        found = asyncio.run(play(Path(folder), asked.acts, asked.seed, asked.seconds))
     load = ", ".join(f"{one:.0f}" for one in os.getloadavg())
     print(
         f"seed {asked.seed}: {sum(found[verb] for verb in VERBS)} acts, each as it was "
