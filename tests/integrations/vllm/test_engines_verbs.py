@@ -64,9 +64,15 @@ def source(one: Engine, name: str) -> float:
     return metric_of(one.metrics(), "vllm:prompt_tokens_by_source_total", kind)
 
 
-def test_a_prompt_moves_from_the_store_to_an_engine(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("gqa", tmp_path_factory.mktemp("model"))
+
+
+def test_a_prompt_moves_from_the_store_to_an_engine(
+    model: Path, tmp_path: Path
+) -> None:
     """It computes the last block of the prompt, and then has all of them."""
-    model = make_model("gqa", tmp_path)
     ids = prompt(BLOCKS * BLOCK_TOKENS + 9, seed=3)
     asking: list[dict[str, Any]] = [{}, {"cache_salt": "mine"}]
     with servers(tmp_path, kv=()) as (server,):
@@ -106,9 +112,8 @@ def test_a_prompt_moves_from_the_store_to_an_engine(tmp_path: Path) -> None:
             assert said["counts"] == {"done": BLOCKS}
 
 
-def test_an_engine_shares_and_demotes(tmp_path: Path) -> None:
+def test_an_engine_shares_and_demotes(model: Path, tmp_path: Path) -> None:
     """Among two nodes, and out of its own store's memory."""
-    model = make_model("gqa", tmp_path)
     directory = f"file:{tmp_path / 'directory'}"
     nodes = {
         name: ("--directory", directory, "--label", f"node={name}") for name in "ab"

@@ -1,16 +1,17 @@
 """Sessions of agents on a real engine: what a call after a tool's pause costs.
 
-``python -m tests.programs.agents``, where vLLM is installed. One trace is played five
+``python -m tests.programs.agents``, where vLLM is installed. One trace is played four
 times, on engines that have the same core and work in turns:
 
 * ``own cache``: vLLM alone, with a cache that has room for all sessions. Each call
   after a pause is a hit in the engine's own cache.
-* ``direct``: likewise, without the proxy, through which all others go.
 * ``alone``: vLLM alone, with a cache for a few sessions.
 * ``store``: the same cache, and a store with a server. The engine loads what its own
   cache has lost when it is asked for it.
 * ``hints``: likewise, and sessions say what comes: that they wait for a tool (retain),
   that its output is about to arrive (`/copy-ahead`), that they are over (demote).
+
+Only ``hints`` goes through the proxy. ``--arms proxy`` adds the first engine behind it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from tests.support.engines.pairs import running
 from tests.support.engines.serving import Engine, before, engine, front, metric_of
 from tests.support.engines.store_server import StoreServer
 
-ARMS: Final = ("own cache", "hints", "store", "direct", "alone")
+ARMS: Final = ("own cache", "hints", "store", "alone", "proxy")
+# Those that are asked through the proxy; the others have nothing of kvwire before them.
+_BEHIND: Final = ("hints", "proxy")
 _SOURCES: Final = ("local_compute", "external_kv_transfer", "local_cache_hit")
 # Of 128 tokens each: a tenth of what 100 sessions have.
 _FEW_BLOCKS: Final = "96"
@@ -86,7 +89,7 @@ def run(
         "hints": over,
         "store": over,
         "alone": _alone(model, folder, "alone", *few),
-        "direct": own,
+        "proxy": own,
     }
     used = {one.url: one for one in map(engines.get, arms) if one is not None}
     # A client says which hints its requests carry, and the proxy passes them on.
@@ -97,11 +100,11 @@ def run(
     }
     try:
         with running(*used.values(), *proxies.values()):
-            for proxy in proxies.values():
-                Player(proxy.url).play(draw(4, 0, 0.1, 10**6))  # warms it up
+            for url in (*used, *(proxy.url for proxy in proxies.values())):
+                Player(url).play(draw(4, 0, 0.1, 10**6))  # warms it up
             for arm in arms:
                 one = engines[arm]
-                url = one.url if arm == "direct" else proxies[one.url].url
+                url = proxies[one.url].url if arm in _BEHIND else one.url
                 player = Player(url, {"cache_salt": arm})
                 if arm == "hints":
                     player = _hinting(url, arm, lead_s)
@@ -191,7 +194,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=100)
     parser.add_argument("--tools", type=int, default=2, help="calls of each session")
     parser.add_argument(
-        "--each", type=float, default=0.4, help="seconds between two new sessions"
+        "--each", type=float, default=0.6, help="seconds between two new sessions"
     )
     parser.add_argument(
         "--lead", type=float, default=1.0, help="seconds from an announcement to a call"
@@ -200,7 +203,7 @@ def _options() -> argparse.Namespace:
         "--prompt-tokens", type=int, default=750, help="of a session's first prompt"
     )
     parser.add_argument("--layers", type=int, default=4, help="of the model")
-    parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
+    parser.add_argument("--arms", nargs="+", default=ARMS[:4], choices=ARMS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where every figure goes")
     return parser.parse_args()

@@ -23,7 +23,7 @@ from tests.support.engines.serving import ANSWERS_WITHIN_S, asked, prompt
 _TOOL_TOKENS: Final = (40, 120)
 ANSWER_TOKENS: Final = 12
 # Until a tool's output is there; meanwhile other sessions use the engine's cache.
-_PAUSE_S: Final = (6.0, 12.0)
+_PAUSE_S: Final = (8.0, 16.0)
 
 
 @dataclass(frozen=True, slots=True)
