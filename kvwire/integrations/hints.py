@@ -89,33 +89,33 @@ class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class ShareHint(Hint, frozen=True, kw_only=True):
-    """Copy blocks to a node of the store's servers."""
+    """Copies blocks to a node of the store's servers."""
 
     to: _Name
     execute_at: _When = "request_completion"
 
 
 class PrefetchHint(Hint, frozen=True, kw_only=True):
-    """Copy blocks into a higher tier."""
+    """Copies blocks into a higher tier."""
 
     tier: _Name = "memory"
     execute_at: _When = "arrival"
 
 
 class DemoteHint(Hint, frozen=True, kw_only=True):
-    """Free the memory of blocks that a lower tier also holds."""
+    """Frees the memory of blocks that a lower tier also holds."""
 
     tier: str = ""
 
 
 class PinHint(Hint, frozen=True, kw_only=True):
-    """Protect blocks from eviction for a time."""
+    """Protects blocks from eviction for a time."""
 
     ttl_s: _Seconds
 
 
 class RetainHint(Hint, frozen=True, kw_only=True):
-    """Evict blocks later or earlier than others."""
+    """Evicts blocks later or earlier than others."""
 
     priority: Annotated[int, Meta(ge=0, le=100)]
     ttl_s: _Seconds

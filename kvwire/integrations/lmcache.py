@@ -41,7 +41,7 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
 class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not typed
-    """Keep LMCache's objects in a store; LMCache documents each method."""
+    """Keeps LMCache's objects in a store; LMCache documents each method."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
 
 
 class _Weights:
-    """Name the weights of models; LMCache sends a model's name with each object."""
+    """Names the weights of models; LMCache sends a model's name with each object."""
 
     def __init__(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint

@@ -38,7 +38,7 @@ _REASONS_MAX: Final = 100
 
 
 class PageStore:
-    """Keep pages under keys; callable from any thread."""
+    """Keeps pages under keys; callable from any thread."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class PageStore:
 
 
 class Unsaved:
-    """Log each reason for unsaved blocks once."""
+    """Logs each reason for unsaved blocks once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()

@@ -64,7 +64,7 @@ class _Pool:
 
 
 class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not typed
-    """Keep SGLang's pages in a store; SGLang documents each method."""
+    """Keeps SGLang's pages in a store; SGLang documents each method."""
 
     def __init__(self, storage_config: Any, arguments: Any = None) -> None:
         extra = storage_config.extra_config or {}

@@ -69,7 +69,7 @@ class SlotState:
 
 
 class EvictionQueue(ABC):
-    """Order the evictable blocks of one size."""
+    """Orders the evictable blocks of one size."""
 
     __slots__ = ("state",)
 
@@ -104,7 +104,7 @@ class EvictionQueue(ABC):
 
 
 class LruQueue(EvictionQueue):
-    """Evict the least recently used block first.
+    """Evicts the least recently used block first.
 
     The queue is a log of releases, each a slot and the clock. An entry counts if its
     clock is still its slot's ``queued_at``. So a call that takes slots out of the queue
@@ -190,7 +190,7 @@ class LruQueue(EvictionQueue):
 
 
 class S3FifoQueue(EvictionQueue):
-    """Evict first the blocks that were not reused soon after their put."""
+    """Evicts first the blocks that were not reused soon after their put."""
 
     __slots__ = ("_ghosts", "_main", "_small")
 

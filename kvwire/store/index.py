@@ -102,7 +102,7 @@ class IndexedSlots(NamedTuple):
 
 
 class Index:
-    """Find the blocks of one tier. Pure, and not thread-safe.
+    """Finds the blocks of one tier. Pure, and not thread-safe.
 
     Attributes:
         counts_uses: Whether eviction depends on how often blocks were used.

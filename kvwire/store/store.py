@@ -591,7 +591,7 @@ def access_to(store: BlockStore) -> StoreAccess:
 
 
 class OpeningStore(Opening):
-    """Open a store: await it, or use it as ``async with``."""
+    """Opens a store: await it, or use it as ``async with``."""
 
     _call = "kvwire.BlockStore.open"
     _opens = BlockStore

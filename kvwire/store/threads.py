@@ -21,7 +21,7 @@ TURN_BYTES: Final = 1 * MIB
 
 
 class Threads:
-    """Run the work of one store on a few threads, started when first needed.
+    """Runs the work of one store on a few threads, started when first needed.
 
     Args:
         inline: Run everything in the caller's turn instead; for brief work.

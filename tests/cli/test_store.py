@@ -50,7 +50,7 @@ async def test_a_trace_is_replayed(tmp_path: Path, run: Run) -> None:
     status, out, _ = await run(*asked, "--plot", str(picture))
     assert status == 0
     assert "3 lines with 10 blocks, in 2.0 s of the trace" in out
-    assert "hit rate 50.00%: 5 of 10 blocks" in out
+    assert "hit rate 50.00%: 5 of 10 requested blocks" in out
     assert "blocks evicted in a second" in picture.read_text()
     status, out, _ = await run(*asked, "--json", "--unit", "s")
     report = msgspec.json.decode(out)

@@ -325,7 +325,7 @@ def _copies(_: HostFiles) -> Judgement:
         return "scattered pieces by the compiled loop", ""
     return (
         "scattered pieces at half the rate: kvwire was installed without a compiler",
-        "have gcc or clang, then reinstall kvwire (pip --force-reinstall --no-deps)",
+        "install gcc or clang; repeat pip install with --force-reinstall --no-deps",
     )
 
 

@@ -27,7 +27,7 @@ _MoveId = Annotated[bytes, Meta(min_length=MOVE_BYTES, max_length=MOVE_BYTES)]
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Announce that blocks are pushed now; the first round begins the migration."""
+    """Announces that blocks are pushed now; the first round begins the migration."""
 
     # Random bytes that identify the migration, and the transfers of its rounds.
     move: _MoveId
@@ -44,7 +44,7 @@ class Round(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Give the request to the target; the source will not continue it."""
+    """Gives the request to the target; the source will not continue it."""
 
     move: _MoveId  # the migration's bytes
     # The engine's own state for the request: its tokens, its sampling.
@@ -52,7 +52,7 @@ class Handover(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Withdrawal(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """End the migration; the request stays at the source."""
+    """Ends the migration; the request stays at the source."""
 
     move: _MoveId
 

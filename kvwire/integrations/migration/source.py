@@ -160,7 +160,7 @@ async def migrate(
 
 
 class _StaysError(Exception):
-    """Give the reason why the request stays."""
+    """Contains the reason why the request stays."""
 
 
 _Place = Literal["copying", "paused", "handed over", "moved"]

@@ -46,7 +46,7 @@ class Arrival:
 
 
 class MigrationTarget:
-    """Receive requests that other engines move here.
+    """Receives requests that other engines move here.
 
     A peer that may migrate to this engine can take its blocks and start requests, so
     serve only connections within your own trust domain.
@@ -227,7 +227,7 @@ class MigrationTarget:
 
 @dataclass(slots=True)
 class _Arriving:
-    """Hold a request whose KV is still arriving."""
+    """A request whose KV is still arriving."""
 
     name: str  # the request's name
     reply: int  # tag of the answer

@@ -64,7 +64,7 @@ class KvwireFetch(FetchRequest):
 
 
 class KvwireTensorTransport(TensorTransportManager):
-    """Move tensors from actor to actor through kvwire.
+    """Moves tensors from actor to actor through kvwire.
 
     Ray calls this one-sided: the actor that needs an object reads it, and no task runs
     at its owner. A fetch can be aborted, so Ray need not kill an actor. Once Ray has

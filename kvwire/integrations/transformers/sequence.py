@@ -27,7 +27,7 @@ OnWritten: TypeAlias = Callable[[int, int, int], None]
 
 
 class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
-    """Keep the KV of one sequence in blocks; pass it as ``cache``.
+    """The KV of one sequence, kept in blocks; pass it to the model as ``cache``.
 
     Args:
         pool: The pool with the blocks.
@@ -110,7 +110,7 @@ def kv_spec(
 
 
 class TensorPool:
-    """Hold the blocks of one model's sequences, one tensor per layer.
+    """A pool of blocks for one model's sequences, one tensor per layer.
 
     Args:
         spec: The spec, from :func:`kv_spec`.
@@ -148,7 +148,7 @@ class TensorPool:
 
 
 class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """Keep one layer of a :class:`PagedSequence` in a tensor of the pool."""
+    """Keeps one layer of a :class:`PagedSequence` in a tensor of the pool."""
 
     is_sliding = False
 

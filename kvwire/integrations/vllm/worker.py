@@ -139,7 +139,7 @@ class WorkerSide:
         """Trace transfers, each as a child of its request's span.
 
         Args:
-            provider: OpenTelemetry's; None for the one that vLLM has set.
+            provider: OpenTelemetry's provider; None for the provider that vLLM has set.
         """
         from kvwire.observe.opentelemetry import (  # noqa: PLC0415 - an extra
             TransferTracer,

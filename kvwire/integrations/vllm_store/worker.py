@@ -39,7 +39,7 @@ _UNDER_WAY: Final = 4
 
 
 class StoreWorker:
-    """Do the connector's work in a worker's process."""
+    """The connector's part in a worker's process."""
 
     def __init__(
         self, settings: StoreSettings, shapes: Sequence[CacheShape], file: Path

@@ -40,7 +40,7 @@ _NO_KEYS: Final = as_keys(())
 
 
 class GetOperation(Operation):
-    """Move the blocks of one get out of the store."""
+    """Moves the blocks of one get out of the store."""
 
     verb = "get"
     side = PlanSide.CONSUMER

@@ -25,7 +25,7 @@ NO_SLOTS: Final = np.empty(0, np.int64)
 
 
 class PutOperation(Operation):
-    """Move the blocks of one put into the store.
+    """Moves the blocks of one put into the store.
 
     Args:
         tiers: The store's tiers.

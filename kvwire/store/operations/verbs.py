@@ -47,7 +47,7 @@ _STAYS: Final = "it is in use or pinned, and stays here as well"
 
 
 class PrefetchOperation(GetOperation):
-    """Read blocks into memory only."""
+    """Reads blocks into memory only."""
 
     verb = "prefetch"
     reads_in_place = False

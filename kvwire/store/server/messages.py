@@ -208,8 +208,8 @@ class Find(NumberedRequest, array_like=True, frozen=True, gc=False, tag=2):
 
     Attributes:
         names: Their keys.
-        kept: Count a block only if it is where a complete put would bring it: in a tier
-            below, if the server has one and writes through. Older servers ignore it.
+        kept: Whether blocks only in memory do not count, if the server has lower tiers
+            and writes through. Older servers ignore this field.
     """
 
     names: Names

@@ -473,7 +473,7 @@ class Tier(ABC):
         """Wait until all written blocks survive a power cut.
 
         Raises:
-            OSError: Some blocks may not; the text gives the reason.
+            OSError: Some blocks may not survive; the text gives the reason.
 
         Cancel safety: safe, it may be called again.
         """

@@ -107,7 +107,7 @@ async def test_what_comes_from_memory_is_no_measure_of_a_disk(
         await ask(done)
         disk.stocks[done.nbytes].sets.reverse()  # the set in memory now is next
         with pytest.raises(
-            BenchError, match=r"\d+ of 64 blocks were read from the tier"
+            BenchError, match=r"\d+ of 64 blocks were read from the measured tier"
         ):
             await ask(done)
 

@@ -81,7 +81,7 @@ FILES: list[tuple[str, dict[str, str], str, str]] = [
     ("ptrace scope", {}, "no Yama", ""),
     ("ptrace scope", yama("nonsense"), "no Yama", ""),
     ("ptrace scope", yama("0"), "0: processes of one user may", ""),
-    ("ptrace scope", yama("1"), "whom it names", ""),
+    ("ptrace scope", yama("1"), "that it names", ""),
     ("ptrace scope", yama("2") | status(CAP_SYS_PTRACE), f"2, but {HAS}SYS_PTRACE", ""),
     ("ptrace scope", yama("2"), "CAP_SYS_PTRACE", "sysctl kernel.yama"),
     ("ptrace scope", yama("3") | status(CAP_SYS_PTRACE), "nobody", "reboot"),

@@ -75,7 +75,7 @@ async def test_the_page_shows_what_fleet_shows() -> None:
     (wait,) = shown["waits"]
     who, on, *_, why = wait["cells"]
     assert (who, on) == ("requests of /v1/completions", f"{P1.url}, {D1.url}")
-    assert why == "the next to come is the first token"
+    assert why == "it waits for the first token"
     (request,) = shown["requests"]
     assert request["cells"][0] == "/v1/completions"
     refused_order = await call(application, "POST", "/top.json")

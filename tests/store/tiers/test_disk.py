@@ -68,7 +68,7 @@ async def test_an_index_that_is_damaged_is_said_at_once(tmp_path: Path) -> None:
     data = bytearray(index.read_bytes())
     data[4096:] = bytes(len(data) - 4096)
     index.write_bytes(data)
-    with pytest.raises(UsageError, match="malformed; delete the directory, or give"):
+    with pytest.raises(UsageError, match="malformed; delete the directory, or use"):
         await BlockStore.open(tiers(tmp_path))
 
 

@@ -147,7 +147,7 @@ async def test_no_block_goes_to_another_host(status: int) -> None:
         ),
         (
             HEAD + "code: 502 Bad Gateway: <html>",
-            "http://h answers 502 Bad Gateway, and",
+            "http://h answers 502 Bad Gateway, without",
         ),
         (
             "Error - it fails\n\nDebug source:\nInvalidCertificate(x)",

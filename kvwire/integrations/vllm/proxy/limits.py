@@ -67,6 +67,6 @@ PROXY_PREFIXES_MAX: Final = 256
 # Requests moved at once from a drained engine: each costs its target a prompt's KV.
 PROXY_MOVES_MAX: Final = 8
 # Blocks that the proxy tracks for one engine's cache, of 200 bytes each: a GPU's 141 GB
-# hold about 100,000 blocks of 16 tokens. And the bytes of one message about them.
+# hold about 100,000 blocks of 16 tokens. The second limit is for one message.
 KV_EVENT_BLOCKS_MAX: Final = 1_000_000
 KV_EVENT_BYTES_MAX: Final = 16 * MIB

@@ -37,7 +37,7 @@ class Policy(ABC):
         """Return one of the engines.
 
         Args:
-            engines: Those that may be chosen, at least one. Do not change the list.
+            engines: The engines to choose from, at least one. Do not change the list.
             body: The client's request, decoded from JSON and not checked.
         """
 

@@ -10,7 +10,7 @@ from kvwire.integrations.vllm.proxy.client import EngineFailed
 
 
 class Ending:
-    """End running requests once the proxy has waited long enough for them."""
+    """Ends running requests once the proxy has waited long enough for them."""
 
     def __init__(self) -> None:
         self._over = False

@@ -35,7 +35,7 @@ with needed_by("the proxy", extra="vllm"):
 
 @dataclass(slots=True)
 class ProxyState:
-    """Hold the numbers that a proxy shows."""
+    """The numbers that a proxy shows."""
 
     fleet: EngineFleet
     admission: Admission
@@ -49,12 +49,12 @@ class ProxyState:
     # or `"recovered"` from an engine that died; and `"regained"` of those that decode
     # did not continue behind prefill's first token.
     moves: Counter[str] = field(default_factory=Counter)
-    # Requests by who sends their first token: `"prefill"`, or why decode does.
+    # Requests by the first token's sender: `"prefill"`, or why decode sends it.
     first_tokens: Counter[str] = field(default_factory=Counter)
 
 
 class ProxyCollector(Collector):
-    """Collect a proxy's numbers for Prometheus."""
+    """Collects a proxy's numbers for Prometheus."""
 
     def __init__(self, state: ProxyState) -> None:
         self._state = state
@@ -68,7 +68,7 @@ class ProxyCollector(Collector):
         state = self._state
         for name, text, label, counted in (
             ("requests", "Requests answered, by status", "status", state.answered),
-            ("moves", "Streams sent elsewhere, by outcome", "outcome", state.moves),
+            ("moves", "Streams moved elsewhere, by outcome", "outcome", state.moves),
             ("first_tokens", _FIRST, "way", state.first_tokens),
         ):
             metric = CounterMetricFamily(f"kvwire_proxy_{name}", text, labels=[label])
@@ -80,9 +80,9 @@ class ProxyCollector(Collector):
         for name, text, family, value in (
             ("retries", "Tries beyond a request's first", _COUNTER, budget.spent),
             ("retries_refused", _REFUSED, _COUNTER, budget.refused),
-            ("rejected", "Requests sent away with 429", _COUNTER, admitted.rejected),
+            ("rejected", "Requests rejected with 429", _COUNTER, admitted.rejected),
             ("records_ignored", _IGNORED, _COUNTER, state.ignored()),
-            ("running", "Requests that have an engine", _GAUGE, admitted.running),
+            ("running", "Requests running on an engine", _GAUGE, admitted.running),
             ("waiting", "Requests that wait for their turn", _GAUGE, admitted.waiting),
         ):
             yield family(f"kvwire_proxy_{name}", text, value=value)
@@ -99,13 +99,13 @@ class ProxyCollector(Collector):
 
 _COUNTER: Final[type[Any]] = CounterMetricFamily
 _GAUGE: Final[type[Any]] = GaugeMetricFamily
-_FIRST: Final = "Requests by who sends the first token: prefill, or why decode does"
-_REFUSED: Final = "Tries beyond the budget: at one engine that is well, or none"
+_FIRST: Final = "Requests by the first token's sender: prefill, or why decode sends it"
+_REFUSED: Final = "Tries beyond the budget, on one healthy engine or on none"
 _IGNORED: Final = "Entries of the directory that could not be used"
 _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
-    "up": (_GAUGE, "Whether an engine takes requests"),
-    "running": (_GAUGE, "Requests that an engine has of this proxy"),
-    "load": (_GAUGE, "How busy an engine says it is, from 0 to 1"),
+    "up": (_GAUGE, "Whether an engine accepts requests"),
+    "running": (_GAUGE, "Requests from this proxy that run on an engine"),
+    "load": (_GAUGE, "Load that an engine reports, from 0 to 1"),
     "failed": (_COUNTER, "Requests that an engine has failed since it started"),
     "computes_twice": (_GAUGE, "Whether both engines compute prompts that they share"),
 }
@@ -185,7 +185,7 @@ def page_view(state: ProxyState) -> TopView:
             ", ".join(asked["engines"]) or "the proxy",
             asked["path"],
             asked["for_s"],
-            f"the next to come is {asked['waits_for']}",
+            f"it waits for {asked['waits_for']}",
             alarm=not all(up.get(url, False) for url in asked["engines"]),
         )
         for asked in requests
@@ -217,8 +217,8 @@ def _engines(engines: Sequence[Mapping[str, Any]]) -> TopTable:
             Column("engine"),
             Column("role"),
             Column("state", "starting, up, slow, draining or down"),
-            Column("running", "requests that it has of this proxy", number=True),
-            Column("load", "how busy it says it is", number=True),
+            Column("running", "running requests from this proxy", number=True),
+            Column("load", "the load that it reports", number=True),
             Column("answered", number=True),
             Column("failed", number=True),
             Column("over", "transports that can carry KV there"),
