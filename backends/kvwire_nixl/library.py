@@ -83,8 +83,8 @@ def load() -> Any:
 def _calm(ucs: ctypes.CDLL) -> None:
     """Turn off intrusive defaults of the wheel's UCX, unless the user has set them.
 
-    By default it takes over the signals of crashes, and prints to standard output that
-    a peer is gone, although it also returns this as a status.
+    By default UCX installs handlers for the signals of crashes, and prints to standard
+    output that a peer is gone, although it also returns this as a status.
     """
     if "UCX_ERROR_SIGNALS" not in os.environ:
         ucs.ucs_debug_disable_signals()

@@ -5,11 +5,12 @@ bytes     client to listener                       listener to client
 ========= ======================================== =====================================
 0 to 8    magic; as a frame's header it is invalid
 8 to 16   the lane's number
-16 to 32  token: names the secret, not telling it
+16 to 32  token: identifies the secret, but does
+          not reveal it
 32 to 64  nonce
 64 to 224 zero
-224 to    HMAC-SHA256 under the secret             32 bytes: another one over the whole,
-256                                                so the client knows whom it met
+224 to    HMAC-SHA256 under the secret             32 bytes: an HMAC over the whole, so
+256                                                the client knows who accepted it
 ========= ======================================== =====================================
 
 It is as long as the first message of a handshake. Both have a fixed length, so an

@@ -60,9 +60,9 @@ from kvwire_ucx.worker import UcxEndpoint, Worker
 # Older versions emulate gets with messages even if cma is available: 1.17 did, and 1.19
 # reads ranges of every size by cma.
 VERSION_MIN: Final = (1, 19)
-# The number of gets handed to UCX at once: posting them takes less than a millisecond,
-# and on a fast network moving their bytes takes longer than the turn that posts the
-# next ones.
+# The number of gets handed to UCX at once. Posting them takes less than a millisecond.
+# Even on a fast network their bytes are still moving when the loop's next turn posts
+# more gets.
 PORTION: Final = 256
 # UCX transports that read a peer's memory without its help: by the kernel within this
 # host, by network cards between hosts.

@@ -47,10 +47,11 @@ Memory: TypeAlias = "Buffer | np.ndarray[Any, Any] | Tensor | CudaArray | Fragme
 MID_PAGE_BYTES: Final = 2 * KIB
 """The offset within a page at which our own memory begins.
 
-The C library and the kernel copy with ``rep movsb``. On AMD's processors that falls to
-a third of its rate if the destination begins 1 to 31 bytes further into a page than the
-source (glibc bug 30994). NumPy's memory begins 16 bytes into a page, torch's 64, a
-mapping 0: copies from and to the middle of a page never meet that case.
+The C library and the kernel copy with ``rep movsb``. On AMD's processors this
+instruction falls to a third of its rate if the destination begins 1 to 31 bytes further
+into a page than the source (glibc bug 30994). NumPy's memory begins 16 bytes into a
+page, torch's 64, a mapping 0: copies from and to the middle of a page never meet that
+case.
 """
 _PAGE_BYTES: Final = 4 * KIB
 

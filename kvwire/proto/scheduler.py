@@ -14,7 +14,8 @@ link leaves at most one segment incomplete. A transfer that has sent all its mar
 segments counts as new again with its next layer, since a consumer is waiting for that.
 
 The scheme is deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) with the new
-flows of FQ-CoDel (RFC 8290, section 4.2), plus an old one between two new ones.
+flows of FQ-CoDel (RFC 8290, section 4.2); and between two new requests, an old one
+has a turn.
 """
 
 from __future__ import annotations

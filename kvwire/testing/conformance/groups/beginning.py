@@ -312,8 +312,9 @@ async def _(rig: LaneRig) -> None:
         require(not right.arrived, "a payload arrived on a lane that was aborted")
 
 
-# The numbers of loop turns before a coroutine is disturbed: first every possible step,
-# then ever more, so that a coroutine that waits for its peer also gets to finish.
+# The numbers of loop turns before a coroutine is disturbed: first every number up to
+# 15, then powers of two, so that a coroutine that waits for its peer also gets to
+# finish.
 _TURNS: Final = (*range(16), *(2**n for n in range(4, 13)))
 
 
