@@ -12,6 +12,7 @@ import pytest
 
 from kvwire.cli.main import main
 from kvwire.testing.certify import Breach, Certificate
+from kvwire.testing.certify.schedule import effective
 from kvwire.testing.certify.transport import TARGETS
 from kvwire.testing.oracle import RULES
 from tests.support.runs import python
@@ -70,6 +71,16 @@ def test_what_comes_with_kvwire() -> None:
     assert [row[0] for row in rows[1:]] == list(TARGETS)
     assert ["redis", "redis", metadata.version("redis")] in rows
     assert ["toy", "nothing", "more"] in rows
+
+
+def test_the_page_of_findings_names_every_saved_schedule() -> None:
+    page = (ROOT / "docs" / "topics" / "certified.md").read_text()
+    files = sorted((ROOT / "docs" / "field-reports").glob("*.json"))
+    assert files
+    for file in files:
+        breach = msgspec.json.decode(file.read_bytes(), type=Breach)
+        assert effective(breach.schedule.steps)
+        assert f"kvwire certify {file.relative_to(ROOT)}" in page
 
 
 @pytest.mark.skipif(

@@ -246,10 +246,15 @@ class Process:
         return answer
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send it a signal.
+
+        The kernel is asked directly: ``Popen.send_signal`` may take the exit status,
+        which is then lost to asyncio.
+        """
         assert self._process is not None
         if self._process.returncode is None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     async def ended(self) -> str:
         """Wait until it has ended; return its exit status.

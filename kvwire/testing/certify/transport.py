@@ -61,6 +61,7 @@ TARGETS: Final = {
     "ucx": Needs(("libucx",), "pip install libucx-cu12, or the UCX of the system"),
     "ucxx": Needs(("ucxx",), "pip install ucxx-cu12"),
     "vllm": Needs(("vllm", "nixl"), "pip install vllm nixl"),
+    "vllm_engine": Needs(("vllm", "nixl"), "pip install vllm nixl"),
     "vllm_tier": Needs(("vllm",), "pip install vllm"),
 }
 """The targets that come with kvwire (modules of ``kvwire.testing.certify.targets``),

@@ -21,8 +21,10 @@ TRANSPORTS = ("kvwire:tcp", "kvwire:local", "kvwire:ucx")
 SERVED = {"redis", "s3"}
 # The largest of them import a minute where others run.
 START_S = 600
+# An engine is loaded within three times as long.
+LIMIT_S = 60.0
 # They have no puts.
-STORES = {"lmcache", "vllm", "vllm_tier"}
+STORES = {"lmcache", "vllm", "vllm_engine", "vllm_tier"}
 ONCE = Schedule(
     seed=0,
     slots=4,
@@ -51,7 +53,7 @@ def installed(target: str) -> str:
 
 @pytest.mark.parametrize("target", sorted(set(TARGETS) - SERVED))
 async def test_what_is_offered_lands(target: str) -> None:
-    async with Stage(installed(target), start_s=START_S) as stage:
+    async with Stage(installed(target), LIMIT_S, start_s=START_S) as stage:
         try:
             played = await stage.play(ONCE)
         except BackendUnavailable as exc:
