@@ -24,7 +24,8 @@ def tokens_say_all(request: Any) -> bool:
 def identity_of(request: Any) -> bytes:
     """Return a digest of everything besides tokens that a request's KV depends on.
 
-    It is empty if there is nothing else, so that others can name the blocks.
+    If KV depends on tokens alone, the digest is empty, and other programs can compute
+    the names of the blocks.
     """
     adapter = getattr(request, "lora_request", None)
     names = [getattr(adapter, "lora_name", ""), getattr(request, "cache_salt", None)]

@@ -151,7 +151,7 @@ class StoreWorker:
     def close(self) -> None:
         """Close the store once running work has ended. May be called repeatedly.
 
-        Saves that wait for their turn are begun for at most `save_hold_s`.
+        Waiting saves may still begin for at most `save_hold_s` seconds.
         """
         if self._closed:
             return

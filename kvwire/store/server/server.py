@@ -145,8 +145,8 @@ class StoreServer:
         """Start to listen; enter it once.
 
         Raises:
-            UsageError: The address cannot be used, or needs a key; or it was entered
-                or closed before.
+            UsageError: The address cannot be used, or needs a key; or the server was
+                entered or closed before.
             ListenError: The address cannot be listened on.
 
         Cancel safety: nothing stays bound.

@@ -21,8 +21,8 @@ PROXY_RETRY_AFTER_S_MAX: Final = 60
 PROXY_RETRY_SHARE: Final = 0.2
 PROXY_RETRY_RESERVE: Final = 20.0
 PROXY_RETRY_MAX: Final = 200.0
-# How many engines one request may fail on: it may have caused the failures, and one
-# more failure would cost a fleet half as much again.
+# A request that has failed on this many engines is not retried: it may be the cause. A
+# limit of 3 would cost the fleet half as many failures again.
 PROXY_FAILED_ON_MAX: Final = 2
 # The body of a client's request: a prompt of a million tokens has 7 MB, pictures some
 # more.
