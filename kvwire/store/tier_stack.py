@@ -398,7 +398,7 @@ class TierStack:
         """Write blocks from memory to a tier that accepts them, unless one has them."""
         # The caller has pinned the blocks: they keep their slots until this returns.
         index = self.memory.index
-        # ``below`` marks blocks that a lower tier had. A tier with an index here is
+        # ``below`` marks blocks that a lower tier kept. A tier with an index here is
         # checked again: that costs nothing, and it may have evicted them since.
         lacking = ~self.memory.below[named.slots]
         tiers = self.keepers if self.through else self.below

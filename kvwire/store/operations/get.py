@@ -284,7 +284,9 @@ class GetOperation(Operation):
                     else None
                 )
                 images = memory.images(taken, nbytes)
-                batch = Batch(keys, orders, images, born=born)
+                kept = np.empty(keys.size, np.bool_)
+                kept.fill(True)
+                batch = Batch(keys, orders, images, born=born, kept=kept)
                 results = await tier.read(request.namespace, batch)
                 landed = results == LANDED
                 whole = bool(all_of(landed))
@@ -295,7 +297,7 @@ class GetOperation(Operation):
                 if whole or any_of(landed):
                     namespace = request.namespace
                     self.tiers.namespaces[namespace.digest] = namespace
-                memory.below[taken[landed]] = True
+                memory.below[taken[landed]] = kept[landed]
                 since = None if born is None else born[landed]
                 memory.index.name(keys[landed], taken[landed], since, orders[landed])
         finally:

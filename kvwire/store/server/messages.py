@@ -396,8 +396,13 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
     images: _Images = _NO_IMAGES
     # For a delete of all of a tenant's blocks: their number.
     deleted: _Number = 0
+    # Of a get, a byte for each block: 0 if a Find with ``kept`` would not count it.
+    # Empty if it would count all of them.
+    kept: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
 
     def __post_init__(self) -> None:
+        if self.kept and max(self.kept) > 1:
+            raise ValueError("a mark that is neither 0 nor 1")
         if self.results and max(self.results) > _RESULT_MAX:
             raise ValueError("an unknown block result")
         if self.orders.translate(None, _KNOWN_ORDERS):
@@ -411,9 +416,11 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
         reason: str = "",
         orders: bytes = b"",
         images: memoryview = _NO_IMAGES,
+        kept: bytes = b"",
     ) -> Self:
         """Make the reply, with the reason cut to its maximal length."""
-        return cls(number, results.tobytes(), sayable(reason), orders, images)
+        reason = sayable(reason)
+        return cls(number, results.tobytes(), reason, orders, images, 0, kept)
 
     @property
     def table(self) -> BlockResults:

@@ -404,7 +404,14 @@ class ClientSession:
         self._tiers.got(keys, namespace, slots)
         self._read_bytes += len(images)
         sent = self._send(
-            StoreDone(request.number, bytes(keys.size), "", orders, images)
+            StoreDone(
+                request.number,
+                bytes(keys.size),
+                "",
+                orders,
+                images,
+                kept=self._kept(slots),
+            )
         )
         # Usually it is sent at once, without waiting.
         return None if succeeded(sent) else sent
@@ -448,6 +455,10 @@ class ClientSession:
         found: Fragments,
     ) -> None:
         """Answer a get, and send the images of the blocks that landed."""
+        kept = b""
+        if self._tiers.through:
+            keys = request.names.keys_of(self._tenant)
+            kept = self._kept(self._tiers.memory.index.find(keys))
         # The request determines where images are sent, since the client knows nothing
         # else.
         asked_bytes = results.size * namespace_told(request.namespace).image_bytes
@@ -456,7 +467,9 @@ class ClientSession:
         self._read_bytes += len(images)
         # From here on the client counts it as answered, and may send another request.
         self._answered += 1
-        done = StoreDone.of(request.number, results, reason, orders.tobytes(), images)
+        done = StoreDone.of(
+            request.number, results, reason, orders.tobytes(), images, kept
+        )
         try:
             if inline or not found.nbytes:
                 await self._send(done)
@@ -464,6 +477,16 @@ class ClientSession:
                 await self._send_images(request, done, found)
         finally:
             self._answered -= 1
+
+    def _kept(self, slots: Ids) -> bytes:
+        """Return which blocks a tier below memory keeps; empty for all of them.
+
+        Blocks without a slot do not count: memory may have lost them since.
+        """
+        if not self._tiers.through:
+            return b""
+        kept = (slots >= 0) & self._tiers.memory.below[slots]
+        return b"" if all_of(kept) else kept.tobytes()
 
     async def _send_images(
         self, request: Get, done: StoreDone, images: Fragments

@@ -29,7 +29,9 @@ A tier promises, and :func:`kvwire.testing.check_tier` checks:
 7. **Deleted**: after ``delete`` or ``delete_namespace`` no ``find`` returns these
    blocks. All others are still there, and a deleted block may be written again.
 8. **Kept**: a block that landed in a ``durable`` tier is found again after this process
-   was killed, and after a power cut if it was flushed.
+   was killed, and after a power cut if it was flushed. ``holds`` returns no block that
+   a complete write would bring to a safer place than it is in; nor does ``read`` leave
+   such a block as ``kept``, so the store writes it when memory evicts it.
 9. **No exception**: a failure is a result of the affected blocks. A tier that cannot be
    reached returns this result at once, with the cause in ``reason`` and ``error``, and
    reconnects by itself.
@@ -117,6 +119,9 @@ class Batch(NamedTuple):
         born: When each block was put, in seconds since 1970; a read sets it if known.
             None in a write means now; None in a read means that the times are not
             needed.
+        kept: In a read, an array that is true: the read sets it to false for each block
+            that the tier has, but that ``holds`` would not return. None if the caller
+            does not need it.
     """
 
     keys: Keys
@@ -124,16 +129,21 @@ class Batch(NamedTuple):
     images: Fragments
     sizes: Ids | None = None
     born: Times | None = None
+    kept: Bits | None = None
 
     def selected(self, which: Ids | Bits) -> Batch:
         """Return some of the blocks, by position or by a mask."""
         sizes = None if self.sizes is None else self.sizes[which]
         born = None if self.born is None else self.born[which]
+        kept = None if self.kept is None else self.kept[which]
         images = self.images.selected(which)
-        return Batch(self.keys[which], self.orders[which], images, sizes, born)
+        return Batch(self.keys[which], self.orders[which], images, sizes, born, kept)
 
-    def tell(self, which: Ids, part: Batch) -> None:
-        """Copy the sizes from a part that was read as a separate batch."""
+    def tell(self, which: Ids | slice, part: Batch) -> None:
+        """Copy sizes and what is kept from a part that was read as a batch."""
+        if self.kept is not None:
+            assert part.kept is not None
+            self.kept[which] = part.kept
         if self.sizes is not None:
             assert part.sizes is not None
             self.sizes[which] = part.sizes

@@ -68,7 +68,7 @@ class MemoryTier:
         self._leaving = InFlightFills()
         self._busy = (self.in_flight, self._leaving)
         self.counts: TierStats = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
-        # By slot: whether a lower tier had the block when it arrived.
+        # By slot: whether a lower tier kept the block when it arrived.
         self.below: Bits = np.zeros(slabs.slots, np.bool_)
         # By slot: whether the block should be in a lower tier, but none has accepted
         # it.

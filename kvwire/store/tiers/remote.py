@@ -373,6 +373,7 @@ class RemoteTier(Tier):
                     async with active.berths:
                         results[which] = await step(active, namespace, part)
                         batch.orders[which] = part.orders
+                        batch.tell(which, part)
         except KVWireError as exc:
             self.error = error_text(exc)
         self._touches.moved(batch.keys[results == LANDED])
@@ -437,15 +438,33 @@ class RemoteTier(Tier):
         self, active: ActiveConnection, batch: Batch, done: StoreDone
     ) -> tuple[BlockResults, Fragments]:
         """Return a get's results, and the memory for the images that follow."""
+        count = batch.keys.size
+        orders = done.orders
+        if done.kept:
+            if len(done.kept) != count:
+                raise _lie(active, f"{len(done.kept)} marks of {count} blocks")
+            if batch.kept is not None:
+                batch.kept[:] = np.frombuffer(done.kept, np.bool_)
+        if (
+            done.results == bytes(count)
+            and len(orders) == count
+            and max(orders) < UNKNOWN
+        ):
+            # All have landed, as mostly: what follows would find the same, and an array
+            # for each step of it takes several times as long.
+            if self.error:
+                self._well(active)
+            batch.orders[:] = np.frombuffer(orders, np.uint8)
+            return np.zeros(count, np.uint8), batch.images
         results = self._checked(active, batch, done)
         coming = (results == LANDED).nonzero()[0]
         if not coming.size:
             return results, batch.images.slice(0, 0)
-        orders = np.frombuffer(done.orders, np.uint8)
-        if orders.size != results.size or any_of(orders[coming] >= UNKNOWN):
-            raise _lie(active, f"{orders.size} orders of {results.size} blocks")
-        batch.orders[coming] = orders[coming]
-        if coming.size < results.size:
+        table = np.frombuffer(orders, np.uint8)
+        if table.size != count or any_of(table[coming] >= UNKNOWN):
+            raise _lie(active, f"{table.size} orders of {count} blocks")
+        batch.orders[coming] = table[coming]
+        if coming.size < count:
             return results, batch.images.selected(coming)
         return results, batch.images
 
@@ -466,9 +485,14 @@ class RemoteTier(Tier):
             raise _lie(active, f"{results.size} results of {batch.keys.size} blocks")
         if done.reason and any_of((results == FAILED) | (results == REFUSED)):
             self.error = done.reason
-        elif self.error and not active.welcome.read_only:
-            self.error = ""
+        elif self.error:
+            self._well(active)
         return results
+
+    def _well(self, active: ActiveConnection) -> None:
+        """End the report of an error, after an answer without one."""
+        if not active.welcome.read_only:
+            self.error = ""
 
 
 def _put_into(images: memoryview, room: Fragments) -> None:

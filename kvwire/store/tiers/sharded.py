@@ -254,6 +254,7 @@ class ShardedTier(Tier):
             part = batch.selected(which)
             results[which] = await move(tier, part)
             batch.orders[which] = part.orders
+            batch.tell(which, part)
 
         shards = self._shards(batch.keys)
         await gather_all(*(one(tier, which) for tier, which in shards))

@@ -268,6 +268,36 @@ async def test_blocks_that_a_server_has_in_memory_only_are_put_again(
         assert "pwritev" not in faults.calls
 
 
+@pytest.mark.parametrize("count", [1, COUNT])
+async def test_what_was_read_from_a_servers_memory_alone_is_written_back(
+    count: int, tmp_path: Path
+) -> None:
+    """Or a block that its disk could not take is lost when the server dies."""
+    faults = Faults()
+    spec = SPEC if count == 1 else LARGE
+    source = Filled(64, spec, seed=1)
+    hashes = chain(count)
+    below = await disk(tmp_path, "16MiB", faults)
+    async with (
+        store_on(below, memory="memory:16MiB") as stored,
+        StoreServer(stored, "127.0.0.1:0") as server,
+        BlockStore.open(["memory:16MiB", f"kvwire://{server.address}"]) as one,
+    ):
+        faults.full()
+        outcome = await one.put(hashes, source.cache, range(count))
+        assert len(outcome.missing) == count
+        faults.failing.clear()
+        tiers = ["memory:16MiB", f"kvwire://{server.address}"]
+        for _ in range(2):
+            async with BlockStore.open(tiers, write="back") as other:
+                into = Filled(64, spec).cache
+                assert (await other.get(hashes, into, range(count))).complete
+            # Its memory has evicted them.
+            assert (await below.holds(keys_of(stored, hashes))).all()
+            written = stored.stats()[below.name].written_blocks
+            assert written == count  # and once is enough
+
+
 def keys_of(store: BlockStore, hashes: list[bytes]) -> Keys:
     (digest,) = inside.tiers(store).namespaces
     return as_keys(map(digest.__add__, hashes))
