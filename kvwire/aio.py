@@ -161,6 +161,26 @@ async def run_to_completion(work: Awaitable[T]) -> T:
         del future, work, cancelled
 
 
+async def cancelled_once(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` in its own task, so that its clean-up is not cancelled as well.
+
+    Libraries close their connections in the task that used them. In the caller's task
+    an anyio cancel scope, which cancels at every ``await``, would stop that halfway.
+
+    Cancel safety: `work` is cancelled and has ended when the cancellation is raised.
+    """
+    task = start_task(work)
+    try:
+        await asyncio.wait((task,))
+    except asyncio.CancelledError:
+        await run_to_completion(end_task(task))
+        raise
+    try:
+        return task.result()
+    finally:
+        del task  # an error refers to this frame
+
+
 class Upkeep:
     """Tracks whether a server or link is unreachable, why, and when to try again.
 

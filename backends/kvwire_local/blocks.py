@@ -37,6 +37,7 @@ import os
 import select
 import struct
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final
@@ -164,6 +165,9 @@ class MappedBlocks(WindowBlocks):
         # They stay mapped as long as they are referenced, also by a running read.
         self._arenas = arenas
         self._process = _process_descriptor(pid)
+        # A window may also be dropped without being closed.
+        self._release = weakref.finalize(self, _close, self._process)
+        self._release.atexit = False
 
     @property
     def memory(self) -> npt.NDArray[np.uint8] | None:
@@ -213,9 +217,8 @@ class MappedBlocks(WindowBlocks):
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        if self._process >= 0:
-            os.close(self._process)
-            self._process = -1
+        self._process = -1
+        self._release()
 
 
 class ProcessBlocks(WindowBlocks):
@@ -354,6 +357,11 @@ def _process_descriptor(pid: int) -> int:
         return os.pidfd_open(pid) if pid > 0 else -1
     except OSError:
         return -1
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 def _iovecs(lengths: Array, bytes_: Array, generations: Array, cookie: int) -> Array:

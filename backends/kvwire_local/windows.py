@@ -301,7 +301,10 @@ class LocalWindowReader(WindowReader):
         self._peer_left = False
 
     def begin(self, blocks: WindowBlocks) -> None:
-        """Allow reading."""
+        """Allow reading, unless the reader was closed meanwhile."""
+        if self._error is not None:
+            blocks.close()
+            return
         self._blocks = blocks
         self._last = blocks
         self.immediate = blocks.immediate

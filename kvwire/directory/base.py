@@ -27,7 +27,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import ClassVar, TypeAlias, TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from kvwire.aio import Upkeep, end_task, run_to_completion, start_task
+from kvwire.aio import Upkeep, cancelled_once, end_task, run_to_completion, start_task
 from kvwire.directory.limits import (
     DIRECTORY_LIST_S,
     DIRECTORY_RETRY_S,
@@ -97,6 +97,7 @@ class Directory(ABC):
         self.reason: str = ""
         self._announcements: dict[str, asyncio.Task[None]] = {}
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     def __str__(self) -> str:
         """Return its address, without the password that its URL may contain."""
@@ -265,22 +266,32 @@ class Directory(ABC):
         Cancel safety: safe, it only reads.
         """
         members = Members(Selector.parse(selector))
-        async with _closing(self.follow()) as batches:
-            async for batch in batches:
-                self._take(members, batch)
-                break
+        await cancelled_once(self._list(members))
         return tuple(members)
 
     async def close(self) -> None:
         """Withdraw all records that were announced here, and disconnect. Never raises.
 
-        Cancel safety: safe, call it again.
+        Cancel safety: only the waiting is cancelled: the close continues by itself;
+        call it again to wait for its end.
         """
         self._closed = True
-        await asyncio.gather(*map(self.withdraw, list(self._announcements)))
-        await self.disconnect()
+        if self._closing is None or self._closing.done():
+            self._closing = start_task(self._close())
+        await asyncio.shield(self._closing)
 
     # --- inside -----------------------------------------------------------------------
+
+    async def _list(self, members: Members) -> None:
+        """Read all entries once, into a table."""
+        async with _closing(self.follow()) as batches:
+            async for batch in batches:
+                self._take(members, batch)
+                break
+
+    async def _close(self) -> None:
+        await asyncio.gather(*map(self.withdraw, list(self._announcements)))
+        await self.disconnect()
 
     async def _withdraw(self, key: str, keeper: asyncio.Task[None]) -> None:
         try:

@@ -136,11 +136,12 @@ class NatsDirectory(Directory):
                         # It fails if the consumer, or its stream, no longer exists.
                         delivered, _ = await _progress(entries)
             finally:
-                await client.close()
+                # A close that was cut is never finished: the library takes it for done.
+                await run_to_completion(_closed(client))
 
     async def disconnect(self) -> None:
         if self._client is not None:
-            await self._client.close()
+            await run_to_completion(_closed(self._client))
 
     async def _opened(self) -> KeyValue:
         """Return the bucket, after connecting if needed."""
@@ -295,7 +296,7 @@ class _ServerTime(msgspec.Struct, frozen=True):
 
 
 async def _closed(client: Client) -> None:
-    """Close a client that never connected; after a failed TLS, closing may hang."""
+    """Close a client; after a failed TLS, and with a silent server, it may hang."""
     with suppress(nats.errors.Error, OSError):
         async with asyncio.timeout(_CLOSE_S):
             await client.close()

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
 from kvwire.directory.limits import MEMBER_LEASE_S_MIN, RECORD_BYTES_MAX
+from tests.support.scopes import in_scope
 
 # How long anything may take: a directory that cannot push is looked at now and then.
 TIMEOUT_S: Final = 60.0
@@ -201,6 +202,28 @@ async def _(members: Members) -> None:
         await expect(changes, ChangeKind.JOINED, mine)
         await directory.announce(moved)
         await expect(changes, ChangeKind.LEFT, mine)
+
+
+@promised("cancelled-close")
+async def _(members: Members) -> None:
+    """A member whose close is cancelled at its first step leaves all the same."""
+    record, directory = members.record(), members.directory()
+    await directory.announce(record)
+    async with members.watch(members.directory()) as changes:
+        await expect(changes, ChangeKind.JOINED, record)
+        closing = asyncio.create_task(directory.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await expect(changes, ChangeKind.LEFT, record)
+
+
+@promised("cancelled-list")
+async def _(members: Members) -> None:
+    """No task of a list is left by a scope that cancels it, at any moment."""
+    directory, turns = members.directory(), 0
+    while await in_scope(turns, directory.members):
+        turns += 1 + turns // 8
+    assert turns > 1
 
 
 @promised("many")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from kvwire.endpoint import window_shown
 from kvwire.kv.layout import Layout
 from kvwire.limits import WINDOW_GET_BLOCKS_MAX, WINDOWS_MAX
 from kvwire.memory.arena import Arena
+from kvwire.testing.conformance.rig import open_descriptors
 from kvwire.testing.oracle import content
 from tests.support.caches import STORED, Filled
 from tests.support.pairs import Pair, connected
@@ -294,6 +296,23 @@ async def test_mapped_memory_outlives_its_connection() -> None:
         assert gone.state == "failed"
         await window.close()
     del memory, window
+    arena.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="arenas are of Linux only")
+async def test_a_window_that_is_dropped_leaves_no_descriptor() -> None:
+    """As happens when a task is cancelled at the moment in which it gets the window."""
+    arena = Arena(1 << 16)
+    async with connected(transport="local") as pair:
+        window = pair.far.expose("bytes", arena.buffer(1 << 16), block_bytes=1 << 12)
+        ways = [(await pair.left.window("bytes")).way for _ in range(3)]
+        pair.left.abort("to see")
+        await pair.left.wait_closed()
+        gc.collect()
+        left = [one for one in open_descriptors().values() if "pidfd" in one]
+        assert (ways, left) == (["mapped"] * 3, [])
+        await window.close()
+    del window
     arena.close()
 
 
