@@ -97,7 +97,7 @@ class Directory(ABC):
         self.reason: str = ""
         self._announcements: dict[str, asyncio.Task[None]] = {}
         self._closed = False
-        self._closing: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     def __str__(self) -> str:
         """Return its address, without the password that its URL may contain."""
@@ -266,7 +266,7 @@ class Directory(ABC):
         Cancel safety: safe, it only reads.
         """
         members = Members(Selector.parse(selector))
-        await cancelled_once(self._list(members))
+        await cancelled_once(self._read_all(members))
         return tuple(members)
 
     async def close(self) -> None:
@@ -276,20 +276,20 @@ class Directory(ABC):
         call it again to wait for its end.
         """
         self._closed = True
-        if self._closing is None or self._closing.done():
-            self._closing = start_task(self._close())
-        await asyncio.shield(self._closing)
+        if self._ending is None or self._ending.done():
+            self._ending = start_task(self._withdraw_all())
+        await asyncio.shield(self._ending)
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _list(self, members: Members) -> None:
+    async def _read_all(self, members: Members) -> None:
         """Read all entries once, into a table."""
         async with _closing(self.follow()) as batches:
             async for batch in batches:
                 self._take(members, batch)
                 break
 
-    async def _close(self) -> None:
+    async def _withdraw_all(self) -> None:
         await asyncio.gather(*map(self.withdraw, list(self._announcements)))
         await self.disconnect()
 

@@ -48,6 +48,7 @@ from kvwire.integrations.vllm.proxy.exchange import (
     HttpRequest,
     Refused,
     as_json,
+    openai_error,
 )
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.limits import (
@@ -654,7 +655,7 @@ async def _relay(
         if passed or not _is_events(answer):
             raise
         why = f"the engine broke off: {exc.why}" if exc.engine else exc.why
-        said = _openai_error(HTTPStatus.BAD_GATEWAY, why)
+        said = openai_error(HTTPStatus.BAD_GATEWAY, why)
         # The last part sent may have ended in the middle of an event.
         yield b"\n\ndata: " + msgspec.json.encode(said) + b"\n\ndata: [DONE]\n\n"
 
@@ -677,11 +678,4 @@ def _refused(exc: Exception) -> HttpAnswer:
         case EngineFailed(status=int(status)):
             if exc.retry_after.isdecimal():
                 headers["retry-after"] = exc.retry_after
-    return as_json(_openai_error(status, why), status, headers)
-
-
-def _openai_error(status: int, message: str) -> dict[str, Any]:
-    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "EngineError"
-    return {
-        "error": {"message": message, "type": kind, "param": None, "code": int(status)}
-    }
+    return as_json(openai_error(status, why), status, headers)

@@ -28,7 +28,7 @@ import msgspec
 
 from kvwire.aio import end_task, start_task
 from kvwire.extras import needed_by
-from kvwire.integrations.vllm.proxy.exchange import headers_of
+from kvwire.integrations.vllm.proxy.exchange import headers_of, parser_text
 from kvwire.integrations.vllm.proxy.limits import PROXY_HEALTH_BYTES_MAX
 
 with needed_by("the proxy", extra="vllm"):
@@ -256,7 +256,8 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
         ours = code in _OURS
         return EngineFailed(engine, why, reached=False, ours=ours)
     if isinstance(error, aiohttp.ClientResponseError):
-        why = f"its answer is not valid HTTP: {error.message[:_QUOTED_CHARS]}"
+        text = parser_text(error.message)[:_QUOTED_CHARS]
+        why = f"its answer is not valid HTTP: {text}"
         return EngineFailed(engine, why)
     if isinstance(error, aiohttp.ClientPayloadError):
         return EngineFailed(engine, "its answer is incomplete")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -62,6 +62,27 @@ def as_json(
     """Return a JSON answer."""
     kind = {"content-type": "application/json"}
     return HttpAnswer(status, {**kind, **(headers or {})}, msgspec.json.encode(said))
+
+
+def openai_error(status: int, message: str) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "EngineError"
+    return {
+        "error": {"message": message, "type": kind, "param": None, "code": int(status)}
+    }
+
+
+def parser_text(message: str) -> str:
+    """Return aiohttp's text about malformed HTTP in one line, without the bytes.
+
+    Its texts end with the bytes in question, some with an arrow below them.
+    """
+    lines = (line.strip() for line in message.splitlines())
+    words = " ".join(line for line in lines if not line.startswith(_QUOTED))
+    return words.partition(": b'")[0].partition(': b"')[0].rstrip(": ")
+
+
+_QUOTED: Final = ("b'", 'b"', "^")
 
 
 def headers_of(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -28,7 +28,10 @@ from kvwire.integrations.vllm.proxy.exchange import (
     HttpAnswer,
     HttpRequest,
     Refused,
+    as_json,
     headers_of,
+    openai_error,
+    parser_text,
 )
 from kvwire.integrations.vllm.proxy.limits import (
     PROXY_HEADER_BYTES_MAX,
@@ -140,17 +143,7 @@ class ProxyServer:
         Cancel safety: running requests are cut.
         """
         self._server = web.Server(
-            self._handle,
-            request_factory=_request,
-            handler_cancellation=True,
-            max_line_size=PROXY_HEADER_BYTES_MAX,
-            max_field_size=PROXY_HEADER_BYTES_MAX,
-            max_headers=PROXY_HEADERS_MAX,
-            keepalive_timeout=PROXY_IDLE_S,
-            lingering_time=_UNREAD_S,
-            auto_decompress=False,  # a small compressed body could become a large one
-            access_log=None,
-            logger=_quiet,
+            self._handle, request_factory=_request, handler_cancellation=True
         )
         runner = web.ServerRunner(
             self._server, shutdown_timeout=self._stop_s + 2 * _UNREAD_S
@@ -183,7 +176,18 @@ class ProxyServer:
                 if not idle:
                     return _Refusing()
                 _abort(idle[0])
-        return self._server()
+        return _Connection(
+            self._server,
+            loop=asyncio.get_running_loop(),
+            max_line_size=PROXY_HEADER_BYTES_MAX,
+            max_field_size=PROXY_HEADER_BYTES_MAX,
+            max_headers=PROXY_HEADERS_MAX,
+            keepalive_timeout=PROXY_IDLE_S,
+            lingering_time=_UNREAD_S,
+            auto_decompress=False,  # a small compressed body could become a large one
+            access_log=None,
+            logger=_quiet,
+        )
 
     async def _stop(self, runner: web.ServerRunner) -> None:
         loop = asyncio.get_running_loop()
@@ -238,13 +242,9 @@ def _request(
 
 
 async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamResponse:
-    headers = _SERVER | {
-        # A text that is not UTF-8 cannot be sent.
-        name: value.encode(errors="surrogateescape").decode(errors="replace")
-        for name, value in answer.headers.items()
-    }
     if isinstance(answer.body, bytes):
-        return web.Response(body=answer.body, status=answer.status, headers=headers)
+        return _response(answer, answer.body)
+    headers = _headers(answer)
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(request)
     if request.method == "HEAD":
@@ -276,7 +276,7 @@ async def _parts(request: web.BaseRequest) -> AsyncIterator[bytes]:
             yield part
     except web.RequestPayloadError as exc:
         raise Refused(
-            HTTPStatus.BAD_REQUEST, f"the body is incomplete: {exc}"
+            HTTPStatus.BAD_REQUEST, f"the body is incomplete: {parser_text(str(exc))}"
         ) from None
 
 
@@ -287,6 +287,41 @@ def _is_open(transport: asyncio.Transport | None) -> bool:
 def _abort(connection: web.RequestHandler) -> None:
     if connection.transport is not None:
         connection.transport.abort()
+
+
+class _Connection(web.RequestHandler):
+    """Answer a client whose request cannot be read, in the form of all other errors."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the answer, after which the connection is closed."""
+        why = parser_text(message or "") or HTTPStatus(status).description
+        # It raises if an answer has begun; otherwise it logs the error.
+        super().handle_error(request, status, exc, message)
+        answer = as_json(openai_error(status, why), status)
+        assert isinstance(answer.body, bytes)
+        response = _response(answer, answer.body)
+        response.force_close()
+        return response
+
+
+def _response(answer: HttpAnswer, body: bytes) -> web.Response:
+    return web.Response(body=body, status=answer.status, headers=_headers(answer))
+
+
+def _headers(answer: HttpAnswer) -> dict[str, str]:
+    return _SERVER | {
+        # A text that is not UTF-8 cannot be sent.
+        name: value.encode(errors="surrogateescape").decode(errors="replace")
+        for name, value in answer.headers.items()
+    }
 
 
 class _Refusing(asyncio.Protocol):
