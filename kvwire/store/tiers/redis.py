@@ -113,11 +113,9 @@ class RedisTier(KeyValueTier):
             return "TOUCH", name
 
         answers = await self._ask(np.concatenate([keys, touched]), command)
-        # An answer of another type is not a head.
-        return [
-            one if isinstance(one, bytes) else BlockResult.FAILED
-            for one in answers[: keys.size]
-        ]
+        found = answers[: keys.size]
+        self._require("GETRANGE", found, bytes)
+        return [one if isinstance(one, bytes) else BlockResult.FAILED for one in found]
 
     async def put(self, batch: Batch) -> BlockResults:
         values = await self._threads.run(partial(packed, batch))
@@ -127,6 +125,8 @@ class RedisTier(KeyValueTier):
 
         nbytes = HEAD_BYTES + int(batch.images.lengths.max())
         done = await self._ask(batch.keys, command, nbytes)
+        # Where the server does not answer OK, the client returns None or False.
+        self._require("SET", [one or None for one in done], bool)
         results = np.where([one is True for one in done], LANDED, FAILED)
         results[[isinstance(one, OutOfMemoryError) for one in done]] = REFUSED
         self._touches.moved(batch.keys[results == LANDED])
@@ -137,6 +137,7 @@ class RedisTier(KeyValueTier):
         # Values that are too long are not read. A GETRANGE needs one round trip, but
         # takes a server three times as long as a GET.
         answers = await self._ask(batch.keys, lambda _, name: ("STRLEN", name))
+        self._require("STRLEN", answers, int)
         results = np.full(batch.keys.size, FAILED)
         results[[one == 0 for one in answers]] = MISSING
         results[[isinstance(one, int) and one > nbytes for one in answers]] = DAMAGED
@@ -145,6 +146,7 @@ class RedisTier(KeyValueTier):
         values = await self._ask(
             batch.keys[which], lambda _, name: ("GET", name), nbytes
         )
+        self._require("GET", values, bytes, type(None))
         results[which[[one is None for one in values]]] = MISSING
         came = which[[isinstance(one, bytes) for one in values]]
         raws = [memoryview(one) for one in values if isinstance(one, bytes)]
@@ -218,6 +220,8 @@ class RedisTier(KeyValueTier):
             async with asyncio.timeout(self._timeout_s):
                 answers: list[Any] = await pipeline.execute(raise_on_error=False)
         except FAULTS as exc:
+            if isinstance(exc, TimeoutError):
+                exc = TimeoutError(f"no answer within {self._timeout_s:g} s")
             self._lost(client, exc, server)
             return []
         errors = [one for one in answers if _is_error(one)]
@@ -227,6 +231,11 @@ class RedisTier(KeyValueTier):
         elif errors:
             self.note(error_text(errors[-1]))
         return answers
+
+    def _require(self, command: str, answers: list[Any], *kinds: type) -> None:
+        """Note it if an answer is neither an error nor of one of these types."""
+        if not all(_is_error(one) or isinstance(one, kinds) for one in answers):
+            self.note(f"its answer to {command} is none that Redis gives")
 
     def _by_server(self, client: RedisClient, keys: Keys) -> dict[str, list[int]]:
         """Return the keys' positions by server, except those without a server."""

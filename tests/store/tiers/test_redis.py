@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.support import inside
@@ -85,3 +87,26 @@ async def test_a_server_that_comes_later() -> None:
         with pytest.raises(UsageError, match="invalid username") as refused:
             await BlockStore.open([where])
         assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("answer", [b"$-1\r\n", b"*1\r\n:1\r\n", b":5\r\n"])
+async def test_a_server_that_answers_what_redis_never_does(answer: bytes) -> None:
+    """The outcome and the flush give that as the reason."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while count := await reader.readline():
+            words = []
+            for _ in range(int(count[1:])):
+                nbytes = int((await reader.readline())[1:])
+                words.append((await reader.readexactly(nbytes + 2))[:-2])
+            writer.write(answer if words[0] == b"SET" else b"+OK\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    where = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    why = "its answer to SET is none that Redis gives"
+    async with server, BlockStore.open([where]) as store:
+        outcome = await store.put(chain(1), Filled(seed=1).cache, [0])
+        assert [why in reason for reason in outcome.missing.reasons] == [True]
+        with pytest.raises(OSError, match=why):
+            await store.flush()
