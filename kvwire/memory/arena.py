@@ -25,7 +25,6 @@ import itertools
 import mmap
 import os
 import sys
-import threading
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -103,8 +102,7 @@ class Arena:
             self.populate()
         self.address: int = self._map.address
         self.serial: int = next(_serials)
-        with _lock:
-            _arenas.append(self)
+        _arenas[self.serial] = self
 
     def numpy(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike
@@ -205,8 +203,7 @@ class Arena:
     def _forget(self) -> None:
         """Remove it from the list of open arenas, and close its descriptor."""
         self._closed = True
-        with _lock:
-            _arenas.remove(self)
+        del _arenas[self.serial]
         os.close(self._fd)
 
     def __enter__(self) -> Self:
@@ -255,8 +252,8 @@ def arena_of(fragments: Fragments) -> Arena | None:
 
 def arena_at(first: int, end: int) -> Arena | None:
     """Return the arena with the addresses in ``range(first, end)``."""
-    with _lock:
-        return next((arena for arena in _arenas if arena.holds(first, end)), None)
+    there = list(_arenas.values())
+    return next((arena for arena in there if arena.holds(first, end)), None)
 
 
 class SharedMapping:
@@ -346,7 +343,9 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-_lock: Final = threading.Lock()
-_arenas: Final[list[Arena]] = []
-"""The open arenas of this process. They are few, so a linear search will do."""
+_arenas: Final[dict[int, Arena]] = {}
+"""The open arenas of this process. They are few, so a linear search will do.
+
+There is no lock: the garbage collector may release an arena in the middle of any call.
+"""
 _serials: Final = itertools.count(1)

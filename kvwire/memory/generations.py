@@ -33,6 +33,7 @@ import os
 import platform
 import sys
 import threading
+import weakref
 from typing import Final
 
 import numpy as np
@@ -98,6 +99,9 @@ class Generations:
         if sys.platform == "linux":
             self.arena = Arena(self.nbytes, name="kvwire-generations")
             self._table: Array = self.arena.numpy(count, np.uint64)
+            # Called by `close`, or if the table is dropped without being closed.
+            self._release = weakref.finalize(self, self.arena.release)
+            self._release.atexit = False
         else:
             self._table = np.empty(count, np.uint64)
         self.address: int = self._table.__array_interface__["data"][0]
@@ -183,7 +187,7 @@ class Generations:
             self._count = 0
             self._table = self.values = np.empty(0, np.uint64)
             if self.arena is not None:
-                self.arena.release()
+                self._release()
 
     def _draw(self, count: int) -> Array:
         """Return random numbers that were never returned before."""

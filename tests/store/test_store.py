@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -434,3 +435,22 @@ async def test_what_opens_a_store_does_so_once() -> None:
             await opening
     with pytest.raises(ClosedOK):
         await store.flush()
+
+
+def test_a_store_that_is_dropped_keeps_neither_lock_nor_memory(tmp_path: Path) -> None:
+    """As after an error before its ``close``; its next user can open the directory."""
+    tiers = ["memory:1MiB", f"disk:{tmp_path}?size=4MiB"]
+
+    async def use() -> None:
+        store = await BlockStore.open(tiers)
+        assert (await store.put(chain(2), Filled(seed=1).cache, [0, 1])).complete
+
+    def forget() -> None:
+        asyncio.run(use())
+        gc.collect()
+
+    before = open_descriptors()
+    for _ in range(2):
+        with pytest.warns(ResourceWarning, match=r"was never closed: use `async with`"):
+            forget()
+        assert open_descriptors() == before

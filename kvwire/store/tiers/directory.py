@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -114,6 +115,16 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
+
+    def __del__(self) -> None:
+        # The store was dropped, for example with its loop, and would stay locked.
+        if getattr(self, "_fd", -1) >= 0:
+            warnings.warn(
+                f"the store in {self.path.parent} was never closed: use `async with`",
+                ResourceWarning,
+                stacklevel=2,
+            )
+            self.close()
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import weakref
 from collections.abc import Awaitable, Callable
 from itertools import repeat
 from typing import Any, Final
@@ -74,6 +75,10 @@ class MemoryTier:
         # it.
         self.untaken: Bits = np.zeros(slabs.slots, np.bool_)
         self._arena, self._bytes = self._allocate(self.counts.size_bytes)
+        # Called by `close`, or if the store is dropped without being closed.
+        self._release = (
+            _releasing(self, self._arena) if self._arena is not None else None
+        )
         # Has the type of the numbers that are added to it; see `images`.
         self._base = np.int64(self._bytes.ctypes.data)
         self._shared: SharedMemory | None = None
@@ -320,9 +325,9 @@ class MemoryTier:
         if self._shared is not None:
             self.index.shared = None
             self._shared.close()
-        arena = self._arena
         self._arena = None
-        if not arena.release():
+        assert self._release is not None, "it comes with an arena"
+        if self._release() is False:
             # An exception that is still referenced refers to frames that use the
             # memory.
             logger.warning(
@@ -414,8 +419,9 @@ class SharedMemory:
         count = words_for(slots)
         self.images: _Bytes = images
         self.generations: Generations = Generations(slots)
-        self._arena = Arena(8 * count, name="kvwire-store-index")
-        self.words: Array = self._arena.numpy(count, np.uint64)
+        arena = Arena(8 * count, name="kvwire-store-index")
+        self.words: Array = arena.numpy(count, np.uint64)
+        self._release = _releasing(self, arena)
 
     @property
     def regions(self) -> tuple[npt.NDArray[Any], ...]:
@@ -427,7 +433,14 @@ class SharedMemory:
         self.generations.close()
         self.images = np.empty(0, np.uint8)
         self.words = np.empty(0, np.uint64)
-        self._arena.release()
+        self._release()
+
+
+def _releasing(owner: object, arena: Arena) -> weakref.finalize[[], object]:
+    """Release an arena when its owner is collected, or when this is called."""
+    release = weakref.finalize(owner, arena.release)
+    release.atexit = False
+    return release
 
 
 class InFlightFills:
