@@ -240,7 +240,9 @@ class Directory(ABC):
         Cancel safety: cancelling ``anext`` ends the iterator.
         """
         members = Members(Selector.parse(selector))
-        upkeep = Upkeep(DIRECTORY_RETRY_S, DIRECTORY_RETRY_S_MAX)
+        # A server whose watches break right after each list is not asked without pause.
+        steady_s = DIRECTORY_RETRY_S_MAX
+        upkeep = Upkeep(DIRECTORY_RETRY_S, DIRECTORY_RETRY_S_MAX, steady_s=steady_s)
         async for _ in upkeep:
             try:
                 async with _closing(self._changes(members, upkeep)) as changes:

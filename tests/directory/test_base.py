@@ -16,6 +16,7 @@ from kvwire.directory.base import Batch
 from tests.directory.memory import MemoryDirectory
 from tests.directory.records import a_lease_has_ended, record
 from tests.support.logs import warned
+from tests.support.virtual_time import pass_time, run
 
 
 async def test_members_that_a_lost_directory_forgot_have_a_lease_to_come_back() -> None:
@@ -226,3 +227,27 @@ async def test_a_list_that_never_comes_lets_nobody_leave(
             assert "no list arrived within 0.1 s" in watching.reason
         assert (await pending).kind is ChangeKind.LEFT
     assert watching.reason == ""
+
+
+class _Breaking(MemoryDirectory):
+    """Its watches break right after the list."""
+
+    lists = 0
+
+    async def follow(self) -> AsyncGenerator[Batch, None]:
+        self.lists += 1
+        yield {}
+        raise ConnectionError("it is overloaded")
+
+
+def test_a_server_whose_watches_break_is_asked_less_and_less_often() -> None:
+    async def watch() -> int:
+        here = _Breaking()
+        async with aclosing(here.watch()) as changes:
+            pending = asyncio.ensure_future(anext(changes))
+            await pass_time(60.0)
+            await end_task(pending)
+        return here.lists
+
+    # Pauses of a tenth of a second would be 800 lists.
+    assert 12 <= run(watch()) <= 40
