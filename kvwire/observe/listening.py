@@ -43,7 +43,7 @@ class HttpReply(NamedTuple):
 
 
 class HttpGet(Protocol):
-    """Answers GET, on threads."""
+    """Answers GET and HEAD, on threads."""
 
     def __call__(self, path: str, headers: Mapping[str, str], client: str) -> HttpReply:
         """Return the answer; the names of headers have small letters."""
@@ -65,7 +65,7 @@ class HttpThread:
 
     Args:
         address: The address to listen on; ``"host:0"`` takes any free port.
-        get: Answers GET.
+        get: Answers GET and HEAD.
         orders: Answers POST; None if nothing does.
 
     Attributes:
@@ -172,6 +172,10 @@ class _Request(BaseHTTPRequestHandler):
         self.server.since.pop(self.connection, None)
         self._answer(self.server.get(self._path, self._headers, client))
 
+    def do_HEAD(self) -> None:
+        """Answer as to GET, without the body: probes of load balancers ask so."""
+        self.do_GET()
+
     def do_POST(self) -> None:
         """Carry out one order."""
         orders = self.server.orders
@@ -185,6 +189,8 @@ class _Request(BaseHTTPRequestHandler):
             status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
             told = {"error": f"the body has more than {orders.bytes_max} bytes"}
         elif orders is not None:
+            if self.headers.get("expect", "").lower() == "100-continue":
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             body = self.rfile.read(int(length))
             # From here on, any slowness is not the client's.
             self.server.since.pop(self.connection, None)
@@ -207,7 +213,12 @@ class _Request(BaseHTTPRequestHandler):
             self.send_header(name.title(), value)
         self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
-        self.wfile.write(reply.body)
+        if self.command != "HEAD":
+            self.wfile.write(reply.body)
+
+    def version_string(self) -> str:
+        """Return the ``Server`` header, which otherwise has Python's version."""
+        return "kvwire"
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Do not log each request."""

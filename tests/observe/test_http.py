@@ -57,6 +57,42 @@ async def test_metrics_and_health_are_answered() -> None:
             assert (status, "/metrics" in body) == (HTTPStatus.NOT_FOUND, True)
 
 
+def test_head_and_expect_are_answered_as_http_says() -> None:
+    """As probes of load balancers, and curl with a large body, rely on."""
+
+    class Echo:
+        bytes_max = 100
+
+        def answer(
+            self, path: str, headers: Mapping[str, str], client: str, body: bytes
+        ) -> tuple[HTTPStatus, dict[str, Any]]:
+            return HTTPStatus.OK, {"body": body.decode()}
+
+    def get(path: str, headers: Mapping[str, str], client: str) -> HttpReply:
+        return HttpReply.of(HTTPStatus.OK, "text/plain", b"fine")
+
+    with HttpThread("127.0.0.1:0", get, Echo()) as server:
+        url = urlsplit(server.url)
+        where = str(url.hostname), url.port or 0
+        with (
+            socket.create_connection(where, timeout=60) as sock,
+            sock.makefile("rb") as r,
+        ):
+            sock.sendall(b"HEAD /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            head, body = r.read().split(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.0 200 OK\r\nServer: kvwire\r\n")
+            assert (b"Content-Length: 4" in head, body) == (True, b"")
+        with (
+            socket.create_connection(where, timeout=60) as sock,
+            sock.makefile("rb") as r,
+        ):
+            sock.sendall(b"POST / HTTP/1.1\r\nExpect: 100-continue\r\n")
+            sock.sendall(b"content-length: 2\r\n\r\n")
+            assert r.readline() + r.readline() == b"HTTP/1.1 100 Continue\r\n\r\n"
+            sock.sendall(b"ok")
+            assert r.read().endswith(b'{"body": "ok"}\n')
+
+
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])
 async def test_the_numbers_of_a_communicator_may_be_there_too(host: str) -> None:
     async with (
