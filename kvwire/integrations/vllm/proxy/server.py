@@ -176,8 +176,18 @@ class ProxyServer:
                 if not idle:
                     return _Refusing()
                 _abort(idle[0])
+        options: dict[str, Any] = {
+            "max_line_size": PROXY_HEADER_BYTES_MAX,
+            "max_field_size": PROXY_HEADER_BYTES_MAX,
+            "max_headers": PROXY_HEADERS_MAX,
+            "keepalive_timeout": PROXY_IDLE_S,
+            "lingering_time": _UNREAD_S,
+            "auto_decompress": False,  # a small body could become a large one
+            "access_log": None,
+            "logger": _quiet,
+        }
         loop = asyncio.get_running_loop()
-        return _Connection(self._server, loop=loop, **_OPTIONS)
+        return _Connection(self._server, loop=loop, **options)
 
     async def _stop(self, runner: web.ServerRunner) -> None:
         loop = asyncio.get_running_loop()
@@ -277,19 +287,6 @@ def _is_open(transport: asyncio.Transport | None) -> bool:
 def _abort(connection: web.RequestHandler) -> None:
     if connection.transport is not None:
         connection.transport.abort()
-
-
-# Those of each connection.
-_OPTIONS: Final[dict[str, Any]] = {
-    "max_line_size": PROXY_HEADER_BYTES_MAX,
-    "max_field_size": PROXY_HEADER_BYTES_MAX,
-    "max_headers": PROXY_HEADERS_MAX,
-    "keepalive_timeout": PROXY_IDLE_S,
-    "lingering_time": _UNREAD_S,
-    "auto_decompress": False,  # a small compressed body could become a large one
-    "access_log": None,
-    "logger": _quiet,
-}
 
 
 class _Connection(web.RequestHandler):
