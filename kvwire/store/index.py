@@ -568,6 +568,17 @@ class Index:
         self._unkeep(slots[kept])
         self.unpin(keys[kept], slots[kept])
 
+    def restore_pins(self, keys: Keys, before: Keys, ends: Times) -> None:
+        """Undo a pin: only the keys that were kept before stay so, until ``ends``."""
+        slots = self.find(before)
+        kept = (slots >= 0) & self._kept[slots]
+        earlier = set(before[kept].tolist())
+        new = np.fromiter((key not in earlier for key in keys), np.bool_, keys.size)
+        found = self.find(keys[new])
+        self.unkeep(keys[new][found >= 0], found[found >= 0])
+        self._protected.until[KEPT, slots[kept]] = ends[kept]
+        self._protected.next = min(self._protected.next, *ends.tolist(), math.inf)
+
     def of_namespace(self, digest: bytes) -> Keys:
         """Return every named block of a namespace."""
         return as_keys(key for key in self._slots if key.startswith(digest))

@@ -14,7 +14,7 @@ from kvwire import BlockState, BlockStore, Placement, UsageError
 from kvwire.store.address import TierAddress
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.namespace import Namespace
-from kvwire.store.placement import Placing, Verb, all_placed
+from kvwire.store.placement import Placing, Verb, VerbKind, all_placed
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
 from kvwire.store.tiers.disk import DiskTier
 from tests.store.fakes import FakeTier
@@ -311,6 +311,33 @@ async def test_an_earlier_pin_survives_one_that_fails(tmp_path: Path) -> None:
         keys = as_keys(map(digest.__add__, A))
         assert disk._index.kept(keys).tolist() == [True, True, False, False]
         assert (await store.pin(A, CACHE)).complete
+
+
+async def test_what_a_disk_cannot_write_of_pins_is_as_before(tmp_path: Path) -> None:
+    """Or blocks whose unpin has failed go, though the disk still has their pins."""
+    disk = await DiskTier.open(TierAddress.parse(f"disk:{tmp_path}?size=1MiB"))
+    async with store_on(disk, memory=MEMORY) as store:
+        await store.put(A, CACHE, range(4))
+        assert (await store.pin(A[:2], CACHE, ttl_s=60)).complete
+        (namespace,) = inside.tiers(store).namespaces.values()
+        keys = as_keys(map(namespace.digest.__add__, A))
+        pinned = keys[:2]
+        ends = disk._index.ends(disk._index.find(pinned)).tolist()
+
+        def same() -> bool:
+            kept = disk._index.kept(keys).tolist()
+            now = disk._index.ends(disk._index.find(pinned)).tolist()
+            return (kept, now) == ([True, True, False, False], ends)
+
+        for verb in (Verb.pin(3600), Verb.pin(None), Verb(VerbKind.UNPIN)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(disk._rows, "pin", failing)
+                told = await disk.apply(verb, namespace, keys)
+            assert told.deferred.all()
+            assert same()
+        assert (await disk.apply(Verb(VerbKind.UNPIN), namespace, keys)).complete
+        assert not disk._index.kept(keys).any()
+        assert not disk._rows.pins()[0].size
 
 
 def failing(*_: object) -> None:

@@ -29,6 +29,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from kvwire.aio import run_to_completion
 from kvwire.errors import UsageError, with_remedy
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
@@ -324,7 +325,7 @@ class DiskTier(CodedTier):
         """See Tier. Pins are stored on the disk too; if that fails, nothing changes."""
         match verb.kind:
             case VerbKind.PIN | VerbKind.UNPIN:
-                return await self._pin(verb, keys)
+                return await run_to_completion(self._pin(verb, keys))
             case VerbKind.RETAIN:
                 return self._index.apply(verb, keys)
             case VerbKind.DEMOTE:
@@ -382,24 +383,35 @@ class DiskTier(CodedTier):
     # --- on the loop ------------------------------------------------------------------
 
     async def _pin(self, verb: Verb, keys: Keys) -> Placement:
-        """Pin or unpin blocks, also in the index on the disk."""
-        before = self._index.kept(keys)
-        placement = self._index.apply(verb, keys)
-        done = placement.done
-        slots = self._index.find(keys[done])
-        ends = self._index.ends(slots) if verb.kind is VerbKind.PIN else None
-        try:
-            async with self._writing:
-                await self._threads.run(
-                    partial(self._rows.pin, keys[done], slots, ends)
-                )
-        except _ERRORS as exc:
-            self._failed("pinning", exc)
-            self._index.apply(Verb(VerbKind.UNPIN), keys[~before])
-            placing = Placing(keys.size)
-            placing.rule(done, BlockState.DEFERRED, f"{self.name}: {self.error}")
-            return placing.end()
-        return placement
+        """Pin or unpin blocks, in the index on the disk as well.
+
+        A pin protects blocks here first, so that they stay while it is written. An
+        unpin is written first, so that blocks whose rows are still pinned stay.
+        """
+        pins = verb.kind is VerbKind.PIN
+        # Not beside another pin or unpin, which would see half of this one.
+        async with self._writing:
+            before = keys[self._index.kept(keys)]
+            ends = self._index.ends(self._index.find(before))
+            placement = None
+            named = before
+            until = None
+            if pins:
+                placement = self._index.apply(verb, keys)
+                named = keys[placement.done]
+                until = self._index.ends(self._index.find(named))
+            slots = self._index.find(named)
+            try:
+                await self._threads.run(partial(self._rows.pin, named, slots, until))
+            except _ERRORS as exc:
+                self._failed("pinning", exc)
+                here = self._index.find(keys) >= 0
+                if pins:
+                    self._index.restore_pins(keys, before, ends)
+                placing = Placing(keys.size)
+                placing.rule(here, BlockState.DEFERRED, f"{self.name}: {self.error}")
+                return placing.end()
+            return placement or self._index.apply(verb, keys)
 
     def _let_go(self, keys: Keys) -> Placement:
         """Evict blocks now, unless they are in use or pinned."""
