@@ -85,7 +85,7 @@ def test_what_adds_up_to_something_else_is_refused() -> None:
     descriptor = bytearray(
         encode(PlaceKind.MEMORY, 0, fragments([0, 100], [5, 5])) or b""
     )
-    with pytest.raises(ProtocolError, match="fragments of 10 bytes, not of 11"):
+    with pytest.raises(ProtocolError, match="fragments with 10 bytes instead of 11"):
         decode(bytes(descriptor), 11)
     with pytest.raises(ProtocolError, match="fragments of 50 bytes, not of 51"):
         decode(encode_piece(PlaceKind.MEMORY, 0, 4096, 50), 51)
@@ -112,9 +112,9 @@ def test_a_piece_is_told_as_a_list_of_one() -> None:
         (16, 2, "for 2 fragments"),
         (16, 0, "for 0 fragments"),
         (15, 0x80, "beyond the end"),
-        (28, 99, "not told as one"),
-        (20, 99, "not told as one"),
-        (32, 1, "not told as one"),
+        (28, 99, "in the form for several"),
+        (20, 99, "in the form for several"),
+        (32, 1, "in the form for several"),
     ],
 )
 def test_each_field_is_checked(place: int, value: int, said: str) -> None:

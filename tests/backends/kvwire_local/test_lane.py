@@ -123,7 +123,7 @@ async def test_a_way_that_is_asked_for_and_refused_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(PeerMemory, "refusal", lambda self: "EPERM: not by this one")
-    with pytest.raises(BackendUnavailable, match=r"way=cma is asked for, and .*EPERM"):
+    with pytest.raises(BackendUnavailable, match=r"way=cma is configured, but .*EPERM"):
         async with halves("cma"):
             pass
 

@@ -91,7 +91,7 @@ def test_a_system_that_does_not_say_where_it_is_has_no_local(
     if content is not None:
         boot_id.write_text(content)
     monkeypatch.setattr(host_module, "_BOOT_ID", boot_id)
-    with pytest.raises(BackendUnavailable, match="on which host this is"):
+    with pytest.raises(BackendUnavailable, match="does not identify this host"):
         Host.here()
 
 
@@ -99,5 +99,5 @@ def test_without_a_network_namespace_there_is_no_local(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_module, "_NETWORK", tmp_path / "net")
-    with pytest.raises(BackendUnavailable, match="on which host this is"):
+    with pytest.raises(BackendUnavailable, match="does not identify this host"):
         Host.here()

@@ -189,5 +189,5 @@ def _no_wire_is_left() -> Iterator[None]:
 
 def test_a_name_that_is_no_text() -> None:
     raw = NcclBootstrap("x", b"", b"").encode()[:-1] + b"\xff"
-    with pytest.raises(BackendUnavailable, match="a name that is no text"):
+    with pytest.raises(BackendUnavailable, match="a name that is not text"):
         NcclBootstrap.decode(raw)

@@ -90,7 +90,7 @@ async def test_a_description_that_no_lane_makes() -> None:
         for bad in (b"", description[:-1], forged):
             with pytest.raises(ProtocolError, match="a descriptor"):
                 reader.window(bad, pool.memory)
-        with pytest.raises(ProtocolError, match="of another window"):
+        with pytest.raises(ProtocolError, match="belongs to another window"):
             reader.window(description, other)
         with pytest.raises(ProtocolError, match="a window with"):
             reader.window(description, nowhere)
