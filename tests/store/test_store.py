@@ -34,7 +34,7 @@ MEMORY = ["memory:256KiB"]
 # By then the use of a store is over.
 MANY_TURNS = 2000
 # Kinds of tiers that are not opened without one.
-_LIBRARIES = {"object": "obstore", "redis": "redis", "mooncake": "mooncake"}
+_LIBRARIES = {"object": "obstore", "redis": "redis", "mooncake": "mooncake.store"}
 
 
 def same(a: Filled, blocks: list[int], b: Filled, others: list[int]) -> bool:
@@ -409,7 +409,8 @@ async def test_every_close_waits_for_the_end() -> None:
 async def test_a_wrong_tier_is_refused(tiers: list[str], said: str) -> None:
     library = _LIBRARIES.get(tiers[0].partition(":")[0]) if tiers else None
     if library is not None:
-        pytest.importorskip(library, reason=f"{library} is not installed")
+        reason = f"{library} is not installed, or lacks a library of the system"
+        pytest.importorskip(library, reason=reason, exc_type=ImportError)
     with pytest.raises(UsageError, match=said):
         await BlockStore.open(tiers)
 

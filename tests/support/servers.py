@@ -205,7 +205,9 @@ def s3_server() -> Iterator[Server]:
 def mooncake_master() -> Iterator[Server]:
     """A master of a Mooncake Store, which has no memory of its own."""
     pytest.importorskip(
-        "mooncake", reason="mooncake is not installed: `make test-mooncake`"
+        "mooncake.store",
+        reason="`make test-mooncake`, with libibverbs1, libnuma1 and libcurl4",
+        exc_type=ImportError,
     )
     program = shutil.which("mooncake_master", path=_PATH)
     assert program is not None
