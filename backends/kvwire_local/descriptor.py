@@ -150,7 +150,7 @@ def _piece(descriptor: bytes, nbytes: int) -> Fragments:
     if form or descriptor[_HEAD.size :] != bytes(4) or not first == middle == last:
         raise _refused("a single fragment in the form for several")
     if first != nbytes:
-        raise _refused(f"fragments of {first} bytes, not of {nbytes}")
+        raise _refused(f"fragments with {first} bytes instead of {nbytes}")
     if base + nbytes >= _ADDRESS_MAX:
         raise _refused("addresses beyond the end of memory")
     return Fragments(
