@@ -63,6 +63,15 @@ if TYPE_CHECKING:
     )
     from kvwire.endpoint.connection import Connection
     from kvwire.endpoint.engine import Engine
+    from kvwire.endpoint.engine_objects import (
+        EngineConnection,
+        EngineIncoming,
+        EngineOutgoing,
+        EnginePeer,
+        EngineRegion,
+        EngineRemoteWindow,
+        EngineWindow,
+    )
     from kvwire.endpoint.peer import Peer
     from kvwire.endpoint.region import Region
     from kvwire.endpoint.remote_window import RemoteWindow
@@ -109,6 +118,13 @@ __all__ = [
     "ConnectionSnapshot",
     "DeadlineExceeded",
     "Engine",
+    "EngineConnection",
+    "EngineIncoming",
+    "EngineOutgoing",
+    "EnginePeer",
+    "EngineRegion",
+    "EngineRemoteWindow",
+    "EngineWindow",
     "FlowControlViolation",
     "FrameTooLarge",
     "Grant",
@@ -172,6 +188,13 @@ _HOMES: Final = {
     "StoreSnapshot": "kvwire.endpoint.snapshot",
     "TransferSnapshot": "kvwire.endpoint.snapshot",
     "Engine": "kvwire.endpoint.engine",
+    "EngineConnection": "kvwire.endpoint.engine_objects",
+    "EngineIncoming": "kvwire.endpoint.engine_objects",
+    "EngineOutgoing": "kvwire.endpoint.engine_objects",
+    "EnginePeer": "kvwire.endpoint.engine_objects",
+    "EngineRegion": "kvwire.endpoint.engine_objects",
+    "EngineRemoteWindow": "kvwire.endpoint.engine_objects",
+    "EngineWindow": "kvwire.endpoint.engine_objects",
     "Incoming": "kvwire.transfers.incoming",
     "Joined": "kvwire.transfers.incoming",
     "join": "kvwire.transfers.incoming",

@@ -27,6 +27,7 @@ from typing import (
     Final,
     NoReturn,
     ParamSpec,
+    Self,
     TypeVar,
 )
 
@@ -462,17 +463,39 @@ class AsyncWith:
 
     __slots__ = ()
     # The function that creates one, if it is not the class.
-    _call: ClassVar[str] = ""
+    _made_by: ClassVar[str] = ""
 
     def __enter__(self) -> NoReturn:
         """Refuse a plain ``with``."""
         raise UsageError(
-            f"with {self._call or type(self).__name__}: write `async with`, in a "
+            f"with {self._made_by or type(self).__name__}: write `async with`, in a "
             f"coroutine; synchronous code uses kvwire.Engine"
         )
 
     def __exit__(self, *_: object) -> None:
         """Exist only because Python looks it up before ``__enter__``."""
+
+
+class Closing(AsyncWith):
+    """Is closed at the end of an ``async with`` block."""
+
+    _thread: LoopThread
+
+    async def close(self) -> None:
+        """Release what it holds, as the subclass describes.
+
+        Cancel safety: as the subclass describes.
+        """
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        """Return it; it is closed at the end of the block."""
+        self._thread.check(f"async with {type(self).__name__}")
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        """Close it, even if the task is cancelled."""
+        await self._thread.leave(self.close)
 
 
 class Opening(AsyncWith):
@@ -485,7 +508,7 @@ class Opening(AsyncWith):
         """Refuse a second opening, because the first block closes the opened object."""
         if self._begun:
             raise UsageError(
-                f"{self._call}: it was already opened; keep the object that it "
+                f"{self._made_by}: it was already opened; keep the object that it "
                 "returned, or call it again for a new one"
             )
         self._begun = True
@@ -494,8 +517,8 @@ class Opening(AsyncWith):
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or not hasattr(self._opens, name):
-                raise AttributeError(f"{self._call} has no {name!r}")
+                raise AttributeError(f"{self._made_by} has no {name!r}")
             raise UsageError(
-                f"{name}: it is not open yet: `it = await {self._call}(...)`, or "
-                f"`async with {self._call}(...) as it`"
+                f"{name}: it is not open yet: `it = await {self._made_by}(...)`, or "
+                f"`async with {self._made_by}(...) as it`"
             )

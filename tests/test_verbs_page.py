@@ -8,20 +8,24 @@ import re
 from typing import Any, Final
 
 import kvwire
-from kvwire.endpoint import engine
 from tests.support.tree import ROOT
 
 PAGE: Final = (ROOT / "docs" / "reference" / "verbs.md").read_text()
 OBJECTS: Final[dict[str, list[Any]]] = {
     "comm": [kvwire.Communicator],
-    "conn": [kvwire.Connection, kvwire.Peer],
-    "region": [kvwire.Region],
-    "window": [kvwire.Window, engine.EngineWindow],
-    "remote": [kvwire.RemoteWindow, engine.EngineRemoteWindow],
+    "conn": [
+        kvwire.Connection,
+        kvwire.Peer,
+        kvwire.EngineConnection,
+        kvwire.EnginePeer,
+    ],
+    "region": [kvwire.Region, kvwire.EngineRegion],
+    "window": [kvwire.Window, kvwire.EngineWindow],
+    "remote": [kvwire.RemoteWindow, kvwire.EngineRemoteWindow],
     "store": [kvwire.BlockStore],
     "request": [kvwire.Request],
-    "out": [kvwire.Outgoing, engine.EngineOutgoing],
-    "inc": [kvwire.Incoming, engine.EngineIncoming],
+    "out": [kvwire.Outgoing, kvwire.EngineOutgoing],
+    "inc": [kvwire.Incoming, kvwire.EngineIncoming],
 }
 
 
@@ -69,7 +73,7 @@ def test_threads_have_the_calls_of_the_page() -> None:
     )[:2]
     for names, kind in (
         (engines, kvwire.Engine),
-        (connections, engine.EngineConnection),
+        (connections, kvwire.EngineConnection),
     ):
         listed = re.findall(r"`(\w+)`", names)
         assert listed

@@ -24,10 +24,17 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, Self, TypeAlias, TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from kvwire.aio import Upkeep, cancelled_once, end_task, run_to_completion, start_task
+from kvwire.aio import (
+    AsyncWith,
+    Upkeep,
+    cancelled_once,
+    end_task,
+    run_to_completion,
+    start_task,
+)
 from kvwire.directory.limits import (
     DIRECTORY_LIST_S,
     DIRECTORY_RETRY_S,
@@ -53,7 +60,7 @@ Batch: TypeAlias = Mapping[str, bytes | None]
 """Values by their keys; None where a key is gone."""
 
 
-class Directory(ABC):
+class Directory(AsyncWith, ABC):
     """Holds the records of members. Bound to the loop on which it is used.
 
     Args:
@@ -137,7 +144,7 @@ class Directory(ABC):
         Cancel safety: safe, it only reads.
         """
 
-    async def disconnect(self) -> None:  # noqa: B027 - most hold nothing
+    async def disconnect(self) -> None:
         """Release all resources; called once, when no other call is running.
 
         Cancel safety: everything is released in any case.
@@ -281,6 +288,14 @@ class Directory(ABC):
         if self._ending is None or self._ending.done():
             self._ending = start_task(self._withdraw_all())
         await asyncio.shield(self._ending)
+
+    async def __aenter__(self) -> Self:
+        """Return the directory; it is closed at the end of the block."""
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        """Close it, even if the task is cancelled."""
+        await run_to_completion(self.close())
 
     # --- inside -----------------------------------------------------------------------
 

@@ -619,7 +619,7 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
     Cancel safety: safe, opening does not wait for anything.
     """
 
-    _call = "kvwire.open"
+    _made_by = "kvwire.open"
     _opens = Communicator
 
     def __init__(

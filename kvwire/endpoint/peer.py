@@ -21,6 +21,7 @@ from threading import get_ident
 from typing import Any, Final, Unpack, overload
 
 from kvwire.aio import (
+    Closing,
     LoopThread,
     Upkeep,
     absolute,
@@ -68,7 +69,7 @@ _ONE_SIDED: Final = frozenset({RequestKind.PUT, RequestKind.GET})
 _SHARES_MAX: Final = 4
 
 
-class Peer:
+class Peer(Closing):
     """Represents the process at an address, or a member that a selector matches.
 
     Created by :meth:`Communicator.peer <kvwire.Communicator.peer>`. It is dialled on

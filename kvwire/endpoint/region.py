@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from kvwire.aio import Closing
 from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.links import Links
 from kvwire.errors import UsageError, wrong_type
@@ -14,7 +15,7 @@ from kvwire.proto.regions import RegionRecord
 from kvwire.types import Access, AccessName, Grant
 
 
-class Region:
+class Region(Closing):
     """Lends memory to peers with a grant until it is closed.
 
     kvwire uses the memory from ``register`` until :meth:`close` has returned. The

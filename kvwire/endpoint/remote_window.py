@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.aio import LoopThread, absolute, start_task
+from kvwire.aio import Closing, LoopThread, absolute, start_task
 from kvwire.endpoint.request import Request
 from kvwire.endpoint.window import as_cache
 from kvwire.endpoint.window_ask import ReadQueue
@@ -31,7 +31,7 @@ from kvwire.memory.buffers import Memory
 from kvwire.types import Deadline
 
 
-class RemoteWindow:
+class RemoteWindow(Closing):
     """A peer's window, open for reading; created by ``await connection.window(name)``.
 
     Attributes:

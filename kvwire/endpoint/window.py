@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.aio import LoopThread
+from kvwire.aio import Closing, LoopThread
 from kvwire.errors import UsageError, is_name, wrong_type
 from kvwire.kv.blocks import Blocks, Ids
 from kvwire.kv.geometry import Geometry
@@ -34,7 +34,7 @@ from kvwire.memory.generations import Generations
 BYTES_GROUP = "bytes"
 
 
-class Window:
+class Window(Closing):
     """Blocks of this process that peers may read; created by ``expose``.
 
     The cache's memory has to stay where it is until :meth:`close` has returned.

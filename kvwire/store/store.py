@@ -601,7 +601,7 @@ def access_to(store: BlockStore) -> StoreAccess:
 class OpeningStore(Opening):
     """Opens a store: await it, or use it as ``async with``."""
 
-    _call = "kvwire.BlockStore.open"
+    _made_by = "kvwire.BlockStore.open"
     _opens = BlockStore
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from kvwire.aio import FORKED
+from kvwire.aio import FORKED, AsyncWith
 from kvwire.errors import (
     BackendUnavailable,
     ConnectionClosed,
@@ -497,7 +497,7 @@ def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError
     return error
 
 
-class Joined:
+class Joined(AsyncWith):
     """Joins several incoming transfers of the same blocks. Created by :func:`join`.
 
     A tensor-parallel producer group sends each rank's heads of the same blocks; the
@@ -513,6 +513,13 @@ class Joined:
     def done(self) -> bool:
         """Return whether the outcome is known, that is, every part's outcome."""
         return all(part.done() for part in self._parts)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Return the outcome, or None while it is not known."""
+        outcomes = [part.outcome for part in self._parts]
+        known = [outcome for outcome in outcomes if outcome is not None]
+        return join_outcomes(known) if len(known) == len(outcomes) else None
 
     @property
     def is_drained(self) -> bool:
@@ -560,6 +567,20 @@ class Joined:
         """End all its transfers."""
         for part in self._parts:
             part.abort(reason)
+
+    async def __aenter__(self) -> Self:
+        """Return the joined transfers."""
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        """Abort the transfers that have not ended, and wait until all are drained.
+
+        Cancel safety: as for :class:`Incoming`.
+        """
+        if self._parts[0]._thread.ident == FORKED:
+            return  # they are its parent's
+        self.abort("its block has ended")
+        await self.drained()
 
     async def _outcome(self) -> Outcome:
         return join_outcomes([await part for part in self._parts])

@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvwire
-from kvwire.endpoint.engine import EngineConnection, EngineIncoming, EngineOutgoing
+from kvwire import EngineConnection, EngineIncoming, EngineOutgoing
 from tests.support.caches import BLOCKS, LAYERS, Memory, same
 from tests.support.pairs import SCHEMES, anywhere
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import PATIENCE_S
 
 EVERY = list(range(BLOCKS))
@@ -407,7 +410,7 @@ def test_a_window_of_a_peer_that_is_dialled_again() -> None:
         source.stamp(EVERY)
         target = Memory()
         window = p.expose("kv", source.cache)
-        remote = c.window(str(p.listen(anywhere("tcp"))), "kv")
+        remote = c.peer(str(p.listen(anywhere("tcp")))).window("kv")
         assert remote.get(window.offer([3]), target.cache, [0]).complete
         p.accept(PATIENCE_S).abort("to see")
         outcome = remote.get(window.offer([1]), target.cache, [1])
@@ -434,3 +437,139 @@ def test_a_window_from_many_threads() -> None:
 
         with ThreadPoolExecutor(4) as threads:
             assert all(threads.map(turn, range(4)))
+
+
+# --- messages and memory --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_messages_between_threads(scheme: str) -> None:
+    """Of any size; a receive that gives up takes no message."""
+    with engines(scheme) as e, ThreadPoolExecutor(1) as pool:
+        for nbytes in (0, 5, 5_000_000):
+            sent = pool.submit(e.asking.send, 7, bytes(nbytes))
+            into = bytearray(nbytes)
+            assert e.offering.recv(7, into, timeout=PATIENCE_S) == nbytes
+            assert sent.result(PATIENCE_S) == nbytes
+        with pytest.raises(kvwire.DeadlineExceeded):
+            e.offering.recv(8, timeout=0.01)
+        assert e.asking.send(8, b"late") == 4
+        assert e.offering.recv(8, timeout=PATIENCE_S) == b"late"
+        assert e.asking.send(9, b"unwanted") == 8
+        e.asking.send(8, b"behind it")
+        e.offering.recv(8)
+        assert e.offering.unreceived == {9: 1}
+        assert e.offering.discard(9) == 1
+        with pytest.raises(kvwire.UsageError, match="tag"):
+            e.asking.send(-1, b"")
+
+
+def test_a_message_from_a_device_waits_for_the_calling_thread(
+    device: SimulatedDevice,
+) -> None:
+    """For what its own stream has queued, and not for that of the engine's thread."""
+    stream, gate = device.stream(), threading.Event()
+    device.set_current(stream)
+    written = np.arange(64, dtype=np.uint8)
+    array = device.array(np.zeros(64, np.uint8))
+    with engines() as e, ThreadPoolExecutor(1) as pool:
+        stream.call(lambda: void(gate.wait()))
+        stream.call(lambda: array.write(written))
+        received = pool.submit(e.offering.recv, 1, timeout=PATIENCE_S)
+        with pytest.raises(kvwire.DeadlineExceeded):
+            e.asking.send(2, array, timeout=0.05)
+        gate.set()
+        assert e.asking.send(1, array, timeout=PATIENCE_S) == 64
+        assert received.result(PATIENCE_S) == written.tobytes()
+    stream.close()
+
+
+def void(_: object) -> None:
+    """For work whose result nobody wants."""
+
+
+def test_memory_that_a_peer_may_reach() -> None:
+    with engines() as e:
+        lent = bytearray(b"computed")
+        into = bytearray(8)
+        with e.p.register(lent, "readwrite") as region:
+            assert len(region) == 8
+            assert region.access == kvwire.Access.READ | kvwire.Access.WRITE
+            grant = region.grant(e.offering)
+            assert e.asking.get(grant, into, timeout=PATIENCE_S) == 8
+            assert into == lent
+            assert e.asking.put(b"abc", grant[:3], timeout=PATIENCE_S) == 3
+            assert lent == b"abcputed"
+            region.revoke()
+            with pytest.raises(kvwire.StaleRegion):
+                e.asking.get(grant, into)
+            with pytest.raises(kvwire.UsageError, match="connection of this engine"):
+                region.grant(e.c)  # type: ignore[arg-type]
+        with pytest.raises(kvwire.UsageError, match="closed"):
+            region.grant(e.offering)
+
+
+def test_a_peer_is_dialled_when_it_is_used(tmp_path: Path) -> None:
+    """By its address, or by what a directory knows of it."""
+    where = f"file:{tmp_path}"
+    with ExitStack() as stack:
+        p = stack.enter_context(kvwire.Engine(name="prefill", directory=where))
+        c = stack.enter_context(kvwire.Engine(name="decode", directory=where))
+        p.listen(anywhere("tcp"))
+        p.announce(role="prefill")
+        peer = c.peer("role=prefill")
+        assert peer.where == "role=prefill"
+        assert "not connected" in repr(peer)
+        assert peer.send(1, b"hello") == 5
+        with p.accept(PATIENCE_S) as accepted:
+            assert accepted.recv(1, timeout=PATIENCE_S) == b"hello"
+            assert peer.connect().peer.name == "prefill"
+            assert peer.connection is not None
+            assert [record.name for record in c.members("role=prefill")] == ["prefill"]
+        assert accepted.closed
+        p.withdraw()
+        peer.close()
+
+
+def test_a_block_left_by_an_exception_aborts_its_connection() -> None:
+    with engines() as e:
+        with pytest.raises(ZeroDivisionError), e.asking:
+            raise ZeroDivisionError
+        assert e.asking.closed
+        e.asking.wait_closed(PATIENCE_S)
+        with pytest.raises(kvwire.ConnectionClosed):
+            e.offering.recv(1, timeout=PATIENCE_S)
+
+
+def test_blocks_of_transfers() -> None:
+    with engines() as e:
+        out, inc = e.begin("t")
+        with out:
+            out.ready()
+            out.renew_lease()
+        with inc:
+            assert inc.wait(PATIENCE_S).complete
+            assert inc.met
+            assert inc.carries
+        assert inc.is_drained
+        assert (out.id, inc.id) == ("t", "t")
+        out, inc = e.begin("half")
+        with pytest.raises(kvwire.UsageError, match="never marked"), out:
+            out.ready(layers=0)
+        with inc:
+            inc.abort("not wanted")
+        assert inc.is_drained
+        out, inc = e.begin("failed")
+        with pytest.raises(ZeroDivisionError), out:
+            raise ZeroDivisionError
+        assert "ZeroDivisionError in the producer" in str(inc.wait(PATIENCE_S).missing)
+
+
+def test_an_engine_that_is_aborted_says_so() -> None:
+    with engines() as e:
+        assert e.p.name == e.p.config.name == "prefill"
+        e.c.abort()
+        with pytest.raises(kvwire.ConnectionClosed):
+            e.offering.recv(1, timeout=PATIENCE_S)
+        assert not e.p.closed
+    assert e.p.closed

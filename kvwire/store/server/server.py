@@ -29,7 +29,7 @@ from functools import partial
 from typing import Self, Unpack
 
 import kvwire
-from kvwire.aio import run_to_completion, start_task
+from kvwire.aio import AsyncWith, run_to_completion, start_task
 from kvwire.config import Config, ConfigOptions
 from kvwire.directory.dialable import (
     check_dialable,
@@ -60,7 +60,7 @@ from kvwire.wire.handshake_messages import key_id
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
-class StoreServer:
+class StoreServer(AsyncWith):
     """Serves a store on an address, within ``async with``. One event loop.
 
     Args:

@@ -127,11 +127,13 @@ TOPICS: Final = (
         "[How to use an engine](../../howto/use-from-a-sync-engine.md).",
         (
             "kvwire.Engine",
-            "kvwire.endpoint.engine.EngineConnection",
-            "kvwire.endpoint.engine.EngineOutgoing",
-            "kvwire.endpoint.engine.EngineIncoming",
-            "kvwire.endpoint.engine.EngineWindow",
-            "kvwire.endpoint.engine.EngineRemoteWindow",
+            "kvwire.EngineConnection",
+            "kvwire.EnginePeer",
+            "kvwire.EngineOutgoing",
+            "kvwire.EngineIncoming",
+            "kvwire.EngineRegion",
+            "kvwire.EngineWindow",
+            "kvwire.EngineRemoteWindow",
         ),
     ),
     Topic(
