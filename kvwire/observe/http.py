@@ -21,7 +21,7 @@ from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from kvwire.observe.view import RateMemory, store_view
 from kvwire.store.server.messages import StatsReport
 from kvwire.store.server.orders import OrderRefused
-from kvwire.types import Address
+from kvwire.types import Address, HttpClient
 
 with needed_by("kvwire.observe.http", extra="metrics"):
     from prometheus_client import CollectorRegistry, generate_latest
@@ -37,7 +37,7 @@ LOOP_TURN_S: Final = 0.5
 class ServerOrders(Orders, Protocol):
     """Executes the orders of a server's clients, and decides what each may see."""
 
-    def reader(self, headers: Mapping[str, str], client: str) -> str:
+    def reader(self, headers: Mapping[str, str], client: HttpClient) -> str:
         """Return the tenant that sent a request, or "" for the operator; on a thread.
 
         Raises:
@@ -96,7 +96,9 @@ class MetricsServer:
         """Stop answering."""
         self._thread.__exit__(*error)
 
-    def get(self, path: str, headers: Mapping[str, str], client: str) -> HttpReply:
+    def get(
+        self, path: str, headers: Mapping[str, str], client: HttpClient
+    ) -> HttpReply:
         """Return the answer to a GET."""
         match path:
             case "/metrics":
@@ -113,7 +115,7 @@ class MetricsServer:
         return HttpReply.of(HTTPStatus.NOT_FOUND, "text/plain", said)
 
     def _top(
-        self, orders: ServerOrders, headers: Mapping[str, str], client: str
+        self, orders: ServerOrders, headers: Mapping[str, str], client: HttpClient
     ) -> HttpReply:
         try:
             tenant = orders.reader(headers, client)

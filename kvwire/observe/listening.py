@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -21,12 +22,14 @@ from typing import Any, Final, NamedTuple, Protocol, Self
 from kvwire import ListenError
 from kvwire.backend import keep_from_children
 from kvwire.observe.limits import HTTP_CONNECTIONS_MAX
-from kvwire.types import Address
+from kvwire.types import Address, HttpClient
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 # The longest time that a silent client holds a thread.
 _SILENT_S: Final = 5.0
+# The first byte of a client that begins with TLS; HTTP begins with a letter.
+_TLS_HANDSHAKE: Final = b"\x16"
 
 
 class HttpReply(NamedTuple):
@@ -45,7 +48,9 @@ class HttpReply(NamedTuple):
 class HttpGet(Protocol):
     """Answers GET and HEAD, on threads."""
 
-    def __call__(self, path: str, headers: Mapping[str, str], client: str) -> HttpReply:
+    def __call__(
+        self, path: str, headers: Mapping[str, str], client: HttpClient
+    ) -> HttpReply:
         """Return the answer; the names of headers have small letters."""
 
 
@@ -55,9 +60,15 @@ class Orders(Protocol):
     bytes_max: int
 
     def answer(
-        self, path: str, headers: Mapping[str, str], client: str, body: bytes
+        self, path: str, headers: Mapping[str, str], client: HttpClient, body: bytes
     ) -> tuple[HTTPStatus, dict[str, Any]]:
         """Return the status and the answer for JSON; on a thread."""
+
+    def secured(self, connection: socket.socket) -> ssl.SSLSocket | None:
+        """Return a client's socket inside TLS; None without certificates."""
+
+    def identity(self, tls: ssl.SSLSocket) -> str:
+        """Return the identity that a client has proved; "" if it is not accepted."""
 
 
 class HttpThread:
@@ -137,9 +148,32 @@ class _Server(ThreadingHTTPServer):
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer a connection, and release its place."""
         try:
-            super().process_request_thread(request, client_address)
+            super().process_request_thread(self._secured(request), client_address)
+        except OSError:  # it ended before its first byte
+            self.shutdown_request(request)
         finally:
             self._places.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, after its handshake if it is inside TLS."""
+        if isinstance(request, ssl.SSLSocket):
+            request.do_handshake()
+        super().finish_request(request, client_address)
+
+    def _secured(self, request: socket.socket) -> socket.socket:
+        """Return the socket inside TLS if its client has begun with that."""
+        if self.orders is None:
+            return request
+        request.settimeout(_SILENT_S)
+        if request.recv(1, socket.MSG_PEEK) != _TLS_HANDSHAKE:
+            return request
+        since = self.since.get(request)
+        tls = self.orders.secured(request)
+        if tls is None or since is None:
+            return request
+        self.since[tls] = since
+        self.since.pop(request, None)
+        return tls
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
@@ -152,7 +186,8 @@ class _Server(ThreadingHTTPServer):
         for request, since in list(self.since.items()):
             if now - since > _SILENT_S:
                 with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+                    # Its thread uses the TLS of it.
+                    socket.socket.shutdown(request, socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Log the error, unless the client has just disconnected."""
@@ -167,7 +202,7 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        client = self.client_address[0]
+        client = self._client
         # From here on, any slowness is not the client's.
         self.server.since.pop(self.connection, None)
         self._answer(self.server.get(self._path, self._headers, client))
@@ -194,10 +229,18 @@ class _Request(BaseHTTPRequestHandler):
             body = self.rfile.read(int(length))
             # From here on, any slowness is not the client's.
             self.server.since.pop(self.connection, None)
-            client = self.client_address[0]
+            client = self._client
             status, told = orders.answer(self._path, self._headers, client, body)
         content = json.dumps(told).encode() + b"\n"
         self._answer(HttpReply.of(status, "application/json", content))
+
+    @property
+    def _client(self) -> HttpClient:
+        identity = ""
+        if isinstance(self.connection, ssl.SSLSocket):
+            assert self.server.orders is not None
+            identity = self.server.orders.identity(self.connection)
+        return HttpClient(self.client_address[0], identity)
 
     @property
     def _path(self) -> str:

@@ -56,6 +56,7 @@ class Credentials:
 
     Attributes:
         own: The facts that peers read in our certificate.
+        contexts: What TLS requires and shows in each role.
     """
 
     def __init__(self, config: Config) -> None:
@@ -67,12 +68,12 @@ class Credentials:
             "tls_key_file", config.tls_key_file, _FILE_BYTES_MAX, private=True
         )
         self._digest = _digest(config.tls_cert_file, certificate)
-        self._contexts = {
+        self.contexts: dict[Role, ssl.SSLContext] = {
             Role.CLIENT: _context(ssl.PROTOCOL_TLS_CLIENT, config, authorities),
             Role.SERVER: _context(ssl.PROTOCOL_TLS_SERVER, config, authorities),
         }
         with _as_file(certificate) as certificate_file, _as_file(key) as key_file:
-            for context in self._contexts.values():
+            for context in self.contexts.values():
                 _load_own(context, config, certificate_file, key_file)
             self.own: OwnCertificate = own_certificate(
                 certificate.decode("ascii", "ignore"),
@@ -83,7 +84,7 @@ class Credentials:
                 f"tls_cert_file {config.tls_cert_file}: its extended key usage has "
                 "neither serverAuth nor clientAuth, so no peer accepts it"
             )
-        self._authorities = self._contexts[Role.CLIENT].get_ca_certs()
+        self._authorities = self.contexts[Role.CLIENT].get_ca_certs()
         self._anchors = [ca["subject"] for ca in self._authorities]
 
     def trouble(self) -> tuple[State, str]:
@@ -99,11 +100,11 @@ class Credentials:
         self, role: Role, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
     ) -> ssl.SSLObject:
         """Make one end of a TLS connection, before its handshake."""
-        return self._contexts[role].wrap_bio(
+        return self.contexts[role].wrap_bio(
             incoming, outgoing, server_side=role is Role.SERVER
         )
 
-    def proven(self, tls: ssl.SSLObject, role: Role) -> PeerIdentity:
+    def proven(self, tls: ssl.SSLObject | ssl.SSLSocket, role: Role) -> PeerIdentity:
         """Return the peer's identity, once the handshake is over.
 
         Raises:

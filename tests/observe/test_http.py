@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import threading
 import urllib.error
 import urllib.request
@@ -23,7 +24,9 @@ from kvwire.observe.http import MetricsServer
 from kvwire.observe.listening import HttpReply, HttpThread
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.orders import StoreOrders
+from kvwire.types import HttpClient
 from tests.support.caches import Filled, chain
+from tests.support.certificates import FAR, NEAR, Authority, issue
 from tests.support.waiting import PATIENCE_S
 
 
@@ -158,7 +161,7 @@ def test_an_answer_may_take_longer_than_a_question(
         if listening._SILENT_S < 0:
             looked.set()
 
-    def slow(path: str, headers: Mapping[str, str], client: str) -> HttpReply:
+    def slow(path: str, headers: Mapping[str, str], client: HttpClient) -> HttpReply:
         monkeypatch.setattr(listening, "_SILENT_S", -1.0)
         assert looked.wait(PATIENCE_S), (path, headers, client)
         return HttpReply.of(HTTPStatus.OK, "text/plain", b"all of it")
@@ -188,7 +191,7 @@ async def test_a_loop_that_is_stuck_is_not_healthy() -> None:
     async with BlockStore.open(["memory:1MiB"]) as store:
         with MetricsServer(store, "127.0.0.1:0") as server:
             # Called from the loop itself, which so has no turn to give.
-            status, _, body = server.get("/health", {}, "127.0.0.1")
+            status, _, body = server.get("/health", {}, HttpClient("127.0.0.1"))
             assert status == HTTPStatus.SERVICE_UNAVAILABLE
             assert json.loads(body)["status"] == "stuck"
 
@@ -202,7 +205,9 @@ async def test_a_page_of_a_loop_that_is_stuck_gets_the_reason() -> None:
             store, "127.0.0.1:0", served.communicator, StoreOrders(served)
         ) as server:
             # As above.
-            status, _, body = server.get("/top.json", {"host": "x"}, "127.0.0.1")
+            status, _, body = server.get(
+                "/top.json", {"host": "x"}, HttpClient("127.0.0.1")
+            )
     assert status == HTTPStatus.SERVICE_UNAVAILABLE
     assert "event loop is blocked" in json.loads(body)["error"]
 
@@ -422,6 +427,67 @@ async def test_the_page_shows_a_tenant_its_own_and_the_operator_all(
     assert texts(of_all, "processes")[0][0] == of_all["name"]
 
 
+def fetched_by(
+    server: MetricsServer, path: str, authority: Authority, config: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """Fetch a path by https, with a certificate; as :func:`looked`."""
+    context = ssl.create_default_context(cafile=str(authority.root.cert_file))
+    context.check_hostname = False
+    context.load_cert_chain(config["tls_cert_file"], config["tls_key_file"])
+    where = server.url.removesuffix("/metrics").replace("http:", "https:") + path
+    try:
+        with urllib.request.urlopen(where, timeout=60, context=context) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code, json.loads(exc.read())
+
+
+async def test_with_certificates_the_page_is_for_those_who_have_one(
+    tmp_path: Path,
+) -> None:
+    """By https on the same port, where metrics stay readable without."""
+    authority = Authority(tmp_path)
+    served = authority.config("spiffe://kvwire.test/store", NEAR)
+    near, far = authority.config(NEAR), authority.config(FAR)
+    stranger = authority.config("spiffe://kvwire.test/stranger")
+    (tmp_path / "other").mkdir()
+    foreign = issue(tmp_path / "other", NEAR).config
+    async with (
+        BlockStore.open(["memory:1MiB"], tenants=[f"x?identity={FAR}"]) as store,
+        StoreServer(store, "127.0.0.1:0", **served) as stores,
+    ):
+        await store.put(A, CACHE, range(4), tenant="x")
+        with MetricsServer(
+            store, "127.0.0.1:0", stores.communicator, StoreOrders(stores)
+        ) as server:
+
+            def by(config: dict[str, Any]) -> Any:
+                return asyncio.to_thread(
+                    fetched_by, server, "/top.json", authority, config
+                )
+
+            status, of_all = await by(near)
+            assert status == 200
+            assert texts(of_all, "processes")[0][0] == of_all["name"]
+            _, of_x = await by(far)
+            assert {one["name"] for one in of_x["tables"] if one["rows"]} == {"tenants"}
+            status, refused = await by(stranger)
+            assert (status, list(refused)) == (401, ["error"])
+            with pytest.raises(OSError, match=r"alert|EOF|reset|closed"):
+                await by(foreign)
+            # Without TLS, what everybody may read.
+            status, refused = await asyncio.to_thread(looked, server)
+            assert status == 401
+            assert "connect by https" in refused["error"]
+            status, _ = await asyncio.to_thread(fetched, server, "/metrics")
+            assert status == 200
+            status, health = await asyncio.to_thread(
+                fetched_by, server, "/health", authority, near
+            )
+            assert (status, health["status"]) == (200, "ok")
+
+
 async def test_the_files_of_the_page_are_for_everybody_and_hold_no_foreign_code() -> (
     None
 ):
@@ -437,7 +503,7 @@ async def test_the_files_of_the_page_are_for_everybody_and_hold_no_foreign_code(
         ) as server:
             for path in ("/top", "/top.css", "/top.js"):
                 status, headers, body = await asyncio.to_thread(
-                    server.get, path, {}, "10.0.0.1"
+                    server.get, path, {}, HttpClient("10.0.0.1")
                 )
                 assert status == 200
                 policy = headers["content-security-policy"].split("; ")
@@ -454,6 +520,6 @@ async def test_the_files_of_the_page_are_for_everybody_and_hold_no_foreign_code(
             assert (status, told["name"]) == (200, served.communicator.name)
             # From another host, without a key.
             status, _, _ = await asyncio.to_thread(
-                server.get, "/top.json", {}, "10.0.0.1"
+                server.get, "/top.json", {}, HttpClient("10.0.0.1")
             )
             assert status == 401

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
+import socket
+import ssl
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from http import HTTPStatus
@@ -16,8 +19,9 @@ from typing import Any, Final
 import msgspec
 
 from kvwire import Snapshot
-from kvwire.errors import KVWireError, UsageError, error_text
+from kvwire.errors import AuthenticationFailed, KVWireError, UsageError, error_text
 from kvwire.security.keys import read_key_file
+from kvwire.security.tls import CredentialFiles
 from kvwire.security.web_pages import why_foreign
 from kvwire.store.limits import STORE_ORDER_BYTES_MAX, STORE_VERB_TIMEOUT_S
 from kvwire.store.operations.verbs import carry_out
@@ -25,9 +29,11 @@ from kvwire.store.order import VERBS, VerbOrder, described
 from kvwire.store.placement import READING, Placement
 from kvwire.store.server.messages import StatsReport
 from kvwire.store.server.server import StoreServer, served_by
-from kvwire.types import is_loopback
+from kvwire.types import HttpClient, Role, is_loopback
 from kvwire.wire.control import DECODE_ERRORS
 from kvwire.wire.handshake_messages import key_id
+
+logger: logging.Logger = logging.getLogger("kvwire.store")
 
 _PATH: Final = "/kv/"
 _AWAY: Final = HTTPStatus.SERVICE_UNAVAILABLE
@@ -65,16 +71,17 @@ class StoreOrders:
         psk = config.trust == "psk"
         self._operator_key = read_key_file(config.psk_file) if psk else b""
         self._trust = config.trust
+        self._tls = CredentialFiles(config) if config.trust == "mtls" else None
 
     def answer(
-        self, path: str, headers: Mapping[str, str], client: str, body: bytes
+        self, path: str, headers: Mapping[str, str], client: HttpClient, body: bytes
     ) -> tuple[HTTPStatus, dict[str, Any]]:
         """Execute the order in a POST.
 
         Args:
             path: The path, without the query.
             headers: The headers, with names in small letters.
-            client: The client's numeric address.
+            client: The sender.
             body: The body.
 
         Returns:
@@ -87,17 +94,20 @@ class StoreOrders:
         except OrderRefused as exc:
             return exc.status, {"error": str(exc)}
 
-    def reader(self, headers: Mapping[str, str], client: str) -> str:
-        """Return the tenant whose key a request has, or "" for the operator.
+    def reader(self, headers: Mapping[str, str], client: HttpClient) -> str:
+        """Return the tenant that a key or a certificate proves, or "" for the operator.
 
         Args:
             headers: The headers, with names in small letters.
-            client: The client's numeric address.
+            client: The sender.
 
         Raises:
-            OrderRefused: The request has no key of this server.
+            OrderRefused: The request has no key of this server, and its sender no
+                accepted certificate.
         """
-        if self._trust == "loopback" and is_loopback(client):
+        if self._trust == "mtls":
+            return self._certified(headers, client)
+        if self._trust == "loopback" and is_loopback(client.address):
             if why := why_foreign(headers, "start the server with --psk-file"):
                 raise OrderRefused(HTTPStatus.FORBIDDEN, why)
             return ""
@@ -114,6 +124,36 @@ class StoreOrders:
             raise OrderRefused(HTTPStatus.UNAUTHORIZED, why)
         return tenant
 
+    def _certified(self, headers: Mapping[str, str], client: HttpClient) -> str:
+        if not client.identity:
+            why = "certificate: connect by https, with one that tls_peers accepts"
+            raise OrderRefused(HTTPStatus.UNAUTHORIZED, why)
+        # A browser shows its user's certificate for the pages of others, too.
+        if why := why_foreign(headers, "", by_name=True):
+            raise OrderRefused(HTTPStatus.FORBIDDEN, why)
+        return self._served.proofs.get(client.identity, "")
+
+    def secured(self, connection: socket.socket) -> ssl.SSLSocket | None:
+        """Return a client's socket inside TLS, before the handshake.
+
+        None if this server has no certificates.
+        """
+        if self._tls is None:
+            return None
+        context = self._tls.current().contexts[Role.SERVER]
+        return context.wrap_socket(
+            connection, server_side=True, do_handshake_on_connect=False
+        )
+
+    def identity(self, tls: ssl.SSLSocket) -> str:
+        """Return the identity that a client has proved; "" if it is not accepted."""
+        assert self._tls is not None
+        try:
+            return self._tls.current().proven(tls, Role.SERVER).identity
+        except AuthenticationFailed as exc:
+            logger.info("a client of HTTP is not accepted: %s", exc)
+            return ""
+
     def report(self, tenant: str) -> tuple[StatsReport, Snapshot | None]:
         """Return the server's numbers, and its process; on the server's loop.
 
@@ -122,7 +162,7 @@ class StoreOrders:
         report = self._served.report(0, tenant)
         return report, None if tenant else self._communicator.snapshot()
 
-    def _check(self, path: str, headers: Mapping[str, str], client: str) -> str:
+    def _check(self, path: str, headers: Mapping[str, str], client: HttpClient) -> str:
         """Return the tenant that may order something here; "" for the operator."""
         if path.removeprefix(_PATH) not in VERBS:
             why = f"there are {', '.join(_PATH + verb for verb in VERBS)}"
