@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any, Final
 
 from kvwire.directory import Selector, open_directory
 from kvwire.directory.limits import MEMBERS_MAX
@@ -32,14 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the proxy until it is interrupted; return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if not options.decode and not options.directory:
-        parser.error("name the engines that answer: pass --decode or --directory")
-    if options.running < 1 or options.queue < 0:
-        parser.error("--running must be at least 1 and --queue at least 0")
-    if not 0 <= options.stop_s <= PROXY_STOP_S_MAX:
-        parser.error(f"--stop-s {options.stop_s:g}: pass 0 to {PROXY_STOP_S_MAX:g}")
-    if not 0 <= options.port < 2**16:
-        parser.error(f"--port {options.port}: pass 0 to 65535; 0 takes any free port")
+    if why := _unusable(options):
+        parser.error(why)
     try:
         fleet = EngineFleet(
             map(parse_engine, options.prefill),
@@ -99,6 +94,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ProxyServer(app, *where, ending, options.stop_s, connections).run()
 
 
+def _unusable(options: argparse.Namespace) -> str:
+    """Return why values do not go together or are out of range; "" if they can be used.
+
+    What the fleet, keys and policies refuse is not checked here.
+    """
+    if not options.decode and not options.directory:
+        return "name the engines that answer: pass --decode or --directory"
+    if options.running < 1 or options.queue < 0:
+        return "--running must be at least 1 and --queue at least 0"
+    if not 0 <= options.stop_s <= PROXY_STOP_S_MAX:
+        return f"--stop-s {options.stop_s:g}: pass 0 to {PROXY_STOP_S_MAX:g}"
+    if not 0 <= options.port < 2**16:
+        return f"--port {options.port}: pass 0 to 65535; 0 takes any free port"
+    return ""
+
+
 def _have_descriptors(count: int) -> int:
     """Raise the limit of open files towards `count`, since shells set it to 1024.
 
@@ -120,95 +131,103 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m kvwire.integrations.vllm.proxy",
         description="Sends each request to a prefill and a decode engine of vLLM.",
     )
-    engine = (
-        "URL=KV[,KV...][,stages=N]: where it serves, where each rank of it listens, "
-        "and in how many pipeline stages they are"
-    )
-    parser.add_argument("--prefill", action="append", default=[], help=engine)
-    parser.add_argument("--decode", action="append", default=[], help=engine)
-    parser.add_argument(
-        "--directory", default="", help="where engines announce themselves: redis://..."
-    )
-    parser.add_argument(
-        "--select", default="", help="which of its members, such as zone=a"
-    )
-    parser.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        help="a host that the directory may name: 10.0.0.0/8, engine-1, *.fleet.svc; "
-        "without any, this host",
-    )
-    parser.add_argument("--psk-file", help="the engines' key, if they have one")
-    parser.add_argument(
-        "--operator-key-file",
-        help="the key that POST /drain and /migrate ask for; without it, they answer "
-        "this host",
-    )
-    parser.add_argument(
-        "--migrate",
-        action="store_true",
-        help="streams of /v1/completions can go on at another engine: POST /migrate, "
-        "POST /drain, and when an engine dies",
-    )
-    parser.add_argument(
-        "--kv-hints",
-        action="store_true",
-        help="pass the field kv_hints of clients' requests to the engines' store",
-    )
-    parser.add_argument(
-        "--store",
-        default="",
-        help="the HTTP of the store server that engines save to (its --metrics), such "
-        "as http://10.0.0.5:9400: POST /kv/pin and other verbs, with its keys",
-    )
-    parser.add_argument(
-        "--store-block-tokens",
-        type=int,
-        default=16,
-        help="the engines' --block-size, for verbs that name a prompt",
-    )
-    parser.add_argument(
-        "--first-token",
-        choices=(PREFILL, DECODE),
-        default=PREFILL,
-        help="which engine sends a stream's first token, where both would send the "
-        "same: prefill, as soon as it has it",
-    )
-    parser.add_argument(
-        "--copy-ahead",
-        default="",
-        metavar="POLICY",
-        help="copy prefixes to a second engine before it is asked for them: "
-        "hot-prefixes, or an entry point in kvwire.copy_ahead; off by default",
-    )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument(
-        "--order",
-        choices=(AT_ONCE, IN_SEQUENCE),
-        default=AT_ONCE,
-        help="both engines at once, or decode when prefill has answered",
-    )
-    parser.add_argument(
-        "--route",
-        default=LEAST_LOADED,
-        help="which engine: least-loaded, kv-events (where the prompt's blocks are), "
-        "or package.module:Class",
-    )
-    parser.add_argument(
-        "--running", type=int, default=PROXY_RUNNING_MAX, help="requests at once"
-    )
-    parser.add_argument(
-        "--queue",
-        type=int,
-        default=PROXY_WAITING_MAX,
-        help="requests that wait for that; more get 429",
-    )
-    parser.add_argument(
-        "--stop-s",
-        type=float,
-        default=PROXY_STOP_S,
-        help="how many seconds requests have to end after SIGTERM",
-    )
+    for name, settings in _OPTIONS.items():
+        parser.add_argument(name, **settings)
     return parser
+
+
+_ENGINE: Final = {
+    "action": "append",
+    "default": [],
+    "help": "URL=KV[,KV...][,stages=N]: where it serves, where each rank of it "
+    "listens, and in how many pipeline stages they are",
+}
+# What argparse gets for each option, in the order of --help.
+_OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "--prefill": _ENGINE,
+    "--decode": _ENGINE,
+    "--directory": {
+        "default": "",
+        "help": "where engines announce themselves: redis://...",
+    },
+    "--select": {
+        "default": "",
+        "help": "which of its members, such as zone=a",
+    },
+    "--allow": {
+        "action": "append",
+        "default": [],
+        "help": "a host that the directory may name: 10.0.0.0/8, engine-1, "
+        "*.fleet.svc; without any, this host",
+    },
+    "--psk-file": {
+        "help": "the engines' key, if they have one",
+    },
+    "--operator-key-file": {
+        "help": "the key that POST /drain and /migrate ask for; without it, they "
+        "answer this host",
+    },
+    "--migrate": {
+        "action": "store_true",
+        "help": "streams of /v1/completions can go on at another engine: POST "
+        "/migrate, POST /drain, and when an engine dies",
+    },
+    "--kv-hints": {
+        "action": "store_true",
+        "help": "pass the field kv_hints of clients' requests to the engines' store",
+    },
+    "--store": {
+        "default": "",
+        "help": "the HTTP of the store server that engines save to (its --metrics), "
+        "such as http://10.0.0.5:9400: POST /kv/pin and other verbs, with its keys",
+    },
+    "--store-block-tokens": {
+        "type": int,
+        "default": 16,
+        "help": "the engines' --block-size, for verbs that name a prompt",
+    },
+    "--first-token": {
+        "choices": (PREFILL, DECODE),
+        "default": PREFILL,
+        "help": "which engine sends a stream's first token, where both would send the "
+        "same: prefill, as soon as it has it",
+    },
+    "--copy-ahead": {
+        "default": "",
+        "metavar": "POLICY",
+        "help": "copy prefixes to a second engine before it is asked for them: "
+        "hot-prefixes, or an entry point in kvwire.copy_ahead; off by default",
+    },
+    "--host": {
+        "default": "127.0.0.1",
+    },
+    "--port": {
+        "type": int,
+        "default": 8000,
+    },
+    "--order": {
+        "choices": (AT_ONCE, IN_SEQUENCE),
+        "default": AT_ONCE,
+        "help": "both engines at once, or decode when prefill has answered",
+    },
+    "--route": {
+        "default": LEAST_LOADED,
+        "help": "which engine: least-loaded, kv-events (where the prompt's blocks "
+        "are), or package.module:Class",
+    },
+    "--running": {
+        "type": int,
+        "default": PROXY_RUNNING_MAX,
+        "help": "requests at once",
+    },
+    "--queue": {
+        "type": int,
+        "default": PROXY_WAITING_MAX,
+        "help": "requests that wait for that; more get 429",
+    },
+    "--stop-s": {
+        "type": float,
+        "default": PROXY_STOP_S,
+        "help": "how many seconds requests have to end after SIGTERM",
+    },
+}
