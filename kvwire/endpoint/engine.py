@@ -291,8 +291,12 @@ class Engine:
         return self._thread.start(work(self._communicator))
 
     def abort(self) -> None:
-        """End every connection now; does not wait. ``close`` waits for the remains."""
-        self._thread.post(self._communicator.abort)
+        """End every connection now; does not wait. ``close`` waits for the remains.
+
+        In a forked child it does nothing.
+        """
+        if not self._thread.forked:
+            self._thread.post(self._communicator.abort)
 
     def close(self) -> None:
         """End every transfer and connection, then the thread.
@@ -318,7 +322,7 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         """Close it, or abort if an exception left the block."""
-        if error is not None and not self._thread.forked:
+        if error is not None:
             self.abort()
         self.close()
 
