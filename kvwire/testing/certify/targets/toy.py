@@ -1,4 +1,4 @@
-"""A correct transport in 60 lines, and the example of an adapter.
+"""A correct transport in 70 lines, and the example of an adapter.
 
 Each operation uses a separate TCP connection. Both ends copy within one turn of their
 loop, right after checking that they may still touch the memory.
