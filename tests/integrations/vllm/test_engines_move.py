@@ -56,7 +56,7 @@ def test_a_chat_moves(two: Fleet) -> None:
 def test_a_chat_without_a_limit_moves(two: Fleet) -> None:
     """It ends with the context, although what it goes on as needs a limit."""
     one = Stream(chat=True)
-    one.read(two.proxy.url, prompt(3900, 151), 12, two.migrate, max_tokens=None)
+    one.read(two.proxy.url, prompt(3400, 151), 12, two.migrate, max_tokens=None)
     models = httpx.get(f"{two.engines[0].url}/v1/models").json()["data"]
     assert len(one.prompt) + len(one.tokens) == models[0]["max_model_len"]
     assert one.tokens == own(two.engines[0], one.prompt, len(one.tokens))

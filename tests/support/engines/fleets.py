@@ -40,7 +40,8 @@ def asking(
     """Where a request is sent to, and what it says."""
     if not chat:
         return "/v1/completions", asked(tokens, prompt=ids)
-    text = " ".join(f"w{one}" for one in ids)
+    # The special w0, w1 and w2 split longer words that begin with them.
+    text = " ".join(f"w{300 + one % 200}" for one in ids)
     messages = [{"role": "user", "content": text}]
     return "/v1/chat/completions", asked(tokens, messages=messages)
 
