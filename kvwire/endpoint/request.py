@@ -61,8 +61,8 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     _record: RequestRecord | None = None
     # One for each task that waits for the completion.
     _waiters: tuple[asyncio.Future[None], ...] = ()
-    # Gets the completion in the turn in which it happens.
-    _watcher: _Watcher | None = None
+    # Called with the completion.
+    _then: Callable[[], None] | None = None
     # Callbacks for when its memory is free, while it waits for a connection.
     _watchers: tuple[Callable[[], None], ...] = ()
     # The wait of each task that was created from this request.
@@ -226,10 +226,10 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
                 waiter.set_result(None)
         if self._watchers:
             self._watch_memory()
-        if self._watcher is not None:
-            watcher = self._watcher
-            self._watcher = None
-            watcher.completed(self)
+        if self._then is not None:
+            then = self._then
+            self._then = None
+            then()
 
     def _watch_memory(self) -> None:
         """Pass the release callbacks to the owner."""
@@ -250,25 +250,18 @@ def succeeded(request: Request[Any]) -> bool:
     return request._over and request._error is None
 
 
-class _Watcher(Protocol):
-    """Gets the completion of a request; must not raise."""
+def when_done(request: Request[Any], call: Callable[[], None]) -> bool:
+    """Call a function in the turn of the loop in which a request completes.
 
-    def completed(self, request: Request[Any], /) -> None:
-        """Act on a request that is complete."""
-
-
-def watch(request: Request[Any], watcher: _Watcher) -> bool:
-    """Report a completion to a watcher in the turn of the loop in which it happens.
-
-    A task that awaits the request runs a turn later. It is for upper rooms; a request
-    has at most one watcher.
+    A task that awaits the request runs a turn later. The function must not raise. It is
+    for upper rooms, and at most one for each request.
 
     Returns:
-        False if the request is complete already; then nothing is reported.
+        False if the request is complete already; then nothing is called.
     """
     if request._over:
         return False
-    request._watcher = watcher
+    request._then = call
     return True
 
 

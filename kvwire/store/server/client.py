@@ -20,7 +20,7 @@ from typing import Any
 import kvwire
 from kvwire.aio import Upkeep, run_to_completion
 from kvwire.config import Config
-from kvwire.endpoint.request import Request, watch
+from kvwire.endpoint.request import Request, when_done
 from kvwire.errors import (
     ConnectError,
     ConnectionClosed,
@@ -133,8 +133,6 @@ class ActiveConnection:
         # The numbers of requests, and of the messages that carry their blocks.
         self.numbers: Iterator[int] = count(1)
         self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
-        # Has the error that ends ``listen``.
-        self._over: asyncio.Future[None] | None = None
         self.windows: HostWindows | None = None
         # The server's blocks, once its memory is mapped here.
         self.mapped: HostBlocks | None = None
@@ -229,34 +227,34 @@ class ActiveConnection:
         Cancel safety: the waiting requests fail.
         """
         why = "the client was closed"
-        over = self._over = asyncio.get_running_loop().create_future()
+        over = asyncio.get_running_loop().create_future()
+        self._receive(over)
         try:
-            self.completed()
             await over
         except KVWireError as exc:
             why = str(exc)
             raise
         finally:
-            # Its exception holds this frame.
             del over
-            self._over = None
             self._end(why)
             await self.close_windows()
 
-    def completed(self, said: Request[bytearray] | None = None) -> None:
-        """Read an answer, and receive the next one; an error ends that.
+    def _receive(
+        self, over: asyncio.Future[None], said: Request[bytearray] | None = None
+    ) -> None:
+        """Read an answer, and receive the next one; an error ends it, in ``over``.
 
-        Each answer is read in the turn of the loop in which it arrives. A task that
-        receives in a loop would read it a turn later.
+        Each answer is read in the turn in which it arrives. A task that receives in a
+        loop would read it a turn later.
         """
-        while self._over is not None and not self._over.done():
+        while not over.done():
             if said is not None:
                 try:
                     reply = decode_reply(said.result())
                     if not isinstance(reply, NumberedReply):
                         raise UsageError("the server sent a second welcome")
                 except KVWireError as exc:
-                    self._over.set_exception(exc)
+                    over.set_exception(exc)
                     return
                 if self.works is not None:
                     self.works()
@@ -265,7 +263,7 @@ class ActiveConnection:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)
             said = self.connection.recv(TAG)
-            if watch(said, self):
+            if when_done(said, partial(self._receive, over, said)):
                 return
 
     def _end(self, why: str) -> None:
